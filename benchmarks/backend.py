@@ -1,7 +1,8 @@
-"""The backend against Gloo: scripts that never heard of paceline, on `init_process_group("gloo")` and on `init_process_group("paceline")`.
+"""The backend against Gloo: scripts that never heard of paceline, on `init_process_group("gloo")`
+and on `init_process_group("paceline")`.
 
-Two crews run the same programs, DDP, FSDP2 and tensor parallelism by hand, and take turns round by round. At the end the weights of both
-must agree.
+Two crews run the same programs, DDP, FSDP2 and tensor parallelism by hand, and take turns round by
+round. At the end the weights of both must agree.
 
     python benchmarks/backend.py [--programs ddp fsdp2 tensor] [--workers 2] [--rounds 30]
 """
@@ -46,15 +47,26 @@ def fsdp2(model: Any) -> Any:
 
 
 def tensor(model: Any) -> Any:
-    """Cut the layers of a model as the tutorial of tensor parallelism does: a worker has its part of the heads."""
+    """Cut the layers of a model as the tutorial of tensor parallelism does: a worker has its
+    part of the heads.
+    """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         block.attention.heads //= mesh.size()
-        plan = {"attention.qkv": ColwiseParallel(), "attention.out": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+        plan = {
+            "attention.qkv": ColwiseParallel(),
+            "attention.out": RowwiseParallel(),
+            "up": ColwiseParallel(),
+            "down": RowwiseParallel(),
+        }
         parallelize_module(block, mesh, plan)
         attend(block.attention, model.shape.d // mesh.size())
     return model
@@ -66,7 +78,11 @@ def attend(attention: Any, width: int) -> None:
 
     def forward(x: Any) -> Any:
         batch, tokens, _ = x.shape
-        q, k, v = attention.qkv(x).view(batch, tokens, 3, attention.heads, width // attention.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            attention.qkv(x)
+            .view(batch, tokens, 3, attention.heads, width // attention.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return attention.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
 
@@ -92,7 +108,10 @@ class Worker:
         self.programs = {name: self.train(name, rank, size) for name in programs}
 
     def train(self, name: str, rank: int, size: int) -> Iterator[None]:
-        """Train a step whenever the next one is asked for. Workers that cut the layers of one model have the same samples."""
+        """Train a step whenever the next one is asked for.
+
+        Workers that cut the layers of one model have the same samples.
+        """
         import torch
 
         model, loss, data = build(MODEL)
@@ -123,31 +142,62 @@ class Worker:
         import torch
         from torch.distributed.tensor import DTensor
 
-        whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.models[name].parameters()]
+        whole = [
+            p.full_tensor() if isinstance(p, DTensor) else p for p in self.models[name].parameters()
+        ]
         return [float(x) for x in torch.cat([p.detach().reshape(-1) for p in whole])[::997]]
 
 
 def measure(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of a step of every program on both backends in every round; raises where their weights differ at the end."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.workers)]
+    """Seconds of a step of every program on both backends in every round; raises where their
+    weights differ at the end.
+    """
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(options.workers),
+    ]
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         crews = {}
         for backend in BACKENDS:
-            command = [*launch, str(HERE / "backend.py"), "--serve", backend, "--programs", *options.programs]
-            crews[backend] = stack.enter_context(Crew(backend, [command], options.workers, folder=folder))
+            command = [
+                *launch,
+                str(HERE / "backend.py"),
+                "--serve",
+                backend,
+                "--programs",
+                *options.programs,
+            ]
+            crews[backend] = stack.enter_context(
+                Crew(backend, [command], options.workers, folder=folder)
+            )
 
         def asking(backend: str, program: str) -> Callable[[], float]:
             steps = options.steps or SETUPS[MODEL].steps
-            return lambda: max(answer["seconds"] for answer in crews[backend].ask(program=program, steps=steps))
+            return lambda: max(
+                answer["seconds"] for answer in crews[backend].ask(program=program, steps=steps)
+            )
 
-        variants = {f"{program} on {backend}": asking(backend, program) for program in options.programs for backend in BACKENDS}
+        variants = {
+            f"{program} on {backend}": asking(backend, program)
+            for program in options.programs
+            for backend in BACKENDS
+        }
         samples = interleave(variants, options.rounds, warmup=2)
         theirs, ours = (crews[backend].ask()[0] for backend in BACKENDS)
     for program in options.programs:
-        away = sum((a - b) ** 2 for a, b in zip(theirs[program], ours[program], strict=True)) / sum(a * a for a in theirs[program])
+        away = sum((a - b) ** 2 for a, b in zip(theirs[program], ours[program], strict=True)) / sum(
+            a * a for a in theirs[program]
+        )
         if away**0.5 > AWAY:
-            raise RuntimeError(f"{program}: the weights on the backends are {away**0.5:.2e} apart, more than {AWAY:g}")
+            raise RuntimeError(
+                f"{program}: the weights on the backends are {away**0.5:.2e} apart, more than "
+                f"{AWAY:g}"
+            )
     return samples
 
 
@@ -168,7 +218,9 @@ def main() -> None:
         theirs, ours = (samples[f"{program} on {backend}"] for backend in BACKENDS)
         seconds = {"gloo": statistics.median(theirs), "paceline": statistics.median(ours)}
         what = f"{program} by hand, GPT 19 M, {options.workers} workers"
-        rows.append(Row(what, seconds, "step: gloo / paceline", ratio(theirs, ours), least=BARS[program]))
+        rows.append(
+            Row(what, seconds, "step: gloo / paceline", ratio(theirs, ours), least=BARS[program])
+        )
     if not report("backend", rows, options, samples) and options.check:
         sys.exit(1)
 

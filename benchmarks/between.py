@@ -1,9 +1,12 @@
-"""All-reduce of float32 between the hosts of a lab: paceline against Gloo, for ranks dealt to hosts in blocks and in turn.
+"""All-reduce of float32 between the hosts of a lab: paceline against Gloo, for ranks dealt to hosts
+in blocks and in turn.
 
-All variants reduce the same data, different on each rank, in turns within the same processes, and every result is compared with the sum.
-What is used of the link is the payload that has to cross it (a copy of the tensor each way, for two hosts) over the time.
+All variants reduce the same data, different on each rank, in turns within the same processes, and
+every result is compared with the sum. What is used of the link is the payload that has to cross it
+(a copy of the tensor each way, for two hosts) over the time.
 
-    python benchmarks/between.py [--bandwidth 1gbit] [--sizes 1M 8M 100M] [--placements block round-robin]
+    python benchmarks/between.py [--bandwidth 1gbit] [--sizes 1M 8M 100M] [--placements block
+    round-robin]
 """
 
 from __future__ import annotations
@@ -40,9 +43,14 @@ class Peer:
         import torch
 
         self.torch, self.group = torch, group
-        parts = [torch.randint(-1000, 1000, (count,), generator=torch.Generator().manual_seed(r)).float() for r in range(group.size)]
+        parts = [
+            torch.randint(-1000, 1000, (count,), generator=torch.Generator().manual_seed(r)).float()
+            for r in range(group.size)
+        ]
         self.mine, self.sum = parts[group.rank], torch.stack(parts).sum(0)
-        self.memory = {name: torch.empty(count) for name in VARIANTS} | {"registered": group.empty((count,), torch.float32)}
+        self.memory = {name: torch.empty(count) for name in VARIANTS} | {
+            "registered": group.empty((count,), torch.float32)
+        }
 
     def measure(self, variant: str) -> float:
         """Seconds of one all-reduce, which has to be right."""
@@ -87,18 +95,28 @@ def measure(options: argparse.Namespace, placement: str) -> dict[str, dict[str, 
 
     with tempfile.TemporaryDirectory() as folder:
         words = ("--serve", folder, "--rounds", str(options.rounds), "--sizes", *options.sizes)
-        with lab.cluster(hosts=HOSTS, workers=WORKERS, bandwidth=options.bandwidth, placement=placement) as cluster:  # type: ignore[arg-type]
+        with lab.cluster(
+            hosts=HOSTS, workers=WORKERS, bandwidth=options.bandwidth, placement=placement
+        ) as cluster:  # type: ignore[arg-type]
             outcome = cluster.run(__file__, *words, environ={"OMP_NUM_THREADS": "1"}, deadline=3600)
         if outcome.code != 0:
             raise SystemExit(outcome.output)
         found = {}
         for size in options.sizes:
-            ranks = [json.loads((Path(folder) / f"{size}-{rank}.json").read_text()) for rank in range(HOSTS * WORKERS)]
-            found[size] = {name: [max(round) for round in zip(*(rank[name] for rank in ranks), strict=True)] for name in VARIANTS}
+            ranks = [
+                json.loads((Path(folder) / f"{size}-{rank}.json").read_text())
+                for rank in range(HOSTS * WORKERS)
+            ]
+            found[size] = {
+                name: [max(round) for round in zip(*(rank[name] for rank in ranks), strict=True)]
+                for name in VARIANTS
+            }
         return found
 
 
-def judge(options: argparse.Namespace, placement: str, size: str, samples: dict[str, list[float]]) -> list[Row]:
+def judge(
+    options: argparse.Namespace, placement: str, size: str, samples: dict[str, list[float]]
+) -> list[Row]:
     """Each of ours against Gloo, and what it uses of the link."""
     from paceline.lab.description import rate
 
@@ -107,7 +125,15 @@ def judge(options: argparse.Namespace, placement: str, size: str, samples: dict[
     for name in VARIANTS[1:]:
         what = f"{size}, {placement}, {name}"
         medians = {other: statistics.median(samples[other]) for other in ("gloo", name)}
-        rows.append(Row(what, medians, "gloo / paceline", ratio(samples["gloo"], samples[name]), LEAST[placement] if barred else None))
+        rows.append(
+            Row(
+                what,
+                medians,
+                "gloo / paceline",
+                ratio(samples["gloo"], samples[name]),
+                LEAST[placement] if barred else None,
+            )
+        )
         used = bootstrap(lambda seconds: numel(size) * 32 / seconds / bits, samples[name])
         rows.append(Row(what, {}, "of the link's rate", used, LEAST_USED if barred else None))
     return rows
@@ -115,9 +141,16 @@ def judge(options: argparse.Namespace, placement: str, size: str, samples: dict[
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__ or "", "between", rounds=7)
-    parser.add_argument("--bandwidth", default="1gbit", help="of each host's link (default %(default)s)")
+    parser.add_argument(
+        "--bandwidth", default="1gbit", help="of each host's link (default %(default)s)"
+    )
     parser.add_argument("--sizes", nargs="+", default=["1M", "8M", "100M"])
-    parser.add_argument("--placements", nargs="+", default=["block", "round-robin"], choices=["block", "round-robin"])
+    parser.add_argument(
+        "--placements",
+        nargs="+",
+        default=["block", "round-robin"],
+        choices=["block", "round-robin"],
+    )
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(words)
     if options.serve is not None:

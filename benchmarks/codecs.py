@@ -1,4 +1,5 @@
-"""Codings of float32: how long it takes to make them and to read them, against one fused kernel of torch.compile that does int8.
+"""Codings of float32: how long it takes to make them and to read them, against one fused kernel of
+torch.compile that does int8.
 
 One process with one thread, as in a worker's exchange. What is read back is checked.
 
@@ -73,7 +74,10 @@ def ours(text: str, x: Any) -> dict[str, Callable[[], object]]:
     coding.decode(message, out)
     if float((out - x).norm()) > float(x.norm()):
         raise RuntimeError(f"{text} gives something that is farther away than nothing")
-    return {f"{text}, encode": lambda: coding.encode(x, message), f"{text}, decode": lambda: coding.decode(message, out)}
+    return {
+        f"{text}, encode": lambda: coding.encode(x, message),
+        f"{text}, decode": lambda: coding.decode(message, out),
+    }
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -94,14 +98,25 @@ def main(words: Sequence[str] | None = None) -> None:
             acts |= ours(text, x)
         samples = interleave({name: timed(act) for name, act in acts.items()}, options.rounds)
         both = {
-            text: [a + b for a, b in zip(samples[f"{text}, encode"], samples[f"{text}, decode"], strict=True)]
+            text: [
+                a + b
+                for a, b in zip(samples[f"{text}, encode"], samples[f"{text}, decode"], strict=True)
+            ]
             for text in ("fused int8", *options.codings)
         }
         for text in options.codings:
-            medians = {side: statistics.median(samples[f"{text}, {side}"]) for side in ("encode", "decode")}
+            medians = {
+                side: statistics.median(samples[f"{text}, {side}"]) for side in ("encode", "decode")
+            }
             barred = MOST if text == "int8()" and size == "100M" else None
             rows.append(
-                Row(f"{size}, {text}", medians, "of the fused int8's, both ways", ratio(both[text], both["fused int8"]), most=barred)
+                Row(
+                    f"{size}, {text}",
+                    medians,
+                    "of the fused int8's, both ways",
+                    ratio(both[text], both["fused int8"]),
+                    most=barred,
+                )
             )
         raw[size] = samples
     if not report("codecs", rows, options, raw) and options.check:

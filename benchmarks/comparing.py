@@ -2,8 +2,9 @@
 
     python benchmarks/comparing.py [--model medium --workers 2 --batch 4 --steps 60]
 
-Replicas are compared after every second step, and what that takes is timed on each worker, the wait for the others included. Gives the
-median step (seconds), the median of a comparison, and its part of the run if there is one in a hundred steps.
+Replicas are compared after every second step, and what that takes is timed on each worker, the wait
+for the others included. Gives the median step (seconds), the median of a comparison, and its part
+of the run if there is one in a hundred steps.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def train(options: argparse.Namespace) -> None:
     from paceline.bench.training import CONTEXT, MODELS, VOCAB, Decoder
 
     rows = (FIRST + options.steps) * options.batch * options.workers
-    tokens = torch.randint(0, VOCAB, (rows, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, VOCAB, (rows, CONTEXT + 1), generator=torch.Generator().manual_seed(0)
+    )
     torch.manual_seed(0)
     compared, began, ended = [], [], []
     with pl.start(folder=options.out, trace="off", compare=2) as run:
@@ -55,7 +58,8 @@ def train(options: argparse.Namespace) -> None:
             optimizer.step()
             optimizer.zero_grad()
             ended.append(time.perf_counter())
-    steps = [after - before for before, after in pairwise(began)][FIRST::2]  # from odd ones, whose end is not compared
+    # from odd ones, whose end is not compared
+    steps = [after - before for before, after in pairwise(began)][FIRST::2]
     count, nbytes = 0, 0
     for parameter in model.parameters():
         tensors = [parameter, *optimizer.state[parameter].values()]
@@ -70,8 +74,12 @@ def train(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="medium", help="small (0.9 M parameters) or medium (19 M)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="medium", help="small (0.9 M parameters) or medium (19 M)"
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=4, help="samples in a step, for each worker")
     parser.add_argument("--steps", type=int, default=60)
@@ -81,13 +89,34 @@ def main() -> None:
         train(options)
         return
     with tempfile.TemporaryDirectory() as folder:
-        given = [f"--{name}={getattr(options, name)}" for name in ("model", "batch", "workers", "steps")]
-        command = [sys.executable, "-m", "paceline", "run", "--workers", str(options.workers), __file__, *given, f"--out={folder}"]
-        subprocess.run(command, check=True, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        given = [
+            f"--{name}={getattr(options, name)}" for name in ("model", "batch", "workers", "steps")
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "paceline",
+            "run",
+            "--workers",
+            str(options.workers),
+            __file__,
+            *given,
+            f"--out={folder}",
+        ]
+        subprocess.run(
+            command,
+            check=True,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
         found = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("found-*.json"))]
     worst = max(found, key=lambda worker: worker["comparison"])
     part = worst["comparison"] / (USUAL * worst["step"] + worst["comparison"])
-    print(json.dumps({"model": options.model, "workers": options.workers, **worst, "part": round(part, 5)}))
+    print(
+        json.dumps(
+            {"model": options.model, "workers": options.workers, **worst, "part": round(part, 5)}
+        )
+    )
 
 
 if __name__ == "__main__":

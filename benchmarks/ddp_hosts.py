@@ -1,8 +1,10 @@
-"""DDP between hosts on the backend "paceline" against Gloo: a script of torch.distributed alone, a GPT of 19 M, two hosts of two workers.
+"""DDP between hosts on the backend "paceline" against Gloo: a script of torch.distributed alone, a
+GPT of 19 M, two hosts of two workers.
 
     paceline lab run two-hosts benchmarks/ddp_hosts.py [--rounds 8] [--steps 4]
 
-Both train in the same processes, some steps of one after some of the other, and their weights have to agree at the end.
+Both train in the same processes, some steps of one after some of the other, and their weights have
+to agree at the end.
 """
 
 from __future__ import annotations
@@ -40,7 +42,12 @@ def main() -> None:
         made, loss, data = build(MODEL)
         models[name] = DistributedDataParallel(made, process_group=group)
         optimizer = torch.optim.SGD(models[name].parameters(), lr=1e-3)
-        steps[name] = (models[name], loss, optimizer, endless(dealt(data, MODEL, dist.get_rank(), dist.get_world_size())))
+        steps[name] = (
+            models[name],
+            loss,
+            optimizer,
+            endless(dealt(data, MODEL, dist.get_rank(), dist.get_world_size())),
+        )
     seconds: dict[str, list[float]] = {name: [] for name in groups}
     for _ in range(options.rounds + 1):
         for name in groups:
@@ -50,11 +57,16 @@ def main() -> None:
                 step(*steps[name])
             dist.barrier()
             seconds[name].append((time.perf_counter() - began) / options.steps)
-    weights = {name: torch.cat([p.detach().reshape(-1) for p in model.parameters()]) for name, model in models.items()}
+    weights = {
+        name: torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        for name, model in models.items()
+    }
     away = float((weights["gloo"] - weights["paceline"]).norm() / weights["gloo"].norm())
     if away > AWAY:
         raise RuntimeError(f"the weights on the backends are {away:.2e} apart, more than {AWAY:g}")
-    times = statistics.median(a / b for a, b in zip(seconds["gloo"][1:], seconds["paceline"][1:], strict=True))
+    times = statistics.median(
+        a / b for a, b in zip(seconds["gloo"][1:], seconds["paceline"][1:], strict=True)
+    )
     if dist.get_rank() == 0:
         for name, taken in seconds.items():
             print(f"{name:9} {statistics.median(taken[1:]) * 1e3:8.1f} ms a step", flush=True)

@@ -1,9 +1,12 @@
-"""What all benchmarks share: crews of processes asked in turn, medians of interleaved rounds, ratios with intervals, results as files.
+"""What all benchmarks share: crews of processes asked in turn, medians of interleaved rounds,
+ratios with intervals, results as files.
 
     coordinator ──ask──> crew A (processes 0..n-1) works     crew B sleeps in a socket
-                ──ask──> crew B works                        crew A sleeps         ... rounds, in rotating order
+                ──ask──> crew B works                        crew A sleeps         ... rounds, in
+                                                             rotating order
 
-Imports nothing but the standard library, so that a peer in another environment can use its worker side (`serve`).
+Imports nothing but the standard library, so that a peer in another environment can use its worker
+side (`serve`).
 """
 
 from __future__ import annotations
@@ -36,10 +39,18 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THRE
 
 
 class Crew:
-    """`size` processes started by `commands`, each of which calls `serve`; while they aren't asked, they sleep in a socket."""
+    """`size` processes started by `commands`, each of which calls `serve`; while they aren't
+    asked, they sleep in a socket.
+    """
 
     def __init__(
-        self, name: str, commands: Sequence[Sequence[str]], size: int, *, patience: float = 120.0, folder: str | None = None
+        self,
+        name: str,
+        commands: Sequence[Sequence[str]],
+        size: int,
+        *,
+        patience: float = 120.0,
+        folder: str | None = None,
     ) -> None:
         self.name = name
         self._log = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 (lives as long as the crew)
@@ -50,7 +61,13 @@ class Crew:
         try:
             for command in commands:
                 process = subprocess.Popen(
-                    command, env=environ, cwd=folder, stdout=self._log, stderr=self._log, start_new_session=True, text=True
+                    command,
+                    env=environ,
+                    cwd=folder,
+                    stdout=self._log,
+                    stderr=self._log,
+                    start_new_session=True,
+                    text=True,
                 )
                 self._processes.append(process)
             self._links = self._welcome(listener, size, patience)
@@ -70,7 +87,11 @@ class Crew:
                 ranks[link.receive()["rank"]] = link
             gone = [p for p in self._processes if p.poll() not in (None, 0)]
             if gone or time.monotonic() > end:
-                why = f"exit code {gone[0].returncode}" if gone else f"only {len(ranks)} of {size} came within {patience:g} s"
+                why = (
+                    f"exit code {gone[0].returncode}"
+                    if gone
+                    else f"only {len(ranks)} of {size} came within {patience:g} s"
+                )
                 raise RuntimeError(f"{self.name}: {why}\n{self._tail()}")
         return [ranks[rank] for rank in range(size)]
 
@@ -82,10 +103,14 @@ class Crew:
             return [link.receive() for link in self._links]
         except (ConnectionError, EOFError) as error:
             time.sleep(1)  # let the first one say why
-            raise RuntimeError(f"{self.name} is gone while asked {message}\n{self._tail()}") from error
+            raise RuntimeError(
+                f"{self.name} is gone while asked {message}\n{self._tail()}"
+            ) from error
 
     def close(self) -> None:
-        """Dismiss the processes; those that don't leave within 10 s are ended, 5 s later killed, with all they started."""
+        """Dismiss the processes; those that don't leave within 10 s are ended, 5 s later killed,
+        with all they started.
+        """
         for link in self._links:
             link.close()
         self._await(10 if self._links else 0)
@@ -154,8 +179,13 @@ def serve(rank: int, handle: Callable[[Message], Message]) -> None:
 # ---- rounds and their statistics
 
 
-def interleave(variants: Mapping[str, Callable[[], float]], rounds: int, *, warmup: int = 1) -> dict[str, list[float]]:
-    """Seconds of each variant in each round; who begins rotates from round to round. The first `warmup` rounds aren't counted."""
+def interleave(
+    variants: Mapping[str, Callable[[], float]], rounds: int, *, warmup: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of each variant in each round; who begins rotates from round to round.
+
+    The first `warmup` rounds aren't counted.
+    """
     names, samples = list(variants), {name: [] for name in variants}
     for index in range(-warmup, rounds):
         turn = index % len(names)
@@ -177,8 +207,16 @@ class Interval(NamedTuple):
         return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
 
 
-def bootstrap(statistic: Callable[..., float], *samples: Sequence[float], draws: int = 2000, level: float = 0.9, seed: int = 0) -> Interval:
-    """`statistic` of the medians of `samples`, whole rounds drawn anew with replacement: rounds stay pairs, as they ran side by side."""
+def bootstrap(
+    statistic: Callable[..., float],
+    *samples: Sequence[float],
+    draws: int = 2000,
+    level: float = 0.9,
+    seed: int = 0,
+) -> Interval:
+    """`statistic` of the medians of `samples`, whole rounds drawn anew with replacement: rounds
+    stay pairs, as they ran side by side.
+    """
     rounds, generator = len(samples[0]), random.Random(seed)
     drawn = []
     for _ in range(draws):
@@ -186,7 +224,11 @@ def bootstrap(statistic: Callable[..., float], *samples: Sequence[float], draws:
         drawn.append(statistic(*(statistics.median([s[i] for i in chosen]) for s in samples)))
     drawn.sort()
     edge = (1 - level) / 2
-    return Interval(statistic(*map(statistics.median, samples)), drawn[int(edge * draws)], drawn[min(int((1 - edge) * draws), draws - 1)])
+    return Interval(
+        statistic(*map(statistics.median, samples)),
+        drawn[int(edge * draws)],
+        drawn[min(int((1 - edge) * draws), draws - 1)],
+    )
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
@@ -199,7 +241,9 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
 
 @dataclass
 class Row:
-    """One line of a table: what was compared, by how much, and the bar it is held to (`least`: at least, `most`: at most)."""
+    """One line of a table: what was compared, by how much, and the bar it is held to (`least`:
+    at least, `most`: at most).
+    """
 
     what: str
     seconds: dict[str, float] = field(default_factory=dict)
@@ -214,31 +258,53 @@ class Row:
         """Whether the bar is held; None without a bar."""
         if self.value is None or (self.least is None and self.most is None):
             return None
-        return (self.least is None or self.value.value >= self.least) and (self.most is None or self.value.value <= self.most)
+        return (self.least is None or self.value.value >= self.least) and (
+            self.most is None or self.value.value <= self.most
+        )
 
     @property
     def bar(self) -> str:
         """The bar in words."""
-        return f">= {self.least:g}" if self.least is not None else f"<= {self.most:g}" if self.most is not None else ""
+        return (
+            f">= {self.least:g}"
+            if self.least is not None
+            else f"<= {self.most:g}"
+            if self.most is not None
+            else ""
+        )
 
 
 def table(rows: Sequence[Row]) -> str:
     """`rows` in Markdown."""
-    lines = ["| what | medians | compared | ratio [90 %] | bar | held |", "| --- | --- | --- | --- | --- | --- |"]
+    lines = [
+        "| what | medians | compared | ratio [90 %] | bar | held |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     words = {True: "yes", False: "**no**", None: ""}
     for row in rows:
         medians = ", ".join(f"{name} {duration(seconds)}" for name, seconds in row.seconds.items())
         value = "" if row.value is None else str(row.value)
-        lines.append(f"| {row.what} | {medians} | {row.compared}{row.note} | {value} | {row.bar} | {words[row.held]} |")
+        lines.append(
+            f"| {row.what} | {medians} | {row.compared}{row.note} | {value} | {row.bar} | "
+            f"{words[row.held]} |"
+        )
     return "\n".join(lines)
 
 
 def duration(seconds: float) -> str:
     """Seconds as a person reads them."""
-    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    return (
+        f"{seconds * 1e6:.0f} us"
+        if seconds < 1e-3
+        else f"{seconds * 1e3:.2f} ms"
+        if seconds < 1
+        else f"{seconds:.2f} s"
+    )
 
 
-def report(name: str, rows: Sequence[Row], options: argparse.Namespace, raw: Mapping[str, Any]) -> bool:
+def report(
+    name: str, rows: Sequence[Row], options: argparse.Namespace, raw: Mapping[str, Any]
+) -> bool:
     """Print the table and write all of it to `options.out`; whether every bar is held."""
     held = all(row.held is not False for row in rows)
     print(table(rows))
@@ -248,8 +314,14 @@ def report(name: str, rows: Sequence[Row], options: argparse.Namespace, raw: Map
         "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "machine": machine(),
         "versions": versions("torch", "numpy", "mpi4py", "paceline"),
-        "options": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()},
-        "rows": [{**asdict(row), "value": row.value and row.value._asdict(), "held": row.held} for row in rows],
+        "options": {
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in vars(options).items()
+        },
+        "rows": [
+            {**asdict(row), "value": row.value and row.value._asdict(), "held": row.held}
+            for row in rows
+        ],
         "raw": dict(raw),
     }
     if options.out is not None:
@@ -261,8 +333,14 @@ def report(name: str, rows: Sequence[Row], options: argparse.Namespace, raw: Map
 
 def machine() -> dict[str, Any]:
     """What this ran on."""
-    models = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    memory = [int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")]
+    models = [
+        line.partition(":")[2].strip()
+        for line in _lines("/proc/cpuinfo")
+        if line.startswith("model name")
+    ]
+    memory = [
+        int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")
+    ]
     return {
         "processor": models[0] if models else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -291,7 +369,17 @@ def _lines(path: str) -> Iterator[str]:
 def arguments(description: str, name: str, *, rounds: int) -> argparse.ArgumentParser:
     """A parser with what all benchmarks take."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--rounds", type=int, default=rounds, help="timed rounds of every variant (default %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / f"{name}.json", help="where the JSON goes")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=rounds,
+        help="timed rounds of every variant (default %(default)s)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(__file__).parent / "results" / f"{name}.json",
+        help="where the JSON goes",
+    )
     parser.add_argument("--check", action="store_true", help="exit with 1 when a bar isn't held")
     return parser

@@ -1,12 +1,16 @@
-"""Training steps on several hosts of a lab: paceline against DistributedDataParallel with buckets of several sizes, and without exchange.
+"""Training steps on several hosts of a lab: paceline against DistributedDataParallel with buckets
+of several sizes, and without exchange.
 
-All programs live in the same worker processes, with models of their own that begin equal, and take turns round by round. The best of DDP's
-bucket sizes is the one with the least median, chosen after all rounds, in DDP's favour. Hosts of a lab share the cores of one machine, so
-processor seconds of a step (of all workers, the kernel's included) are counted as well: they are what a link that is fast enough leaves.
-So are those of the threads that exchange beside the training.
-The cluster is measured first, and paceline is given the file, by which it chooses its way between hosts.
+All programs live in the same worker processes, with models of their own that begin equal, and take
+turns round by round. The best of DDP's bucket sizes is the one with the least median, chosen after
+all rounds, in DDP's favour. Hosts of a lab share the cores of one machine, so processor seconds of
+a step (of all workers, the kernel's included) are counted as well: they are what a link that is
+fast enough leaves. So are those of the threads that exchange beside the training.
+The cluster is measured first, and paceline is given the file, by which it chooses its way between
+hosts.
 
-    python benchmarks/hosts.py [--bandwidth 10gbit 1gbit] [--models gpt-19m gpt-0.9m cnn] [--buckets 1 5 25 200]
+    python benchmarks/hosts.py [--bandwidth 10gbit 1gbit] [--models gpt-19m gpt-0.9m cnn] [--buckets
+    1 5 25 200]
 """
 
 from __future__ import annotations
@@ -37,8 +41,15 @@ def ddp(name: str, options: argparse.Namespace, bucket_mb: float) -> tuple[Any, 
     from torch.nn.parallel import DistributedDataParallel
 
     model, loss, data = build(name)
-    wrapped = DistributedDataParallel(model, process_group=dist.new_group(backend="gloo"), bucket_cap_mb=bucket_mb)
-    return model, loop(wrapped, loss, dealt(data, name, dist.get_rank(), dist.get_world_size()), optimizer_of(wrapped, options))
+    wrapped = DistributedDataParallel(
+        model, process_group=dist.new_group(backend="gloo"), bucket_cap_mb=bucket_mb
+    )
+    return model, loop(
+        wrapped,
+        loss,
+        dealt(data, name, dist.get_rank(), dist.get_world_size()),
+        optimizer_of(wrapped, options),
+    )
 
 
 def alone(name: str, options: argparse.Namespace) -> tuple[Any, Iterator[None]]:
@@ -46,11 +57,18 @@ def alone(name: str, options: argparse.Namespace) -> tuple[Any, Iterator[None]]:
     import torch.distributed as dist
 
     model, loss, data = build(name)
-    return model, loop(model, loss, dealt(data, name, dist.get_rank(), dist.get_world_size()), optimizer_of(model, options))
+    return model, loop(
+        model,
+        loss,
+        dealt(data, name, dist.get_rank(), dist.get_world_size()),
+        optimizer_of(model, options),
+    )
 
 
 def serve(options: argparse.Namespace) -> None:
-    """A worker of the lab: train all variants in turn, and leave the samples of the first rank, which are those of all, in the folder."""
+    """A worker of the lab: train all variants in turn, and leave the samples of the first rank,
+    which are those of all, in the folder.
+    """
     import torch
     import torch.distributed as dist
 
@@ -58,7 +76,10 @@ def serve(options: argparse.Namespace) -> None:
     name = options.models[0]
     ours = paceline(name, 0, HOSTS * WORKERS, options)
     meet = dist.new_group(backend="gloo")
-    programs = {f"ddp-{mb:g}": ddp(name, options, mb) for mb in options.buckets} | {"nothing": alone(name, options), "paceline": ours}
+    programs = {f"ddp-{mb:g}": ddp(name, options, mb) for mb in options.buckets} | {
+        "nothing": alone(name, options),
+        "paceline": ours,
+    }
     used: dict[str, list[float]] = {variant: [] for variant in programs}
     switches: dict[str, list[float]] = {variant: [] for variant in programs}
     beside: dict[str, list[float]] = {variant: [] for variant in programs}
@@ -73,7 +94,9 @@ def serve(options: argparse.Namespace) -> None:
             next(program)
         figures = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
         after = _used()
-        counts = torch.tensor([b - a for a, b in zip(before, after, strict=True)], dtype=torch.float64)
+        counts = torch.tensor(
+            [b - a for a, b in zip(before, after, strict=True)], dtype=torch.float64
+        )
         dist.all_reduce(figures, dist.ReduceOp.MAX, meet)
         dist.all_reduce(counts, group=meet)
         used[variant].append(counts[0].item() / steps)
@@ -81,17 +104,25 @@ def serve(options: argparse.Namespace) -> None:
         beside[variant].append(counts[2].item() / steps)
         return float(figures[0]) / steps
 
-    samples = interleave({variant: (lambda variant=variant: turn(variant)) for variant in programs}, options.rounds, warmup=2)
+    samples = interleave(
+        {variant: (lambda variant=variant: turn(variant)) for variant in programs},
+        options.rounds,
+        warmup=2,
+    )
     _inspect({variant: model for variant, (model, _) in programs.items()})
     if dist.get_rank() == 0:
         counted = {"used": used, "switches": switches, "beside": beside}
-        found = {"samples": samples} | {what: {v: u[2:] for v, u in each.items()} for what, each in counted.items()}
+        found = {"samples": samples} | {
+            what: {v: u[2:] for v, u in each.items()} for what, each in counted.items()
+        }
         (options.serve / "found.json").write_text(json.dumps(found))
     dist.barrier(meet)
 
 
 def _used() -> tuple[float, float, float]:
-    """Processor seconds of this process, with the kernel's for it; how often a thread went to sleep; the seconds of all but this thread."""
+    """Processor seconds of this process, with the kernel's for it; how often a thread went to
+    sleep; the seconds of all but this thread.
+    """
     usage = resource.getrusage(resource.RUSAGE_SELF)
     whole = usage.ru_utime + usage.ru_stime
     return whole, float(usage.ru_nvcsw), whole - time.thread_time()
@@ -101,7 +132,10 @@ def _inspect(models: dict[str, Any]) -> None:
     """Raise unless all that exchanged came to the same weights, and what didn't came to others."""
     import torch
 
-    weights = {variant: torch.cat([p.detach().reshape(-1) for p in model.parameters()]) for variant, model in models.items()}
+    weights = {
+        variant: torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        for variant, model in models.items()
+    }
     for variant, found in weights.items():
         away = float((found - weights["paceline"]).double().norm() / found.double().norm())
         if (away > LAST) != (variant == "nothing"):
@@ -113,14 +147,29 @@ def measure(options: argparse.Namespace, name: str, bandwidth: str) -> dict[str,
     from paceline import lab
 
     with tempfile.TemporaryDirectory() as folder:
-        words = ["--serve", folder, "--rounds", str(options.rounds), "--models", name, "--buckets", *map(str, options.buckets)]
-        words += ["--optimizer", options.optimizer, *(["--steps", str(options.steps)] if options.steps else [])]
+        words = [
+            "--serve",
+            folder,
+            "--rounds",
+            str(options.rounds),
+            "--models",
+            name,
+            "--buckets",
+            *map(str, options.buckets),
+        ]
+        words += [
+            "--optimizer",
+            options.optimizer,
+            *(["--steps", str(options.steps)] if options.steps else []),
+        ]
         with lab.cluster(hosts=HOSTS, workers=WORKERS, bandwidth=bandwidth) as cluster:
             environ = {"OMP_NUM_THREADS": "1"}
             if not options.unmeasured:
                 environ["PACELINE_CLUSTER"] = str(Path(folder) / "cluster.json")
                 probe(cluster, Path(environ["PACELINE_CLUSTER"]))
-            outcome = cluster.run(__file__, *words, sync=options.sync, environ=environ, deadline=900)
+            outcome = cluster.run(
+                __file__, *words, sync=options.sync, environ=environ, deadline=900
+            )
         if outcome.code != 0:
             raise SystemExit(outcome.output)
         found: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
@@ -128,13 +177,32 @@ def measure(options: argparse.Namespace, name: str, bandwidth: str) -> dict[str,
 
 
 def judge(name: str, bandwidth: str, found: dict[str, Any]) -> list[Row]:
-    """The step against DDP's with its best buckets, and with those of 25 MB where they were measured."""
-    samples, medians = found["samples"], {variant: statistics.median(taken) for variant, taken in found["samples"].items()}
-    best = min((variant for variant in samples if variant.startswith("ddp")), key=medians.__getitem__)
+    """The step against DDP's with its best buckets, and with those of 25 MB where they were
+    measured.
+    """
+    samples, medians = (
+        found["samples"],
+        {variant: statistics.median(taken) for variant, taken in found["samples"].items()},
+    )
+    best = min(
+        (variant for variant in samples if variant.startswith("ddp")), key=medians.__getitem__
+    )
     what = f"{name}, {bandwidth}, {HOSTS} hosts x {WORKERS}"
     bar = LEAST if (bandwidth, name) in BARRED else None
-    rows = [Row(what, medians, f"step: {best} / paceline", ratio(samples[best], samples["paceline"]), least=bar)]
-    for counted, word in (("used", "processor"), ("beside", "processor of other threads"), ("switches", "sleeps")):
+    rows = [
+        Row(
+            what,
+            medians,
+            f"step: {best} / paceline",
+            ratio(samples[best], samples["paceline"]),
+            least=bar,
+        )
+    ]
+    for counted, word in (
+        ("used", "processor"),
+        ("beside", "processor of other threads"),
+        ("switches", "sleeps"),
+    ):
         each = {variant: statistics.median(taken) for variant, taken in found[counted].items()}
         compared: Interval = ratio(found[counted][best], found[counted]["paceline"])
         times, unit = (1.0, "") if counted == "switches" else (1e3, " ms")
@@ -145,14 +213,31 @@ def judge(name: str, bandwidth: str, found: dict[str, Any]) -> list[Row]:
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__ or "", "hosts", rounds=11)
-    parser.add_argument("--bandwidth", nargs="+", default=["10gbit", "1gbit"], help="of each host's link (default %(default)s)")
-    parser.add_argument("--models", nargs="+", choices=list(SETUPS), default=["gpt-19m", "gpt-0.9m", "cnn"])
-    parser.add_argument("--buckets", nargs="+", type=float, default=[1, 5, 25, 200], help="MB of DDP's buckets")
+    parser.add_argument(
+        "--bandwidth",
+        nargs="+",
+        default=["10gbit", "1gbit"],
+        help="of each host's link (default %(default)s)",
+    )
+    parser.add_argument(
+        "--models", nargs="+", choices=list(SETUPS), default=["gpt-19m", "gpt-0.9m", "cnn"]
+    )
+    parser.add_argument(
+        "--buckets", nargs="+", type=float, default=[1, 5, 25, 200], help="MB of DDP's buckets"
+    )
     parser.add_argument("--steps", type=int, help="steps of a round (default: by model)")
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
-    parser.add_argument("--sync", default="AllReduce()", help="paceline's strategy (default %(default)s)")
-    parser.add_argument("--unmeasured", action="store_true", help="give paceline no measured cluster to choose its way by")
-    parser.add_argument("--silent", action="store_true", help="paceline's loop without run.log(loss=...)")
+    parser.add_argument(
+        "--sync", default="AllReduce()", help="paceline's strategy (default %(default)s)"
+    )
+    parser.add_argument(
+        "--unmeasured",
+        action="store_true",
+        help="give paceline no measured cluster to choose its way by",
+    )
+    parser.add_argument(
+        "--silent", action="store_true", help="paceline's loop without run.log(loss=...)"
+    )
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(words)
     if options.serve is not None:

@@ -1,10 +1,13 @@
-"""Sharded inside hosts, a strategy between them, against FSDP2 and HSDP of torch over Gloo: a GPT of 19 M on two hosts of two workers.
+"""Sharded inside hosts, a strategy between them, against FSDP2 and HSDP of torch over Gloo: a GPT
+of 19 M on two hosts of two workers.
 
     paceline lab run two-hosts benchmarks/hybrid.py [--rounds 8] [--steps 4]
-    paceline lab run --sync 'LocalSGD(16, outer=nesterov(0.7, 0.9))' two-hosts benchmarks/hybrid.py --steps 16 --bars 5 0
+    paceline lab run --sync 'LocalSGD(16, outer=nesterov(0.7, 0.9))' two-hosts benchmarks/hybrid.py
+    --steps 16 --bars 5 0
 
-All three train in the same processes, some steps of one after some of the other. Gloo's groups are those that FSDP2 gets by hand: over all
-four workers, or (HSDP) sharded inside hosts and replicated between them.
+All three train in the same processes, some steps of one after some of the other. Gloo's groups are
+those that FSDP2 gets by hand: over all four workers, or (HSDP) sharded inside hosts and replicated
+between them.
 """
 
 from __future__ import annotations
@@ -48,14 +51,28 @@ def main() -> None:
         hosts = [list(run.mesh.group(rank, ["shard"])) for rank in (0, 3)]
         across = [list(run.mesh.group(rank, ["data"])) for rank in hosts[0]]
         everyone = DeviceMesh.from_group(gloo([[0, 1, 2, 3]]), "cpu")
-        grid = DeviceMesh.from_group([gloo(across), gloo(hosts)], "cpu", mesh=torch.tensor(hosts), mesh_dim_names=("replicate", "shard"))
+        grid = DeviceMesh.from_group(
+            [gloo(across), gloo(hosts)],
+            "cpu",
+            mesh=torch.tensor(hosts),
+            mesh_dim_names=("replicate", "shard"),
+        )
         made, _, data = build(MODEL)
         optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
         ours = run.prepare(made, optimizer, cut=pl.shard("blocks.*"))
-        variants = {"fsdp2": by_hand(build(MODEL)[0], mesh=everyone), "hsdp": by_hand(build(MODEL)[0], mesh=grid), "paceline": ours}
+        variants = {
+            "fsdp2": by_hand(build(MODEL)[0], mesh=everyone),
+            "hsdp": by_hand(build(MODEL)[0], mesh=grid),
+            "paceline": ours,
+        }
         steps = {name: stepping(*each) for name, each in variants.items()}
         rounds = options.rounds + 1
-        tokens = TensorDataset(*(torch.stack(part) for part in zip(*(data[n] for n in range(BATCH * options.steps)), strict=True)))
+        tokens = TensorDataset(
+            *(
+                torch.stack(part)
+                for part in zip(*(data[n] for n in range(BATCH * options.steps)), strict=True)
+            )
+        )
         loader = run.prepare(DataLoader(tokens, batch_size=BATCH))
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         losses: dict[str, list[float]] = {name: [] for name in steps}
@@ -66,12 +83,17 @@ def main() -> None:
                 losses[name] += [step(x, y) for x, y in loader]
                 run.barrier()
                 seconds[name].append((time.perf_counter() - began) / options.steps)
-        if any(abs(found[0] - losses["fsdp2"][0]) > NEAR or not found[-1] < found[0] for found in losses.values()):
+        if any(
+            abs(found[0] - losses["fsdp2"][0]) > NEAR or not found[-1] < found[0]
+            for found in losses.values()
+        ):
             raise RuntimeError(f"first losses differ, or losses don't fall: {losses}")
         for name, taken in seconds.items():
             run.print(f"{name:9} {statistics.median(taken[1:]) * 1e3:8.1f} ms a step")
         for name, bar in zip(("fsdp2", "hsdp"), options.bars, strict=True):
-            times = statistics.median(a / b for a, b in zip(seconds[name][1:], seconds["paceline"][1:], strict=True))
+            times = statistics.median(
+                a / b for a, b in zip(seconds[name][1:], seconds["paceline"][1:], strict=True)
+            )
             run.print(f"{times:.2f} times as fast as {name} on Gloo (at least {bar:g})")
 
 

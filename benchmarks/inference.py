@@ -1,10 +1,13 @@
-"""Text of a GPT that two workers cut between them, against the whole of it on one of them: the same tokens, in turn, in one run.
+"""Text of a GPT that two workers cut between them, against the whole of it on one of them: the same
+tokens, in turn, in one run.
 
-    paceline run --workers 2 --threads 1 benchmarks/inference.py [--d 2048 --layers 4 --rounds 9 --check]
+    paceline run --workers 2 --threads 1 benchmarks/inference.py [--d 2048 --layers 4 --rounds 9
+    --check]
 
-Both have the same weights, and their greedy tokens have to be the same. While the first worker writes alone, the other waits for it. An
-answer is the pass over a prompt and so many tokens more. The bar is for the median of ratios over rounds in which other programs left the
-processors alone: at most 0.65. With `--patience` each round waits so many seconds for such a moment.
+Both have the same weights, and their greedy tokens have to be the same. While the first worker
+writes alone, the other waits for it. An answer is the pass over a prompt and so many tokens more.
+The bar is for the median of ratios over rounds in which other programs left the processors alone:
+at most 0.65. With `--patience` each round waits so many seconds for such a moment.
 """
 
 from __future__ import annotations
@@ -46,9 +49,11 @@ class Alone:
 
 @dataclass
 class Round:
-    """One round: when each token was there, in seconds since the answer began; tokens; and the cores that others kept busy.
+    """One round: when each token was there, in seconds since the answer began; tokens; and the
+    cores that others kept busy.
 
-    `processor`: seconds that this worker's processor worked for an answer, its waits left out but for the first microseconds of each.
+    `processor`: seconds that this worker's processor worked for an answer, its waits left out but
+    for the first microseconds of each.
     """
 
     times: dict[str, list[float]] = field(default_factory=dict)
@@ -102,7 +107,9 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="exit with 1 where the bar is missed")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    prompt = torch.randint(256, (options.prompt,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompt = torch.randint(
+        256, (options.prompt,), generator=torch.Generator().manual_seed(1)
+    ).tolist()
     with (
         tempfile.TemporaryDirectory() as folder,
         pl.start(mesh="tensor", folder=folder, trace="off", deadline=120 + options.patience) as run,
@@ -115,7 +122,9 @@ def main() -> None:
             run.barrier()
             one, before, mine = Round(), load.read(), time.process_time()
             if whole is not None:
-                one.write("alone", lambda: generate(lone, whole, prompt, options.tokens, Sampling(0)))  # type: ignore[arg-type]
+                one.write(
+                    "alone", lambda: generate(lone, whole, prompt, options.tokens, Sampling(0))
+                )  # type: ignore[arg-type]
             run.barrier()
             one.write("both", lambda: generate(run, cut, prompt, options.tokens, Sampling(0)))
             after = load.read()
@@ -134,12 +143,24 @@ def report(rounds: Sequence[Round], tokens: int) -> float:
     quiet = [one for one in rounds if one.others <= QUIET]
     counted = quiet or rounds
     for name in ("alone", "both"):
-        answer, first = (statistics.median(one.times[name][at] for one in counted) * 1e3 for at in (-1, 0))
-        print(f"{name:6} answer {answer:8.1f} ms, prompt {first:8.1f} ms, each further token {(answer - first) / (tokens - 1):7.2f} ms")
+        answer, first = (
+            statistics.median(one.times[name][at] for one in counted) * 1e3 for at in (-1, 0)
+        )
+        print(
+            f"{name:6} answer {answer:8.1f} ms, prompt {first:8.1f} ms, each further token "
+            f"{(answer - first) / (tokens - 1):7.2f} ms"
+        )
     ratios = sorted(one.ratio for one in counted)
-    which = f"{len(quiet)} of {len(rounds)} rounds" if quiet else f"{len(rounds)} rounds, all of them disturbed by other programs"
+    which = (
+        f"{len(quiet)} of {len(rounds)} rounds"
+        if quiet
+        else f"{len(rounds)} rounds, all of them disturbed by other programs"
+    )
     middle = statistics.median(ratios)
-    print(f"two workers take {middle:.3f} of the time of one ({ratios[0]:.3f} to {ratios[-1]:.3f}; {which}), at most {BAR}")
+    print(
+        f"two workers take {middle:.3f} of the time of one ({ratios[0]:.3f} to {ratios[-1]:.3f}; "
+        f"{which}), at most {BAR}"
+    )
     work = statistics.median(one.processor["both"] / one.processor["alone"] for one in counted)
     print(f"the first worker's processor works for {work:.3f} of what it does alone", flush=True)
     return middle

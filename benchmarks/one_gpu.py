@@ -1,6 +1,8 @@
-"""Steps of one worker on a GPU against those of the plain loop: what paceline adds where there is nothing to exchange.
+"""Steps of one worker on a GPU against those of the plain loop: what paceline adds where there is
+nothing to exchange.
 
-Both train models of their own that begin equal, in one process, and take turns round by round. At the end their weights must be equal.
+Both train models of their own that begin equal, in one process, and take turns round by round. At
+the end their weights must be equal.
 
     python benchmarks/one_gpu.py [--device cuda] [--rounds 11]
 """
@@ -44,7 +46,12 @@ class Digits(nn.Sequential):
 
     def __init__(self) -> None:
         first = (nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2))
-        second = (nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+        second = (
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+        )
         super().__init__(*first, *second, nn.Flatten(), nn.Linear(32, 10))
 
 
@@ -97,10 +104,16 @@ def seconds(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, x: T
 
 
 def measure(case: Case, device: torch.device, rounds: int) -> dict[str, list[float]]:
-    with tempfile.TemporaryDirectory() as folder, pl.start(folder=folder, device=str(device)) as run:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        pl.start(folder=folder, device=str(device)) as run,
+    ):
         plain, (model, optimizer, x) = made(case, device), made(case, device)
         ours = (*run.prepare(model, optimizer), x)
-        found = interleave({"plain": lambda: seconds(case, *plain), "paceline": lambda: seconds(case, *ours)}, rounds)
+        found = interleave(
+            {"plain": lambda: seconds(case, *plain), "paceline": lambda: seconds(case, *ours)},
+            rounds,
+        )
         for one, other in zip(plain[0].parameters(), ours[0].parameters(), strict=True):
             if not torch.allclose(one, other, rtol=1e-2, atol=1e-4):
                 raise RuntimeError("the weights of both are not equal")
@@ -117,7 +130,15 @@ def main() -> None:
     for name, case in CASES.items():
         raw[name] = found = measure(case, torch.device(options.device), options.rounds)
         medians = {variant: sorted(taken)[len(taken) // 2] for variant, taken in found.items()}
-        rows.append(Row(name, medians, "paceline / plain", ratio(found["paceline"], found["plain"]), most=1.02))
+        rows.append(
+            Row(
+                name,
+                medians,
+                "paceline / plain",
+                ratio(found["paceline"], found["plain"]),
+                most=1.02,
+            )
+        )
     held = report("one_gpu", rows, options, raw)
     sys.exit(0 if held or not options.check else 1)
 

@@ -1,4 +1,6 @@
-"""The Open MPI peer of allreduce.py: run by mpirun, in an environment with numpy and mpi4py but without torch."""
+"""The Open MPI peer of allreduce.py: run by mpirun, in an environment with numpy and mpi4py but
+without torch.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,18 @@ class Peer:
         self.memory = self.mine = self.sum = np.zeros(0, np.float32)
 
     def handle(self, message: Message) -> Message:
-        return self.measure() if "variant" in message else self.prepare(message["count"], message["rows"])
+        return (
+            self.measure()
+            if "variant" in message
+            else self.prepare(message["count"], message["rows"])
+        )
 
     def prepare(self, count: int, rows: int) -> Message:
         """Data that differ from rank to rank, whole numbers so that sums are exact in any order."""
-        parts = [np.random.default_rng(r).integers(-1000, 1000, count).astype(np.float32) for r in range(self.everybody.size)]
+        parts = [
+            np.random.default_rng(r).integers(-1000, 1000, count).astype(np.float32)
+            for r in range(self.everybody.size)
+        ]
         self.mine, self.sum = parts[self.everybody.rank], np.sum(parts, axis=0)
         self.memory = np.empty((rows, count), np.float32)
         return {}

@@ -1,12 +1,15 @@
-"""What is left of the speed of workers when they wait for each other: the paces of a parameter server, with workers that are slow.
+"""What is left of the speed of workers when they wait for each other: the paces of a parameter
+server, with workers that are slow.
 
     python benchmarks/paces.py [--workers 4 --turns 150 --milliseconds 60 --repeats 1 --rows 0]
 
-A turn of a worker takes so many milliseconds (it sleeps, so that the processors of this machine don't count). Two cases: each worker is
-slowed five times in a random tenth of its turns; and the last worker is four times slower all the time. What is shown is the samples that
-came to count in a second, by the sum of the workers' own speeds, each measured in the same run without its waits and exchanges: a worker
-that never waits has 1. With backup workers, in the second case, by the sum of the quick ones. With `--rows` the model has a sparse
-table of so many, of which each sample uses eight.
+A turn of a worker takes so many milliseconds (it sleeps, so that the processors of this machine
+don't count). Two cases: each worker is slowed five times in a random tenth of its turns; and the
+last worker is four times slower all the time. What is shown is the samples that came to count in a
+second, by the sum of the workers' own speeds, each measured in the same run without its waits and
+exchanges: a worker that never waits has 1. With backup workers, in the second case, by the sum of
+the quick ones. With `--rows` the model has a sparse table of so many, of which each sample uses
+eight.
 """
 
 from __future__ import annotations
@@ -29,7 +32,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline as pl
 
 SHARE = 4  # samples of a turn
-CASES = {"now and then": "each 5 times slower in a tenth of its turns", "one": "the last 4 times slower, all the time"}
+CASES = {
+    "now and then": "each 5 times slower in a tenth of its turns",
+    "one": "the last 4 times slower, all the time",
+}
 PACES = {
     "BSP": "ParameterServer(servers=1)",
     "SSP, s=3": "ParameterServer(servers=1, staleness=3)",
@@ -66,7 +72,9 @@ def worker(sync: str, case: str, turns: int, base: float, out: str, *, rows: int
     torch.set_num_threads(1)
     with pl.start(sync, folder=out) as run:
         model, count = Model(rows), turns * run.size * SHARE
-        data = TensorDataset(torch.randn(count, 16), torch.randn(count, 1), torch.randint(max(rows, 1), (count, 8)))
+        data = TensorDataset(
+            torch.randn(count, 16), torch.randn(count, 1), torch.randint(max(rows, 1), (count, 8))
+        )
         optimizer = torch.optim.SGD(model.parameters(), 1e-3)
         model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, SHARE * run.size))
         pauses, busy, mine = sleeps(case, run.rank, run.size, base), 0.0, 0
@@ -84,16 +92,37 @@ def worker(sync: str, case: str, turns: int, base: float, out: str, *, rows: int
             optimizer.zero_grad()
         ended = time.time()
         run.barrier()
-    Path(out, f"{run.rank}.json").write_text(json.dumps({"began": began, "ended": ended, "busy": busy, "samples": mine}))
+    Path(out, f"{run.rank}.json").write_text(
+        json.dumps({"began": began, "ended": ended, "busy": busy, "samples": mine})
+    )
 
 
 def measure(pace: str, case: str, options: argparse.Namespace) -> float:
     """The part of the workers' own speeds that is left."""
     with tempfile.TemporaryDirectory() as folder:
-        asked = [PACES[pace], case, str(options.turns), str(options.milliseconds / 1000), str(options.rows), folder]
-        command = [sys.executable, "-m", "paceline", "run", "--workers", str(options.workers), __file__, "--worker", *asked]
+        asked = [
+            PACES[pace],
+            case,
+            str(options.turns),
+            str(options.milliseconds / 1000),
+            str(options.rows),
+            folder,
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "paceline",
+            "run",
+            "--workers",
+            str(options.workers),
+            __file__,
+            "--worker",
+            *asked,
+        ]
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(options.workers)]
+        found = [
+            json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(options.workers)
+        ]
         summary = json.loads(next(Path(folder).glob("*/summary.json")).read_text())
     dropped = summary["servers"][0]["dropped"]["samples"]
     seconds = max(one["ended"] for one in found) - min(one["began"] for one in found)
@@ -103,7 +132,9 @@ def measure(pace: str, case: str, options: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--turns", type=int, default=150, help="of each worker, if all were equal")
@@ -116,7 +147,9 @@ def main() -> None:
         sync, case, turns, base, rows, out = options.worker
         worker(sync, case, int(turns), float(base), out, rows=int(rows))
         return
-    results: dict[str, dict[str, list[float]]] = {case: {pace: [] for pace in PACES} for case in CASES}
+    results: dict[str, dict[str, list[float]]] = {
+        case: {pace: [] for pace in PACES} for case in CASES
+    }
     for _ in range(options.repeats):
         for case, by_pace in results.items():
             for pace, ratios in by_pace.items():
@@ -124,7 +157,11 @@ def main() -> None:
     for case, text in CASES.items():
         print(f"{options.workers} workers, {text}:")
         for pace, ratios in results[case].items():
-            print(f"    {pace:<16} {statistics.median(ratios):.2f}   ({', '.join(f'{ratio:.3f}' for ratio in ratios)})")
+            print(
+                f"    {pace:<16} "
+                f"{statistics.median(ratios):.2f}   "
+                f"({', '.join(f'{ratio:.3f}' for ratio in ratios)})"
+            )
     if options.json:
         options.json.write_text(json.dumps(results, indent=2))
 

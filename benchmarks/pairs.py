@@ -1,7 +1,9 @@
-"""Messages of float32 tensors between two processes of one host: paceline's pairs against isend and irecv of Gloo.
+"""Messages of float32 tensors between two processes of one host: paceline's pairs against isend and
+irecv of Gloo.
 
-Gloo is given every shape beforehand, and receives into tensors that are there already; paceline's receiver learns the shape from each
-message, and gets new tensors. Each sample is a batch of one pattern, in rounds that alternate; what arrives is compared with what was sent.
+Gloo is given every shape beforehand, and receives into tensors that are there already; paceline's
+receiver learns the shape from each message, and gets new tensors. Each sample is a batch of one
+pattern, in rounds that alternate; what arrives is compared with what was sent.
 
     round trip   a tensor goes to the other process and comes back
     stream       8 tensors go one way, one after the other, and an answer of 4 bytes comes back
@@ -49,10 +51,16 @@ class Peer:
         from paceline.comm.pairs import pairs
         from paceline.comm.shm.group import SharedGroup
 
-        self.dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=self.rank, world_size=2)
+        self.dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/gloo", rank=self.rank, world_size=2
+        )
         store = Store(self.dist.FileStore(f"{folder}/paceline", 2), path="paceline")
-        self.pairs["shared memory"] = pairs(SharedGroup.from_store(store.sub("shared"), self.rank, 2, deadline=60.0))
-        self.pairs["TCP"] = pairs(TorchGroup.from_store(store.sub("network"), self.rank, 2, hosts=[0, 1], deadline=60.0))
+        self.pairs["shared memory"] = pairs(
+            SharedGroup.from_store(store.sub("shared"), self.rank, 2, deadline=60.0)
+        )
+        self.pairs["TCP"] = pairs(
+            TorchGroup.from_store(store.sub("network"), self.rank, 2, hosts=[0, 1], deadline=60.0)
+        )
 
     def prepare(self, nbytes: int) -> Message:
         """Data that differ between tensors, and memory that Gloo receives into."""
@@ -64,7 +72,11 @@ class Peer:
 
     def send(self, variant: str, x: Any) -> Any:
         """Begin to send a tensor."""
-        return self.dist.isend(x, self.other) if variant == "gloo" else self.pairs[variant].send(self.other, 0, {}, [x])
+        return (
+            self.dist.isend(x, self.other)
+            if variant == "gloo"
+            else self.pairs[variant].send(self.other, 0, {}, [x])
+        )
 
     def receive(self, variant: str, room: Any) -> Callable[[], Any]:
         """Begin to receive a tensor; what is returned waits for it."""
@@ -102,7 +114,9 @@ class Peer:
         return found
 
     def measure(self, variant: str, pattern: str, batch: int) -> Message:
-        """Seconds of each repetition of a pattern, and whether the last one brought what was sent."""
+        """Seconds of each repetition of a pattern, and whether the last one brought what was
+        sent.
+        """
         act = self.round_trip if pattern == "round trip" else self.stream
         for room in self.room:
             room.zero_()
@@ -111,7 +125,10 @@ class Peer:
         for _ in range(batch):
             found = act(variant)
         seconds = (time.perf_counter() - start) / batch
-        return {"seconds": seconds, "right": all(self.torch.equal(x, y) for x, y in zip(found, self.data, strict=False))}
+        return {
+            "seconds": seconds,
+            "right": all(self.torch.equal(x, y) for x, y in zip(found, self.data, strict=False)),
+        }
 
     def handle(self, message: Message) -> Message:
         """Do what the coordinator asks."""
@@ -139,20 +156,38 @@ def compare(options: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
             for size in options.sizes:
                 crew.ask(nbytes=SIZES[size])
                 for pattern in PATTERNS:
-                    batch = max(4, TOUCHED // (SIZES[size] * (STREAM if pattern == "stream" else 2)))
-                    variants = {name: asking(crew, name, pattern, batch) for name in ("gloo", *BARS)}
+                    batch = max(
+                        4, TOUCHED // (SIZES[size] * (STREAM if pattern == "stream" else 2))
+                    )
+                    variants = {
+                        name: asking(crew, name, pattern, batch) for name in ("gloo", *BARS)
+                    }
                     samples = raw[f"{pattern}, {size}"] = interleave(variants, options.rounds)
                     medians = {name: statistics.median(sample) for name, sample in samples.items()}
                     for name, least in BARS.items():
                         seconds = {"gloo": medians["gloo"], name: medians[name]}
                         value = ratio(samples["gloo"], samples[name])
-                        rows.append(Row(f"{pattern} of {size}", seconds, f"gloo / {name}", value, least=least))
+                        rows.append(
+                            Row(
+                                f"{pattern} of {size}",
+                                seconds,
+                                f"gloo / {name}",
+                                value,
+                                least=least,
+                            )
+                        )
     return rows, raw
 
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0], "pairs", rounds=21)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="bytes of a tensor (default %(default)s)")
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        choices=SIZES,
+        default=list(SIZES),
+        help="bytes of a tensor (default %(default)s)",
+    )
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()

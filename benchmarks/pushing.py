@@ -1,10 +1,13 @@
-"""Push and pull of a parameter server over limited links: through a codec, against none. Two hosts of a lab, a worker and a server on each.
+"""Push and pull of a parameter server over limited links: through a codec, against none.
+
+Two hosts of a lab, a worker and a server on each.
 
     python benchmarks/pushing.py [--mb 20 --bandwidth 100mbit 1gbit --rounds 5 --steps 6]
 
-A step here is hardly anything but its exchange: the gradients of a layer of so many MB leave, the servers step, and parameters come back;
-half of both goes over the link, the other half stays on the host. Launches of all ways alternate. Shown are the medians of rounds (each
-the median of its steps), and the time without a codec by the time with it, with its 90 % interval.
+A step here is hardly anything but its exchange: the gradients of a layer of so many MB leave, the
+servers step, and parameters come back; half of both goes over the link, the other half stays on the
+host. Launches of all ways alternate. Shown are the medians of rounds (each the median of its
+steps), and the time without a codec by the time with it, with its 90 % interval.
 """
 
 from __future__ import annotations
@@ -24,7 +27,12 @@ WAYS = {
     "int8": "ParameterServer(codec=error_feedback(int8()))",
     "topk": "ParameterServer(codec=error_feedback(topk(0.01)))",
 }
-APART = {f"apart-{name}": sync.replace("(", "(staleness=inf, " if name != "none" else "(staleness=inf", 1) for name, sync in WAYS.items()}
+APART = {
+    f"apart-{name}": sync.replace(
+        "(", "(staleness=inf, " if name != "none" else "(staleness=inf", 1
+    )
+    for name, sync in WAYS.items()
+}
 WARM = 3  # steps: what is told first is told exactly
 
 
@@ -62,18 +70,40 @@ def launch(options: argparse.Namespace, bandwidth: str, way: str) -> float:
     """Seconds of a step."""
     from paceline import lab
 
-    with tempfile.TemporaryDirectory() as out, lab.cluster(hosts=2, workers=1, bandwidth=bandwidth) as cluster:
-        words = [f"--mb={options.mb}", f"--steps={options.steps}", f"--out={out}", *(["--apart"] if way in APART else [])]
-        ended = cluster.run(__file__, *words, sync=(WAYS | APART)[way], environ={"OMP_NUM_THREADS": "1"}, deadline=600)
+    with (
+        tempfile.TemporaryDirectory() as out,
+        lab.cluster(hosts=2, workers=1, bandwidth=bandwidth) as cluster,
+    ):
+        words = [
+            f"--mb={options.mb}",
+            f"--steps={options.steps}",
+            f"--out={out}",
+            *(["--apart"] if way in APART else []),
+        ]
+        ended = cluster.run(
+            __file__,
+            *words,
+            sync=(WAYS | APART)[way],
+            environ={"OMP_NUM_THREADS": "1"},
+            deadline=600,
+        )
         assert ended.code == 0, ended.output
         return statistics.median(json.loads(Path(out, "took.json").read_text()))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mb", type=float, default=20.0, help="of the parameters")
     parser.add_argument("--bandwidth", nargs="*", default=["100mbit", "1gbit"], help="of each host")
-    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=[*WAYS, *APART], help="apart: not in lockstep")
+    parser.add_argument(
+        "--ways",
+        nargs="*",
+        default=list(WAYS),
+        choices=[*WAYS, *APART],
+        help="apart: not in lockstep",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="timed ones of a launch")
     parser.add_argument("--out", default="", help=argparse.SUPPRESS)
@@ -89,8 +119,18 @@ def main() -> None:
             for way in [*options.ways[turn:], *options.ways[:turn]]:
                 found[way].append(launch(options, bandwidth, way))
         for way, times in found.items():
-            row = {"bandwidth": bandwidth, "way": way, "milliseconds": round(1e3 * statistics.median(times), 1)}
-            print(json.dumps(row | {"ratio": [round(value, 2) for value in ratio(found[options.ways[0]], times)]}), flush=True)
+            row = {
+                "bandwidth": bandwidth,
+                "way": way,
+                "milliseconds": round(1e3 * statistics.median(times), 1),
+            }
+            print(
+                json.dumps(
+                    row
+                    | {"ratio": [round(value, 2) for value in ratio(found[options.ways[0]], times)]}
+                ),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

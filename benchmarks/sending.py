@@ -1,7 +1,9 @@
-"""Steps of a 19 M GPT on the two hosts of a lab, 2 workers each, with less on the link: codecs and local SGD against torch's DDP.
+"""Steps of a 19 M GPT on the two hosts of a lab, 2 workers each, with less on the link: codecs and
+local SGD against torch's DDP.
 
-Every launch trains the same model on the same batches, SGD, and its weights are checked against one process's (see `peers/checks.py`).
-Rounds of all variants alternate. The bars are those of 100 Mbit/s and of 1 Gbit/s.
+Every launch trains the same model on the same batches, SGD, and its weights are checked against one
+process's (see `peers/checks.py`). Rounds of all variants alternate. The bars are those of 100
+Mbit/s and of 1 Gbit/s.
 
     python benchmarks/sending.py [--bandwidth 100mbit 1gbit] [--ways ddp int8 ...]
 """
@@ -32,7 +34,9 @@ PLACES = {"100mbit": "two-hosts-100m", "1gbit": "two-hosts-1g"}
 
 @dataclass(frozen=True)
 class Way:
-    """paceline with `sync` (None: a peer of the catalogue); timed steps are a multiple of `period`; bars against DDP by bandwidth."""
+    """paceline with `sync` (None: a peer of the catalogue); timed steps are a multiple of
+    `period`; bars against DDP by bandwidth.
+    """
 
     sync: str | None
     check: str = "near"
@@ -43,7 +47,14 @@ class Way:
         """How it is launched."""
         if self.sync is None:
             return PEERS[name]
-        return Peer(name, name, "run_paceline.py", "paceline run", arguments=("--sync", self.sync), check=self.check)
+        return Peer(
+            name,
+            name,
+            "run_paceline.py",
+            "paceline run",
+            arguments=("--sync", self.sync),
+            check=self.check,
+        )
 
 
 WAYS = {
@@ -54,14 +65,25 @@ WAYS = {
     "int8": Way("AllReduce(codec=int8())", bars=(("100mbit", 4.5), ("1gbit", 2.3))),
     "sign": Way("AllReduce(codec=error_feedback(sign(1024)))", bars=(("1gbit", 2.7),)),
     "topk": Way("AllReduce(codec=error_feedback(topk(0.01)))", bars=(("100mbit", 12.0),)),
-    "topk-sampled": Way('AllReduce(codec=error_feedback(topk(0.01, threshold="sampled")))', bars=(("100mbit", 12.0), ("1gbit", 2.7))),
-    "powersgd": Way("AllReduce(codec=error_feedback(powersgd(4)))", bars=(("100mbit", 12.0), ("1gbit", 2.7))),
-    "diloco": Way("LocalSGD(every=32, outer=nesterov(0.7, 0.9), codec=int8())", period=32, bars=(("100mbit", 20.0), ("1gbit", 2.7))),
+    "topk-sampled": Way(
+        'AllReduce(codec=error_feedback(topk(0.01, threshold="sampled")))',
+        bars=(("100mbit", 12.0), ("1gbit", 2.7)),
+    ),
+    "powersgd": Way(
+        "AllReduce(codec=error_feedback(powersgd(4)))", bars=(("100mbit", 12.0), ("1gbit", 2.7))
+    ),
+    "diloco": Way(
+        "LocalSGD(every=32, outer=nesterov(0.7, 0.9), codec=int8())",
+        period=32,
+        bars=(("100mbit", 20.0), ("1gbit", 2.7)),
+    ),
 }
 SECONDS = 6.0  # timed, of a launch, roughly: no fewer than one period
 
 
-def measure(bandwidth: str, names: Sequence[str], rounds: int, guess: dict[str, float], folder: Path) -> dict[str, list[dict[str, Any]]]:
+def measure(
+    bandwidth: str, names: Sequence[str], rounds: int, guess: dict[str, float], folder: Path
+) -> dict[str, list[dict[str, Any]]]:
     """What the launches of each way gave, round by round."""
     setting, model = SETTINGS[PLACES[bandwidth]], MODELS[MODEL]
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
@@ -71,10 +93,15 @@ def measure(bandwidth: str, names: Sequence[str], rounds: int, guess: dict[str, 
             for name in [*names[turn:], *names[:turn]]:
                 way = WAYS[name]
                 steps = max(1, round(SECONDS / guess.get(name, 1.0) / way.period)) * way.period
-                found[name].append(_launch(way.peer(name), Cell(setting, model, steps), where, number, folder))
+                found[name].append(
+                    _launch(way.peer(name), Cell(setting, model, steps), where, number, folder)
+                )
                 guess[name] = found[name][-1]["step"]
                 print(
-                    f"{bandwidth}  round {number + 1}  {name}: {guess[name] * 1e3:.1f} ms, {found[name][-1]['sent'] / 1e6:.2f} MB",
+                    (
+                        f"{bandwidth}  round {number + 1}  {name}: {guess[name] * 1e3:.1f} ms, "
+                        f"{found[name][-1]['sent'] / 1e6:.2f} MB"
+                    ),
                     flush=True,
                 )
     return found
@@ -102,7 +129,16 @@ def judge(bandwidth: str, found: dict[str, list[dict[str, Any]]]) -> list[Row]:
             bar = dict(WAYS[name].bars).get(bandwidth) if other == "ddp" else None
             medians = {side: statistics.median(steps[side]) for side in (other, name)}
             note = f" ({sent / 1e6:.2f} MB a step)" if other == "ddp" else ""
-            rows.append(Row(f"{bandwidth}, {name}", medians, f"{other} / {name}", ratio(steps[other], steps[name]), least=bar, note=note))
+            rows.append(
+                Row(
+                    f"{bandwidth}, {name}",
+                    medians,
+                    f"{other} / {name}",
+                    ratio(steps[other], steps[name]),
+                    least=bar,
+                    note=note,
+                )
+            )
     return rows
 
 
@@ -116,11 +152,16 @@ def main(words: Sequence[str] | None = None) -> None:
     raw: dict[str, Any] = {}
     for bandwidth in options.bandwidth:
         slow = bandwidth == "100mbit"
-        guess = dict.fromkeys(WAYS, 0.7) | {"ddp": 10.0 if slow else 1.2, "ddp-fp16": 5.0 if slow else 0.8, "exact": 7.0 if slow else 0.8}
+        guess = dict.fromkeys(WAYS, 0.7) | {
+            "ddp": 10.0 if slow else 1.2,
+            "ddp-fp16": 5.0 if slow else 0.8,
+            "exact": 7.0 if slow else 0.8,
+        }
         found = measure(bandwidth, options.ways, options.rounds, guess, options.out.parent)
         rows += judge(bandwidth, found)
         raw[bandwidth] = {
-            name: [{"step": r["step"], "sent": r["sent"], "away": r["away"]} for r in records] for name, records in found.items()
+            name: [{"step": r["step"], "sent": r["sent"], "away": r["away"]} for r in records]
+            for name, records in found.items()
         }
     if not report("sending", rows, options, json.loads(json.dumps(raw))) and options.check:
         sys.exit(1)

@@ -1,11 +1,13 @@
-"""What a parameter server does with large parameters, beside a raw echo of pyzmq: one worker pushes gradients and pulls parameters.
+"""What a parameter server does with large parameters, beside a raw echo of pyzmq: one worker pushes
+gradients and pulls parameters.
 
     python benchmarks/servers.py [--mb 100 --repeats 15]
 
-Both go through a socket file and through TCP on the loopback, in turns within the same run. The echo sends so many MB in one message and
-gets them back, without a header, a key or a copy of ours. `ratio` is the echo's time by ours, at its faster way (0.8: ours takes a quarter
-longer), with its 90 % interval; `memory` is the most that the server had beyond what one takes that keeps nearly nothing, by parameters,
-what the optimizer remembers of them, and one update.
+Both go through a socket file and through TCP on the loopback, in turns within the same run. The
+echo sends so many MB in one message and gets them back, without a header, a key or a copy of ours.
+`ratio` is the echo's time by ours, at its faster way (0.8: ours takes a quarter longer), with its
+90 % interval; `memory` is the most that the server had beyond what one takes that keeps nearly
+nothing, by parameters, what the optimizer remembers of them, and one update.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class Echo:
     """A process that sends back what it gets."""
 
     def __init__(self, where: str) -> None:
-        self._process = subprocess.Popen([sys.executable, "-c", ECHO, where], stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", ECHO, where], stdout=subprocess.PIPE, text=True
+        )
         assert self._process.stdout is not None
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.connect(self._process.stdout.readline().strip())
@@ -81,11 +85,18 @@ class Served:
         self.addresses = json.loads(self._process.stdout.readline())
         self.memory = psutil.Process(self._process.pid)
         rows = int(unit_mb * 1e6) // 4 // 1000
-        shape = BucketShape.of(torch.empty(rows, 1000, device="meta"))._replace(device=torch.device("cpu"))
+        shape = BucketShape.of(torch.empty(rows, 1000, device="meta"))._replace(
+            device=torch.device("cpu")
+        )
         count = round(mb / unit_mb)
-        found = [RowRange(0, number * rows, (number + 1) * rows, shape, False) for number in range(count)]
+        found = [
+            RowRange(0, number * rows, (number + 1) * rows, shape, False) for number in range(count)
+        ]
         plan = ShardPlan(
-            found, cut([piece.shape for piece in found], range(count), int(unit_mb * 1e6)), [(0, 0)] * count, [("SGD", [{"lr": 0.1}])]
+            found,
+            cut([piece.shape for piece in found], range(count), int(unit_mb * 1e6)),
+            [(0, 0)] * count,
+            [("SGD", [{"lr": 0.1}])],
         )
         self.units = [torch.zeros(rows * 1000) for _ in range(count)]
         self._plan, self._step = torch.frombuffer(bytearray(write(plan)), dtype=torch.uint8), 0
@@ -106,11 +117,17 @@ class Served:
         """Seconds of a step: everything is pushed, applied, and pulled."""
         self._step += 1
         began = time.perf_counter()
-        pushes = [PushGradient(Index(n), self._step, 0, b"\1", False, False, flat) for n, flat in enumerate(self.units)]
+        pushes = [
+            PushGradient(Index(n), self._step, 0, b"\1", False, False, flat)
+            for n, flat in enumerate(self.units)
+        ]
         for sent in [send(caller, push, SECONDS) for push in pushes]:
             sent.wait(SECONDS)
         call(caller, CloseStep(Index(0), self._step, 0, (sender,), 1.0, ()), SECONDS)
-        reads = [send(caller, PullUnit(Index(number), self._step, False), SECONDS) for number in range(len(self.units))]
+        reads = [
+            send(caller, PullUnit(Index(number), self._step, False), SECONDS)
+            for number in range(len(self.units))
+        ]
         for asked, flat in zip(reads, self.units, strict=True):
             flat.copy_(asked.wait(SECONDS).values[0])
         took = time.perf_counter() - began
@@ -125,7 +142,9 @@ class Served:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mb", type=float, default=100.0)
     parser.add_argument("--unit-mb", type=float, default=4.0)
     parser.add_argument("--repeats", type=int, default=15)
@@ -142,7 +161,10 @@ def main() -> None:
         caller.close()
         tiny.close()
         served = Served(options.mb, options.unit_mb)
-        callers = {"tcp": (served.caller(served.addresses[0], 1), 1), "ipc": (served.caller(served.addresses[-1], 2), 2)}
+        callers = {
+            "tcp": (served.caller(served.addresses[0], 1), 1),
+            "ipc": (served.caller(served.addresses[-1], 2), 2),
+        }
         times: dict[str, list[float]] = {}
         for _ in range(options.repeats + 2):
             for way in ("ipc", "tcp"):
@@ -159,7 +181,13 @@ def main() -> None:
     found = bootstrap(lambda median: median, ratios)
     medians = {name: round(1e3 * statistics.median(values), 1) for name, values in times.items()}
     print(
-        json.dumps({"milliseconds": medians, "ratio": found._asdict(), "memory": round((served.most - empty) / (2 * 1e6 * options.mb), 2)})
+        json.dumps(
+            {
+                "milliseconds": medians,
+                "ratio": found._asdict(),
+                "memory": round((served.most - empty) / (2 * 1e6 * options.mb), 2),
+            }
+        )
     )
 
 

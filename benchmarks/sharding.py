@@ -1,8 +1,10 @@
-"""Sharded training against FSDP2 by hand, both on paceline's backend: the same GPT, AdamW and samples, steps in turn in the same processes.
+"""Sharded training against FSDP2 by hand, both on paceline's backend: the same GPT, AdamW and
+samples, steps in turn in the same processes.
 
     paceline run --workers 2 benchmarks/sharding.py [--rounds 30] [--width 256]
 
-Losses of all variants have to be equal, to the bit. A step of `pl.shard(zero=3)` takes at most 1.03 of FSDP2's.
+Losses of all variants have to be equal, to the bit. A step of `pl.shard(zero=3)` takes at most 1.03
+of FSDP2's.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ def model(width: int) -> nn.Module:
 
 
 def by_hand(made: Any, **where: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Shard a model as the tutorial of FSDP2 does: each block, then the rest. `where`: `mesh=`, if not over all workers."""
+    """Shard a model as the tutorial of FSDP2 does: each block, then the rest.
+
+    `where`: `mesh=`, if not over all workers.
+    """
     for block in made.blocks:
         fully_shard(block, **where)
     fully_shard(made, **where)
@@ -68,8 +73,12 @@ def main() -> None:
         for zero in (3, 2, 1):
             made = model(options.width)
             optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
-            steps[f"zero={zero}"] = stepping(*run.prepare(made, optimizer, cut=pl.shard("blocks.*", zero=zero)))
-        loader = run.prepare(DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=BATCH))
+            steps[f"zero={zero}"] = stepping(
+                *run.prepare(made, optimizer, cut=pl.shard("blocks.*", zero=zero))
+            )
+        loader = run.prepare(
+            DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=BATCH)
+        )
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for x, y in loader:
             losses = set()
@@ -82,10 +91,19 @@ def main() -> None:
             if len(losses) > 1:
                 raise RuntimeError(f"losses differ: {sorted(losses)}")
         for name, taken in seconds.items():
-            ratios = [mine / theirs for mine, theirs in zip(taken[WARMUP:], seconds["fsdp2"][WARMUP:], strict=True)]
+            ratios = [
+                mine / theirs
+                for mine, theirs in zip(taken[WARMUP:], seconds["fsdp2"][WARMUP:], strict=True)
+            ]
             bar = f" (at most {BAR})" if name == "zero=3" else ""
-            run.print(f"{name:8} {statistics.median(taken[WARMUP:]) * 1e3:8.1f} ms   {statistics.median(ratios):.3f} of FSDP2's step{bar}")
-        ours = statistics.median(a / b for a, b in zip(seconds["zero=3"][WARMUP:], seconds["fsdp2"][WARMUP:], strict=True))
+            run.print(
+                f"{name:8} {statistics.median(taken[WARMUP:]) * 1e3:8.1f} "
+                f"ms   {statistics.median(ratios):.3f} of FSDP2's step{bar}"
+            )
+        ours = statistics.median(
+            a / b
+            for a, b in zip(seconds["zero=3"][WARMUP:], seconds["fsdp2"][WARMUP:], strict=True)
+        )
         if ours > BAR:
             raise SystemExit(f"zero=3 takes {ours:.3f} of FSDP2's step, more than {BAR}")
 

@@ -1,9 +1,11 @@
-"""A link that gets slow while a run is under way: it is named with its host, and the advice holds what it promises.
+"""A link that gets slow while a run is under way: it is named with its host, and the advice holds
+what it promises.
 
     python benchmarks/slow_link.py [--quick]
 
-Three hosts of the lab with links of 1 Gbit/s train a model of some MB; before a step the last host's link falls to 100 Mbit/s. The report
-has to name that host. Then the same with the codec that is advised: steps have to be as much faster as predicted, within 25 %.
+Three hosts of the lab with links of 1 Gbit/s train a model of some MB; before a step the last
+host's link falls to 100 Mbit/s. The report has to name that host. Then the same with the codec that
+is advised: steps have to be as much faster as predicted, within 25 %.
 """
 
 from __future__ import annotations
@@ -37,17 +39,29 @@ with pl.start(folder=sys.argv[1], name="run", seed=1) as run:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-"""
+"""  # noqa: E501
 
 
-def train(folder: Path, steps: int, slow: int, sync: str) -> tuple[dict[str, Any], list[float], str]:
-    """Return the summary of a run whose last host's link becomes slow before step `slow`, the seconds of its steps, and its output."""
+def train(
+    folder: Path, steps: int, slow: int, sync: str
+) -> tuple[dict[str, Any], list[float], str]:
+    """Return the summary of a run whose last host's link becomes slow before step `slow`, the
+    seconds of its steps, and its output.
+    """
     folder.mkdir()
     script = folder / "train.py"
     script.write_text(SCRIPT)
     with lab.cluster(hosts=3, workers=1, bandwidth="1gbit") as cluster:
         faults = f"link(host=2, bandwidth='100mbit', step={slow})"
-        ended = cluster.run(script, str(folder), str(steps), folder=folder, faults=faults, sync=sync, environ={"OMP_NUM_THREADS": "1"})
+        ended = cluster.run(
+            script,
+            str(folder),
+            str(steps),
+            folder=folder,
+            faults=faults,
+            sync=sync,
+            environ={"OMP_NUM_THREADS": "1"},
+        )
     if ended.code:
         sys.exit(ended.output)
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
@@ -56,20 +70,33 @@ def train(folder: Path, steps: int, slow: int, sync: str) -> tuple[dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     steps, slow = (200, 80) if parser.parse_args().quick else (500, 200)
     with tempfile.TemporaryDirectory() as root:
         summary, seconds, output = train(Path(root) / "exact", steps, slow, "AllReduce()")
         links = summary["links"]
-        print("\n".join(line for line in output.splitlines() if "exchanges take" in line or "slow:" in line)[:2000])
+        print(
+            "\n".join(
+                line for line in output.splitlines() if "exchanges take" in line or "slow:" in line
+            )[:2000]
+        )
         print(report(Path(root) / "exact/run"))
         if [link["hosts"] for link in links] != [["host2"]]:
-            sys.exit(f"named: {[link['hosts'] for link in links]}, and it is host2 that became slow")
+            sys.exit(
+                f"named: {[link['hosts'] for link in links]}, and it is host2 that became slow"
+            )
         _, followed, _ = train(Path(root) / "coded", steps, slow, "AllReduce(codec=int8())")
-    gain = statistics.median(seconds[links[0]["step"] :]) / statistics.median(followed[links[0]["step"] :])
+    gain = statistics.median(seconds[links[0]["step"] :]) / statistics.median(
+        followed[links[0]["step"] :]
+    )
     off = abs(gain / links[0]["gain"] - 1) if links[0]["gain"] else float("inf")
-    print(f"host2 is named; predicted gain {links[0]['gain']}, measured {gain:.2f}: {off:.0%} off, at most {BAR:.0%} wanted")
+    print(
+        f"host2 is named; predicted gain {links[0]['gain']}, measured {gain:.2f}: "
+        f"{off:.0%} off, at most {BAR:.0%} wanted"
+    )
     sys.exit(off > BAR)
 
 

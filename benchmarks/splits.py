@@ -1,4 +1,5 @@
-"""Layers over two unequal hosts: the split that is measured against the even one, and against all that could be written by hand.
+"""Layers over two unequal hosts: the split that is measured against the even one, and against all
+that could be written by hand.
 
     paceline lab run CLUSTER benchmarks/splits.py [--rounds 10]
 
@@ -12,8 +13,9 @@ CLUSTER is a TOML file of two hosts of one worker, of which one has half of a co
     name = "slow"
     processors = 0.5
 
-A GPT of 12 layers, tied and with a large vocabulary, goes through two stages of 1f1b. The measured split has to be 1.35 times faster than
-the one with as many layers on both, and within 5 % of the best. All take steps in turn in the same processes.
+A GPT of 12 layers, tied and with a large vocabulary, goes through two stages of 1f1b. The measured
+split has to be 1.35 times faster than the one with as many layers on both, and within 5 % of the
+best. All take steps in turn in the same processes.
 """
 
 from __future__ import annotations
@@ -37,26 +39,41 @@ WARMUP = 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--firsts", nargs="+", type=int, default=list(range(6, COUNT - 1)), help="layers of the first stage, tried by hand")
+    parser.add_argument(
+        "--firsts",
+        nargs="+",
+        type=int,
+        default=list(range(6, COUNT - 1)),
+        help="layers of the first stage, tried by hand",
+    )
     options = parser.parse_args()
     options.firsts = sorted({COUNT // 2, *options.firsts})  # the even split is always among them
     torch.set_num_threads(1)
     count = options.batch * (options.rounds + WARMUP)
-    tokens = torch.randint(SHAPE.vocab, (count, SHAPE.context + 1), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        SHAPE.vocab, (count, SHAPE.context + 1), generator=torch.Generator().manual_seed(1)
+    )
     loader = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=options.batch)
     with pl.start(mesh="stage", name="splits") as run:
-        splits: dict[str, Any] = {"auto": "auto", **{str(first): [first, COUNT - first] for first in options.firsts}}
+        splits: dict[str, Any] = {
+            "auto": "auto",
+            **{str(first): [first, COUNT - first] for first in options.firsts},
+        }
         models: dict[str, tuple[Any, Any]] = {}
         for name, split in splits.items():
             torch.manual_seed(0)
             model = GPT(SHAPE)
             counted = {"loss": next_token_loss} if split == "auto" else {}
             cut = pl.pipeline(LAYERS, micro_batches=options.micro_batches, split=split, **counted)
-            model, optimizer, dealt = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), loader, cut=cut)
+            model, optimizer, dealt = run.prepare(
+                model, torch.optim.SGD(model.parameters(), lr=1e-3), loader, cut=cut
+            )
             models[name] = model, optimizer
         seconds: dict[str, list[float]] = {name: [] for name in models}
         for x, y in dealt:
@@ -74,10 +91,14 @@ def main() -> None:
             run.print(f"{name:5} {first:3} layers on the first worker {median * 1e3:8.1f} ms")
         even, best = medians[str(COUNT // 2)], min(medians[str(first)] for first in options.firsts)
         run.print(
-            f"measured: {even / medians['auto']:.2f} times as fast as the even split, {medians['auto'] / best:.2f} of the best by hand"
+            f"measured: {even / medians['auto']:.2f} times as fast as the even split, "
+            f"{medians['auto'] / best:.2f} of the best by hand"
         )
         if even / medians["auto"] < BARS[0] or medians["auto"] / best > BARS[1]:
-            raise SystemExit(f"wanted: {BARS[0]} times as fast as the even split, and at most {BARS[1]} of the best")
+            raise SystemExit(
+                f"wanted: {BARS[0]} times as fast as the even split, and at most {BARS[1]} of the "
+                "best"
+            )
 
 
 if __name__ == "__main__":

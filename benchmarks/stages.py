@@ -1,9 +1,11 @@
-"""A step through the stages of a pipeline, against torch.distributed.pipelining by hand: a GPT of 19 M parameters, the same samples.
+"""A step through the stages of a pipeline, against torch.distributed.pipelining by hand: a GPT of
+19 M parameters, the same samples.
 
     paceline run --workers 2 benchmarks/stages.py [--rounds 30] [--schedules 1f1b gpipe zero-bubble]
 
-All variants take steps in turn in the same processes, and their losses have to agree. A step of `pl.pipeline` with 1f1b takes at most 1.05
-of torch's 1f1b on Gloo, and so does torch's own on the backend "paceline".
+All variants take steps in turn in the same processes, and their losses have to agree. A step of
+`pl.pipeline` with 1f1b takes at most 1.05 of torch's 1f1b on Gloo, and so does torch's own on the
+backend "paceline".
 """
 
 from __future__ import annotations
@@ -40,17 +42,27 @@ class Embedding(nn.Module):
 
     def __init__(self, whole: Any, blocks: int) -> None:
         super().__init__()
-        self.tokens, self.positions, self.blocks = whole.tokens, whole.positions, whole.blocks[:blocks]
+        self.tokens, self.positions, self.blocks = (
+            whole.tokens,
+            whole.positions,
+            whole.blocks[:blocks],
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.blocks(self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device)))
+        found: torch.Tensor = self.blocks(
+            self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        )
         return found
 
 
 def by_hand(shape: GPTShape, group: Any, micro_batches: int) -> Step:
     """Cut a GPT in the middle, as the tutorial of torch.distributed.pipelining does."""
     whole, rank, half = model(shape), dist.get_rank(), shape.layers // 2
-    part = Embedding(whole, half) if rank == 0 else nn.Sequential(*whole.blocks[half:], whole.norm, whole.head)
+    part = (
+        Embedding(whole, half)
+        if rank == 0
+        else nn.Sequential(*whole.blocks[half:], whole.norm, whole.head)
+    )
     stage = PipelineStage(part, rank, 2, torch.device("cpu"), group=group)
     schedule = Schedule1F1B(stage, micro_batches, loss_fn=next_token_loss)
     optimizer = torch.optim.SGD(part.parameters(), lr=1e-3)
@@ -74,8 +86,15 @@ def ours(run: Any, shape: GPTShape, schedule: str, micro_batches: int) -> Step:
     """Cut a GPT in the middle, as paceline does."""
     made, half = model(shape), shape.layers // 2
     optimizer = torch.optim.SGD(made.parameters(), lr=1e-3)
-    two = {} if schedule in ("zbv", "interleaved") else {"split": [2 + half, shape.layers - half + 2]}
-    cut = pl.pipeline("tokens, positions, blocks.*, norm, head", schedule=schedule, micro_batches=micro_batches, **two)
+    two = (
+        {} if schedule in ("zbv", "interleaved") else {"split": [2 + half, shape.layers - half + 2]}
+    )
+    cut = pl.pipeline(
+        "tokens, positions, blocks.*, norm, head",
+        schedule=schedule,
+        micro_batches=micro_batches,
+        **two,
+    )
     made, optimizer = run.prepare(made, optimizer, cut=cut)
 
     def step(x: Any, y: Any) -> float:
@@ -96,15 +115,21 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     count = options.batch * (options.rounds + WARMUP)
-    tokens = torch.randint(MEDIUM.vocab, (count, MEDIUM.context + 1), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        MEDIUM.vocab, (count, MEDIUM.context + 1), generator=torch.Generator().manual_seed(1)
+    )
     with pl.start(mesh="stage", name="stages") as run:
         steps = {
             "torch on gloo": by_hand(MEDIUM, dist.new_group(backend="gloo"), options.micro_batches),
             "torch on paceline": by_hand(MEDIUM, None, options.micro_batches),
         }
-        steps |= {name: ours(run, MEDIUM, name, options.micro_batches) for name in options.schedules}
+        steps |= {
+            name: ours(run, MEDIUM, name, options.micro_batches) for name in options.schedules
+        }
         seconds: dict[str, list[float]] = {name: [] for name in steps}
-        for x, y in run.prepare(DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=options.batch)):
+        for x, y in run.prepare(
+            DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=options.batch)
+        ):
             losses = []
             for name, step in steps.items():
                 dist.barrier()
@@ -116,10 +141,16 @@ def main() -> None:
                 raise RuntimeError(f"losses differ: {dict(zip(steps, losses, strict=True))}")
         slow = ""
         for name, taken in seconds.items():
-            found = statistics.median(a / b for a, b in zip(taken[WARMUP:], seconds["torch on gloo"][WARMUP:], strict=True))
+            found = statistics.median(
+                a / b
+                for a, b in zip(taken[WARMUP:], seconds["torch on gloo"][WARMUP:], strict=True)
+            )
             held = name in ("1f1b", "torch on paceline")
             bar = f" (at most {BAR})" if held else ""
-            run.print(f"{name:18} {statistics.median(taken[WARMUP:]) * 1e3:8.1f} ms   {found:.3f} of torch's 1f1b on Gloo{bar}")
+            run.print(
+                f"{name:18} {statistics.median(taken[WARMUP:]) * 1e3:8.1f} ms   {found:.3f} of "
+                f"torch's 1f1b on Gloo{bar}"
+            )
             if held and found > BAR and run.is_first:
                 slow = f"{name} takes {found:.3f} of torch's step on Gloo, more than {BAR}"
     if slow:

@@ -19,7 +19,10 @@ from pathlib import Path
 
 from harness import ONE_THREAD, Row, arguments, bootstrap, interleave, ratio, report
 
-SHOW = "import sys; from paceline.cli import main; sys.argv = ['paceline', '--help']\ntry: main()\nexcept SystemExit: pass\n"
+SHOW = (
+    "import sys; from paceline.cli import main; sys.argv = ['paceline', '--help']\ntry: "
+    "main()\nexcept SystemExit: pass\n"
+)
 HELP_SECONDS = 0.4
 BESIDE = Path(sys.executable).parent
 COMMANDS = {
@@ -48,20 +51,32 @@ for _ in range(3):
 """
 ADAMW = "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)\n"
 PLAIN = SETUP + ADAMW + "loader = DataLoader(data, batch_size=64, shuffle=True)\n" + LOOP
-OURS = SETUP + ADAMW + """
+OURS = (
+    SETUP
+    + ADAMW
+    + """
 import paceline as pl
 
 with pl.start() as run:
     loader = DataLoader(data, batch_size=64, shuffle=True)
     model, optimizer, loader = run.prepare(model, optimizer, loader)
-""" + LOOP.replace("\n", "\n    ").replace("range(3)", "run.epochs(3)")
-DDP = "import torch.distributed as dist\n" + SETUP + """
+"""
+    + LOOP.replace("\n", "\n    ").replace("range(3)", "run.epochs(3)")
+)
+DDP = (
+    "import torch.distributed as dist\n"
+    + SETUP
+    + """
 from torch.utils.data.distributed import DistributedSampler
 
 dist.init_process_group("gloo")
 model = torch.nn.parallel.DistributedDataParallel(model)
 loader = DataLoader(data, batch_size=32, sampler=DistributedSampler(data))
-""" + ADAMW + LOOP + "dist.destroy_process_group()\n"
+"""
+    + ADAMW
+    + LOOP
+    + "dist.destroy_process_group()\n"
+)
 TRIES = 3  # torchrun's workers abort at their end now and then: such a start doesn't count
 
 
@@ -84,10 +99,14 @@ def timing(command: Sequence[str], folder: Path | None = None) -> Callable[[], f
         for _ in range(TRIES):
             start = time.perf_counter()
             environ = {**os.environ, **ONE_THREAD}
-            ended = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, env=environ)
+            ended = subprocess.run(
+                command, check=False, cwd=folder, capture_output=True, text=True, env=environ
+            )
             if ended.returncode == 0:
                 return time.perf_counter() - start
-        raise RuntimeError(f"{command} failed with exit code {ended.returncode}:\n{ended.stderr[-4000:]}")
+        raise RuntimeError(
+            f"{command} failed with exit code {ended.returncode}:\n{ended.stderr[-4000:]}"
+        )
 
     return run
 
@@ -96,11 +115,19 @@ def main() -> None:
     options = arguments(__doc__ or "", "startup", rounds=20).parse_args()
     check = SHOW + "if 'torch' in sys.modules: sys.exit('paceline --help imports torch')\n"
     subprocess.run([sys.executable, "-c", check], check=True, stdout=subprocess.DEVNULL)
-    samples = interleave({name: timing(command) for name, command in COMMANDS.items()}, options.rounds)
+    samples = interleave(
+        {name: timing(command) for name, command in COMMANDS.items()}, options.rounds
+    )
     medians = {name: statistics.median(s) for name, s in samples.items()}
     both = {name: medians[name] for name in ("import torch", "paceline.start")}
     rows = [
-        Row("start", both, "paceline.start / import torch", ratio(samples["paceline.start"], samples["import torch"]), most=1.15),
+        Row(
+            "start",
+            both,
+            "paceline.start / import torch",
+            ratio(samples["paceline.start"], samples["import torch"]),
+            most=1.15,
+        ),
         Row(
             "help",
             {"paceline --help": medians["paceline --help"]},
@@ -110,13 +137,28 @@ def main() -> None:
         ),
     ]
     with tempfile.TemporaryDirectory() as folder:
-        commands = {name: timing(command, Path(folder)) for name, command in trainings(Path(folder)).items()}
+        commands = {
+            name: timing(command, Path(folder)) for name, command in trainings(Path(folder)).items()
+        }
         samples |= interleave(commands, max(7, options.rounds // 2))
-    for ours, theirs, most in (("one worker", "plain loop", None), ("two workers", "torchrun", 1.0)):
+    for ours, theirs, most in (
+        ("one worker", "plain loop", None),
+        ("two workers", "torchrun", 1.0),
+    ):
         times = {name: statistics.median(samples[name]) for name in (theirs, ours)}
-        rows.append(Row("train", times, f"{ours} / {theirs}", ratio(samples[ours], samples[theirs]), most=most))
+        rows.append(
+            Row(
+                "train",
+                times,
+                f"{ours} / {theirs}",
+                ratio(samples[ours], samples[theirs]),
+                most=most,
+            )
+        )
     more = [a - b for a, b in zip(samples["one worker"], samples["plain loop"], strict=True)]
-    rows.append(Row("train", {}, "one worker - plain loop, seconds", bootstrap(float, more), most=0.5))
+    rows.append(
+        Row("train", {}, "one worker - plain loop, seconds", bootstrap(float, more), most=0.5)
+    )
     lost = sum(a >= b for a, b in zip(samples["two workers"], samples["torchrun"], strict=True))
     rows.append(Row("train", {}, "pairs that torchrun wins", bootstrap(float, [lost]), most=0))
     if not report("startup", rows, options, samples) and options.check:

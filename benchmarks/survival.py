@@ -1,15 +1,18 @@
-"""What surviving costs while nobody dies, and how long the others stand still when somebody does: a GPT of 0.9 M or 19 M parameters.
+"""What surviving costs while nobody dies, and how long the others stand still when somebody does: a
+GPT of 0.9 M or 19 M parameters.
 
     python benchmarks/survival.py cost  [--model small --workers 2 --batch 12 --blocks 40]
     python benchmarks/survival.py kills [--model small --workers 4 --batch 4 --kills 3 --runs 10]
     python benchmarks/survival.py count
 
-`cost` trains with and without in turns, block by block within the same run, and gives the median ratio of neighbouring blocks with its
-90 % interval.
-`kills` ends a random worker by SIGKILL at a random moment, again and again (each is started anew, unless enough others are left), and gives
-what lies between two commits of the others, less the median step.
-`count` trains a model of two parameters, where nothing else takes time: what a step costs in Python with and without, on one worker
-(microseconds), and how often two workers meet in a step, with how many bytes of each.
+`cost` trains with and without in turns, block by block within the same run, and gives the median
+ratio of neighbouring blocks with its 90 % interval.
+`kills` ends a random worker by SIGKILL at a random moment, again and again (each is started anew,
+unless enough others are left), and gives what lies between two commits of the others, less the
+median step.
+`count` trains a model of two parameters, where nothing else takes time: what a step costs in Python
+with and without, on one worker (microseconds), and how often two workers meet in a step, with how
+many bytes of each.
 """
 
 from __future__ import annotations
@@ -45,7 +48,9 @@ def train(options: argparse.Namespace) -> None:
     import paceline as pl
     from paceline.bench.training import CONTEXT, MODELS, VOCAB, Decoder
 
-    tokens = torch.randint(0, VOCAB, (64 * options.batch, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, VOCAB, (64 * options.batch, CONTEXT + 1), generator=torch.Generator().manual_seed(0)
+    )
 
     class Endless(Dataset):  # type: ignore[type-arg]
         def __len__(self) -> int:
@@ -57,7 +62,10 @@ def train(options: argparse.Namespace) -> None:
 
     torch.manual_seed(0)
     out = Path(options.out)
-    with pl.start(folder=str(out), trace="off") as run, (out / f"steps-{os.getpid()}").open("a") as log:
+    with (
+        pl.start(folder=str(out), trace="off") as run,
+        (out / f"steps-{os.getpid()}").open("a") as log,
+    ):
         model = Decoder(*MODELS[options.model])
         optimizer = torch.optim.AdamW(model.parameters())
         loader = DataLoader(Endless(), batch_size=options.batch * options.workers)
@@ -92,9 +100,24 @@ def moments(out: Path) -> list[float]:
 
 def launch(options: argparse.Namespace, out: Path, *more: str) -> subprocess.Popen[bytes]:
     """The job, in the background."""
-    given = [f"--{name}={getattr(options, name)}" for name in ("model", "batch", "workers", "steps")]
-    command = ["paceline", "run", "--workers", str(options.workers), "--min-workers", "1", *more, __file__, options.what, *given]
-    return subprocess.Popen([sys.executable, "-m", *command, f"--out={out}"], stderr=subprocess.DEVNULL)
+    given = [
+        f"--{name}={getattr(options, name)}" for name in ("model", "batch", "workers", "steps")
+    ]
+    command = [
+        "paceline",
+        "run",
+        "--workers",
+        str(options.workers),
+        "--min-workers",
+        "1",
+        *more,
+        __file__,
+        options.what,
+        *given,
+    ]
+    return subprocess.Popen(
+        [sys.executable, "-m", *command, f"--out={out}"], stderr=subprocess.DEVNULL
+    )
 
 
 def tiny(options: argparse.Namespace) -> None:
@@ -109,16 +132,27 @@ def tiny(options: argparse.Namespace) -> None:
         model = torch.nn.Linear(1, 1)
         data = TensorDataset(torch.randn(options.steps * run.size, 1))
         optimizer = torch.optim.SGD(model.parameters(), 0.0)
-        model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, batch_size=run.size))
-        agree, blocks, surviving, began, counts = run.group.agree, ([], []), None, 0, [[0, 0], [0, 0]]
-        run.group.agree = lambda body: (met.append(len(body)) if b"settled" in body else None) or agree(body)
+        model, optimizer, loader = run.prepare(
+            model, optimizer, DataLoader(data, batch_size=run.size)
+        )
+        agree, blocks, surviving, began, counts = (
+            run.group.agree,
+            ([], []),
+            None,
+            0,
+            [[0, 0], [0, 0]],
+        )
+        run.group.agree = lambda body: (
+            (met.append(len(body)) if b"settled" in body else None) or agree(body)
+        )
         for _ in run.epochs(1):
             surviving = run._agreement.recovery, run._loop.undo
             for (x,) in loader:
                 model(x).sum().backward()
                 optimizer.step()
                 if run.steps % BLOCK == 0:
-                    now, on = time.perf_counter_ns(), (run.steps // BLOCK) % 2 == 0  # from now on: the block that ends was the other kind
+                    # from now on: the block that ends was the other kind
+                    now, on = time.perf_counter_ns(), (run.steps // BLOCK) % 2 == 0
                     blocks[on].append((now - began) / 1e3 / BLOCK) if began else None
                     counts[on] = [counts[on][0] + len(met), counts[on][1] + sum(met)]
                     met.clear()
@@ -127,8 +161,13 @@ def tiny(options: argparse.Namespace) -> None:
         run._agreement.recovery, run._loop.undo = surviving
         if run.is_first:
             steps = options.steps / 2
-            found = {"us": [statistics.median(block[2:]) for block in blocks], "meetings": [count / steps for count, _ in counts]}
-            Path(options.out, "count.json").write_text(json.dumps(found | {"bytes": [nbytes / steps for _, nbytes in counts]}))
+            found = {
+                "us": [statistics.median(block[2:]) for block in blocks],
+                "meetings": [count / steps for count, _ in counts],
+            }
+            Path(options.out, "count.json").write_text(
+                json.dumps(found | {"bytes": [nbytes / steps for _, nbytes in counts]})
+            )
 
 
 def count(options: argparse.Namespace, out: Path) -> dict[str, float]:
@@ -147,13 +186,23 @@ def cost(options: argparse.Namespace, out: Path) -> dict[str, float]:
     options.steps = 2 * BLOCK * options.blocks + FIRST
     assert launch(options, out).wait() == 0
     found = moments(out)
-    blocks: list[float] = []  # the median step of each; the first of a block is half of the other kind
+    # the median step of each; the first of a block is half of the other kind
+    blocks: list[float] = []
     for start in range(2 * BLOCK, len(found) - BLOCK, BLOCK):
-        blocks.append(statistics.median(found[step] - found[step - 1] for step in range(start + 1, start + BLOCK)))
+        blocks.append(
+            statistics.median(
+                found[step] - found[step - 1] for step in range(start + 1, start + BLOCK)
+            )
+        )
     on, off = blocks[::2], blocks[1::2]
-    ratios = [with_it / without for with_it, without in zip(on, off, strict=False)]  # of neighbours: the machine is quicker or slower later
+    # of neighbours: the machine is quicker or slower later
+    ratios = [with_it / without for with_it, without in zip(on, off, strict=False)]
     found_ratio = bootstrap(lambda median: median, ratios)
-    return {"with": statistics.median(on), "without": statistics.median(off), **found_ratio._asdict()}
+    return {
+        "with": statistics.median(on),
+        "without": statistics.median(off),
+        **found_ratio._asdict(),
+    }
 
 
 def kills(options: argparse.Namespace, out: Path) -> dict[str, float]:
@@ -164,7 +213,12 @@ def kills(options: argparse.Namespace, out: Path) -> dict[str, float]:
         usual, found = killed(options, folder, random.Random(options.seed + number))
         lost += found
         steps.append(usual)
-    return {"step": statistics.median(steps), "median": statistics.median(lost), "worst": max(lost), "kills": len(lost)}
+    return {
+        "step": statistics.median(steps),
+        "median": statistics.median(lost),
+        "worst": max(lost),
+        "kills": len(lost),
+    }
 
 
 def workers(job: subprocess.Popen[bytes]) -> list[Any]:
@@ -172,7 +226,11 @@ def workers(job: subprocess.Popen[bytes]) -> list[Any]:
     import psutil
 
     children = psutil.Process(job.pid).children()  # the launcher has a deputy, too
-    return [child for child in children if child.status() != psutil.STATUS_ZOMBIE and __file__ in child.cmdline()]
+    return [
+        child
+        for child in children
+        if child.status() != psutil.STATUS_ZOMBIE and __file__ in child.cmdline()
+    ]
 
 
 def trains(out: Path, pid: int) -> bool:
@@ -181,7 +239,9 @@ def trains(out: Path, pid: int) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
-def killed(options: argparse.Namespace, out: Path, chance: random.Random) -> tuple[float, list[float]]:
+def killed(
+    options: argparse.Namespace, out: Path, chance: random.Random
+) -> tuple[float, list[float]]:
     """The usual step of one run, and what each kill cost."""
     options.steps = 10**6
     again = options.workers <= options.kills  # else enough are left without those that die
@@ -190,7 +250,11 @@ def killed(options: argparse.Namespace, out: Path, chance: random.Random) -> tup
     while sum(path.stat().st_size > 0 for path in out.glob("steps-*")) < options.workers:
         time.sleep(0.1)
     for _ in range(options.kills):
-        while again and len([worker for worker in workers(job) if trains(out, worker.pid)]) < options.workers:
+        while (
+            again
+            and len([worker for worker in workers(job) if trains(out, worker.pid)])
+            < options.workers
+        ):
             time.sleep(0.1)
         time.sleep(chance.uniform(*(BETWEEN if again else SOON)))
         chance.choice(workers(job)).send_signal(signal.SIGKILL)
@@ -201,18 +265,30 @@ def killed(options: argparse.Namespace, out: Path, chance: random.Random) -> tup
     found = moments(out)
     gaps = list(pairwise(found))
     usual = statistics.median(after - before for before, after in gaps)
-    lost = [max(after - before for before, after in gaps if before <= moment + 3 and after >= moment) - usual for moment in moments_of]
+    lost = [
+        max(after - before for before, after in gaps if before <= moment + 3 and after >= moment)
+        - usual
+        for moment in moments_of
+    ]
     return usual, lost
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("cost", "kills", "count"))
-    parser.add_argument("--model", default="small", help="small (0.9 M parameters) or medium (19 M)")
+    parser.add_argument(
+        "--model", default="small", help="small (0.9 M parameters) or medium (19 M)"
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=12, help="samples in a step, for each worker")
-    parser.add_argument("--blocks", type=int, default=40, help="blocks of steps with, and as many without")
-    parser.add_argument("--kills", type=int, default=3, help="in a run; as many workers or fewer are started again")
+    parser.add_argument(
+        "--blocks", type=int, default=40, help="blocks of steps with, and as many without"
+    )
+    parser.add_argument(
+        "--kills", type=int, default=3, help="in a run; as many workers or fewer are started again"
+    )
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
@@ -224,7 +300,15 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         found = {"cost": cost, "kills": kills, "count": count}[options.what](options, Path(folder))
-    print(json.dumps({"model": options.model, "workers": options.workers, **{name: round(value, 4) for name, value in found.items()}}))
+    print(
+        json.dumps(
+            {
+                "model": options.model,
+                "workers": options.workers,
+                **{name: round(value, 4) for name, value in found.items()},
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

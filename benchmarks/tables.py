@@ -1,11 +1,14 @@
-"""A recommender with large tables on servers, beside torch's DistributedDataParallel, which all-reduces the gradient of whole tables.
+"""A recommender with large tables on servers, beside torch's DistributedDataParallel, which
+all-reduces the gradient of whole tables.
 
-Both train the model of `paceline.apps.recommender` from the same first values on the same clicks, with the same optimizer; each has two
-processes, and they take turns round by round. At the end both are scored on the same clicks, after as many samples.
+Both train the model of `paceline.apps.recommender` from the same first values on the same clicks,
+with the same optimizer; each has two processes, and they take turns round by round. At the end both
+are scored on the same clicks, after as many samples.
 
     python benchmarks/tables.py [--rows 10000000 --dim 16 --tables 1 --servers 2]
 
-A step of DDP takes seconds, and each of its workers 3 to 4 copies of all tables: 2.6 GB with the defaults, twice that with --tables 2.
+A step of DDP takes seconds, and each of its workers 3 to 4 copies of all tables: 2.6 GB with the
+defaults, twice that with --tables 2.
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ class Paceline:
         self._model = recommender.build(log, options.dim, served=True, servers=options.servers)
         self._optimizer = recommender.optimizer_of(options.optimizer, self._model)
         loaders = Clicks(log, 0, FAR).loader(options.batch), Clicks(log, FAR, HELD_OUT).loader(2048)
-        self._model, self._optimizer, self._loader, self._held_out = self._run.prepare(self._model, self._optimizer, *loaders)
+        self._model, self._optimizer, self._loader, self._held_out = self._run.prepare(
+            self._model, self._optimizer, *loaders
+        )
         self._prefetch = options.prefetch
 
     def steps(self) -> Iterator[None]:
@@ -67,7 +72,9 @@ class Paceline:
 
 
 class DDP:
-    """The same with tables on each worker, as DDP's tutorial has it; gradients live in its buckets, which saves a copy."""
+    """The same with tables on each worker, as DDP's tutorial has it; gradients live in its
+    buckets, which saves a copy.
+    """
 
     def __init__(self, options: argparse.Namespace) -> None:
         import torch.distributed as dist
@@ -104,7 +111,10 @@ class DDP:
         from paceline.apps.clicks import auc
 
         with torch.no_grad():
-            found = [self._log.read(torch.arange(FAR + n, FAR + n + 2048)) for n in range(0, HELD_OUT, 2048)]
+            found = [
+                self._log.read(torch.arange(FAR + n, FAR + n + 2048))
+                for n in range(0, HELD_OUT, 2048)
+            ]
             scores = [self._plain(batch.numbers, batch.ids) for batch in found]
         return auc(torch.cat(scores), torch.cat([batch.clicked for batch in found]))
 
@@ -122,7 +132,10 @@ class Worker:
     def handle(self, message: Message) -> Message:
         """Seconds of a step, over so many of them; or what all came to."""
         if "steps" not in message:
-            return {"auc": self._program.auc(), "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3}
+            return {
+                "auc": self._program.auc(),
+                "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+            }
         began = time.perf_counter()
         for _ in range(message["steps"]):
             next(self._steps)
@@ -133,9 +146,22 @@ def crew(name: str, options: argparse.Namespace, folder: str) -> Crew:
     """The processes of a program."""
     passed = "tables", "rows", "dim", "bag", "batch", "optimizer", "servers"
     flags = [f"--{flag}={getattr(options, flag)}" for flag in passed]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(WORKERS),
+    ]
     flags += [] if options.prefetch else ["--no-prefetch"]
-    return Crew(name, [[*launch, str(HERE / "tables.py"), "--serve", name, *flags]], WORKERS, folder=folder, patience=300.0)
+    return Crew(
+        name,
+        [[*launch, str(HERE / "tables.py"), "--serve", name, *flags]],
+        WORKERS,
+        folder=folder,
+        patience=300.0,
+    )
 
 
 def main() -> None:
@@ -145,7 +171,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--dim", type=int, default=16)
     parser.add_argument("--bag", type=int, default=8, help="ids of each table in a sample")
-    parser.add_argument("--batch", type=int, default=4096, help="samples of a step, over both workers")
+    parser.add_argument(
+        "--batch", type=int, default=4096, help="samples of a step, over both workers"
+    )
     parser.add_argument("--optimizer", choices=["sgd", "adagrad"], default="adagrad")
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4, help="steps of a round")
@@ -155,22 +183,47 @@ def main() -> None:
     if options.serve is not None:
         serve(int(os.environ["RANK"]), Worker(options).handle)
         return
-    with tempfile.TemporaryDirectory() as folder, crew("paceline", options, folder) as ours, crew("ddp", options, folder) as theirs:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        crew("paceline", options, folder) as ours,
+        crew("ddp", options, folder) as theirs,
+    ):
 
         def asking(asked: Crew) -> Callable[[], float]:
             return lambda: max(answer["seconds"] for answer in asked.ask(steps=options.steps))
 
         samples = interleave({"paceline": asking(ours), "ddp": asking(theirs)}, options.rounds)
-        ends = {each.name: each.ask()[0] | {"megabytes": max(a["megabytes"] for a in each.ask())} for each in (ours, theirs)}
-    what = f"{options.tables} x {options.rows:,} x {options.dim}, {options.servers} servers, batch {options.batch}"
+        ends = {
+            each.name: each.ask()[0] | {"megabytes": max(a["megabytes"] for a in each.ask())}
+            for each in (ours, theirs)
+        }
+    what = (
+        f"{options.tables} x {options.rows:,} x {options.dim}, {options.servers} servers, batch "
+        f"{options.batch}"
+    )
     medians = {name: statistics.median(found) for name, found in samples.items()}
     away, most = abs(ends["paceline"]["auc"] - ends["ddp"]["auc"]), ends["paceline"]["megabytes"]
     count = options.batch * options.steps * (options.rounds + 1)
     note = f" (ddp: {ends['ddp']['megabytes']:.0f})"
     rows = [
-        Row(what, medians, "samples/s: paceline / ddp", ratio(samples["ddp"], samples["paceline"]), least=2.0),
-        Row(what, {}, "MB of a worker, at most", Interval(most, most, most), most=1000.0, note=note),
-        Row(what, {}, f"AUC after {count:,} samples, apart", Interval(away, away, away), most=0.002, note=f" ({ends['ddp']['auc']:.4f})"),
+        Row(
+            what,
+            medians,
+            "samples/s: paceline / ddp",
+            ratio(samples["ddp"], samples["paceline"]),
+            least=2.0,
+        ),
+        Row(
+            what, {}, "MB of a worker, at most", Interval(most, most, most), most=1000.0, note=note
+        ),
+        Row(
+            what,
+            {},
+            f"AUC after {count:,} samples, apart",
+            Interval(away, away, away),
+            most=0.002,
+            note=f" ({ends['ddp']['auc']:.4f})",
+        ),
     ]
     if not report("tables", rows, options, {"seconds": samples, "ends": ends}) and options.check:
         sys.exit(1)

@@ -1,9 +1,12 @@
-"""Training steps: paceline against DistributedDataParallel, and against the same program without any exchange.
+"""Training steps: paceline against DistributedDataParallel, and against the same program without
+any exchange.
 
-All programs live in the same worker processes, with models of their own that begin equal, and take turns round by round. What the
-exchange adds is (paceline - nothing) / (ddp - nothing). At the end the weights of both must agree, and those without exchange must not.
+All programs live in the same worker processes, with models of their own that begin equal, and take
+turns round by round. What the exchange adds is (paceline - nothing) / (ddp - nothing). At the end
+the weights of both must agree, and those without exchange must not.
 
-    python benchmarks/training.py [--models gpt-19m gpt-0.9m tiny] [--workers 2] [--variants nothing ddp paceline]
+    python benchmarks/training.py [--models gpt-19m gpt-0.9m tiny] [--workers 2] [--variants nothing
+    ddp paceline]
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ LAST = 1e-4  # |difference| / |weights| between ddp and paceline after all round
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, the samples each worker has of a step, the steps of a round, and the bars (ratios, at most)."""
+    """A model, the samples each worker has of a step, the steps of a round, and the bars
+    (ratios, at most).
+    """
 
     batch: int
     steps: int
@@ -60,7 +65,11 @@ def build(name: str) -> tuple[Any, Callable[[Any, Any], Any], Any]:
         return tiny(), nn.functional.mse_loss, TensorDataset(x, x.roll(1, 1))
     if name == "cnn":
         x = torch.randn(SAMPLES, 1, 8, 8, generator=generator)
-        return cnn(), nn.functional.cross_entropy, TensorDataset(x, torch.randint(10, (SAMPLES,), generator=generator))
+        return (
+            cnn(),
+            nn.functional.cross_entropy,
+            TensorDataset(x, torch.randint(10, (SAMPLES,), generator=generator)),
+        )
     shape = gpt.MEDIUM if name == "gpt-19m" else gpt.SMALL
     text = torch.randint(shape.vocab, (SAMPLES, shape.context + 1), generator=generator)
     return gpt.GPT(shape), gpt.next_token_loss, TensorDataset(text[:, :-1], text[:, 1:])
@@ -70,7 +79,14 @@ def cnn() -> Any:
     """A network of 0.04 M parameters: what counts is the cost of each step."""
     from torch import nn
 
-    convolutions = (nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+    convolutions = (
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+    )
     return nn.Sequential(*convolutions, nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
@@ -94,7 +110,9 @@ def tiny() -> Any:
 # ---- the programs: generators that train one step whenever they are asked for the next
 
 
-def nothing(name: str, rank: int, size: int, options: argparse.Namespace) -> tuple[Any, Iterator[None]]:
+def nothing(
+    name: str, rank: int, size: int, options: argparse.Namespace
+) -> tuple[Any, Iterator[None]]:
     """The loop without any exchange; with one worker, the plain loop."""
     model, loss, data = build(name)
     return model, loop(model, loss, dealt(data, name, rank, size), optimizer_of(model, options))
@@ -111,8 +129,12 @@ def ddp(name: str, rank: int, size: int, options: argparse.Namespace) -> tuple[A
     return model, loop(wrapped, loss, dealt(data, name, rank, size), optimizer_of(wrapped, options))
 
 
-def paceline(name: str, rank: int, size: int, options: argparse.Namespace) -> tuple[Any, Iterator[None]]:
-    """The same loop under paceline, as its README has it: the batch in the loader is the global one."""
+def paceline(
+    name: str, rank: int, size: int, options: argparse.Namespace
+) -> tuple[Any, Iterator[None]]:
+    """The same loop under paceline, as its README has it: the batch in the loader is the global
+    one.
+    """
     from torch.utils.data import DataLoader
 
     import paceline as pl
@@ -142,17 +164,23 @@ PROGRAMS = {"nothing": nothing, "ddp": ddp, "paceline": paceline}
 def dealt(data: Any, name: str, rank: int, size: int) -> Any:
     from torch.utils.data import DataLoader, DistributedSampler
 
-    sampler = DistributedSampler(data, num_replicas=size, rank=rank, shuffle=False) if size > 1 else None
+    sampler = (
+        DistributedSampler(data, num_replicas=size, rank=rank, shuffle=False) if size > 1 else None
+    )
     return DataLoader(data, batch_size=SETUPS[name].batch, sampler=sampler)
 
 
 def optimizer_of(model: Any, options: argparse.Namespace) -> Any:
     import torch
 
-    return {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[options.optimizer](model.parameters(), lr=1e-3)
+    return {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[options.optimizer](
+        model.parameters(), lr=1e-3
+    )
 
 
-def loop(model: Any, loss: Callable[[Any, Any], Any], loader: Any, optimizer: Any) -> Iterator[None]:
+def loop(
+    model: Any, loss: Callable[[Any, Any], Any], loader: Any, optimizer: Any
+) -> Iterator[None]:
     while True:
         for x, y in loader:
             value = loss(model(x), y)
@@ -169,13 +197,21 @@ class Worker:
         import torch
 
         torch.set_num_threads(1)
-        self.programs = {variant: PROGRAMS[variant](name, rank, size, options) for variant in options.variants}
+        self.programs = {
+            variant: PROGRAMS[variant](name, rank, size, options) for variant in options.variants
+        }
 
     def handle(self, message: Message) -> Message:
-        return self.train(message["variant"], message["steps"]) if "variant" in message else self.compare()
+        return (
+            self.train(message["variant"], message["steps"])
+            if "variant" in message
+            else self.compare()
+        )
 
     def train(self, variant: str, steps: int) -> Message:
-        """Seconds of each of `steps` steps, after one that isn't timed: it warms the caches and brings the workers together."""
+        """Seconds of each of `steps` steps, after one that isn't timed: it warms the caches and
+        brings the workers together.
+        """
         _, program = self.programs[variant]
         next(program)
         start = time.perf_counter()
@@ -189,12 +225,17 @@ class Worker:
 
         import torch
 
-        weights = {v: torch.cat([p.detach().reshape(-1) for p in model.parameters()]) for v, (model, _) in self.programs.items()}
+        weights = {
+            v: torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+            for v, (model, _) in self.programs.items()
+        }
         ours = weights.get("paceline")
         return {
             v: {
                 "hash": hashlib.sha256(w.numpy().tobytes()).hexdigest(),
-                "away": None if ours is None else float((w - ours).double().norm() / w.double().norm()),
+                "away": None
+                if ours is None
+                else float((w - ours).double().norm() / w.double().norm()),
             }
             for v, w in weights.items()
         }
@@ -204,18 +245,33 @@ class Worker:
 
 
 def measure(name: str, workers: int, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of a step of every variant in every round; raises when the weights at the end are not what they should be."""
+    """Seconds of a step of every variant in every round; raises when the weights at the end are
+    not what they should be.
+    """
     variants = [v for v in options.variants if v != "ddp" or workers > 1]
-    flags = ["--serve", name, "--optimizer", options.optimizer, *["--silent"] * options.silent, "--variants", *variants]
+    flags = [
+        "--serve",
+        name,
+        "--optimizer",
+        options.optimizer,
+        *["--silent"] * options.silent,
+        "--variants",
+        *variants,
+    ]
     script = [str(HERE / "training.py"), *flags]
     launch = [sys.executable]
     if workers > 1:
         launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
-    with tempfile.TemporaryDirectory() as folder, Crew(name, [[*launch, *script]], workers, folder=folder) as crew:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Crew(name, [[*launch, *script]], workers, folder=folder) as crew,
+    ):
         steps = options.steps or SETUPS[name].steps
 
         def asking(variant: str) -> Callable[[], float]:
-            return lambda: max(answer["seconds"] for answer in crew.ask(variant=variant, steps=steps))
+            return lambda: max(
+                answer["seconds"] for answer in crew.ask(variant=variant, steps=steps)
+            )
 
         samples = interleave({v: asking(v) for v in variants}, options.rounds, warmup=2)
         inspect(crew.ask(), workers)
@@ -227,10 +283,16 @@ def inspect(answers: Sequence[Message], workers: int) -> None:
     for variant in answers[0]:
         equal = len({a[variant]["hash"] for a in answers}) == 1
         if equal != (variant != "nothing" or workers == 1):
-            raise RuntimeError(f"{variant}: the workers' weights are {'equal' if equal else 'different'} after training")
+            raise RuntimeError(
+                f"{variant}: the workers' weights are {'equal' if equal else 'different'} after "
+                "training"
+            )
     reference = "ddp" if "ddp" in answers[0] else "nothing" if workers == 1 else None
     if reference is not None and "paceline" in answers[0] and answers[0][reference]["away"] > LAST:
-        raise RuntimeError(f"paceline's weights are {answers[0][reference]['away']:.2e} away from {reference}'s, more than {LAST:g}")
+        raise RuntimeError(
+            f"paceline's weights are {answers[0][reference]['away']:.2e} away from {reference}'s, "
+            f"more than {LAST:g}"
+        )
 
 
 def judge(name: str, workers: int, samples: dict[str, list[float]]) -> list[Row]:
@@ -241,12 +303,35 @@ def judge(name: str, workers: int, samples: dict[str, list[float]]) -> list[Row]
     if "paceline" not in samples:
         return [Row(what, seconds)]
     if workers == 1:
-        return [Row(what, seconds, "step: paceline / plain loop", ratio(samples["paceline"], samples["nothing"]), most=setup.alone)]
+        return [
+            Row(
+                what,
+                seconds,
+                "step: paceline / plain loop",
+                ratio(samples["paceline"], samples["nothing"]),
+                most=setup.alone,
+            )
+        ]
     if "ddp" in samples and "nothing" in samples:
-        added = bootstrap(lambda n, d, p: (p - n) / (d - n), samples["nothing"], samples["ddp"], samples["paceline"])
-        rows.append(Row(what, seconds, "what the exchange adds: paceline / ddp", added, most=setup.added))
+        added = bootstrap(
+            lambda n, d, p: (p - n) / (d - n),
+            samples["nothing"],
+            samples["ddp"],
+            samples["paceline"],
+        )
+        rows.append(
+            Row(what, seconds, "what the exchange adds: paceline / ddp", added, most=setup.added)
+        )
     if "ddp" in samples:
-        rows.append(Row(what, seconds, "step: paceline / ddp", ratio(samples["paceline"], samples["ddp"]), most=setup.step))
+        rows.append(
+            Row(
+                what,
+                seconds,
+                "step: paceline / ddp",
+                ratio(samples["paceline"], samples["ddp"]),
+                most=setup.step,
+            )
+        )
     return rows
 
 
@@ -257,7 +342,9 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=list(PROGRAMS), default=list(PROGRAMS))
     parser.add_argument("--steps", type=int, help="steps of a round (default: by model)")
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
-    parser.add_argument("--silent", action="store_true", help="paceline's loop without run.log(loss=...)")
+    parser.add_argument(
+        "--silent", action="store_true", help="paceline's loop without run.log(loss=...)"
+    )
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve is not None:

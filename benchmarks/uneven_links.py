@@ -1,9 +1,12 @@
-"""All-reduce over hosts of which one has a slow link: chunks by the rates of links, against even ones (Gloo's ring, our ring and owners).
+"""All-reduce over hosts of which one has a slow link: chunks by the rates of links, against even
+ones (Gloo's ring, our ring and owners).
 
-All ways sum the same buckets, different on each rank, in turn within the same processes, and every result is compared with the sum. The
-cluster is measured first, as `paceline probe` does, and the run is given the file, by which `via="auto"` chooses.
+All ways sum the same buckets, different on each rank, in turn within the same processes, and every
+result is compared with the sum. The cluster is measured first, as `paceline probe` does, and the
+run is given the file, by which `via="auto"` chooses.
 
-    python benchmarks/uneven_links.py [--cluster benchmarks/clusters/one-slow-link.toml] [--megabytes 8] [--buckets 2]
+    python benchmarks/uneven_links.py [--cluster benchmarks/clusters/one-slow-link.toml]
+    [--megabytes 8] [--buckets 2]
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from typing import Any
 
 from harness import Row, arguments, interleave, ratio, report
 
-LEAST = 1.2  # times as fast as with the better of even chunks; priced at 1.33, as a link has a piece more to carry than it could
+# times as fast as with the better of even chunks; priced at 1.33, as a link has a piece more to
+# carry than it could
+LEAST = 1.2
 EVEN = ("native", "ring", "owners")
 
 
@@ -44,18 +49,25 @@ def serve(options: argparse.Namespace) -> None:
         said: list[str] = []
         cluster = parts_of(run).view.cluster
         where = cluster.where()
-        context = SyncContext(run.group, agreement, hosts=where, announce=said.append, route_facts=file.facts(cluster))
+        context = SyncContext(
+            run.group, agreement, hosts=where, announce=said.append, route_facts=file.facts(cluster)
+        )
         ways = {"uneven": reducer("auto")(context), "native": reducer("native")(context)}
         ways |= {name: reducer(name)(context) for name in ("ring", "owners")}
         numel = int(options.megabytes * 1e6) // 4
-        parts = [torch.randint(-1000, 1000, (numel,), generator=torch.Generator().manual_seed(r)).float() for r in range(run.size)]
+        parts = [
+            torch.randint(-1000, 1000, (numel,), generator=torch.Generator().manual_seed(r)).float()
+            for r in range(run.size)
+        ]
         total = torch.stack(parts).sum(0)
 
         def turn(name: str) -> float:
             flats = [parts[run.rank].clone() for _ in range(options.buckets)]
             run.barrier()
             began = time.perf_counter()
-            works = [ways[name].all_reduce(flat, f"bucket {number}") for number, flat in enumerate(flats)]
+            works = [
+                ways[name].all_reduce(flat, f"bucket {number}") for number, flat in enumerate(flats)
+            ]
             for work in works:
                 if not torch.equal(work.wait(), total):
                     raise RuntimeError(f"{name} gave a wrong sum on rank {run.rank}")
@@ -64,7 +76,9 @@ def serve(options: argparse.Namespace) -> None:
 
         samples = interleave({name: partial(turn, name) for name in ways}, options.rounds)
         if run.is_first:
-            (options.serve / "found.json").write_text(json.dumps({"samples": samples, "said": said}))
+            (options.serve / "found.json").write_text(
+                json.dumps({"samples": samples, "said": said})
+            )
         dist.barrier()
 
 
@@ -81,10 +95,18 @@ def probe(cluster: Any, file: Path) -> None:
 
 def main() -> None:
     parser = arguments(__doc__ or "", "uneven_links", rounds=9)
-    parser.add_argument("--cluster", type=Path, default=Path(__file__).parent / "clusters" / "one-slow-link.toml")
-    parser.add_argument("--megabytes", type=float, default=8.0, help="of a bucket (default %(default)s)")
-    parser.add_argument("--buckets", type=int, default=2, help="that are under way at once (default %(default)s)")
-    parser.add_argument("--measured", type=Path, help="a file of this cluster; default: it is measured first")
+    parser.add_argument(
+        "--cluster", type=Path, default=Path(__file__).parent / "clusters" / "one-slow-link.toml"
+    )
+    parser.add_argument(
+        "--megabytes", type=float, default=8.0, help="of a bucket (default %(default)s)"
+    )
+    parser.add_argument(
+        "--buckets", type=int, default=2, help="that are under way at once (default %(default)s)"
+    )
+    parser.add_argument(
+        "--measured", type=Path, help="a file of this cluster; default: it is measured first"
+    )
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve is not None:
@@ -93,13 +115,26 @@ def main() -> None:
     from paceline import lab
 
     with tempfile.TemporaryDirectory() as folder:
-        words = ["--serve", folder, "--rounds", str(options.rounds), "--buckets", str(options.buckets)]
+        words = [
+            "--serve",
+            folder,
+            "--rounds",
+            str(options.rounds),
+            "--buckets",
+            str(options.buckets),
+        ]
         file = options.measured or Path(folder) / "cluster.json"
         words += ["--megabytes", str(options.megabytes), "--measured", str(file.absolute())]
         with lab.cluster(description=str(options.cluster)) as cluster:
             if options.measured is None:
                 probe(cluster, file)
-            outcome = cluster.run(__file__, *words, sync="AllReduce(via='native')", environ={"OMP_NUM_THREADS": "1"}, deadline=900)
+            outcome = cluster.run(
+                __file__,
+                *words,
+                sync="AllReduce(via='native')",
+                environ={"OMP_NUM_THREADS": "1"},
+                deadline=900,
+            )
         if outcome.code != 0:
             raise SystemExit(outcome.output)
         found: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
@@ -108,8 +143,14 @@ def main() -> None:
     medians = {name: statistics.median(taken) for name, taken in samples.items()}
     best = min(EVEN, key=medians.__getitem__)
     what = f"{options.buckets} x {options.megabytes:g} MB, {options.cluster.stem}"
-    rows = [Row(what, medians, f"{best} / uneven", ratio(samples[best], samples["uneven"]), least=LEAST)]
-    rows += [Row(what, {}, f"{name} / uneven", ratio(samples[name], samples["uneven"])) for name in EVEN if name != best]
+    rows = [
+        Row(what, medians, f"{best} / uneven", ratio(samples[best], samples["uneven"]), least=LEAST)
+    ]
+    rows += [
+        Row(what, {}, f"{name} / uneven", ratio(samples[name], samples["uneven"]))
+        for name in EVEN
+        if name != best
+    ]
     if not report("uneven_links", rows, options, found) and options.check:
         sys.exit(1)
 

@@ -1,4 +1,5 @@
-"""What being watched costs a step: a GPT of 0.9 M parameters under `paceline run --watch`, whose workers are asked for steps in turn.
+"""What being watched costs a step: a GPT of 0.9 M parameters under `paceline run --watch`, whose
+workers are asked for steps in turn.
 
     python benchmarks/watching.py [--workers 2] [--steps 80] [--rounds 24]
 
@@ -6,8 +7,9 @@
     alone      it writes live.json, and nobody has its page open
     watched    it writes live.json, and a reader takes all that the page pushes
 
-All three are the same processes, which go on with the same training; a round is long enough for the page to be looked at several times. The
-server and the reader run on the same cores as the workers. What the reader has taken is checked: it saw the steps of its rounds.
+All three are the same processes, which go on with the same training; a round is long enough for the
+page to be looked at several times. The server and the reader run on the same cores as the workers.
+What the reader has taken is checked: it saw the steps of its rounds.
 """
 
 from __future__ import annotations
@@ -41,11 +43,19 @@ def work(options: argparse.Namespace) -> None:
     from paceline.apps import gpt
 
     torch.manual_seed(0)
-    text = torch.randint(gpt.SMALL.vocab, (4096, gpt.SMALL.context + 1), generator=torch.Generator().manual_seed(1))
-    with pl.start(folder=options.folder, name="run", trace="off", compare=None, total_steps=10**6) as run:
+    text = torch.randint(
+        gpt.SMALL.vocab, (4096, gpt.SMALL.context + 1), generator=torch.Generator().manual_seed(1)
+    )
+    with pl.start(
+        folder=options.folder, name="run", trace="off", compare=None, total_steps=10**6
+    ) as run:
         model = gpt.GPT(gpt.SMALL)
-        loader = DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=BATCH * run.size, drop_last=True)
-        model, optimizer, loader = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader)
+        loader = DataLoader(
+            TensorDataset(text[:, :-1], text[:, 1:]), batch_size=BATCH * run.size, drop_last=True
+        )
+        model, optimizer, loader = run.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader
+        )
         live, update = run._ending._live, run._ending._live.update
 
         def training() -> Any:
@@ -72,7 +82,9 @@ def work(options: argparse.Namespace) -> None:
 
 
 class Reader:
-    """Takes all that a page pushes, as long as it is entered; `steps` are those that it has seen last."""
+    """Takes all that a page pushes, as long as it is entered; `steps` are those that it has seen
+    last.
+    """
 
     def __init__(self, url: str) -> None:
         self._url, self.events, self.nbytes, self.seen = url, 0, 0, ""
@@ -114,7 +126,16 @@ def main() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        command = [sys.executable, "-m", "paceline", "run", "--workers", str(options.workers), "--watch", str(port)]
+        command = [
+            sys.executable,
+            "-m",
+            "paceline",
+            "run",
+            "--workers",
+            str(options.workers),
+            "--watch",
+            str(port),
+        ]
         command += [str(Path(__file__).resolve()), f"--folder={folder}"]
         with Crew("watched", [command], options.workers) as crew:
             rows, raw = measure(crew, Reader(f"http://127.0.0.1:{port}/"), options)
@@ -122,7 +143,9 @@ def main() -> None:
     sys.exit(1 if options.check and not held else 0)
 
 
-def measure(crew: Crew, reader: Reader, options: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
+def measure(
+    crew: Crew, reader: Reader, options: argparse.Namespace
+) -> tuple[list[Row], dict[str, Any]]:
     """Return the rows of the table, and every sample."""
     looked = []
 
@@ -136,14 +159,23 @@ def measure(crew: Crew, reader: Reader, options: argparse.Namespace) -> tuple[li
         with reader:
             seconds = steps(True)
         if reader.events - before < 2 or "running" not in reader.seen:
-            raise SystemExit(f"the reader has seen {reader.events - before} changes in a round: {reader.seen[:300]}")
+            raise SystemExit(
+                f"the reader has seen {reader.events - before} changes in a round: "
+                f"{reader.seen[:300]}"
+            )
         return seconds
 
-    samples = interleave({"silent": lambda: steps(False), "alone": lambda: steps(True), "watched": watched}, options.rounds, warmup=2)
+    samples = interleave(
+        {"silent": lambda: steps(False), "alone": lambda: steps(True), "watched": watched},
+        options.rounds,
+        warmup=2,
+    )
     medians = {name: statistics.median(seconds) for name, seconds in samples.items()}
     what = f"a step of a GPT of 0.9 M, {options.workers} workers"
     rows = [
-        Row(what, medians, "watched / alone", ratio(samples["watched"], samples["alone"]), most=BAR),
+        Row(
+            what, medians, "watched / alone", ratio(samples["watched"], samples["alone"]), most=BAR
+        ),
         Row(what, {}, "watched / silent", ratio(samples["watched"], samples["silent"]), most=BAR),
         Row(what, {}, "alone / silent", ratio(samples["alone"], samples["silent"]), most=BAR),
     ]

@@ -4,9 +4,9 @@
         paceline lab run CLUSTER benchmarks/wide.py --way "$way"
     done
 
-CLUSTER has two hosts of two workers and 100 Mbit/s between them. The model has d=1024, 8 layers, 16 tokens at once: parameters are
-many, activations are few. `ddp` is torch's on Gloo, the others are paceline's; bytes are in each run's summary. The pipeline has to be five
-times as fast as DDP.
+CLUSTER has two hosts of two workers and 100 Mbit/s between them. The model has d=1024, 8 layers, 16
+tokens at once: parameters are many, activations are few. `ddp` is torch's on Gloo, the others are
+paceline's; bytes are in each run's summary. The pipeline has to be five times as fast as DDP.
 """
 
 from __future__ import annotations
@@ -36,17 +36,29 @@ WAYS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--way", choices=["ddp", *WAYS], required=True, help="one way at a time, as each has a mesh of its own")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--way",
+        choices=["ddp", *WAYS],
+        required=True,
+        help="one way at a time, as each has a mesh of its own",
+    )
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--batch", type=int, default=16)
     options = parser.parse_args()
     torch.set_num_threads(1)
     tokens = torch.randint(
-        SHAPE.vocab, (options.batch * (options.steps + 1), SHAPE.context + 1), generator=torch.Generator().manual_seed(1)
+        SHAPE.vocab,
+        (options.batch * (options.steps + 1), SHAPE.context + 1),
+        generator=torch.Generator().manual_seed(1),
     )
     mesh, cut = WAYS.get(options.way, ("data", None))
-    sync = {"int8": pl.AllReduce(codec=pl.int8()), "pipelines, LocalSGD": pl.LocalSGD(options.steps, outer=pl.nesterov(0.7, 0.9))}
+    sync = {
+        "int8": pl.AllReduce(codec=pl.int8()),
+        "pipelines, LocalSGD": pl.LocalSGD(options.steps, outer=pl.nesterov(0.7, 0.9)),
+    }
     torch.manual_seed(0)
     model: Any = GPT(SHAPE)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -60,7 +72,9 @@ def main() -> None:
             def step(x: Any, y: Any) -> Any:
                 next_token_loss(wrapped(x), y).backward()
 
-            batches: Any = [(x.chunk(run.size)[run.rank], y.chunk(run.size)[run.rank]) for x, y in data]
+            batches: Any = [
+                (x.chunk(run.size)[run.rank], y.chunk(run.size)[run.rank]) for x, y in data
+            ]
         else:
             model, optimizer, batches = run.prepare(model, optimizer, data, cut=cut)
 
@@ -75,7 +89,10 @@ def main() -> None:
             optimizer.step()
         run.barrier()
         stamps.append(time.perf_counter())
-        run.print(f"{options.way:20} {(stamps[-1] - stamps[1]) / options.steps:8.2f} s a step, with what strategies exchange between steps")
+        run.print(
+            f"{options.way:20} {(stamps[-1] - stamps[1]) / options.steps:8.2f} s a step, with what "
+            "strategies exchange between steps"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Machines that are far apart (DiLoCo, Douillard et al. 2023): `paceline lab run wan-100m examples/diloco.py`.
+"""Machines that are far apart (DiLoCo, Douillard et al. 2023): `paceline lab run wan-100m
+examples/diloco.py`.
 
-Each worker takes 8 steps by itself; then the changes of all are averaged, in 8 bits, and an outer optimizer with momentum steps
-by their mean. The slow link carries a small part of what it would in plain data parallelism, and the loop stays the same.
+Each worker takes 8 steps by itself; then the changes of all are averaged, in 8 bits, and an outer
+optimizer with momentum steps by their mean. The slow link carries a small part of what it would in
+plain data parallelism, and the loop stays the same.
 """
 
 import torch
@@ -13,10 +15,13 @@ import paceline as pl
 from paceline import int8, nesterov
 
 torch.manual_seed(0)
-wanted = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8)).requires_grad_(False)  # whose answers are to be learned
+# whose answers are to be learned
+wanted = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8)).requires_grad_(False)
 questions = torch.randn(8192, 16)
 loader = DataLoader(TensorDataset(questions, 3 * wanted(questions)), batch_size=128, shuffle=True)
-model = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
+model = nn.Sequential(
+    nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8)
+)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 with pl.start(sync=pl.LocalSGD(every=8, outer=nesterov(0.7, 0.9), codec=int8())) as run:
@@ -28,6 +33,10 @@ with pl.start(sync=pl.LocalSGD(every=8, outer=nesterov(0.7, 0.9), codec=int8()))
             optimizer.step()  # a step of this worker's own model
             optimizer.zero_grad()
             run.log(loss=loss)
-    error = F.mse_loss(run.forward(model, questions).cpu(), 3 * wanted(questions)).item()  # all have the same model after the last round
+    # all have the same model after the last round
+    error = F.mse_loss(run.forward(model, questions).cpu(), 3 * wanted(questions)).item()
     run.results["error"] = error
-    run.print(f"error {error:.3f} of {(9 * wanted(questions).var()).item():.3f}; `paceline report` says what went over the link")
+    run.print(
+        f"error {error:.3f} of {(9 * wanted(questions).var()).item():.3f}; "
+        "`paceline report` says what went over the link"
+    )

@@ -1,4 +1,7 @@
-"""A GPT from scratch, of letters: `paceline run --workers 2 examples/gpt.py`. It learns from a module of Python's own, then writes."""
+"""A GPT from scratch, of letters: `paceline run --workers 2 examples/gpt.py`.
+
+It learns from a module of Python's own, then writes.
+"""
 
 import argparse
 from pathlib import Path
@@ -18,10 +21,14 @@ class Block(nn.Module):
         super().__init__()
         self.before_attention, self.before_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.before_attention(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.before_attention(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.before_mlp(x))
@@ -73,5 +80,7 @@ with pl.start(total_steps=100) as run:
     with torch.no_grad():
         written = encoded[:8].tolist()
         for _ in range(60):
-            written.append(model(torch.tensor([written[-CONTEXT:]], device=run.device))[0, -1].argmax().item())
+            written.append(
+                model(torch.tensor([written[-CONTEXT:]], device=run.device))[0, -1].argmax().item()
+            )
     run.print("".join(letters[place] for place in written))

@@ -1,7 +1,8 @@
-"""Images of shapes, told apart by a small CNN: `paceline run --workers 2 examples/image_classification.py`.
+"""Images of shapes, told apart by a small CNN: `paceline run --workers 2
+examples/image_classification.py`.
 
-The loop of any image classifier: batch statistics over the global batch, a schedule of the learning rate, and an accuracy over all of the
-validation set, which each worker sees a part of.
+The loop of any image classifier: batch statistics over the global batch, a schedule of the learning
+rate, and an accuracy over all of the validation set, which each worker sees a part of.
 """
 
 import torch
@@ -15,7 +16,10 @@ SHAPES, SIZE = ("disc", "square", "cross"), 16
 
 
 class Shapes(Dataset):
-    """Noisy images of one shape each: (1, SIZE, SIZE), and which shape it is. Image n is the same whenever it is read."""
+    """Noisy images of one shape each: (1, SIZE, SIZE), and which shape it is.
+
+    Image n is the same whenever it is read.
+    """
 
     def __init__(self, first: int, count: int) -> None:
         self.first, self.count = first, count
@@ -29,26 +33,40 @@ class Shapes(Dataset):
         row, column = torch.randint(5, SIZE - 5, (2,), generator=chance).tolist()
         down, right = torch.arange(SIZE)[:, None] - row, torch.arange(SIZE)[None] - column
         far = torch.maximum(down.abs(), right.abs())
-        drawn = (down**2 + right**2 <= 12, far <= 3, (far <= 4) & ((down.abs() <= 1) | (right.abs() <= 1)))[kind]
+        drawn = (
+            down**2 + right**2 <= 12,
+            far <= 3,
+            (far <= 4) & ((down.abs() <= 1) | (right.abs() <= 1)),
+        )[kind]
         return (drawn + 0.3 * torch.randn(SIZE, SIZE, generator=chance))[None], kind
 
 
 def classifier() -> nn.Sequential:
     layers: list[nn.Module] = []
     for inside, outside in ((1, 16), (16, 32)):
-        layers += [nn.Conv2d(inside, outside, 3, padding=1, bias=False), nn.BatchNorm2d(outside), nn.ReLU(), nn.MaxPool2d(2)]
+        layers += [
+            nn.Conv2d(inside, outside, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outside),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        ]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * (SIZE // 4) ** 2, len(SHAPES)))
 
 
 torch.manual_seed(0)
 model = classifier()
-epochs, train = 3, DataLoader(Shapes(0, 768), batch_size=64, shuffle=True)  # 64 images in a step, of all workers together
+# 64 images in a step, of all workers together
+epochs, train = 3, DataLoader(Shapes(0, 768), batch_size=64, shuffle=True)
 validation = DataLoader(Shapes(10_000, 300), batch_size=100)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=epochs * len(train))
+schedule = torch.optim.lr_scheduler.OneCycleLR(
+    optimizer, max_lr=1e-2, total_steps=epochs * len(train)
+)
 
 with pl.start() as run:
-    model, optimizer, schedule, train, validation = run.prepare(model, optimizer, schedule, train, validation)
+    model, optimizer, schedule, train, validation = run.prepare(
+        model, optimizer, schedule, train, validation
+    )
     for _ in run.epochs(epochs):
         model.train()
         for images, kinds in train:
@@ -60,6 +78,8 @@ with pl.start() as run:
             run.log(loss=loss, rate=schedule.get_last_lr()[0])
         model.eval()
         with torch.no_grad():  # each image once, whichever worker sees it
-            right = torch.cat([run.gather(model(images).argmax(1) == kinds) for images, kinds in validation])
+            right = torch.cat(
+                [run.gather(model(images).argmax(1) == kinds) for images, kinds in validation]
+            )
         run.results["accuracy"] = right.float().mean().item()  # goes to summary.json
         run.print(f"accuracy {run.results['accuracy']:.3f} on {len(right)} images")

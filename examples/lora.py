@@ -1,7 +1,9 @@
-"""Fine-tuning with LoRA: `paceline run --workers 2 examples/lora.py`. The base is frozen, and only adapters of rank 4 travel.
+"""Fine-tuning with LoRA: `paceline run --workers 2 examples/lora.py`.
 
-A classifier knows digits of a display; now they come in mirror writing. Beside each of its layers an adapter learns the difference
-(Hu et al. 2021): W x + B A x, where B begins with zeros.
+The base is frozen, and only adapters of rank 4 travel.
+
+A classifier knows digits of a display; now they come in mirror writing. Beside each of its layers
+an adapter learns the difference (Hu et al. 2021): W x + B A x, where B begins with zeros.
 """
 
 import torch
@@ -12,7 +14,18 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline as pl
 
 RANK = 4
-DIGITS = ("1110111", "0010010", "1011101", "1011011", "0111010", "1101011", "1101111", "1010010", "1111111", "1111011")
+DIGITS = (
+    "1110111",
+    "0010010",
+    "1011101",
+    "1011011",
+    "0111010",
+    "1101011",
+    "1101111",
+    "1010010",
+    "1111111",
+    "1111011",
+)
 MIRRORED = [0, 2, 1, 3, 5, 4, 6]  # where the seven segments of a display are in a mirror
 
 
@@ -33,14 +46,19 @@ def displays(count: int, *, mirrored: bool) -> TensorDataset:
     """Noisy digits of a display, and which they are."""
     which = torch.randint(10, (count,))
     segments = torch.tensor([[float(segment) for segment in digit] for digit in DIGITS])[which]
-    return TensorDataset((segments[:, MIRRORED] if mirrored else segments) + 0.15 * torch.randn(count, 7), which)
+    return TensorDataset(
+        (segments[:, MIRRORED] if mirrored else segments) + 0.15 * torch.randn(count, 7), which
+    )
 
 
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(7, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+model = nn.Sequential(
+    nn.Linear(7, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+)
 base_optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 x, y = displays(2048, mirrored=False).tensors
-for _ in range(60):  # stands for a model that you would load: the same on all workers, and nothing is exchanged
+# stands for a model that you would load: the same on all workers, and nothing is exchanged
+for _ in range(60):
     F.cross_entropy(model(x), y).backward()
     base_optimizer.step()
     base_optimizer.zero_grad()
@@ -55,7 +73,12 @@ validation = DataLoader(displays(500, mirrored=True), batch_size=100)
 
 @torch.no_grad()
 def accuracy() -> float:
-    return torch.cat([run.gather(model(x).argmax(1) == y) for x, y in validation]).float().mean().item()
+    return (
+        torch.cat([run.gather(model(x).argmax(1) == y) for x, y in validation])
+        .float()
+        .mean()
+        .item()
+    )
 
 
 with pl.start() as run:
@@ -69,7 +92,16 @@ with pl.start() as run:
             optimizer.zero_grad()
             run.log(loss=loss)
     run.results["after"] = accuracy()
-    run.print(f"mirrored digits: {run.results['before']:.2f} before, {run.results['after']:.2f} after;", end=" ")
-    run.print(f"{sum(map(torch.numel, trained))} of {sum(map(torch.numel, model.parameters()))} parameters were trained")
+    run.print(
+        f"mirrored digits: {run.results['before']:.2f} before, {run.results['after']:.2f} after;",
+        end=" ",
+    )
+    run.print(
+        f"{sum(map(torch.numel, trained))} of {sum(map(torch.numel, model.parameters()))} "
+        "parameters were trained"
+    )
     if run.is_first:  # the adapters alone are the result
-        torch.save({name: value for name, value in model.state_dict().items() if "lora" in name}, run.folder.path / "adapters.pt")
+        torch.save(
+            {name: value for name, value in model.state_dict().items() if "lora" in name},
+            run.folder.path / "adapters.pt",
+        )

@@ -1,7 +1,8 @@
 """A model whose layers lie on several workers: `paceline run --workers 2 examples/pipeline.py`.
 
-Each worker has a part of the layers. A batch goes through as several micro-batches, so that all workers have something to do. With
-`--mesh 'data=2, stage=2'`, four workers have two replicas of two stages each. Loss and weights are those of one worker.
+Each worker has a part of the layers. A batch goes through as several micro-batches, so that all
+workers have something to do. With `--mesh 'data=2, stage=2'`, four workers have two replicas of two
+stages each. Loss and weights are those of one worker.
 """
 
 import torch
@@ -17,7 +18,11 @@ WIDTH, BLOCKS = 64, 6
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -48,14 +53,16 @@ torch.manual_seed(0)
 loader = DataLoader(spirals(4096), batch_size=64, shuffle=True)
 
 with pl.start(mesh="stage") as run:  # all workers along `stage`, unless --mesh says something else
-    with pl.meta():  # no worker has the whole model; each makes its own part, with the same values in every layout
+    # no worker has the whole model; each makes its own part, with the same values in every layout
+    with pl.meta():
         model = Network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     cut = pl.pipeline("embed, blocks.*, head", schedule="1f1b", micro_batches=4)
     model, optimizer, loader = run.prepare(model, optimizer, loader, cut=cut)
     for _ in run.epochs(2):
         for x, y in loader:
-            loss = run.step(model, x, y, loss=F.cross_entropy)  # forward and backward, through all stages
+            # forward and backward, through all stages
+            loss = run.step(model, x, y, loss=F.cross_entropy)
             optimizer.step()
             optimizer.zero_grad()
             run.log(loss=loss)

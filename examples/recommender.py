@@ -1,7 +1,9 @@
-"""A recommender whose tables are too large for a worker: `paceline run --workers 2 examples/recommender.py`.
+"""A recommender whose tables are too large for a worker: `paceline run --workers 2
+examples/recommender.py`.
 
-Users and items are rows of two tables of ten million rows on servers. A batch fetches the rows that it uses, and an untouched row
-takes no memory. The model is that of matrix factorisation with a small network on top.
+Users and items are rows of two tables of ten million rows on servers. A batch fetches the rows that
+it uses, and an untouched row takes no memory. The model is that of matrix factorisation with a
+small network on top.
 """
 
 import torch
@@ -15,7 +17,10 @@ ROWS, WIDTH = 10_000_000, 8
 
 
 class Ratings(Dataset):
-    """Who liked what: (user, item) and 1 or 0. Users and items have tastes, which their numbers tell; few of them come often."""
+    """Who liked what: (user, item) and 1 or 0.
+
+    Users and items have tastes, which their numbers tell; few of them come often.
+    """
 
     def __init__(self, first: int, count: int) -> None:
         self.first, self.count = first, count
@@ -25,15 +30,19 @@ class Ratings(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         chance = torch.Generator().manual_seed(self.first + index)
-        user, item = (400 ** torch.rand(2, generator=chance).double()).long() * 24_989  # anywhere in the tables
+        # anywhere in the tables
+        user, item = (400 ** torch.rand(2, generator=chance).double()).long() * 24_989
         agree = (user % 7 < 3) == (item % 5 < 2)
-        return torch.stack([user, item]), (agree ^ (torch.rand((), generator=chance) < 0.05)).float()
+        return torch.stack([user, item]), (
+            agree ^ (torch.rand((), generator=chance) < 0.05)
+        ).float()
 
 
 class Recommender(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.users = pl.SparseEmbedding(ROWS, WIDTH, std=0.5)  # was nn.EmbeddingBag(ROWS, WIDTH), of 320 MB
+        # was nn.EmbeddingBag(ROWS, WIDTH), of 320 MB
+        self.users = pl.SparseEmbedding(ROWS, WIDTH, std=0.5)
         self.items = pl.SparseEmbedding(ROWS, WIDTH, std=0.5, seed=1)
         self.top = nn.Sequential(nn.Linear(3 * WIDTH, 32), nn.ReLU(), nn.Linear(32, 1))
 
@@ -63,6 +72,8 @@ with pl.start() as run:
         optimizer.zero_grad()
         run.log(loss=loss)
     with torch.no_grad():
-        right = torch.cat([run.gather((model(pairs) > 0) == (liked > 0.5)) for pairs, liked in held_out])
+        right = torch.cat(
+            [run.gather((model(pairs) > 0) == (liked > 0.5)) for pairs, liked in held_out]
+        )
     run.results["accuracy"] = right.float().mean().item()
     run.print(f"right for {run.results['accuracy']:.3f} of {len(right)} pairs that it has not seen")

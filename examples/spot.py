@@ -1,8 +1,11 @@
-"""Machines that are taken away: `paceline run --workers 3 --min-workers 1 --restarts 3 examples/spot.py --interrupt 20`.
+"""Machines that are taken away: `paceline run --workers 3 --min-workers 1 --restarts 3
+examples/spot.py --interrupt 20`.
 
-While one worker is left, training goes on; a worker that is started again, or another host that runs the same line with --join, comes in
-between two steps. Nothing of that is in the script: samples, steps and weights are those of a run that nobody disturbed. What ends all
-of it at once is survived by checkpoints. `--interrupt 20` has one machine vanish after 20 steps, as a provider would do it.
+While one worker is left, training goes on; a worker that is started again, or another host that
+runs the same line with --join, comes in between two steps. Nothing of that is in the script:
+samples, steps and weights are those of a run that nobody disturbed. What ends all of it at once is
+survived by checkpoints. `--interrupt 20` has one machine vanish after 20 steps, as a provider would
+do it.
 """
 
 import argparse
@@ -16,7 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline as pl
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--interrupt", type=int, default=None, help="after so many steps one worker is killed, once")
+parser.add_argument(
+    "--interrupt", type=int, default=None, help="after so many steps one worker is killed, once"
+)
 options = parser.parse_args()
 
 torch.manual_seed(0)
@@ -26,7 +31,8 @@ loader = DataLoader(TensorDataset(points, inside), batch_size=64, shuffle=True)
 model = torch.nn.Sequential(torch.nn.Linear(2, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-with pl.start(name="spot") as run:  # a name, by which the next run finds the checkpoints of this one
+# a name, by which the next run finds the checkpoints of this one
+with pl.start(name="spot") as run:
     model, optimizer, loader = run.prepare(model, optimizer, loader)
     run.resume()  # where there is a checkpoint of a run before
     for _ in run.epochs(2):

@@ -1,4 +1,6 @@
-"""A U-Net learns to do what a solver does: `paceline run --workers 2 --cut 'shard(("down.*", "up.*"))' examples/surrogate.py`."""
+"""A U-Net learns to do what a solver does: `paceline run --workers 2 --cut 'shard(("down.*",
+"up.*"))' examples/surrogate.py`.
+"""
 
 import torch
 
@@ -7,13 +9,16 @@ from paceline.apps.advection import Advection, SolvedSamples, relative_errors
 from paceline.apps.unet import UNet, UNetShape
 
 torch.manual_seed(0)
-model = UNet(UNetShape(width=8))  # enter, down.*, middle, up.*, leave; skips lead from each level down to its other side
+# enter, down.*, middle, up.*, leave; skips lead from each level down to its other side
+model = UNet(UNetShape(width=8))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-loader = SolvedSamples(Advection(grid=32, time=0.25), seed=0, first=0, count=60 * 16).loader(16)  # solved as they are read
+# solved as they are read
+loader = SolvedSamples(Advection(grid=32, time=0.25), seed=0, first=0, count=60 * 16).loader(16)
 
 with pl.start() as run:
     model, optimizer, loader = run.prepare(model, optimizer, loader)
-    for given, after in loader:  # a dye, a flow and a diffusivity; and where the dye is after the time
+    # a dye, a flow and a diffusivity; and where the dye is after the time
+    for given, after in loader:
         errors = relative_errors(model(given), after)
         loss = errors.square().mean()
         loss.backward()

@@ -1,4 +1,6 @@
-"""The script of the README: `python examples/train.py` alone, `paceline run --workers 2 examples/train.py` with two workers."""
+"""The script of the README: `python examples/train.py` alone, `paceline run --workers 2
+examples/train.py` with two workers.
+"""
 
 import torch
 from torch.nn import functional as F
@@ -9,7 +11,8 @@ import paceline as pl
 torch.manual_seed(0)
 points = torch.rand(4096, 2) * 2 - 1
 inside = (points.norm(dim=1) < 0.8).long()  # is a point inside the circle?
-loader = DataLoader(TensorDataset(points, inside), batch_size=64, shuffle=True)  # 64 samples in a step, of all workers together
+# 64 samples in a step, of all workers together
+loader = DataLoader(TensorDataset(points, inside), batch_size=64, shuffle=True)
 model = torch.nn.Sequential(torch.nn.Linear(2, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 

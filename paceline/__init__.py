@@ -1,6 +1,7 @@
 """paceline: train one PyTorch model on many processes, hosts and devices.
 
-The names below are imported when they are first used, so that `import paceline` doesn't import torch.
+The names below are imported when they are first used, so that `import paceline` doesn't import
+torch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from paceline.errors import (
 if TYPE_CHECKING:
     from paceline.checkpoint.files.export import state_dict
     from paceline.codec.auto import auto
-    from paceline.codec.codec import after, error_feedback, gathered, named, scattered, smaller, where
+    from paceline.codec.codec import (
+        after,
+        error_feedback,
+        gathered,
+        named,
+        scattered,
+        smaller,
+        where,
+    )
     from paceline.codec.coding import compose, exact
     from paceline.codec.dense import bfloat16, half, int4, int8, sign
     from paceline.codec.powersgd import powersgd
@@ -118,7 +127,15 @@ __all__ = [
 ]
 
 _NAMES: Final = {
-    "paceline.codec.codec": ("after", "error_feedback", "gathered", "named", "scattered", "smaller", "where"),
+    "paceline.codec.codec": (
+        "after",
+        "error_feedback",
+        "gathered",
+        "named",
+        "scattered",
+        "smaller",
+        "where",
+    ),
     "paceline.codec.coding": ("compose", "exact"),
     "paceline.codec.dense": ("bfloat16", "half", "int4", "int8", "sign"),
     "paceline.codec.powersgd": ("powersgd",),
@@ -157,7 +174,9 @@ if not TYPE_CHECKING:  # a checker is to see names that aren't there
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
-            raise AttributeError(f"module 'paceline' has no attribute {name!r}; it has {', '.join(__all__)}")
+            raise AttributeError(
+                f"module 'paceline' has no attribute {name!r}; it has {', '.join(__all__)}"
+            )
         value = getattr(_import_quickly(_HOMES[name]), name)
         globals()[name] = value  # the next use doesn't come here
         return value

@@ -2,8 +2,10 @@
 
 worker  at_exit(close) ------------------------> exit: close()
    |
-   +-- fork --> sys.exit()                       Python calls what the worker has registered here, too: the connections
-                                                 and the shared memory that `close` would end are the worker's
+   +-- fork --> sys.exit()                       Python calls what the worker has registered here,
+                                                 too: the connections
+                                                 and the shared memory that `close` would end are
+                                                 the worker's
 """
 
 from __future__ import annotations

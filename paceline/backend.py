@@ -5,12 +5,14 @@
 
     import paceline.backend                    makes torch know it where entry points aren't loaded
 
-    python -m paceline.backend train.py        a script that isn't touched: what asks for Gloo gets paceline
+    python -m paceline.backend train.py        a script that isn't touched: what asks for Gloo gets
+                                               paceline
     torchrun ... -m paceline.backend train.py        and srun, and mpirun
     paceline run --backend paceline train.py
 
-DDP, fully_shard, DTensor and all else that stands on torch.distributed then exchange CPU tensors by paceline's groups: through shared
-memory inside a host, one copy per host between hosts. Started by torchrun, `paceline run`, Slurm or MPI, or with ranks of your own.
+DDP, fully_shard, DTensor and all else that stands on torch.distributed then exchange CPU tensors by
+paceline's groups: through shared memory inside a host, one copy per host between hosts. Started by
+torchrun, `paceline run`, Slurm or MPI, or with ranks of your own.
 """
 
 from __future__ import annotations

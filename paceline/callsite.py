@@ -1,4 +1,7 @@
-"""The call site in a user's script: which frames of a stack are its own, and not ours or torch's. Looked at only after a failure."""
+"""The call site in a user's script: which frames of a stack are its own, and not ours or torch's.
+
+Looked at only after a failure.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import sys
 from pathlib import Path
 
 _HERE = str(Path(__file__).parent)
-_PROGRAMS = tuple(os.path.join(_HERE, name) + os.sep for name in ("apps", "bench"))  # written as a user would
+# written as a user would
+_PROGRAMS = tuple(os.path.join(_HERE, name) + os.sep for name in ("apps", "bench"))
 _STANDARD = os.path.dirname(contextlib.__file__) + os.sep
 _INSIDE = (_HERE + os.sep, contextlib.__file__, "<frozen ")
 
@@ -20,21 +24,35 @@ def foreign(file: str) -> bool:
 
 def scripted(file: str) -> bool:
     """Whether a file belongs to the user's script, and not to a library."""
-    return not foreign(file) and not file.startswith(_STANDARD) and f"{os.sep}site-packages{os.sep}" not in file
+    return (
+        not foreign(file)
+        and not file.startswith(_STANDARD)
+        and f"{os.sep}site-packages{os.sep}" not in file
+    )
 
 
 def place() -> str:
-    """Return the innermost line of the user's on this thread's stack, as ` (train.py:12)`; empty where there is none."""
+    """Return the innermost line of the user's on this thread's stack, as ` (train.py:12)`; empty
+    where there is none.
+    """
     frame = sys._getframe(1)
     while foreign(frame.f_code.co_filename):
         if frame.f_back is None:
             return ""
         frame = frame.f_back
     file = frame.f_code.co_filename
-    beside = os.path.relpath(file) if os.path.isabs(file) and file.startswith(os.getcwd() + os.sep) else file
+    beside = (
+        os.path.relpath(file)
+        if os.path.isabs(file) and file.startswith(os.getcwd() + os.sep)
+        else file
+    )
     return f" ({beside}:{frame.f_lineno})"
 
 
 def _torch() -> tuple[str, ...]:
     torch = sys.modules.get("torch")
-    return () if torch is None or torch.__file__ is None else (os.path.dirname(torch.__file__) + os.sep,)
+    return (
+        ()
+        if torch is None or torch.__file__ is None
+        else (os.path.dirname(torch.__file__) + os.sep,)
+    )

@@ -48,7 +48,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(lab.app, name="lab")
-bench = typer.Typer(help="Measure what this machine can do.", no_args_is_help=True, rich_markup_mode=None)
+bench = typer.Typer(
+    help="Measure what this machine can do.", no_args_is_help=True, rich_markup_mode=None
+)
 app.add_typer(bench, name="bench")
 bench.command("scaling")(command.scaling)
 app.command("watch")(watch_run)
@@ -62,7 +64,12 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-Version = Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")]
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+    ),
+]
 
 
 @app.callback()
@@ -129,12 +136,16 @@ def run(
     given = {} if interface is None else {"PACELINE_INTERFACE": interface}
     if watch is None:
         raise typer.Exit(_start(job, given))
-    with watched(watch, launch.shared_secret(job, environment()), elsewhere=hosts > 1 or join is not None) as watcher:
+    with watched(
+        watch, launch.shared_secret(job, environment()), elsewhere=hosts > 1 or join is not None
+    ) as watcher:
         code = _start(job, given, watcher)
     raise typer.Exit(code)
 
 
-def _start(job: LaunchRequest, given: Mapping[str, str] | None = None, watcher: RunWatcher | None = None) -> int:
+def _start(
+    job: LaunchRequest, given: Mapping[str, str] | None = None, watcher: RunWatcher | None = None
+) -> int:
     """Run a job, and give its exit code."""
     proof.prove(job)
     return launch.run(job, {**environment(), **(given or {})}, watcher)
@@ -154,11 +165,20 @@ def probe(
     dtypes: options.Dtypes = "float32,bfloat16",
     out: options.Measured = Path("cluster.json"),
 ) -> None:
-    """Measure what each worker computes and each link carries, say what is odd, and write it all to a file."""
+    """Measure what each worker computes and each link carries, say what is odd, and write it all
+    to a file.
+    """
     args = lab.probing(dtypes, out, here=hosts == 1)
-    meeting = {"join": join, "host_rank": host_rank, "secret_file": secret_file, "placement": placement}
+    meeting = {
+        "join": join,
+        "host_rank": host_rank,
+        "secret_file": secret_file,
+        "placement": placement,
+    }
     given = lab.UNMEASURED | ({} if interface is None else {"PACELINE_INTERFACE": interface})
-    raise typer.Exit(_measure("probe.py", args, workers, threads, given=given, hosts=hosts, bare=True, **meeting))
+    raise typer.Exit(
+        _measure("probe.py", args, workers, threads, given=given, hosts=hosts, bare=True, **meeting)
+    )
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -177,7 +197,14 @@ def layout(
     from paceline.observe import layout as table
 
     with tempfile.TemporaryDirectory(prefix="paceline-layout-") as folder:
-        job = LaunchRequest(script=str(script), args=tuple(args or ()), workers=workers, sync=sync, mesh=mesh, cut=cut)
+        job = LaunchRequest(
+            script=str(script),
+            args=tuple(args or ()),
+            workers=workers,
+            sync=sync,
+            mesh=mesh,
+            cut=cut,
+        )
         code = _start(job, {"PACELINE_LAYOUT": folder})
         if code:
             raise typer.Exit(code)
@@ -192,8 +219,16 @@ def demo(
     steps: Annotated[int, typer.Option(help="Steps that all workers train.")] = 400,
     alone: Annotated[int, typer.Option(help="Steps that one worker trains, to compare.")] = 40,
     folder: Annotated[str, typer.Option(help="Where run folders go.")] = "runs",
-    text: Annotated[Path | None, typer.Option(help="A folder of .py files to learn from; default: the standard library.")] = None,
-    mesh: Annotated[list[str] | None, typer.Option(help="Train as many steps cut like that, such as 'tensor=2'; may be repeated.")] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="A folder of .py files to learn from; default: the standard library."),
+    ] = None,
+    mesh: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Train as many steps cut like that, such as 'tensor=2'; may be repeated."
+        ),
+    ] = None,
 ) -> None:
     """Show what is special: the same losses alone and together, a lost worker, a slow link."""
     from rich.console import Console
@@ -201,20 +236,44 @@ def demo(
     from paceline.apps.demo import DemoPlan
     from paceline.apps.demo import demo as play
 
-    raise typer.Exit(play(DemoPlan(workers, steps, alone, folder, text, tuple(mesh or ())), _start, Console()))
+    raise typer.Exit(
+        play(DemoPlan(workers, steps, alone, folder, text, tuple(mesh or ())), _start, Console())
+    )
 
 
 @app.command()
 def generate(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run of paceline demo: its folder, its name in runs, or a checkpoint.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN",
+            help="A run of paceline demo: its folder, its name in runs, or a checkpoint.",
+        ),
+    ],
     *,
     prompt: Annotated[str, typer.Option(help="The text to go on from.")] = "def ",
-    workers: Annotated[int | None, typer.Option("--workers", "-n", help="Workers on this host; default: those of --mesh, or 1.")] = None,
-    mesh: Annotated[str | None, typer.Option(help="How workers cut the model, such as 'tensor=2' (the default along all workers).")] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers", "-n", help="Workers on this host; default: those of --mesh, or 1."
+        ),
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            help="How workers cut the model, such as 'tensor=2' (the default along all workers)."
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens (bytes) to write.", min=1)] = 200,
-    temperature: Annotated[float, typer.Option(help="How freely tokens are drawn; 0 is --greedy.", min=0)] = 0.8,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")] = False,
-    seed: Annotated[int | None, typer.Option(help="Draws the same tokens each time; default: others each time.")] = None,
+    temperature: Annotated[
+        float, typer.Option(help="How freely tokens are drawn; 0 is --greedy.", min=0)
+    ] = 0.8,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="Always take the likeliest token.")
+    ] = False,
+    seed: Annotated[
+        int | None, typer.Option(help="Draws the same tokens each time; default: others each time.")
+    ] = None,
     best: options.Best = False,
     threads: options.Threads = None,
 ) -> None:
@@ -223,16 +282,28 @@ def generate(
 
     count = workers if workers is not None else 1 if mesh is None else shape.workers(mesh)
     if mesh is not None and shape.read(mesh).get("data", 1) != 1:
-        raise UsageError(f"--mesh {mesh!r} has replicas, which would all write the same; leave out `data`")
+        raise UsageError(
+            f"--mesh {mesh!r} has replicas, which would all write the same; leave out `data`"
+        )
     if not prompt:
         raise UsageError("--prompt is empty: give a letter or more to go on from")
     where = choose(folder)
     if not where.is_dir():
-        raise UsageError(f"there is no folder {where}; give that of a run, such as runs/NAME, or of one of its checkpoints")
-    args = [f"--of={where}", f"--prompt={prompt}", f"--tokens={tokens}", f"--temperature={0.0 if greedy else temperature}"]
+        raise UsageError(
+            f"there is no folder {where}; give that of a run, such as runs/NAME, or of one of its "
+            "checkpoints"
+        )
+    args = [
+        f"--of={where}",
+        f"--prompt={prompt}",
+        f"--tokens={tokens}",
+        f"--temperature={0.0 if greedy else temperature}",
+    ]
     args += [*([] if seed is None else [f"--seed={seed}"]), *(["--best"] if best else [])]
     script = str(APPS / "generation.py")
-    raise typer.Exit(_start(LaunchRequest(script, tuple(args), count, threads=threads, mesh=mesh, bare=True)))
+    raise typer.Exit(
+        _start(LaunchRequest(script, tuple(args), count, threads=threads, mesh=mesh, bare=True))
+    )
 
 
 @bench.command()
@@ -240,12 +311,19 @@ def collectives(
     *,
     workers: options.Workers = 2,
     threads: options.Threads = None,
-    sizes: Annotated[str, typer.Option(help="Sizes of the tensors, with KB or MB.")] = "4KB,256KB,1MB,8MB,33MB",
+    sizes: Annotated[
+        str, typer.Option(help="Sizes of the tensors, with KB or MB.")
+    ] = "4KB,256KB,1MB,8MB,33MB",
     via: Annotated[
         str, typer.Option(help="Ways to all-reduce: native, or names of schedules.")
     ] = "native,direct,ring,tree,halving-doubling",
     seconds: Annotated[float, typer.Option(help="How long to measure each.", min=0)] = 0.5,
-    draw: Annotated[str | None, typer.Option(metavar="SCHEDULE:N", help="Draw a schedule for N workers, and measure nothing.")] = None,
+    draw: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SCHEDULE:N", help="Draw a schedule for N workers, and measure nothing."
+        ),
+    ] = None,
 ) -> None:
     """Measure all-reduce: sizes, schedules, registered and ordinary memory."""
     if draw is not None:
@@ -265,7 +343,9 @@ def training(
     *,
     workers: options.Workers = 2,
     threads: options.Threads = None,
-    model: Annotated[Literal["small", "medium"], typer.Option(help="0.9 M or 19 M parameters.")] = "small",
+    model: Annotated[
+        Literal["small", "medium"], typer.Option(help="0.9 M or 19 M parameters.")
+    ] = "small",
     batch: Annotated[int, typer.Option(help="Samples in a step, for each worker.", min=1)] = 12,
     steps: Annotated[int, typer.Option(help="Steps to measure.", min=1)] = 60,
     sync: options.Sync = None,
@@ -279,11 +359,19 @@ def training(
 def pipeline(
     *,
     draw: Annotated[
-        str | None, typer.Option(metavar="SCHEDULE:RxM", help="Draw a schedule for R ranks and M micro-batches; 'all' compares them.")
+        str | None,
+        typer.Option(
+            metavar="SCHEDULE:RxM",
+            help="Draw a schedule for R ranks and M micro-batches; 'all' compares them.",
+        ),
     ] = None,
-    forward: Annotated[float, typer.Option(help="Time of a forward of one micro-batch, of all that a rank holds.")] = 1.0,
+    forward: Annotated[
+        float, typer.Option(help="Time of a forward of one micro-batch, of all that a rank holds.")
+    ] = 1.0,
     backward: Annotated[float, typer.Option(help="Time of its backward.")] = 2.0,
-    transfer: Annotated[float, typer.Option(help="Time of sending what a stage gives to the next.")] = 0.0,
+    transfer: Annotated[
+        float, typer.Option(help="Time of sending what a stage gives to the next.")
+    ] = 0.0,
 ) -> None:
     """Draw schedules of pipelines, with their bubbles and what they keep."""
     from rich.console import Console
@@ -295,22 +383,39 @@ def pipeline(
 
 
 def _measure(
-    script: str, args: Sequence[str], workers: int, threads: int | None, *, given: Mapping[str, str] | None = None, **fields: Any
+    script: str,
+    args: Sequence[str],
+    workers: int,
+    threads: int | None,
+    *,
+    given: Mapping[str, str] | None = None,
+    **fields: Any,
 ) -> int:
-    """Run a script of paceline/bench on the workers, with run folders that go when it ends; `fields` are more of `LaunchRequest`."""
+    """Run a script of paceline/bench on the workers, with run folders that go when it ends;
+    `fields` are more of `LaunchRequest`.
+    """
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        job = LaunchRequest(str(BENCH / script), (*args, "--folder", folder), workers, threads=threads, **fields)
+        job = LaunchRequest(
+            str(BENCH / script), (*args, "--folder", folder), workers, threads=threads, **fields
+        )
         return _start(job, given)
 
 
 @app.command()
 def report(
     folders: Annotated[
-        list[Path] | None, typer.Argument(metavar="RUN", help="A run: its folder, or its name in runs; default: the newest.")
+        list[Path] | None,
+        typer.Argument(
+            metavar="RUN", help="A run: its folder, or its name in runs; default: the newest."
+        ),
     ] = None,
     *,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page to this file instead, with drawings; several runs are compared.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write a page to this file instead, with drawings; several runs are compared.",
+        ),
     ] = None,
 ) -> None:
     """Say where the time of a run went, and what to do about it."""
@@ -323,17 +428,32 @@ def report(
         size = write(found, html)
         typer.echo(f"{html}: a page of {', '.join(folder.name for folder in found)}, {sized(size)}")
     elif len(found) > 1:
-        raise UsageError("several runs are compared on a page: say where that goes, paceline report RUN RUN --html out.html")
+        raise UsageError(
+            "several runs are compared on a page: say where that goes, paceline report RUN RUN "
+            "--html out.html"
+        )
     else:
         typer.echo(describe(found[0]))
 
 
 @app.command()
 def export(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run (its folder, or its name in runs), or one checkpoint.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, such as out.safetensors.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="A run (its folder, or its name in runs), or one checkpoint."
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The file to write, such as out.safetensors.")
+    ],
     *,
-    part: Annotated[str | None, typer.Option(help="Which of several models, or what run.keep was told; default: the only model.")] = None,
+    part: Annotated[
+        str | None,
+        typer.Option(
+            help="Which of several models, or what run.keep was told; default: the only model."
+        ),
+    ] = None,
     best: options.Best = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
@@ -341,12 +461,23 @@ def export(
     from paceline.checkpoint.files.export import export as write
     from paceline.observe.choosing import choose
 
-    found = write(choose(folder), out, part, best=best, force=force, say=lambda text: typer.echo(f"paceline: {text}", err=True))
-    typer.echo(f"{out}: the model of {found.path} at step {found.step}, {sized(out.stat().st_size)}")
+    found = write(
+        choose(folder),
+        out,
+        part,
+        best=best,
+        force=force,
+        say=lambda text: typer.echo(f"paceline: {text}", err=True),
+    )
+    typer.echo(
+        f"{out}: the model of {found.path} at step {found.step}, {sized(out.stat().st_size)}"
+    )
 
 
 def main() -> None:
-    """Run the command `paceline`: a mistake of the user ends it with 2, any other error of ours with 1."""
+    """Run the command `paceline`: a mistake of the user ends it with 2, any other error of ours
+    with 1.
+    """
     output.stand_in()
     try:
         app()

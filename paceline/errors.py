@@ -1,22 +1,30 @@
 """The errors of paceline, drawn as a tree.
 
 PacelineError
-├── UsageError (ValueError)         a user's mistake: the message has the value found, the values possible, the next thing to do
+├── UsageError (ValueError)         a user's mistake: the message has the value found, the values
+                                    possible, the next thing to do
 │   ├── NotationError               a strategy written in text that can't be read
-│   ├── PlaceError                  where this process stands (rank, host, interface, meeting point) can't be told or makes no sense
+│   ├── PlaceError                  where this process stands (rank, host, interface, meeting point)
+                                    can't be told or makes no sense
 │   ├── SecretError                 the job's secret is missing, unreadable, or not the others'
 │   └── DataError                   a loader, sampler or batch that can't be dealt
-├── Mismatch                        the workers were about to do different things; both sides are named
-├── ReplicasDiffer                  what ought to be equal on all workers is not; names which worker differs, and in what
+├── Mismatch                        the workers were about to do different things; both sides are
+                                    named
+├── ReplicasDiffer                  what ought to be equal on all workers is not; names which worker
+                                    differs, and in what
 ├── DeadlineExceeded (TimeoutError) a wait has passed its deadline; the missing ranks and hosts are named
 ├── WorkerLost                      another worker is gone
 │   └── ServerLost                  a server is gone; the workers may all be there
-├── WorkerFailed                    a worker of `pl.launch` has failed; its traceback is in the message
-├── StateLost                       what was lost is nowhere else: a run can't go on, but from a checkpoint
+├── WorkerFailed                    a worker of `pl.launch` has failed; its traceback is in the
+                                    message
+├── StateLost                       what was lost is nowhere else: a run can't go on, but from a
+                                    checkpoint
 ├── ViewChanged                     the group this work belonged to has been replaced
-├── ResourceError                   this machine lacks something (shared memory, a kernel feature, disk space)
-└── CheckpointError                 a checkpoint is missing, half-written, corrupted or of another model
-"""
+├── ResourceError                   this machine lacks something (shared memory, a kernel feature,
+                                    disk space)
+└── CheckpointError                 a checkpoint is missing, half-written, corrupted or of another
+                                    model
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -50,7 +58,9 @@ class Mismatch(PacelineError):
 
 
 class ReplicasDiffer(PacelineError):
-    """Parameters, buffers or what optimizers remember differ between workers; the message says on which ranks, and which tensors."""
+    """Parameters, buffers or what optimizers remember differ between workers; the message says
+    on which ranks, and which tensors.
+    """
 
 
 class DeadlineExceeded(PacelineError, TimeoutError):
@@ -70,7 +80,9 @@ class WorkerLost(PacelineError):
 
 
 class WorkerFailed(PacelineError):
-    """A worker of `pl.launch` has failed: `rank` says which (None: none of them began); the message has its traceback."""
+    """A worker of `pl.launch` has failed: `rank` says which (None: none of them began); the
+    message has its traceback.
+    """
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)

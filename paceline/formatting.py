@@ -1,4 +1,6 @@
-"""Formatting of values in words: an object as the call that makes it, and the nearest of some names. Imports nothing of ours."""
+"""Formatting of values in words: an object as the call that makes it, and the nearest of some
+names. Imports nothing of ours.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ from typing import Any, Union, get_args, get_origin
 def spell(value: object) -> str:
     """Write the notation of `value`: the call that makes it, defaults left out.
 
-    A class that should be written like this says `__repr__ = spell` in its body, and keeps each argument of its constructor in the
-    attribute of the same name, as a dataclass does. Python functions and classes have no notation; what is given can't be read back.
+    A class that should be written like this says `__repr__ = spell` in its body, and keeps each
+    argument of its constructor in the attribute of the same name, as a dataclass does. Python
+    functions and classes have no notation; what is given can't be read back.
 
-    Example: `spell(LocalSGD(every=16))` is `"LocalSGD(16)"` if `every` has no default, `"LocalSGD(every=16)"` if it has another.
+    Example: `spell(LocalSGD(every=16))` is `"LocalSGD(16)"` if `every` has no default,
+    `"LocalSGD(every=16)"` if it has another.
     """
     if type(value) in (tuple, list):
         items = [spell(item) for item in value]  # type: ignore[attr-defined]
@@ -34,8 +38,14 @@ def spell(value: object) -> str:
 
 
 def _arguments(value: Any) -> Iterator[str]:
-    """Yield the arguments between the brackets: positional while every argument before it was required, by name after."""
-    factories = {f.name: f.default_factory for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
+    """Yield the arguments between the brackets: positional while every argument before it was
+    required, by name after.
+    """
+    factories = (
+        {f.name: f.default_factory for f in dataclasses.fields(value)}
+        if dataclasses.is_dataclass(value)
+        else {}
+    )
     positional, kind = True, value.__class__
     for name, parameter in _parameters(kind):
         given, factory = getattr(value, name), factories.get(name)
@@ -58,12 +68,18 @@ def _same(one: object, other: object) -> bool:
 
 
 def printable(text: str) -> str:
-    """Write a text for a terminal: signs that can't be printed, such as those that move its cursor, become what Python calls them."""
-    return "".join(sign if sign.isprintable() or sign == "\n" else sign.encode("unicode_escape").decode() for sign in text)
+    """Write a text for a terminal: signs that can't be printed, such as those that move its
+    cursor, become what Python calls them.
+    """
+    return "".join(
+        sign if sign.isprintable() or sign == "\n" else sign.encode("unicode_escape").decode()
+        for sign in text
+    )
 
 
 def choices(found: str, possible: Iterable[str]) -> str:
-    """Write the end of a message about an unknown name: the possible ones, and the one that was perhaps meant.
+    """Write the end of a message about an unknown name: the possible ones, and the one that was
+    perhaps meant.
 
     Example: `choices("rnig", ["ring", "tree"])` is `"possible: ring, tree; did you mean ring?"`.
     """
@@ -76,9 +92,11 @@ def choices(found: str, possible: Iterable[str]) -> str:
 
 
 def unknown(option: str, value: object, kind: Any) -> str:
-    """Write what is wrong with the value of an option whose choices are a `Literal`, or a union with one; nothing where it is a choice.
+    """Write what is wrong with the value of an option whose choices are a `Literal`, or a union
+    with one; nothing where it is a choice.
 
-    Example: `unknown("trace", "lst", Literal["last", "all"])` is `"trace='lst' is unknown; possible: all, last; did you mean last?"`.
+    Example: `unknown("trace", "lst", Literal["last", "all"])` is `"trace='lst' is unknown;
+    possible: all, last; did you mean last?"`.
     """
     words = list(_words(kind))
     if any(type(value) is type(word) and value == word for word in words):
@@ -122,11 +140,15 @@ def spoken(seconds: float) -> str:
 
 
 def message(error: BaseException | None) -> list[str]:
-    """Return the lines of an error's message, and of its notes, as Python shows them: an error that can't tell its message has one, too.
+    """Return the lines of an error's message, and of its notes, as Python shows them: an error that
+    can't tell its message has one, too.
 
     There is at least one line, which is empty if the error says nothing.
     """
     shown = [] if error is None else "".join(traceback.format_exception_only(error)).splitlines()
-    first = next((index for index, line in enumerate(shown) if not line.startswith(" ")), len(shown))  # a SyntaxError begins with its place
+    # a SyntaxError begins with its place
+    first = next(
+        (index for index, line in enumerate(shown) if not line.startswith(" ")), len(shown)
+    )
     head, *rest = shown[first:] or [""]
     return [head.partition(": ")[2], *rest]

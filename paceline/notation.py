@@ -1,7 +1,9 @@
-"""The notation of strategies: text to objects and back; calls, names and literals, read through `ast` and never evaluated.
+"""The notation of strategies: text to objects and back; calls, names and literals, read through
+`ast` and never evaluated.
 
-A notation is what one would write in Python to make the object, `AllReduce(via="ring")`; `repr` of the object gives it back. A codec is a
-word by its definition (`codec/words.py`), a strategy by its line in `STRATEGIES`.
+A notation is what one would write in Python to make the object, `AllReduce(via="ring")`; `repr` of
+the object gives it back. A codec is a word by its definition (`codec/words.py`), a strategy by its
+line in `STRATEGIES`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from paceline.removed import refuse_removed
 
 Vocabulary = Mapping[str, "str | Callable[..., Any]"]
 
-# Each word and what it calls: "module:name" is imported when the word is used, so that a text can be checked without torch.
+# Each word and what it calls: "module:name" is imported when the word is used, so that a text can
+# be checked without torch.
 STRATEGIES: Final[Mapping[str, str]] = {
     "AllReduce": "paceline.sync.allreduce:AllReduce",
     "LocalSGD": "paceline.sync.localsgd.strategy:LocalSGD",
@@ -42,7 +45,10 @@ STRATEGIES: Final[Mapping[str, str]] = {
 # The words of cuts, which have a vocabulary of their own: `--cut 'shard("blocks.*")'`.
 CUTS: Final[Mapping[str, str]] = {
     "tensor": "paceline.parallel.tensor.cut:tensor",
-    **{word: f"paceline.parallel.tensor.styles:{word}" for word in ("column", "row", "vocab", "sequence", "summed")},
+    **{
+        word: f"paceline.parallel.tensor.styles:{word}"
+        for word in ("column", "row", "vocab", "sequence", "summed")
+    },
     "shard": "paceline.parallel.shard:shard",
     "pipeline": "paceline.parallel.pipeline:pipeline",
     "layers": "paceline.parallel.layers:layers",
@@ -50,7 +56,9 @@ CUTS: Final[Mapping[str, str]] = {
 
 
 class _Words(Mapping[str, str]):
-    """Words of strategies and of codecs; the latter are looked for when a text has one for the first time, not when a process starts."""
+    """Words of strategies and of codecs; the latter are looked for when a text has one for the
+    first time, not when a process starts.
+    """
 
     def __getitem__(self, word: str) -> str:
         return STRATEGIES[word] if word in STRATEGIES else words()[word]
@@ -71,7 +79,13 @@ LONGEST: Final = 20_000  # characters of a text
 DEEPEST: Final = 50  # brackets in each other
 LARGEST: Final = 1 << 63  # what a whole number has to stay below
 
-_KINDS: Final[dict[Any, str]] = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", NoneType: "None"}
+_KINDS: Final[dict[Any, str]] = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "True or False",
+    NoneType: "None",
+}
 
 
 @dataclass(frozen=True)
@@ -91,43 +105,60 @@ class NotationCall:
 
 
 def parse(text: str, vocabulary: Vocabulary = VOCABULARY) -> Any:
-    """Make the object that `text` describes; raises `NotationError` with what was found, what is possible, and what to do."""
+    """Make the object that `text` describes; raises `NotationError` with what was found, what is
+    possible, and what to do.
+    """
     return _make(_read(_tree(text, vocabulary), text, vocabulary), vocabulary)
 
 
 def check(text: str, vocabulary: Vocabulary = VOCABULARY) -> None:
-    """Raise `NotationError` if `text` isn't notation or has an unknown word; imports nothing, so arguments are not checked yet."""
+    """Raise `NotationError` if `text` isn't notation or has an unknown word; imports nothing, so
+    arguments are not checked yet.
+    """
     _read(_tree(text, vocabulary), text, vocabulary)
 
 
 def strategy(text: str) -> Any:
-    """Make the strategy that `text` describes; raises as `parse` does, and for anything else, such as a codec alone."""
+    """Make the strategy that `text` describes; raises as `parse` does, and for anything else,
+    such as a codec alone.
+    """
     found = parse(text)
     if not hasattr(found, "begin"):
-        raise NotationError(f"{_short(text)} is not a strategy; write one such as AllReduce(via='ring') or AllReduce(codec=int8())")
+        raise NotationError(
+            f"{_short(text)} is not a strategy; write one such as AllReduce(via='ring') or "
+            "AllReduce(codec=int8())"
+        )
     return found
 
 
 def cuts(text: str) -> tuple[Any, ...]:
-    """Make the cuts that `text` describes, one or several with commas between them; raises as `parse` does."""
+    """Make the cuts that `text` describes, one or several with commas between them; raises as
+    `parse` does.
+    """
     found = parse(text, CUTS)
     return tuple(found) if isinstance(found, tuple | list) else (found,)
 
 
 def prove(text: str) -> None:
-    """Raise `NotationError` or `UsageError` if `text` makes no strategy, arguments included. This process doesn't import torch for it."""
+    """Raise `NotationError` or `UsageError` if `text` makes no strategy, arguments included.
+
+    This process doesn't import torch for it.
+    """
     check(text)
     _attempt(strategy, text)
 
 
 def prove_cuts(text: str) -> None:
-    """Raise `NotationError` or `UsageError` if `text` makes no cuts, as `prove` does for strategies."""
+    """Raise `NotationError` or `UsageError` if `text` makes no cuts, as `prove` does for
+    strategies.
+    """
     check(text, CUTS)
     _attempt(cuts, text)
 
 
 def shares(text: str, workers: int | None = None) -> Literal["auto"] | tuple[float, ...]:
-    """Return the shares that `text` means: "auto", or one number for each of the workers, if it is known how many there are.
+    """Return the shares that `text` means: "auto", or one number for each of the workers, if it is
+    known how many there are.
 
     Raises `NotationError`.
     """
@@ -136,12 +167,18 @@ def shares(text: str, workers: int | None = None) -> Literal["auto"] | tuple[flo
     try:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise NotationError(f"--shares {text} can't be read: say auto, or one number per worker, such as 2,1") from None
+        raise NotationError(
+            f"--shares {text} can't be read: say auto, or one number per worker, such as 2,1"
+        ) from None
     if not all(0 <= share < math.inf for share in found) or not any(found):
-        raise NotationError(f"--shares {text}: each is a number, zero or more, and at least one is above zero")
+        raise NotationError(
+            f"--shares {text}: each is a number, zero or more, and at least one is above zero"
+        )
     if workers not in (None, len(found)):
         given = f"{counted(len(found), 'number')} for {counted(workers or 0, 'worker')}"
-        raise NotationError(f"--shares {text} has {given}: give one number per worker, in rank order")
+        raise NotationError(
+            f"--shares {text} has {given}: give one number per worker, in rank order"
+        )
     return found
 
 
@@ -152,14 +189,21 @@ def _attempt(make: Callable[[str], Any], text: str) -> None:
     try:
         isolation.attempt(partial(make, text))
     except isolation.AttemptFailed as refused:
-        raise (NotationError if refused.kind == NotationError.__name__ else UsageError)(str(refused)) from None
+        raise (NotationError if refused.kind == NotationError.__name__ else UsageError)(
+            str(refused)
+        ) from None
 
 
 def text(obj: object, vocabulary: Vocabulary = VOCABULARY) -> str:
-    """Write the notation of `obj`, which `parse` reads back; raises `NotationError` if it has none."""
+    """Write the notation of `obj`, which `parse` reads back; raises `NotationError` if it has
+    none.
+    """
     written = spell(obj)
     if "no notation>" in written:
-        raise NotationError(f"{written} can't be written as text: Python functions have none. Give the object to pl.start(sync=...)")
+        raise NotationError(
+            f"{written} can't be written as text: Python functions have none. "
+            "Give the object to pl.start(sync=...)"
+        )
     check(written, vocabulary)
     return written
 
@@ -167,16 +211,27 @@ def text(obj: object, vocabulary: Vocabulary = VOCABULARY) -> str:
 def _tree(text: str, vocabulary: Vocabulary) -> ast.expr:
     depth = max(accumulate((sign in "([{") - (sign in ")]}") for sign in text[:LONGEST]), default=0)
     if len(text) > LONGEST or depth > DEEPEST:
-        found = f"{len(text):,} characters" if len(text) > LONGEST else f"{depth} brackets in each other"
+        found = (
+            f"{len(text):,} characters"
+            if len(text) > LONGEST
+            else f"{depth} brackets in each other"
+        )
         raise NotationError(
-            f"{_short(text)} can't be read: it has {found}, and may have {LONGEST:,}, {DEEPEST} deep. Make what is so large in Python"
+            f"{_short(text)} can't be read: it has {found}, and may have {LONGEST:,}, {DEEPEST} "
+            "deep. Make what is so large in Python"
         )
     try:
         tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
-        example = "AllReduce(via='ring')" if vocabulary is VOCABULARY else f"{min(vocabulary, default='name')}(...)"
-        raise NotationError(f"{_short(text)} can't be read: {reason}. Write it as in Python, for example {example}") from None
+        example = (
+            "AllReduce(via='ring')"
+            if vocabulary is VOCABULARY
+            else f"{min(vocabulary, default='name')}(...)"
+        )
+        raise NotationError(
+            f"{_short(text)} can't be read: {reason}. Write it as in Python, for example {example}"
+        ) from None
     return tree.body
 
 
@@ -184,10 +239,17 @@ def _read(node: ast.expr, text: str, vocabulary: Vocabulary) -> Any:
     """Read a literal as its value, a call as a `NotationCall`; everything else is refused."""
     match node:
         case ast.Constant(value=int(value)) if value >= LARGEST:
-            raise NotationError(f"{_short(hex(value), 20)} in {_short(text)} is too large a number: give one below 2 ** 63")
-        case ast.Constant(value=value) if value is None or isinstance(value, bool | int | float | str):
+            raise NotationError(
+                f"{_short(hex(value), 20)} in {_short(text)} is too large a number: "
+                "give one below 2 ** 63"
+            )
+        case ast.Constant(value=value) if value is None or isinstance(
+            value, bool | int | float | str
+        ):
             return value
-        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant() | ast.Name() as operand):
+        case ast.UnaryOp(
+            op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant() | ast.Name() as operand
+        ):
             number = _read(operand, text, vocabulary)
             if isinstance(number, int | float) and not isinstance(number, bool):
                 return -number if isinstance(sign, ast.USub) else number
@@ -195,20 +257,32 @@ def _read(node: ast.expr, text: str, vocabulary: Vocabulary) -> Any:
             return tuple(_read(item, text, vocabulary) for item in items)
         case ast.List(elts=items):
             return [_read(item, text, vocabulary) for item in items]
-        case ast.Dict(keys=[*keys], values=values) if vocabulary is CUTS and all(isinstance(key, ast.Constant) for key in keys):
+        case ast.Dict(keys=[*keys], values=values) if vocabulary is CUTS and all(
+            isinstance(key, ast.Constant) for key in keys
+        ):
             read = partial(_read, text=text, vocabulary=vocabulary)
-            return {read(key): read(value) for key, value in zip(keys, values, strict=True) if key is not None}
+            return {
+                read(key): read(value)
+                for key, value in zip(keys, values, strict=True)
+                if key is not None
+            }
         case ast.Name(id=word) if word in NUMBERS:
             return NUMBERS[word]
         case ast.Name(id=word):
             _known(word, vocabulary)
-            raise NotationError(f"{word} stands alone in {_short(text)}: write it as a call, {word}(...)")
+            raise NotationError(
+                f"{word} stands alone in {_short(text)}: write it as a call, {word}(...)"
+            )
         case ast.Call(func=ast.Name(id=word)):
             return _call(node, word, text, vocabulary)
         case ast.Call(func=ast.Attribute(attr=word)) if word in vocabulary:
-            raise NotationError(f"{_segment(node.func, text)} has a module before it: leave it out and write {word}(...)")
+            raise NotationError(
+                f"{_segment(node.func, text)} has a module before it: "
+                f"leave it out and write {word}(...)"
+            )
     raise NotationError(
-        f"{_segment(node, text)} in {_short(text)} is not part of the notation, which has calls, names, numbers, strings, True, False,"
+        f"{_segment(node, text)} in {_short(text)} is not part of the notation, which has calls, "
+        "names, numbers, strings, True, False,"
         " None, tuples and lists. Anything else has to be made in Python"
         + (" and given to pl.start(sync=...)" if vocabulary is VOCABULARY else "")
     )
@@ -216,11 +290,23 @@ def _read(node: ast.expr, text: str, vocabulary: Vocabulary) -> Any:
 
 def _call(node: ast.Call, word: str, text: str, vocabulary: Vocabulary) -> NotationCall:
     _known(word, vocabulary)
-    if any(isinstance(argument, ast.Starred) for argument in node.args) or any(keyword.arg is None for keyword in node.keywords):
-        raise NotationError(f"{_segment(node, text)} has * or **, which the notation doesn't know: write the arguments out")
-    twice = {name for name, count in Counter(keyword.arg for keyword in node.keywords).items() if count > 1}
+    if any(isinstance(argument, ast.Starred) for argument in node.args) or any(
+        keyword.arg is None for keyword in node.keywords
+    ):
+        raise NotationError(
+            f"{_segment(node, text)} has * or **, which the notation doesn't know: "
+            "write the arguments out"
+        )
+    twice = {
+        name
+        for name, count in Counter(keyword.arg for keyword in node.keywords).items()
+        if count > 1
+    }
     if twice:
-        raise NotationError(f"{_segment(node, text)} gives {', '.join(sorted(map(str, twice)))} twice: leave one out")
+        raise NotationError(
+            f"{_segment(node, text)} gives {', '.join(sorted(map(str, twice)))} twice: "
+            "leave one out"
+        )
     positional = tuple(_read(argument, text, vocabulary) for argument in node.args)
     named = {keyword.arg or "": _read(keyword.value, text, vocabulary) for keyword in node.keywords}
     return NotationCall(word, positional, named, node, text)
@@ -267,11 +353,18 @@ def _fits(node: NotationCall, maker: Callable[..., Any]) -> None:
     refuse_removed(maker, node.named)
     signature = inspect.signature(maker)
     parameters = signature.parameters.values()
-    possible = [parameter.name for parameter in parameters if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)]
+    possible = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         for name in node.named:
             if name not in possible:
-                raise NotationError(f"{node.word} has no argument {name} (in {node.text}); {choices(name, possible)}")
+                raise NotationError(
+                    f"{node.word} has no argument {name} (in {node.text}); "
+                    f"{choices(name, possible)}"
+                )
     try:
         signature.bind(*node.positional, **node.named)
     except TypeError as error:
@@ -281,20 +374,26 @@ def _fits(node: NotationCall, maker: Callable[..., Any]) -> None:
 
 def _suits(node: NotationCall, maker: Callable[..., Any], name: str, value: Any) -> None:
     """Raise if a value is of another kind than its argument is annotated with."""
-    plain_class = isinstance(maker, type) and not is_dataclass(maker)  # a dataclass's initializer doesn't know names of a base's module
+    # a dataclass's initializer doesn't know names of a base's module
+    plain_class = isinstance(maker, type) and not is_dataclass(maker)
     kinds = get_type_hints(maker.__init__ if plain_class else maker)
     wanted = kinds.get(name, Any)
     if not _fitting(value, wanted):
-        raise NotationError(f"{name} is {_short(spell(value))} in {node.text}, and has to be {_spoken(wanted)}")
+        raise NotationError(
+            f"{name} is {_short(spell(value))} in {node.text}, and has to be {_spoken(wanted)}"
+        )
 
 
 def _fitting(value: Any, kind: Any) -> bool:
-    """Whether a value may be of this kind, as far as that is known: tuples aren't looked into, and of protocols only the names."""
+    """Whether a value may be of this kind, as far as that is known: tuples aren't looked into,
+    and of protocols only the names.
+    """
     parts = get_args(kind)
     if get_origin(kind) in (Union, UnionType):
         return any(_fitting(value, part) for part in parts)
     if get_origin(kind) is Literal:
-        return isinstance(value, tuple({type(part) for part in parts}))  # the maker knows which ones there are
+        # the maker knows which ones there are
+        return isinstance(value, tuple({type(part) for part in parts}))
     if kind in _KINDS:
         numbers = (int, float) if kind is float else kind
         return isinstance(value, numbers) and not (isinstance(value, bool) and kind in (int, float))
@@ -302,8 +401,12 @@ def _fitting(value: Any, kind: Any) -> bool:
         return isinstance(value, kind)
     if get_origin(kind) is tuple or kind is Any:
         return True
-    members = [name for name in vars(kind) if not name.startswith("_")] if isinstance(kind, type) else []
-    return type(value) not in (*_KINDS, tuple, list) and all(hasattr(value, name) for name in members)
+    members = (
+        [name for name in vars(kind) if not name.startswith("_")] if isinstance(kind, type) else []
+    )
+    return type(value) not in (*_KINDS, tuple, list) and all(
+        hasattr(value, name) for name in members
+    )
 
 
 def _spoken(kind: Any) -> str:

@@ -1,4 +1,5 @@
-"""Options that paceline had and has no more: who still passes one is told in one line what to do instead.
+"""Options that paceline had and has no more: who still passes one is told in one line what to do
+instead.
 
 @removed(pull="parameters are pulled in optimizer.step: leave pull out")
 class ParameterServer: ...

@@ -1,9 +1,11 @@
-"""Timings: how long the parts of a job wait for each other, as one frozen value that is given down from where a process begins.
+"""Timings: how long the parts of a job wait for each other, as one frozen value that is given down
+from where a process begins.
 
     launcher, worker, server   cluster.discover.timings() --> Timings --> constructors of what waits
 
-All are seconds. Users don't set them; what users set (`deadline`, `patience`, `late_after`) is an argument of its own. Tests may run jobs
-with shorter ones: PACELINE_TIMINGS then holds what differs, as JSON such as {"membership": {"silence": 0.5}}, for all processes of a job.
+All are seconds. Users don't set them; what users set (`deadline`, `patience`, `late_after`) is an
+argument of its own. Tests may run jobs with shorter ones: PACELINE_TIMINGS then holds what differs,
+as JSON such as {"membership": {"silence": 0.5}}, for all processes of a job.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ class ChannelTimings:
 
     hello: float = 4.0  # for the other side to prove that it knows the secret
     flush: float = 1.0  # for a refusal to leave, before a connection is closed
-    linger: float = 8.0  # at most for the last messages of a job to be acknowledged: a network may have been down for seconds before
+    # at most for the last messages of a job to be acknowledged: a network may have been down for
+    # seconds before
+    linger: float = 8.0
     look: float = 0.25  # between two looks of a launcher that waits for others to call
 
 
@@ -28,17 +32,21 @@ class ChannelTimings:
 class RendezvousTimings:
     """Timings of launchers that meet, and of a job of fixed size afterwards."""
 
-    shortest_retry: float = 0.05  # between the first two tries to reach the meeting point, and twice as long each time
+    # between the first two tries to reach the meeting point, and twice as long each time
+    shortest_retry: float = 0.05
     longest_retry: float = 0.5  # at most between two tries
     connect: float = 3.0  # at most for one try
-    verdict: float = 2.0  # that a host waits longer than the one that listens, which gives up first and says why
+    # that a host waits longer than the one that listens, which gives up first and says why
+    verdict: float = 2.0
     reminder: float = 1.0  # until a launcher says for whom it waits
     next_reminder: float = 10.0  # until it says so again
-    invitation: float = 4.0  # in which a running job finds a newcomer that waits at its meeting point
+    # in which a running job finds a newcomer that waits at its meeting point
+    invitation: float = 4.0
     beat: float = 1.0  # between two heartbeats
     silence: float = 15.0  # a launcher of which nothing is heard for so long is gone
     culprit: float = 0.5  # that the first failure waits for an earlier one from another host
-    echo: float = 1.5  # the same, when the first failure says itself that another worker is to blame
+    # the same, when the first failure says itself that another worker is to blame
+    echo: float = 1.5
 
 
 @dataclass(frozen=True)
@@ -49,9 +57,11 @@ class MembershipTimings:
     silence: float = 2.5  # a launcher of which nothing is heard for so long counts as lost
     call: float = 5.0  # for a host that is new in the view to call
     repeat: float = 0.2  # until a message that has no answer is sent again
-    ballot: float = 0.3  # until a ballot that rests is followed by a higher one, which gets twice as long
+    # until a ballot that rests is followed by a higher one, which gets twice as long
+    ballot: float = 0.3
     longest_ballot: float = 5.0  # at most for a ballot
-    visit: float = 1.0  # between two visits to the meeting point: to listen there, or to find somebody who waits
+    # between two visits to the meeting point: to listen there, or to find somebody who waits
+    visit: float = 1.0
     visited: float = 1.0  # for the answer there: less than others wait for this launcher
 
 
@@ -68,10 +78,13 @@ class SupervisorTimings:
     kill: float = 2.5  # until SIGKILL after a failure; SIGTERM is sent at once
     asked_term: float = 3.0  # until SIGTERM after Ctrl-C or SIGTERM; SIGINT is sent at once
     asked_kill: float = 6.0  # until SIGKILL then
-    drain: float = 0.5  # that a process which escaped from its worker's process group may hold output open
-    flush: float = 2.0  # that a screen which takes nothing is waited for, once the job was asked to end
+    # that a process which escaped from its worker's process group may hold output open
+    drain: float = 0.5
+    # that a screen which takes nothing is waited for, once the job was asked to end
+    flush: float = 2.0
     litter: float = 1.0  # between two looks at the temporary folders of workers' children
-    slack: float = 0.2  # that a death is seen after it happened, while a record carries its own time
+    # that a death is seen after it happened, while a record carries its own time
+    slack: float = 0.2
 
 
 @dataclass(frozen=True)
@@ -80,7 +93,8 @@ class ReplacementTimings:
 
     backoff: float = 1.0  # before a worker is started again; twice as long each time that it dies
     longest_backoff: float = 60.0  # at most before that
-    steady: float = 10.0  # a worker that has trained for so long is started again as if it had never died
+    # a worker that has trained for so long is started again as if it had never died
+    steady: float = 10.0
     stopped: float = 2.0  # that a worker may be stopped (SIGSTOP)
     look: float = 0.25  # between two looks for stopped workers
     leave: float = 5.0  # for a worker that has failed to end
@@ -92,7 +106,8 @@ class JanitorTimings:
     """Timings of the process that removes what a killed job leaves."""
 
     look: float = 0.5  # between two looks at the children of the workers
-    close_look: float = 0.05  # the same, while one of them may be about to make its temporary folder
+    # the same, while one of them may be about to make its temporary folder
+    close_look: float = 0.05
     young: float = 5.0  # that a process may be about to do so
     ending: float = 1.5  # for a killed process to end
     unlinking: float = 0.05  # for a living process to unlink what it has in hand
@@ -113,23 +128,30 @@ class HangTimings:
 class StoreTimings:
     """Timings of workers that meet in the store."""
 
-    shortest_retry: float = 0.02  # between the first two tries to connect, and twice as long each time
+    # between the first two tries to connect, and twice as long each time
+    shortest_retry: float = 0.02
     longest_retry: float = 0.5  # at most between two tries
     connect: float = 2.0  # at most for one try
     heard: float = 2.0  # for others to read why nothing comes of the meeting
-    ending: float = 0.5  # for the store of an earlier start in this process to end, before a worker looks for the next one
+    # for the store of an earlier start in this process to end, before a worker looks for the next
+    # one
+    ending: float = 0.5
 
 
 @dataclass(frozen=True)
 class RecoveryTimings:
     """Timings of workers that go on without the lost, or with newcomers."""
 
-    view: float = 5.0  # for a launcher to announce a new view, before it is told that the group has broken
-    look: float = 0.5  # between two looks for a newer view, of a worker that waits for others to come
+    # for a launcher to announce a new view, before it is told that the group has broken
+    view: float = 5.0
+    # between two looks for a newer view, of a worker that waits for others to come
+    look: float = 0.5
     join_look: float = 0.02  # between two looks of a newcomer whether it is let in
     meet_look: float = 0.002  # between two looks whether all workers of a view have come
-    connect: float = 4.0  # to connect to the store of a view: its server lives, or there is a newer view soon
-    form: float = 5.0  # for a newcomer to show of which model it is, while those who train wait for it
+    # to connect to the store of a view: its server lives, or there is a newer view soon
+    connect: float = 4.0
+    # for a newcomer to show of which model it is, while those who train wait for it
+    form: float = 5.0
     copy: float = 5.0  # for a copy of what one worker alone has to arrive, when it is waited for
 
 
@@ -138,17 +160,22 @@ class ServerTimings:
     """Timings between workers and servers."""
 
     look: float = 0.1  # between two looks of a server whether it is to end
-    wait_look: float = 0.02  # between two looks of a worker whether its wait was ended from elsewhere
+    # between two looks of a worker whether its wait was ended from elsewhere
+    wait_look: float = 0.02
     key: float = 10.0  # for a connection to show its key
-    silence: float = 4.0  # a server of which nothing comes for so long is lost, though it was asked four times meanwhile
-    alive: float = 10.0  # for a busy server to say that it lives; one whose connection breaks is known sooner
+    # a server of which nothing comes for so long is lost, though it was asked four times meanwhile
+    silence: float = 4.0
+    # for a busy server to say that it lives; one whose connection breaks is known sooner
+    alive: float = 10.0
     fill: float = 1.0  # between two meetings of the workers while the copy of a server is filled
     last_pull: float = 1.0  # for what is on its way to arrive, at the end of a run that fails
 
 
 @dataclass(frozen=True)
 class ProbeTimings:
-    """Timings of workers that measure their cluster: each waits longer than those whom it waits for, so that the missing one is named."""
+    """Timings of workers that measure their cluster: each waits longer than those whom it waits
+    for, so that the missing one is named.
+    """
 
     answer: float = 30.0  # for the other end of a link that is measured
     ready: float = 120.0  # of the first worker, for the others to have measured
@@ -159,15 +186,21 @@ class ProbeTimings:
 class CallTimings:
     """Timings of a process that has workers carry out a call."""
 
-    look: float = 0.25  # at most between two looks whether it was interrupted: another of its threads may have been given the signal
-    end: float = 15.0  # for their launcher to end them and itself, once it is asked to; then it is killed, and its janitor ends them
+    # at most between two looks whether it was interrupted: another of its threads may have been
+    # given the signal
+    look: float = 0.25
+    # for their launcher to end them and itself, once it is asked to; then it is killed, and its
+    # janitor ends them
+    end: float = 15.0
 
 
 @dataclass(frozen=True)
 class TrackerTimings:
     """Timings of the first worker that reports a run to trackers."""
 
-    quiet: float = 3.0  # at the end, for trackers to take in the rest of the run, before it is said that they are waited for
+    # at the end, for trackers to take in the rest of the run, before it is said that they are
+    # waited for
+    quiet: float = 3.0
     close: float = 120.0  # at most for that
     leave: float = 1.0  # the same after an error: others wait for this worker to end
 
@@ -195,10 +228,19 @@ DEFAULTS = Timings()
 
 
 def parse(text: str) -> Timings:
-    """Read the timings that differ from the defaults, as JSON by group and field. Raises `ValueError` for anything else."""
+    """Read the timings that differ from the defaults, as JSON by group and field.
+
+    Raises `ValueError` for anything else.
+    """
     given = json.loads(text)
     groups = {each.name: getattr(DEFAULTS, each.name) for each in fields(Timings)}
-    return replace(DEFAULTS, **{name: _group(name, groups.get(name), found) for name, found in _map(given, "timings").items()})
+    return replace(
+        DEFAULTS,
+        **{
+            name: _group(name, groups.get(name), found)
+            for name, found in _map(given, "timings").items()
+        },
+    )
 
 
 def _group(name: str, group: Any, given: Any) -> Any:

@@ -11,7 +11,8 @@ from typing import Final, NamedTuple
 
 PARTS: Final = ("compute", "exchange", "wait", "data")  # of a step, in this order everywhere
 SENT: Final = ("within", "between")  # where bytes went: inside a host, and from one to another
-MEASURED: Final = ("reading", "collection", "stolen", "paging")  # what each worker measures of a step, seconds that don't overlap
+# what each worker measures of a step, seconds that don't overlap
+MEASURED: Final = ("reading", "collection", "stolen", "paging")
 
 
 class Span(NamedTuple):
@@ -22,11 +23,14 @@ class Span(NamedTuple):
     start: int
     end: int
     step: int
-    axis: str = ""  # of the mesh, along which workers exchange in it; "" for all else, and where nothing is cut
+    # of the mesh, along which workers exchange in it; "" for all else, and where nothing is cut
+    axis: str = ""
 
 
 class Served(NamedTuple):
-    """The work of a server, on a clock so many nanoseconds ahead of rank 0's; and how many messages had to wait, from when on."""
+    """The work of a server, on a clock so many nanoseconds ahead of rank 0's; and how many
+    messages had to wait, from when on.
+    """
 
     name: str
     ahead: int
@@ -64,7 +68,9 @@ class Trace:
         self._ring.step = step
 
     def along(self, axis: str) -> Trace:
-        """Return this trace for exchanges along an axis of the mesh: what is recorded there is kept here, and names the axis."""
+        """Return this trace for exchanges along an axis of the mesh: what is recorded there is
+        kept here, and names the axis.
+        """
         found = copy.copy(self)
         found.axis = axis
         return found

@@ -1,4 +1,6 @@
-"""What docs/architecture.md and CONTRIBUTING.md name is there, and docs/modules.md has every module."""
+"""What docs/architecture.md and CONTRIBUTING.md name is there, and docs/modules.md has every
+module.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ INVENTED = {"docs/yours.md", "paceline/sync/yours.py", "tests/sync/test_yours.py
 
 def missing(text: str) -> list[str]:
     """The modules that a map names and that aren't there."""
-    named = [(ROOT if path.startswith("tests/") else PACKAGE) / path for path in re.findall(r"[\w/]+/\w+\.py\b", text)]
+    named = [
+        (ROOT if path.startswith("tests/") else PACKAGE) / path
+        for path in re.findall(r"[\w/]+/\w+\.py\b", text)
+    ]
     return [path.relative_to(ROOT).as_posix() for path in named if not path.exists()]
 
 
@@ -40,4 +45,8 @@ def test_what_the_guide_names_is_there() -> None:
 def test_the_guide_names_what_is_in_its_files() -> None:
     named = re.findall(r"`([A-Z_]{4,})` in\s+`([\w/]+\.py)`", GUIDE)
     assert len(named) == 5
-    assert [name for name, path in named if not re.search(rf"^{name}\b", (ROOT / path).read_text(), re.MULTILINE)] == []
+    assert [
+        name
+        for name, path in named
+        if not re.search(rf"^{name}\b", (ROOT / path).read_text(), re.MULTILINE)
+    ] == []

@@ -1,4 +1,6 @@
-"""What a worker wants to be called at its exit is not called by processes that its script forks: they share its connections and memory."""
+"""What a worker wants to be called at its exit is not called by processes that its script forks:
+they share its connections and memory.
+"""
 
 from __future__ import annotations
 
@@ -31,5 +33,9 @@ def test_only_the_process_that_asked_calls(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_nobody_registers_in_another_way() -> None:
     folder = Path(paceline.__file__).parent
-    found = [path.relative_to(folder) for path in folder.rglob("*.py") if "import atexit" in path.read_text(encoding="utf-8")]
+    found = [
+        path.relative_to(folder)
+        for path in folder.rglob("*.py")
+        if "import atexit" in path.read_text(encoding="utf-8")
+    ]
     assert found == [Path("at_exit.py")]

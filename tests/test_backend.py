@@ -1,4 +1,6 @@
-"""The backend in whole jobs: libraries on torch.distributed that never heard of paceline give what they give on Gloo."""
+"""The backend in whole jobs: libraries on torch.distributed that never heard of paceline give
+what they give on Gloo.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_ddp_trains_the_same_in_each_of_its_ways_whether_its_buckets_move_or_not
         within = {"some ranks": 0.0, "fp16": 1e-3}.get(name, 1e-6)
         assert np.linalg.norm(ours - theirs) <= within * np.linalg.norm(theirs), name
     moved = {name: count for name, (_, count) in found.items()}
-    assert {name for name, count in moved.items() if not count} == {"hook", "fp16"}, "what Python reduces stays where it is"
+    assert {name for name, count in moved.items() if not count} == {"hook", "fp16"}, (
+        "what Python reduces stays where it is"
+    )
     assert moved["two models"] == 2 * moved["plain"] > 2
 
 
@@ -54,10 +58,24 @@ dist.destroy_process_group()
 def test_torchrun_starts_a_script_that_is_not_touched(job: Jobs) -> None:
     script = job.folder / "untouched.py"
     script.write_text(UNTOUCHED)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline.backend"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "paceline.backend",
+    ]
     ended = job.start([*torchrun, str(script), "--some", "7"]).end()
     assert ended.code == 0, ended.err
-    assert ended.out.count(f"paceline [3.0, 3.0, 3.0] {[str(script), '--some', '7']} {job.folder.name}") == 2
+    assert (
+        ended.out.count(
+            f"paceline [3.0, 3.0, 3.0] {[str(script), '--some', '7']} {job.folder.name}"
+        )
+        == 2
+    )
 
 
 BY_NAME = """
@@ -75,7 +93,8 @@ dist.all_reduce(x)
 
 
 def test_a_worker_that_dies_is_named_at_once(job: Jobs) -> None:
-    ended = job.run(BY_NAME, 2, **short_timings.environ(supervisor={"culprit": 20.0})).end()  # so that rank 0 is there to say it
+    # so that rank 0 is there to say it
+    ended = job.run(BY_NAME, 2, **short_timings.environ(supervisor={"culprit": 20.0})).end()
     assert ended.code == 137
     assert ended.out.count("paceline [3.0, 3.0, 3.0] GroupBackend") == 2
     assert "WorkerLost: rank 1 has died while rank 0 waits for it in all_reduce" in ended.err
@@ -110,5 +129,7 @@ def test_what_cannot_be_is_said_in_one_line(job: Jobs, options: list[str], words
 
 
 def test_without_a_script_it_says_how_it_is_called() -> None:
-    with pytest.raises(SystemExit, match=r"^usage: python -m paceline\.backend SCRIPT \[ARGUMENTS\]$"):
+    with pytest.raises(
+        SystemExit, match=r"^usage: python -m paceline\.backend SCRIPT \[ARGUMENTS\]$"
+    ):
         backend.main([])

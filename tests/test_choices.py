@@ -1,4 +1,6 @@
-"""Options with a few choices: what builds an object by a name knows the names of its `Literal`, and other values are refused."""
+"""Options with a few choices: what builds an object by a name knows the names of its `Literal`,
+and other values are refused.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +27,9 @@ def test_what_is_built_by_a_name_has_the_names_of_its_literal() -> None:
 def test_what_is_no_choice_is_told_from_one() -> None:
     kind = int | Literal["last", "all"] | None
     assert unknown("trace", "last", kind) == ""
-    assert unknown("trace", "lst", kind) == "trace='lst' is unknown; possible: all, last; did you mean last?"
+    assert (
+        unknown("trace", "lst", kind)
+        == "trace='lst' is unknown; possible: all, last; did you mean last?"
+    )
     assert unknown("zero", True, Literal[1, 2]) == "zero=True is unknown; possible: 1, 2"
     assert issubclass(UsageError, ValueError)

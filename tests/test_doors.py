@@ -1,6 +1,8 @@
-"""A job runs while strangers, and somebody who has its keys, send what makes no sense to all of its ports: it comes to the same weights.
+"""A job runs while strangers, and somebody who has its keys, send what makes no sense to all of its
+ports: it comes to the same weights.
 
-The ports: a launcher that waits for hosts, one of a job that survives losses, a server, and a server of sparse tables.
+The ports: a launcher that waits for hosts, one of a job that survives losses, a server, and a
+server of sparse tables.
 """
 
 from __future__ import annotations
@@ -37,7 +39,17 @@ from tests.harness.tables import Net, loader, served
 
 KEYS = keys(b"0123456789abcdef", "tests")  # as servers of runs on threads have them
 ODD: tuple[Any, ...] = ("x", None, [], {}, 1.5, True, -1, 999, 1 << 40, [0], b"x")
-SHAPES: tuple[Any, ...] = ([0, 1 << 62, 1 << 62], [1 << 62], [-1], [3, 1 << 62], ["x"], "x", None, [1] * 17, [2.5])
+SHAPES: tuple[Any, ...] = (
+    [0, 1 << 62, 1 << 62],
+    [1 << 62],
+    [-1],
+    [3, 1 << 62],
+    ["x"],
+    "x",
+    None,
+    [1] * 17,
+    [2.5],
+)
 NUMBERS: tuple[Any, ...] = (-1, "1", None, 1.5, [], 1 << 64)
 KINDS = {  # of messages, each with what can't be anything else in it than what it is
     "push": "unit",
@@ -58,11 +70,25 @@ KINDS = {  # of messages, each with what can't be anything else in it than what 
 
 
 def nonsense(drawn: random.Random, number: int) -> list[bytes]:
-    """A message, or what looks like one, that nobody can mean; with the number of a worker, or of nobody."""
+    """A message, or what looks like one, that nobody can mean; with the number of a worker, or
+    of nobody.
+    """
     sender, step = drawn.choice((0, 1, 2, 7777)), drawn.choice((0, 1, 5))
     kind = drawn.choice(sorted(KINDS))
-    body: dict[str, Any] = {"unit": 999, "optimizer": 999, "table": 999, "step": step, "workers": [sender], "used": b"\1"}
-    body |= {"factor": 1.0, "settings": [], "turn": 0, KINDS[kind]: drawn.choice([odd for odd in ODD if odd != [0]])}
+    body: dict[str, Any] = {
+        "unit": 999,
+        "optimizer": 999,
+        "table": 999,
+        "step": step,
+        "workers": [sender],
+        "used": b"\1",
+    }
+    body |= {
+        "factor": 1.0,
+        "settings": [],
+        "turn": 0,
+        KINDS[kind]: drawn.choice([odd for odd in ODD if odd != [0]]),
+    }
     head: list[Any] = [kind, number, sender, 0, step, body, []]
     match drawn.randrange(7):
         case 0:
@@ -76,7 +102,10 @@ def nonsense(drawn: random.Random, number: int) -> list[bytes]:
             head[place] = drawn.choice([odd for odd in NUMBERS if odd != 1 << 64])
             return [msgpack.packb(head)]
         case 3:
-            head[0], head[5] = drawn.choice(("", "x" * 3000, "pushh", "__class__")), drawn.choice((body, {}))
+            head[0], head[5] = (
+                drawn.choice(("", "x" * 3000, "pushh", "__class__")),
+                drawn.choice((body, {})),
+            )
             return [msgpack.packb(head)]
         case 4:
             return [drawn.randbytes(drawn.randrange(200)) for _ in range(drawn.randrange(1, 4))]
@@ -87,7 +116,9 @@ def nonsense(drawn: random.Random, number: int) -> list[bytes]:
 
 
 class Attack:
-    """Sends so many messages to everybody, as far as it is let: `upto` may be sent by now, of each sort."""
+    """Sends so many messages to everybody, as far as it is let: `upto` may be sent by now, of
+    each sort.
+    """
 
     def __init__(self, count: int, points: dict[str, tuple[str, int]]) -> None:
         self.each = count // 4
@@ -96,7 +127,10 @@ class Attack:
         self._changed = threading.Condition()
         self._threads = [threading.Thread(target=self._stranger, args=(name,)) for name in points]
         self._threads += [
-            threading.Thread(target=self._launcher if name.startswith("launcher") else self._server, args=(name,)) for name in points
+            threading.Thread(
+                target=self._launcher if name.startswith("launcher") else self._server, args=(name,)
+            )
+            for name in points
         ]
         for thread in self._threads:
             thread.start()
@@ -106,7 +140,9 @@ class Attack:
         with self._changed:
             self._upto = max(self._upto, int(self.each * part))
             self._changed.notify_all()
-            assert self._changed.wait_for(lambda: min(self.sent.values()) >= self._upto, 170), self.sent
+            assert self._changed.wait_for(lambda: min(self.sent.values()) >= self._upto, 170), (
+                self.sent
+            )
 
     def close(self) -> None:
         self._over = True
@@ -130,14 +166,22 @@ class Attack:
     def _stranger(self, name: str) -> None:
         drawn = random.Random(f"stranger of {name}")
         for number in self._loop("stranger", name):
-            strangers.call(self._points[name], strangers.line(drawn, [HELLO, OFFER]), rudely=number % 2 == 0)
+            strangers.call(
+                self._points[name], strangers.line(drawn, [HELLO, OFFER]), rudely=number % 2 == 0
+            )
 
     def _launcher(self, name: str) -> None:
         drawn = random.Random(f"holder of {name}")
         for _ in self._loop("holder", name):
             with suppress(OSError):  # it is hung up on before all is written
                 channel = self._proven(name)
-                channel.send(senseless(drawn, [OFFER], lambda message: offered({**message, "hosts": 2, "host_rank": None})))
+                channel.send(
+                    senseless(
+                        drawn,
+                        [OFFER],
+                        lambda message: offered({**message, "hosts": 2, "host_rank": None}),
+                    )
+                )
                 channel.flush(5.0)
                 channel.close()
 
@@ -145,13 +189,18 @@ class Attack:
         """Strangers push in: it may take more than one call."""
         while True:
             with suppress(OSError):
-                return call(socket.create_connection(self._points[name], timeout=20), SECRET, "there", 20.0)
+                return call(
+                    socket.create_connection(self._points[name], timeout=20), SECRET, "there", 20.0
+                )
 
     def _server(self, name: str) -> None:
         drawn = random.Random(f"holder of {name}")
         with zmq.Context() as context, context.socket(zmq.DEALER) as found:
             found.linger, found.rcvhwm = 0, 10
-            found.curve_serverkey, (found.curve_publickey, found.curve_secretkey) = KEYS.server[0], KEYS.worker
+            found.curve_serverkey, (found.curve_publickey, found.curve_secretkey) = (
+                KEYS.server[0],
+                KEYS.worker,
+            )
             host, port = self._points[name]
             found.connect(f"tcp://{host}:{port}")
             for number in self._loop("holder", name):
@@ -162,11 +211,15 @@ class Attack:
 
 @contextmanager
 def elastic() -> Iterator[tuple[ElasticPeers, tuple[str, int], Callable[[], None]]]:
-    """A launcher of a job that survives losses, at work in a thread; its port; and what ends the thread."""
+    """A launcher of a job that survives losses, at work in a thread; its port; and what ends the
+    thread.
+    """
     listening = network.listen("127.0.0.1")
     point = ("127.0.0.1", int(listening.getsockname()[1]))
     facts = {"name": "h0", "address": point[0], "port": point[1]}
-    launcher = ElasticPeers(0, View(1, (HostSeat(0, (10, 11), facts),), 1), {}, MeetingPoint(listening, SECRET))
+    launcher = ElasticPeers(
+        0, View(1, (HostSeat(0, (10, 11), facts),), 1), {}, MeetingPoint(listening, SECRET)
+    )
     launcher.run = "[]"
     over = threading.Event()
 
@@ -191,7 +244,9 @@ def elastic() -> Iterator[tuple[ElasticPeers, tuple[str, int], Callable[[], None
 
 
 def train(during: Callable[[list[str]], Callable[[float], None]]) -> list[Tensor]:
-    """The weights of each worker after some steps, of what a server and one of tables keep; `during` is told where they listen."""
+    """The weights of each worker after some steps, of what a server and one of tables keep;
+    `during` is told where they listen.
+    """
     addresses: list[str] = []
     met = threading.Barrier(2)
     told: list[Callable[[float], None]] = []
@@ -223,7 +278,10 @@ def train(during: Callable[[list[str]], Callable[[float], None]]) -> list[Tensor
                 losses.append(loss.detach())
         assert seen == 2 * len(data)
         return torch.cat(
-            [*(p.detach().reshape(-1) for p in model.dense.parameters()), model.first(torch.arange(60)[:, None]).detach().reshape(-1)]
+            [
+                *(p.detach().reshape(-1) for p in model.dense.parameters()),
+                model.first(torch.arange(60)[:, None]).detach().reshape(-1),
+            ]
         )
 
     with pytest.MonkeyPatch.context() as patch:
@@ -251,7 +309,13 @@ def test_a_job_goes_on_whatever_comes(count: int) -> None:
             assert len(addresses) == 2
             (dense, rows) = (address.removeprefix("tcp://").split(":") for address in addresses)
             points = {"launcher that waits": ("127.0.0.1", port), "launcher that survives": point}
-            begun.append(Attack(count, points | {"server": (dense[0], int(dense[1])), "tables": (rows[0], int(rows[1]))}))
+            begun.append(
+                Attack(
+                    count,
+                    points
+                    | {"server": (dense[0], int(dense[1])), "tables": (rows[0], int(rows[1]))},
+                )
+            )
             held.callback(begun[0].close)
             return told
 
@@ -276,7 +340,10 @@ def test_the_messages_are_refused_and_no_others() -> None:
     drawn = random.Random(3)
     with zmq.Context() as context, context.socket(zmq.DEALER) as found:
         found.linger = 0
-        found.curve_serverkey, (found.curve_publickey, found.curve_secretkey) = KEYS.server[0], KEYS.worker
+        found.curve_serverkey, (found.curve_publickey, found.curve_secretkey) = (
+            KEYS.server[0],
+            KEYS.worker,
+        )
         found.connect(receiver.addresses[0])
         for number in range(1, 501):
             found.send_multipart(nonsense(drawn, number))

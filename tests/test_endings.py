@@ -1,4 +1,6 @@
-"""However a job ends, nothing of it is left: processes (DataLoader's too), ports, shared memory, temporary files. Real jobs, killed."""
+"""However a job ends, nothing of it is left: processes (DataLoader's too), ports, shared memory,
+temporary files. Real jobs, killed.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ if __name__ == "__main__":
                 Path(f"ready{{rank}}").touch()
             {inside}
             step(run, model, optimizer, x, y)
-"""
+"""  # noqa: E501
 
 
 def endless(inside: str = "pass", start: str = "") -> str:
@@ -45,7 +47,13 @@ def endless(inside: str = "pass", start: str = "") -> str:
 
 def trains(job: Jobs, launched: Job, workers: int = 2) -> None:
     """Wait until all workers train, and remember the ports on which the job listens."""
-    wait_for(lambda: launched.process.poll() is not None or all((job.folder / f"ready{rank}").exists() for rank in range(workers)), 60)
+    wait_for(
+        lambda: (
+            launched.process.poll() is not None
+            or all((job.folder / f"ready{rank}").exists() for rank in range(workers))
+        ),
+        60,
+    )
     assert launched.process.poll() is None, launched.end()
     job.ports |= launched.ports()
 
@@ -56,21 +64,30 @@ class TestAWorkerGoes:
     def test_killed(self, job, rank):
         launched = job.run(endless())
         trains(job, launched)
-        assert len(launched.processes()) >= 7 and job.ports  # the launcher, two workers, four readers
+        # the launcher, two workers, four readers
+        assert len(launched.processes()) >= 7 and job.ports
         launched.worker(rank).kill()
         ended = launched.end()
-        assert ended.code == 137 and ended.last.startswith(f"paceline: rank {rank} on {HOST} was killed by SIGKILL"), ended.err
+        assert ended.code == 137 and ended.last.startswith(
+            f"paceline: rank {rank} on {HOST} was killed by SIGKILL"
+        ), ended.err
         assert not job.left()
 
     @pytest.mark.slow
     def test_exits_with_0_in_the_middle(self, job):
         ended = job.run(endless("if rank == 1 and run.steps == 5: os._exit(0)")).end()
-        assert ended.code == 1 and ended.last.startswith(f"paceline: rank 1 on {HOST} left in the middle (exit code 0)"), ended.err
+        assert ended.code == 1 and ended.last.startswith(
+            f"paceline: rank 1 on {HOST} left in the middle (exit code 0)"
+        ), ended.err
 
     @pytest.mark.slow
     def test_crashes_in_native_code(self, job):
-        ended = job.run(endless("if rank == 1 and run.steps == 5: __import__('ctypes').string_at(0)")).end()
-        assert ended.code == 139 and ended.last.startswith(f"paceline: rank 1 on {HOST} was killed by SIGSEGV"), ended.err
+        ended = job.run(
+            endless("if rank == 1 and run.steps == 5: __import__('ctypes').string_at(0)")
+        ).end()
+        assert ended.code == 139 and ended.last.startswith(
+            f"paceline: rank 1 on {HOST} was killed by SIGSEGV"
+        ), ended.err
 
     @pytest.mark.slow
     def test_a_reader_of_its_loader_is_killed(self, job):
@@ -80,9 +97,13 @@ class TestAWorkerGoes:
         next(iter(launched.worker(1).children())).kill()
         ended = launched.end()
         assert ended.code == 1 and f"rank 1 on {HOST}" in ended.last, ended.err
-        # torch's own words where its signal comes while the script computes, and ours where it waits for the reader
-        assert "DataLoader over Slow was killed" in ended.err or "is killed by signal" in ended.err, ended.err
-        for path in job.temporary.glob("tmp*"):  # of ten that torch makes when a reader is gone, and forgets if its signal comes just then
+        # torch's own words where its signal comes while the script computes, and ours where it
+        # waits for the reader
+        assert (
+            "DataLoader over Slow was killed" in ended.err or "is killed by signal" in ended.err
+        ), ended.err
+        # of ten that torch makes when a reader is gone, and forgets if its signal comes just then
+        for path in job.temporary.glob("tmp*"):
             assert path.is_file() and path.stat().st_size == 0
             path.unlink()
 
@@ -107,13 +128,16 @@ run = pl.start()
 locks = [multiprocessing.get_context("spawn").Lock() for _ in range(3)]  # they have names while they live
 Path(f"ready{rank}").touch()
 time.sleep(600)
-"""
+"""  # noqa: E501
         launched = job.run(body)
         trains(job, launched)
         mine = [*SHARED.glob(f"sem.mp-{launched.worker(0).environ()['PACELINE_JOB'][:8]}-*")]
         assert len(mine) == 6
         draw = random.SystemRandom()
-        others = [SHARED / f"sem.{kind}{''.join(draw.choices('abcdefgh', k=size))}" for kind, size in (("", 6), ("mp-", 8))]
+        others = [
+            SHARED / f"sem.{kind}{''.join(draw.choices('abcdefgh', k=size))}"
+            for kind, size in (("", 6), ("mp-", 8))
+        ]
         try:
             for path in others:
                 path.write_bytes(bytes(32))
@@ -139,7 +163,12 @@ time.sleep(600)
     @pytest.mark.parametrize("via", ["auto", "native"])
     def test_ctrl_c_while_a_worker_waits_for_another(self, job, via):
         """Our own waits hear it at once."""
-        launched = job.run(endless("time.sleep(600 * (rank == 1 and run.steps == 4))", f"sync=pl.AllReduce(via={via!r})"))
+        launched = job.run(
+            endless(
+                "time.sleep(600 * (rank == 1 and run.steps == 4))",
+                f"sync=pl.AllReduce(via={via!r})",
+            )
+        )
         trains(job, launched)
         time.sleep(1.0)  # rank 0 waits
         launched.process.send_signal(signal.SIGINT)
@@ -168,7 +197,10 @@ class TestAWorkerHangs:
     @pytest.mark.slow
     @pytest.mark.parametrize("via", ["auto", pytest.param("native", marks=pytest.mark.soak)])
     def test_the_one_that_is_missing_is_named(self, job, via):
-        launched = job.run(endless(start=f"deadline=6, sync=pl.AllReduce(via={via!r})"), **short_timings.environ(supervisor={"kill": 0.5}))
+        launched = job.run(
+            endless(start=f"deadline=6, sync=pl.AllReduce(via={via!r})"),
+            **short_timings.environ(supervisor={"kill": 0.5}),
+        )
         trains(job, launched)
         launched.worker(1).suspend()
         ended = launched.end()
@@ -176,7 +208,10 @@ class TestAWorkerHangs:
 
     def named(self, ended: Ended) -> None:
         assert ended.code == 1 and "(DeadlineExceeded)" in ended.last, ended.err
-        place = re.search(r"step \d+(, \S+)?: .*rank 1 on (\S+), last seen at \S+ of step \d+, \d+\.\d s ago", ended.err)
+        place = re.search(
+            r"step \d+(, \S+)?: .*rank 1 on (\S+), last seen at \S+ of step \d+, \d+\.\d s ago",
+            ended.err,
+        )
         assert place is not None and place[2] == HOST, ended.err
 
 
@@ -184,7 +219,9 @@ KINDS = ("worker killed", "launcher killed", "SIGTERM", "SIGINT", "worker stoppe
 
 
 def end_somehow(job: Jobs, kind: str, seconds: float) -> None:
-    """End a job in this way, this long after its start; nothing may be left soon after its launcher's end."""
+    """End a job in this way, this long after its start; nothing may be left soon after its
+    launcher's end.
+    """
     launched = job.run(endless(start="deadline=2"))
     time.sleep(seconds)
     workers = launched.workers() if launched.process.poll() is None else []

@@ -42,7 +42,9 @@ PROGRAMS = {"apps", "bench", "cli"}  # written as a user would: they may `import
 
 
 def part(name: str) -> str:
-    """The part that a module without `paceline.` belongs to: the one inside of another where there is one."""
+    """The part that a module without `paceline.` belongs to: the one inside of another where
+    there is one.
+    """
     first, _, rest = name.partition(".")
     inner = f"{first}.{rest.partition('.')[0]}"
     return inner if inner in FLOOR else first
@@ -75,11 +77,15 @@ def faults(path: Path, source: str) -> list[str]:
 
 
 def test_every_import_goes_down() -> None:
-    assert [fault for path in sorted(PACKAGE.rglob("*.py")) for fault in faults(path, path.read_text())] == []
+    assert [
+        fault for path in sorted(PACKAGE.rglob("*.py")) for fault in faults(path, path.read_text())
+    ] == []
 
 
 def test_every_module_has_a_floor() -> None:
-    parts = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in PACKAGE.rglob("*.py")}
+    parts = {
+        path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in PACKAGE.rglob("*.py")
+    }
     assert parts - {"__init__"} <= set(FLOOR)
     assert not {"utils", "common", "core", "misc"} & {path.name for path in PACKAGE.rglob("*")}
 
@@ -87,8 +93,12 @@ def test_every_module_has_a_floor() -> None:
 def test_the_test_sees_wrong_imports() -> None:
     inside = "def f():\n    from paceline.session.start import start\n"
     assert faults(PACKAGE / "comm" / "x.py", inside)
-    assert faults(PACKAGE / "data" / "x.py", "import paceline.parallel.cut")  # neighbours are strangers
+    # neighbours are strangers
+    assert faults(PACKAGE / "data" / "x.py", "import paceline.parallel.cut")
     assert faults(PACKAGE / "prepare" / "x.py", "import paceline.record.log")
     assert not faults(PACKAGE / "prepare" / "x.py", "import paceline.record.logged.metric")
     assert faults(PACKAGE / "comm" / "x.py", "from paceline import start")
-    assert not faults(PACKAGE / "comm" / "x.py", "from paceline import errors\nfrom paceline.comm.group import Group")
+    assert not faults(
+        PACKAGE / "comm" / "x.py",
+        "from paceline import errors\nfrom paceline.comm.group import Group",
+    )

@@ -1,4 +1,6 @@
-"""Objects are written as the calls that make them, and unknown names come with the nearest known one."""
+"""Objects are written as the calls that make them, and unknown names come with the nearest known
+one.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,10 @@ def test_the_nearest_name_is_named_whatever_its_case() -> None:
 
 
 def test_a_name_that_is_like_an_unknown_one_is_named() -> None:
-    assert nearest("haed.weight", iter(["tail.weight", "head.weight"])) == " (the nearest is head.weight)"
+    assert (
+        nearest("haed.weight", iter(["tail.weight", "head.weight"]))
+        == " (the nearest is head.weight)"
+    )
     assert nearest("haed.weight", {"zzz": 1}) == nearest("haed.weight", []) == ""
 
 
@@ -62,7 +67,10 @@ def test_numbers_of_things(number: int, text: str) -> None:
     assert counted(number, "step") == text
 
 
-@pytest.mark.parametrize(("number", "text"), [(12, "12 bytes"), (999, "999 bytes"), (1e3, "1.0 KB"), (7.5e6, "7.5 MB"), (2e9, "2.0 GB")])
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(12, "12 bytes"), (999, "999 bytes"), (1e3, "1.0 KB"), (7.5e6, "7.5 MB"), (2e9, "2.0 GB")],
+)
 def test_numbers_of_bytes(number: float, text: str) -> None:
     assert sized(number) == text
 

@@ -1,4 +1,6 @@
-"""`help` of everything public says what it does, and shows it at once: a first line, and then an example of names that exist."""
+"""`help` of everything public says what it does, and shows it at once: a first line, and then an
+example of names that exist.
+"""
 
 from __future__ import annotations
 
@@ -19,35 +21,65 @@ import paceline as pl
 from paceline import lab
 
 MODULES = {"pl": pl, "lab": lab, "torch": torch, "F": F, "nn": nn}
-GIVEN = {"model", "optimizer", "loader", "x", "y", "loss", "epoch", "run", "cluster"}  # what a script has when it comes to an example
+# what a script has when it comes to an example
+GIVEN = {"model", "optimizer", "loader", "x", "y", "loss", "epoch", "run", "cluster"}
 RETURNED = {"pl.Run", "lab.Outcome"}  # by what their examples call
 OBJECTS = {"run": pl.Run, "cluster": lab.Cluster}
 
 
 def homes() -> dict[str, Any]:
     """Everything that users call. Errors are raised by us."""
-    found = {f"pl.{name}": getattr(pl, name) for name in pl.__all__} | {f"lab.{name}": getattr(lab, name) for name in lab.__all__}
-    found |= {f"run.{name}": each for name, each in vars(pl.Run).items() if not name.startswith("_") and not isinstance(each, property)}
-    return {name: each for name, each in found.items() if callable(each) and not (isinstance(each, type) and issubclass(each, Exception))}
+    found = {f"pl.{name}": getattr(pl, name) for name in pl.__all__} | {
+        f"lab.{name}": getattr(lab, name) for name in lab.__all__
+    }
+    found |= {
+        f"run.{name}": each
+        for name, each in vars(pl.Run).items()
+        if not name.startswith("_") and not isinstance(each, property)
+    }
+    return {
+        name: each
+        for name, each in found.items()
+        if callable(each) and not (isinstance(each, type) and issubclass(each, Exception))
+    }
 
 
 def example(home: object) -> str:
-    """The source of the example that follows the first line of a docstring; empty where none does."""
+    """The source of the example that follows the first line of a docstring; empty where none
+    does.
+    """
     parts = (inspect.getdoc(home) or "").split("\n\n")
     first = len(parts) > 1 and "\n" not in parts[0] and parts[1].startswith(">>> ")
-    return "".join(each.source for each in doctest.DocTestParser().get_examples(parts[1])) if first else ""
+    return (
+        "".join(each.source for each in doctest.DocTestParser().get_examples(parts[1]))
+        if first
+        else ""
+    )
 
 
 def strangers(tree: ast.Module) -> Iterator[str]:
     """The names, attributes and options in an example that don't exist."""
-    made = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    made = {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
     made |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)} | {
         node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and not hasattr(builtins, node.id) and node.id not in made | GIVEN | set(MODULES):
+        if (
+            isinstance(node, ast.Name)
+            and not hasattr(builtins, node.id)
+            and node.id not in made | GIVEN | set(MODULES)
+        ):
             yield node.id
-        if isinstance(node, ast.Attribute) and resolved(node) is None and isinstance(node.value, ast.Name) and node.value.id in KNOWN:
+        if (
+            isinstance(node, ast.Attribute)
+            and resolved(node) is None
+            and isinstance(node.value, ast.Name)
+            and node.value.id in KNOWN
+        ):
             yield ast.unparse(node)
         if isinstance(node, ast.Call) and (called := resolved(node.func)) is not None:
             yield from unfit(node, called)
@@ -57,10 +89,16 @@ KNOWN = {*MODULES, *OBJECTS}
 
 
 def resolved(node: ast.expr) -> Any:
-    """What a name with dots means, as far as it is known: of a module, of a run, of a cluster of the lab."""
+    """What a name with dots means, as far as it is known: of a module, of a run, of a cluster of
+    the lab.
+    """
     if isinstance(node, ast.Name):
         return MODULES.get(node.id, OBJECTS.get(node.id))
-    return getattr(resolved(node.value), node.attr, None) if isinstance(node, ast.Attribute) and resolved(node.value) is not None else None
+    return (
+        getattr(resolved(node.value), node.attr, None)
+        if isinstance(node, ast.Attribute) and resolved(node.value) is not None
+        else None
+    )
 
 
 def unfit(node: ast.Call, called: Callable[..., Any]) -> Iterator[str]:
@@ -71,16 +109,26 @@ def unfit(node: ast.Call, called: Callable[..., Any]) -> Iterator[str]:
         return
     method = ast.unparse(node.func).partition(".")[0] in OBJECTS
     try:
-        taken.bind(*[None] * (len(node.args) + method), **{keyword.arg: None for keyword in node.keywords if keyword.arg})
+        taken.bind(
+            *[None] * (len(node.args) + method),
+            **{keyword.arg: None for keyword in node.keywords if keyword.arg},
+        )
     except TypeError as error:
         yield f"{ast.unparse(node)}: {error}"
 
 
 def built(tree: ast.Module) -> list[Any]:
     """The strategies, codecs and cuts that an example writes, made."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(resolved(node.func), type)]
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(resolved(node.func), type)
+    ]
     plain = [
-        node for node in calls if ast.unparse(node.func).startswith(("pl.", "lab.")) and not ast.unparse(node.func).endswith("Cluster")
+        node
+        for node in calls
+        if ast.unparse(node.func).startswith(("pl.", "lab."))
+        and not ast.unparse(node.func).endswith("Cluster")
     ]
     return [eval(ast.unparse(node), dict(MODULES)) for node in plain]
 
@@ -89,7 +137,10 @@ def built(tree: ast.Module) -> list[Any]:
 def test_help_begins_with_an_example(name: str) -> None:
     home = homes()[name]
     source = example(home)
-    assert source, f"{name}: one line that says what it does, an empty one, and an example with >>> are to begin its docstring"
+    assert source, (
+        f"{name}: one line that says what it does, an empty one, and an example with >>> are to "
+        "begin its docstring"
+    )
     tree = ast.parse(source)
     assert list(strangers(tree)) == []
     assert name in RETURNED or name.rpartition(".")[2] in source, "the example is of something else"
@@ -112,6 +163,15 @@ def test_what_everybody_begins_with_is_there() -> None:
 
 
 def test_what_is_wrong_is_found() -> None:
-    wrong = ast.parse("with pl.start(synk=1) as run:\n    run.prepair(model)\n    run.mean()\n    pl.begin(thing)\n")
-    assert {each.partition(":")[0] for each in strangers(wrong)} == {"pl.start(synk=1)", "run.prepair", "run.mean()", "pl.begin", "thing"}
+    wrong = ast.parse(
+        "with pl.start(synk=1) as "
+        "run:\n    run.prepair(model)\n    run.mean()\n    pl.begin(thing)\n"
+    )
+    assert {each.partition(":")[0] for each in strangers(wrong)} == {
+        "pl.start(synk=1)",
+        "run.prepair",
+        "run.mean()",
+        "pl.begin",
+        "thing",
+    }
     assert example(json.loads) == ""

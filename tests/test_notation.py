@@ -83,7 +83,10 @@ WORDS: dict[str, str | Callable[..., Any]] = {
         ("Local(4, Outer(0.7, momentum=0.5))", Local(4, Outer(0.7, 0.5))),
         ("Local(every=-1)", Local(every=-1)),
         ("Local(bound=-inf)", Local(bound=-math.inf)),
-        ("Local(parts=((Outer(1.0), 'local'), (Outer(2.0), 'host')))", Local(parts=((Outer(1.0), "local"), (Outer(2.0), "host")))),
+        (
+            "Local(parts=((Outer(1.0), 'local'), (Outer(2.0), 'host')))",
+            Local(parts=((Outer(1.0), "local"), (Outer(2.0), "host"))),
+        ),
         ("Local(outer=[None, True, 1e-3, ()])", Local(outer=[None, True, 1e-3, ()])),
         ("either(1, a=2)", ("either", (1,), {"a": 2})),
     ],
@@ -133,9 +136,21 @@ def test_what_is_written_is_read_back(value: object) -> None:
 @pytest.mark.parametrize(
     ("written", "said"),
     [
-        ("Locl()", "Locl is not a word of the notation; possible: Fraction, Local, Named, Outer, either, picky; did you mean Local?"),
+        (
+            "Locl()",
+            (
+                "Locl is not a word of the notation; possible: Fraction, Local, Named, Outer, "
+                "either, picky; did you mean Local?"
+            ),
+        ),
         ("local()", "did you mean Local?"),
-        ("Local(evry=3)", "no argument evry (in Local(evry=3)); possible: bound, every, inner, outer, parts; did you mean every?"),
+        (
+            "Local(evry=3)",
+            (
+                "no argument evry (in Local(evry=3)); possible: bound, every, inner, outer, parts; "
+                "did you mean every?"
+            ),
+        ),
         ("Outer()", "missing a required argument: 'rate'"),
         ("Outer(1, 2, 3)", "doesn't fit Outer(rate, momentum): too many positional arguments"),
         ("Local", "Local stands alone in Local: write it as a call, Local(...)"),
@@ -200,22 +215,43 @@ def test_check_reads_without_making() -> None:
 
 @pytest.mark.jobs
 def test_check_needs_no_torch() -> None:
-    code = "import sys, paceline.notation as n; n.check('AllReduce(codec=topk(0.1))'); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, paceline.notation as n; n.check('AllReduce(codec=topk(0.1))'); "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 MISTAKEN = [
     ("AllReduce(via='rign')", "did you mean ring?"),
     ("AllReduce(via=5)", "via is 5 in AllReduce(via=5), and has to be 'auto' or 'native' or"),
-    ("AllReduce('ring', True)", "bucket_mb is True in AllReduce('ring', True), and has to be a number"),
+    (
+        "AllReduce('ring', True)",
+        "bucket_mb is True in AllReduce('ring', True), and has to be a number",
+    ),
     ("AllReduce('ring', 1, exact(), 4)", "too many positional arguments"),
-    ("AllReduce(codec=5)", "codec is 5 in AllReduce(codec=5), and has to be Codec or Coding or auto or 'auto'"),
-    ("AllReduce(codec=AllReduce())", "codec is AllReduce() in AllReduce(codec=AllReduce()), and has to be"),
+    (
+        "AllReduce(codec=5)",
+        "codec is 5 in AllReduce(codec=5), and has to be Codec or Coding or auto or 'auto'",
+    ),
+    (
+        "AllReduce(codec=AllReduce())",
+        "codec is AllReduce() in AllReduce(codec=AllReduce()), and has to be",
+    ),
     ("AllReduce(codec=gathered(3))", "coding is 3 in gathered(3), and has to be Coding"),
-    ("AllReduce(codec=where(smaller('x'), exact(), int8()))", "numel is 'x' in smaller('x'), and has to be a whole number"),
-    ("LocalSGD(every='often')", "every is 'often' in LocalSGD(every='often'), and has to be a whole number or adaptive"),
+    (
+        "AllReduce(codec=where(smaller('x'), exact(), int8()))",
+        "numel is 'x' in smaller('x'), and has to be a whole number",
+    ),
+    (
+        "LocalSGD(every='often')",
+        "every is 'often' in LocalSGD(every='often'), and has to be a whole number or adaptive",
+    ),
     ("LocalSGD(0)", "every=0 is not a number of steps"),
-    ("ParameterServer(servers=1.5)", "servers is 1.5 in ParameterServer(servers=1.5), and has to be a whole number or None"),
+    (
+        "ParameterServer(servers=1.5)",
+        "servers is 1.5 in ParameterServer(servers=1.5), and has to be a whole number or None",
+    ),
     ("topk(0.1)", "topk(0.1) is not a strategy"),
     ("7", "7 is not a strategy"),
 ]
@@ -248,9 +284,20 @@ for number, text in enumerate(sys.argv[1:]):
         print(f"{number} usage {error}")
 print("torch" in sys.modules)
 """
-    words = ("AllReduce(codec=error_feedback(topk(0.01)))", "LocalSGD(0)", "AllReduce(via=5)", "Local(")
-    answer = subprocess.run([sys.executable, "-c", code, *words], check=True, capture_output=True, text=True).stdout.splitlines()
-    assert [line.split()[:2] for line in answer[:-1]] == [["1", "usage"], ["2", "notation"], ["3", "notation"]]
+    words = (
+        "AllReduce(codec=error_feedback(topk(0.01)))",
+        "LocalSGD(0)",
+        "AllReduce(via=5)",
+        "Local(",
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code, *words], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    assert [line.split()[:2] for line in answer[:-1]] == [
+        ["1", "usage"],
+        ["2", "notation"],
+        ["3", "notation"],
+    ]
     assert "every=0 is not a number of steps" in answer[0] and answer[-1] == "False"
 
 
@@ -281,14 +328,17 @@ def test_choices() -> None:
     assert choices("x", []) == "there are none to choose from"
 
 
-# Texts too long, too deep or too large ---------------------------------------------------------------------------------------------------
+# Texts too long, too deep or too large
+# --------------------------------------------------------------------------------------------------
 
 COUNTS = (49, 300, 5000, 50_000)
 READERS: dict[str, Callable[[str], object]] = {
     "sync": notation.strategy,
     "cut": notation.cuts,
     "shares": lambda text: notation.shares(text, 2),
-    "mesh": lambda text: mesh.lay_out(mesh.read(text), Topology((HostRanks("a", (0, 1), "10.0.0.1"),))),
+    "mesh": lambda text: mesh.lay_out(
+        mesh.read(text), Topology((HostRanks("a", (0, 1), "10.0.0.1"),))
+    ),
     "join": meeting_point,
     "watch": lambda text: WatchAddress.parse(text, "--watch"),
     "report-to": lambda text: catalogue.make(catalogue.read(text)),
@@ -298,12 +348,38 @@ READERS: dict[str, Callable[[str], object]] = {
 
 def hostile_texts() -> Iterator[str]:
     for count in COUNTS:
-        for left, right in ("()", "[]", "{}", ("shard(", ")"), ("AllReduce(codec=", ")"), ("tensor({'a':", "})"), ('{"a":', "}")):
+        for left, right in (
+            "()",
+            "[]",
+            "{}",
+            ("shard(", ")"),
+            ("AllReduce(codec=", ")"),
+            ("tensor({'a':", "})"),
+            ('{"a":', "}"),
+        ):
             yield from (left * count + right * count, left * count)
-        for word in ("-", "not ", "lambda: ", "1+", "a.", ",", ":", "data=2,", "shard('a'),", "prometheus,", "9", "²", "a", "\n"):
+        for word in (
+            "-",
+            "not ",
+            "lambda: ",
+            "1+",
+            "a.",
+            ",",
+            ":",
+            "data=2,",
+            "shard('a'),",
+            "prometheus,",
+            "9",
+            "²",
+            "a",
+            "\n",
+        ):
             yield from (word * count, word * count + "1")
         for call in ("Sequence({})", "AllReduce({})", "LocalSGD({})", "tensor({{{}}})"):
-            yield from (call.format(", ".join([part] * count)) for part in ("AllReduce()", "a=1", "'a': column()", "1"))
+            yield from (
+                call.format(", ".join([part] * count))
+                for part in ("AllReduce()", "a=1", "'a': column()", "1")
+            )
         digits = "9" * count
         for number in (
             "LocalSGD({})",
@@ -312,8 +388,22 @@ def hostile_texts() -> Iterator[str]:
             "AllReduce(codec=topk({}))",
             "shard('a', zero={})",
         ):
-            yield from (number.format(each) for each in (digits, f"0x{digits}", f"{digits}.0", "1e999", "inf"))
-        yield from (before + digits for before in ("data=", "localhost:", "localhost:-", "prometheus:", "prometheus:x:", ":", "[::1]:"))
+            yield from (
+                number.format(each)
+                for each in (digits, f"0x{digits}", f"{digits}.0", "1e999", "inf")
+            )
+        yield from (
+            before + digits
+            for before in (
+                "data=",
+                "localhost:",
+                "localhost:-",
+                "prometheus:",
+                "prometheus:x:",
+                ":",
+                "[::1]:",
+            )
+        )
     yield from (
         "\0",
         "\ud800",

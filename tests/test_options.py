@@ -10,7 +10,11 @@ from paceline import options
 
 
 def test_each_has_a_help_that_ends() -> None:
-    found = {name: typing.get_args(value) for name, value in vars(options).items() if typing.get_origin(value) is typing.Annotated}
+    found = {
+        name: typing.get_args(value)
+        for name, value in vars(options).items()
+        if typing.get_origin(value) is typing.Annotated
+    }
     assert {"Workers", "Join", "Sync", "Dtypes", "Watch", "ReportTo"} <= set(found)
     for name, (_, info) in found.items():
         assert isinstance(info, OptionInfo | ArgumentInfo), name

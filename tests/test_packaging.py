@@ -1,4 +1,6 @@
-"""What is installed and how: every dependency is pinned for the tests, and none is left out or unused."""
+"""What is installed and how: every dependency is pinned for the tests, and none is left out or
+unused.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,15 @@ from tests.harness.sources import TOGETHER, parsed
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAMES = {  # where the module is called otherwise
-    **{"pyzmq": "zmq", "pillow": "PIL", "mlflow-skinny": "mlflow", "prometheus-client": "prometheus_client"},
+    **{
+        "pyzmq": "zmq",
+        "pillow": "PIL",
+        "mlflow-skinny": "mlflow",
+        "prometheus-client": "prometheus_client",
+    },
 }
-EXTRAS = ("tensorboard", "wandb", "mlflow", "prometheus", "watch")  # whose packages are imported where they are used
+# whose packages are imported where they are used
+EXTRAS = ("tensorboard", "wandb", "mlflow", "prometheus", "watch")
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -42,10 +50,16 @@ def imported(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def test_what_is_tested_is_pinned() -> None:
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     assert all(re.fullmatch(r"[a-z0-9_-]+==[0-9.]+", line) for line in lines)
     extras = PROJECT["optional-dependencies"]
-    assert names(PROJECT["dependencies"]) | names(extras["test"]) | names(extras["docs"]) == names(lines)
+    assert names(PROJECT["dependencies"]) | names(extras["test"]) | names(extras["docs"]) == names(
+        lines
+    )
     assert "torch==2.13.0" in lines
 
 
@@ -53,7 +67,8 @@ def test_what_is_tested_is_pinned() -> None:
 def test_the_plain_install_has_what_the_package_imports() -> None:
     sources = [parsed(path.read_text()) for path in (ROOT / "paceline").rglob("*.py")]
     plain = modules(PROJECT["dependencies"])
-    assert imported(node for source in sources for node in source.tree.body) <= plain | {"aiohttp"}  # in a process of its own
+    # in a process of its own
+    assert imported(node for source in sources for node in source.tree.body) <= plain | {"aiohttp"}
     extras = set().union(*(modules(PROJECT["optional-dependencies"][name]) for name in EXTRAS))
     assert imported(node for source in sources for node in source.nodes) <= plain | extras
 
@@ -83,7 +98,13 @@ def test_an_editable_install_is_a_path_that_type_checkers_read(tmp_path: Path) -
 
 
 def test_data_files_are_in_the_wheel() -> None:
-    files = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["paceline"]
+    files = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]["paceline"]
     packed = {path for pattern in files for path in (ROOT / "paceline").glob(pattern)}
-    there = [path for path in (ROOT / "paceline").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    there = [
+        path
+        for path in (ROOT / "paceline").rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    ]
     assert [path for path in there if path not in packed] == []

@@ -1,4 +1,6 @@
-"""Every block of code on every page runs, or says why it doesn't; links lead somewhere; the site has every page."""
+"""Every block of code on every page runs, or says why it doesn't; links lead somewhere; the site
+has every page.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ MARKS = {  # what is done with a block that isn't simply run: for which reasons
     "fails": {"as it says"},
 }
 LANGUAGES = {"python", "py", "console", "bash", "text", "json", "toml", "yaml", ""}
-ELSEWHERE = {  # what several pages have in the same words, over the same files, and nothing on these pages reads: the first page runs it
+# what several pages have in the same words, over the same files, and nothing on these pages reads:
+# the first page runs it
+ELSEWHERE = {
     "paceline lab run two-hosts examples/train.py",
     "paceline run --workers 2 --watch 8080 examples/train.py",
     "paceline probe --workers 2",
@@ -58,25 +62,50 @@ def all_blocks() -> Iterator[tuple[str, Block]]:
 
 
 def test_blocks_that_are_not_run_say_why() -> None:
-    unknown = [(page, block.mark) for page, block in all_blocks() if block.mark and block.marked[1] not in MARKS.get(block.marked[0], ())]
+    unknown = [
+        (page, block.mark)
+        for page, block in all_blocks()
+        if block.mark and block.marked[1] not in MARKS.get(block.marked[0], ())
+    ]
     assert unknown == []
-    silent = [(page, block.body) for page, block in all_blocks() if block.language in ("py", "bash") and block.marked[0] != "not run"]
-    assert silent == [], "```python and ```console are run; what can't be has the line <!-- not run: why --> before it"
+    silent = [
+        (page, block.body)
+        for page, block in all_blocks()
+        if block.language in ("py", "bash") and block.marked[0] != "not run"
+    ]
+    assert silent == [], (
+        "```python and ```console are run; what can't be has the line <!-- not run: "
+        "why --> before it"
+    )
 
 
 def test_blocks_are_fenced_and_have_a_language() -> None:
-    assert [(page, block.language) for page, block in all_blocks() if block.language not in LANGUAGES] == []
+    assert [
+        (page, block.language) for page, block in all_blocks() if block.language not in LANGUAGES
+    ] == []
     for page in PAGES:
         outside = pages.BLOCK.sub("", pages.text(page))
-        assert not re.search(r"^```", outside, re.MULTILINE), f"{page}: a fence that isn't closed, or isn't at the beginning of its line"
-        assert not re.search(r"(?<=\n\n)    \S", outside), f"{page}: code without a fence, of which nobody knows whether it runs"
+        assert not re.search(r"^```", outside, re.MULTILINE), (
+            f"{page}: a fence that isn't closed, or isn't at the beginning of its line"
+        )
+        assert not re.search(r"(?<=\n\n)    \S", outside), (
+            f"{page}: code without a fence, of which nobody knows whether it runs"
+        )
 
 
 def test_what_a_block_is() -> None:
-    page = "Save it as `a.py`:\n\n<!-- not run: needs GPUs -->\n```python\nx\n```\n\n```console\n$ paceline lab run a  # so\nout\n```\n"
+    page = (
+        "Save it as `a.py`:\n\n<!-- not run: needs GPUs -->\n```python\nx\n```\n\n```console\n$ "
+        "paceline lab run a  # so\nout\n```\n"
+    )
     first, second = pages.parse(page)
     assert (first.name, first.marked, first.body) == ("a.py", ("not run", "needs GPUs"), "x\n")
-    assert (second.name, second.mark, second.commands, second.output) == ("", "", ["paceline lab run a"], ["out"])
+    assert (second.name, second.mark, second.commands, second.output) == (
+        "",
+        "",
+        ["paceline lab run a"],
+        ["out"],
+    )
     assert second.of_lab and not first.of_lab
 
 
@@ -96,12 +125,15 @@ def test_data_can_be_read(tmp_path: Path) -> None:
         elif block.language == "toml":
             assert tomllib.loads(block.body), page
         elif block.language == "bash":
-            answer = subprocess.run(["bash", "-n"], input=block.body, text=True, check=False, capture_output=True)
+            answer = subprocess.run(
+                ["bash", "-n"], input=block.body, text=True, check=False, capture_output=True
+            )
             assert answer.returncode == 0, f"{page}: {answer.stderr}"
 
 
 class Reader:
-    """Somebody who goes through a page in a folder of their own, saves what it says, and types what it shows.
+    """Somebody who goes through a page in a folder of their own, saves what it says, and types what
+    it shows.
 
     The files that pages save to which this one leads are there already.
     """
@@ -110,7 +142,9 @@ class Reader:
         self.jobs, self.folder, self.page = started, started.folder, page
         for path in (ROOT / "examples").rglob("*.py"):
             (self.folder / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
-            (self.folder / path.relative_to(ROOT)).write_text(path.read_text().replace("rand(4096, 2)", f"rand({enough(page)}, 2)"))
+            (self.folder / path.relative_to(ROOT)).write_text(
+                path.read_text().replace("rand(4096, 2)", f"rand({enough(page)}, 2)")
+            )
         (self.folder / "train.py").write_text((self.folder / pages.TRAINING).read_text())
         for other in pages.led_to(page):
             for block in pages.blocks(other):
@@ -118,8 +152,12 @@ class Reader:
                     self.save(block)
 
     def save(self, block: Block) -> Path:
-        """A block of Python as the file that the page calls it, or as the script that its commands start."""
-        path = self.folder / (block.name or ("train.py" if "pl.start(" in block.body else "block.py"))
+        """A block of Python as the file that the page calls it, or as the script that its
+        commands start.
+        """
+        path = self.folder / (
+            block.name or ("train.py" if "pl.start(" in block.body else "block.py")
+        )
         body = block.body.replace("(64, 17)", "(32, 17)").replace("rand(2048, 2)", "rand(1024, 2)")
         path.write_text(body)
         return path
@@ -150,20 +188,36 @@ class Reader:
 
 
 def enough(page: Path) -> int:
-    """How many samples examples train on, in 3 epochs of batches of 64: few, but with the steps of which the page's commands speak."""
-    lines = " ".join(line for block in pages.blocks(page) if block.marked[0] != "not run" for line in block.commands)
+    """How many samples examples train on, in 3 epochs of batches of 64: few, but with the steps
+    of which the page's commands speak.
+    """
+    lines = " ".join(
+        line
+        for block in pages.blocks(page)
+        if block.marked[0] != "not run"
+        for line in block.commands
+    )
     spoken = [8, *map(int, re.findall(r"(?:step|every)=(\d+)", lines))]
-    return next(samples for samples in (256, 512, 1024, 2048, 4096) if 3 * samples // 64 > max(spoken))
+    return next(
+        samples for samples in (256, 512, 1024, 2048, 4096) if 3 * samples // 64 > max(spoken)
+    )
 
 
 def fewer(line: str) -> str:
     """The command with two workers in place of four, unless it lays them out along several axes."""
-    return line if re.search(r"--mesh '[^']*=", line) else line.replace("--workers 4", "--workers 2")
+    return (
+        line if re.search(r"--mesh '[^']*=", line) else line.replace("--workers 4", "--workers 2")
+    )
 
 
 def runs_first(line: str) -> Path:
     """The first page that has this command."""
-    return next(page for page in PAGES for block in pages.blocks(page) if block.marked[0] != "not run" and line in block.commands)
+    return next(
+        page
+        for page in PAGES
+        for block in pages.blocks(page)
+        if block.marked[0] != "not run" and line in block.commands
+    )
 
 
 def stripped(lines: list[str]) -> list[str]:
@@ -173,12 +227,20 @@ def stripped(lines: list[str]) -> list[str]:
 
 def chosen(page: Path, *, of_lab: bool) -> list[Block]:
     """The blocks of a page that are run, on hosts of a lab or here."""
-    runnable = (block for block in pages.blocks(page) if block.language in ("python", "console") and block.marked[0] != "not run")
-    return [block for block in runnable if (block.of_lab or block.marked[0] == "on two hosts") == of_lab]
+    runnable = (
+        block
+        for block in pages.blocks(page)
+        if block.language in ("python", "console") and block.marked[0] != "not run"
+    )
+    return [
+        block for block in runnable if (block.of_lab or block.marked[0] == "on two hosts") == of_lab
+    ]
 
 
 def with_blocks(*, of_lab: bool) -> list[Any]:
-    return [pytest.param(page, id=pages.name(page)) for page in PAGES if chosen(page, of_lab=of_lab)]
+    return [
+        pytest.param(page, id=pages.name(page)) for page in PAGES if chosen(page, of_lab=of_lab)
+    ]
 
 
 @pytest.mark.jobs
@@ -199,7 +261,10 @@ def test_blocks_run_in_a_lab(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
         reader = Reader(started, page)
         for block in pages.blocks(page):
             if block.marked[0] == "on two hosts":
-                monkeypatch.setattr("paceline.lab.hosts.subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": nursery.on_host}))
+                monkeypatch.setattr(
+                    "paceline.lab.hosts.subprocess",
+                    SimpleNamespace(**{**vars(subprocess), "Popen": nursery.on_host}),
+                )
                 on_two_hosts(reader, block)
             elif block in chosen(page, of_lab=True):
                 reader.run(block)
@@ -217,9 +282,18 @@ def on_two_hosts(reader: Reader, block: Block) -> None:
             words = shlex.split(fewer(line).replace(MEETING, cluster.hosts[0].address))
             command = [sys.executable, "-P", "-m", *words]
             output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            both = [cluster.spawn(host, command, cwd=reader.folder, process_group=0, **output) for host in range(2)]
-            codes = [process.wait(PATIENCE) for process in both]  # what they write is less than a pipe holds
-            said = [stream.read() for process in both for stream in (process.stdout, process.stderr) if stream]
+            both = [
+                cluster.spawn(host, command, cwd=reader.folder, process_group=0, **output)
+                for host in range(2)
+            ]
+            # what they write is less than a pipe holds
+            codes = [process.wait(PATIENCE) for process in both]
+            said = [
+                stream.read()
+                for process in both
+                for stream in (process.stdout, process.stderr)
+                if stream
+            ]
             assert codes == [0, 0], (line, said)
 
 
@@ -231,21 +305,30 @@ def test_links_lead_somewhere(page: Path) -> None:
         path, _, anchor = link.partition("#")
         target = (page.parent / path) if path else page
         assert target.exists(), f"{pages.name(page)} leads to {link}"
-        assert not anchor or anchor in pages.anchors(target.read_text()), f"{pages.name(page)} leads to {link}: there is no such heading"
+        assert not anchor or anchor in pages.anchors(target.read_text()), (
+            f"{pages.name(page)} leads to {link}: there is no such heading"
+        )
 
 
 def test_what_an_anchor_is() -> None:
-    text = "# Who hangs?\n\n## `paceline run`\n```console\n# no heading\n```\n### 2 hosts x 2, 1 Gbit/s\n"
+    text = (
+        "# Who hangs?\n\n## `paceline run`\n```console\n# no heading\n```\n### 2 hosts x 2, 1 "
+        "Gbit/s\n"
+    )
     assert pages.anchors(text) == {"who-hangs", "paceline-run", "2-hosts-x-2-1-gbits"}
 
 
 def navigated() -> list[str]:
     """The pages that the navigation of the site has."""
-    return re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2], re.MULTILINE)
+    return re.findall(
+        r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2], re.MULTILINE
+    )
 
 
 def test_every_page_is_in_the_navigation() -> None:
     made = {*OUTSIDE.values(), *names.pages(), commands.NAME}
     there = {path.relative_to(pages.DOCS).as_posix() for path in pages.DOCS.rglob("*.md")} | made
-    assert sorted(navigated()) == sorted(there), "a page of docs/ goes to `nav` in mkdocs.yml, where the site's sections are"
+    assert sorted(navigated()) == sorted(there), (
+        "a page of docs/ goes to `nav` in mkdocs.yml, where the site's sections are"
+    )
     assert examples.pages(ROOT / "examples")

@@ -61,7 +61,7 @@ atexit.register(lambda: Path(f"{preloaded}{rank}.left").write_text("left"))
 print("said", end="")
 if rank == 1:
     sys.exit("that was all")
-"""
+"""  # noqa: E501
 
 
 def test_all_that_a_worker_finds_is_the_same_and_how_it_ends(tmp_path: Path) -> None:
@@ -71,7 +71,9 @@ def test_all_that_a_worker_finds_is_the_same_and_how_it_ends(tmp_path: Path) -> 
             ends[name] = job.run(BODY, 2, args=(name, "a", "b c")).end()
         assert all((tmp_path / f"{name}{rank}.left").exists() for rank in range(2))
     for rank in range(2):
-        plain, preloaded = (json.loads((tmp_path / f"{name}{rank}.json").read_text()) for name in ends)
+        plain, preloaded = (
+            json.loads((tmp_path / f"{name}{rank}.json").read_text()) for name in ends
+        )
         assert plain["same"] and preloaded == plain and ROOM not in preloaded["names"]
     plain, preloaded = ends.values()
     assert (preloaded.code, sorted(preloaded.out.split()), sorted(preloaded.err.splitlines())) == (
@@ -96,7 +98,10 @@ def test_each_ending_is_told_as_it_is(tmp_path: Path) -> None:
         started = [job.run(f"if rank == 1: {body}\ntime.sleep(600)", 2) for body in ENDINGS]
         for launched, (body, words) in zip(started, ENDINGS.items(), strict=True):
             ended = launched.end()
-            assert words in ended.last and ended.last.startswith("paceline: rank 1 on "), (body, ended.err)
+            assert words in ended.last and ended.last.startswith("paceline: rank 1 on "), (
+                body,
+                ended.err,
+            )
             if "boom" in body:
                 assert ended.said == "ValueError: boom" and "preloaded" not in ended.err, ended.err
 
@@ -108,15 +113,25 @@ from pathlib import Path
 print(json.dumps([__name__, sys.argv, os.getcwd(), os.environ["PATH"], Path(sys.path[0]).resolve() == Path(__file__).resolve().parent]))
 print("an error", file=sys.stderr)
 sys.exit(3)
-"""
+"""  # noqa: E501
 
 
 def test_a_script_that_is_forked_is_as_if_it_were_started(tmp_path: Path) -> None:
     path = tmp_path / "alone.py"
     path.write_text(ALONE)
-    plain = subprocess.run([sys.executable, str(path), "a", "b c"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    plain = subprocess.run(
+        [sys.executable, str(path), "a", "b c"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     forked = nursery.run_script(path, tmp_path, "a", "b c")
-    assert (forked.returncode, forked.stdout, forked.stderr) == (plain.returncode, plain.stdout, plain.stderr) and plain.returncode == 3
+    assert (forked.returncode, forked.stdout, forked.stderr) == (
+        plain.returncode,
+        plain.stdout,
+        plain.stderr,
+    ) and plain.returncode == 3
 
 
 SERVED = """
@@ -129,18 +144,39 @@ with pl.start(sync=pl.ParameterServer(servers=1)) as run:
 """
 
 
-@pytest.mark.parametrize("launcher", [pytest.param(PLAIN, marks=pytest.mark.soak), PRELOADED], ids=["plain", "preloaded"])
-def test_a_server_is_one_of_its_worker_s_processes(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "launcher", [pytest.param(PLAIN, marks=pytest.mark.soak), PRELOADED], ids=["plain", "preloaded"]
+)
+def test_a_server_is_one_of_its_worker_s_processes(
+    tmp_path: Path, launcher: tuple[str, ...]
+) -> None:
     """With its environment, in its group; it ends with it, and without the others."""
     with jobs(tmp_path, launcher) as job:
         launched = job.run(SERVED, 2)
-        wait_for(lambda: launched.process.poll() is not None or all((tmp_path / f"up{rank}").exists() for rank in range(2)), 60)
-        (server,) = [process for process in launched.processes() if "paceline.servers.process.main" in process.cmdline()]
+        wait_for(
+            lambda: (
+                launched.process.poll() is not None
+                or all((tmp_path / f"up{rank}").exists() for rank in range(2))
+            ),
+            60,
+        )
+        (server,) = [
+            process
+            for process in launched.processes()
+            if "paceline.servers.process.main" in process.cmdline()
+        ]
         first = launched.worker(0)
-        assert os.getpgid(server.pid) == first.pid and server.environ()["RANK"] == "0" and server.cwd() == str(tmp_path)
+        assert (
+            os.getpgid(server.pid) == first.pid
+            and server.environ()["RANK"] == "0"
+            and server.cwd() == str(tmp_path)
+        )
         server.kill()
         ended = launched.end()
-        assert ended.code == 1 and "killed by SIGKILL (exit code 137): what it kept is lost" in ended.err, ended.err
+        assert (
+            ended.code == 1
+            and "killed by SIGKILL (exit code 137): what it kept is lost" in ended.err
+        ), ended.err
         launched = job.run(SERVED, 1)
         (tmp_path / "up0").unlink()
         wait_for(lambda: launched.process.poll() is not None or (tmp_path / "up0").exists(), 60)
@@ -185,5 +221,7 @@ def test_threads_that_read_the_state_of_the_generator_never_wait_for_each_other_
 
 
 def test_forked_processes_read_it_whatever_threads_did_at_that_moment() -> None:
-    """Readers of a DataLoader are forked while another worker on threads reads it, and none finds the lock taken for good."""
+    """Readers of a DataLoader are forked while another worker on threads reads it, and none
+    finds the lock taken for good.
+    """
     subprocess.run([sys.executable, "-c", FORKING], check=True, timeout=PATIENCE)

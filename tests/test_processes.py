@@ -1,4 +1,6 @@
-"""The loss curve belongs to the script: real processes under every launcher, against a plain loop, and beside torch.distributed."""
+"""The loss curve belongs to the script: real processes under every launcher, against a plain
+loop, and beside torch.distributed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,15 @@ def ask(job: Jobs, **cases: Case) -> str:
 
 def launch(job: Jobs, size: int, **cases: Case) -> Ended:
     """All these cases under `paceline run`, in one job."""
-    command = [sys.executable, *job.launcher, "run", "--workers", str(size), CURVES, ask(job, **cases)]
+    command = [
+        sys.executable,
+        *job.launcher,
+        "run",
+        "--workers",
+        str(size),
+        CURVES,
+        ask(job, **cases),
+    ]
     ended = job.start(command).end()
     assert ended.code == 0, ended.err
     return ended
@@ -74,7 +84,10 @@ class TestTheCurve:
             "adam": Case(optimizer="adam"),
             "uneven": Case(shares=shares, optimizer="adam"),
             "native": Case("native", shares),
-            **{name.replace("-", "_"): Case(name, shares) for name in (SCHEDULES if size == 3 else ("halving-doubling",))},
+            **{
+                name.replace("-", "_"): Case(name, shares)
+                for name in (SCHEDULES if size == 3 else ("halving-doubling",))
+            },
         }
         launch(job, size, **cases)
         same(job, size, **cases)
@@ -82,7 +95,10 @@ class TestTheCurve:
     @pytest.mark.slow
     def test_mutants_fail(self, job):
         """The checks above would see them."""
-        cases = {"unweighted": Case(shares=[1, 7], mutant="averages without weights"), "silent": Case(mutant="doesn't communicate")}
+        cases = {
+            "unweighted": Case(shares=[1, 7], mutant="averages without weights"),
+            "silent": Case(mutant="doesn't communicate"),
+        }
         launch(job, 2, **cases)
         for name, case in cases.items():
             assert check(case, name, job.folder, 2) > 1e-3
@@ -107,16 +123,36 @@ class TestLaunchers:
         if mpirun is None:
             pytest.skip("no mpirun here: install Open MPI")
         options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2"]
-        self.ends_well(job, [job.start([mpirun, *options, sys.executable, CURVES, ask(job, case=self.CASE)])], 2)
+        self.ends_well(
+            job,
+            [job.start([mpirun, *options, sys.executable, CURVES, ask(job, case=self.CASE)])],
+            2,
+        )
 
     @pytest.mark.slow
     def test_slurm(self, job):
         """srun's variables, set by hand."""
         path = ask(job, case=self.CASE)
-        step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
-        nodes = {"SLURM_STEP_NODELIST": socket.gethostname(), "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
+        step = {
+            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_NUM_NODES": "1",
+        }
+        nodes = {
+            "SLURM_STEP_NODELIST": socket.gethostname(),
+            "SLURM_STEP_TASKS_PER_NODE": "2",
+            "SLURM_NODEID": "0",
+        }
         places = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
-        self.ends_well(job, [job.start([sys.executable, CURVES, path], **step, **nodes, **place) for place in places], 2)
+        self.ends_well(
+            job,
+            [
+                job.start([sys.executable, CURVES, path], **step, **nodes, **place)
+                for place in places
+            ],
+            2,
+        )
 
 
 OWN = """
@@ -134,7 +170,7 @@ there = "paceline.session.run" in sys.modules
 print("ddp", size, os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"], os.environ["GROUP_RANK"], there)
 sys.stdout.flush()
 os._exit(0)  # DDP's Gloo threads abort one interpreter in ten as it ends, under torchrun too, whatever is destroyed before
-"""
+"""  # noqa: E501
 BOTH = """
 import torch.distributed as dist
 first = sys.argv[1] == "torch"
@@ -165,7 +201,9 @@ class TestTorchDistributed:
     def test_a_script_that_never_heard_of_paceline(self, job):
         ended = job.run(OWN).end()
         assert ended.code == 0, ended.err
-        assert sorted(ended.out.splitlines()) == [f"[{rank}] ddp 2 {rank} 2 0 False" for rank in range(2)]
+        assert sorted(ended.out.splitlines()) == [
+            f"[{rank}] ddp 2 {rank} 2 0 False" for rank in range(2)
+        ]
 
     @pytest.mark.slow
     def test_a_script_that_uses_both(self, job):
@@ -176,9 +214,19 @@ class TestTorchDistributed:
     @pytest.mark.slow
     def test_under_torchrun(self, job):
         """The curve is the same as anywhere, and then the script uses torch.distributed too."""
-        script = job.write(f"from tests.harness import curves\ncurves.main()\nsys.argv[1] = 'paceline'\n{BOTH}")
+        script = job.write(
+            f"from tests.harness import curves\ncurves.main()\nsys.argv[1] = 'paceline'\n{BOTH}"
+        )
         case = TestLaunchers.CASE
-        command = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), script, ask(job, case=case)]
+        command = [
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "--master-port",
+            str(free_port()),
+            script,
+            ask(job, case=case),
+        ]
         ended = job.start([sys.executable, "-m", *command]).end()
         assert ended.code == 0, ended.err
         assert ended.out.count("both 8 True") == 2
@@ -199,9 +247,20 @@ class TestTwoHosts:
     """Two launchers on this machine that meet as two hosts, with two workers and one."""
 
     def launch(self, job: Jobs, script: str, *args: str) -> list[Job]:
-        common = [sys.executable, *job.launcher, "run", "--hosts", "2", "--join", f"127.0.0.1:{free_port()}"]
+        common = [
+            sys.executable,
+            *job.launcher,
+            "run",
+            "--hosts",
+            "2",
+            "--join",
+            f"127.0.0.1:{free_port()}",
+        ]
         return [
-            job.start([*common, "--host-rank", str(host), "--workers", str(workers), script, *args], PACELINE_SECRET="0123456789abcdef" * 2)
+            job.start(
+                [*common, "--host-rank", str(host), "--workers", str(workers), script, *args],
+                PACELINE_SECRET="0123456789abcdef" * 2,
+            )
             for host, workers in enumerate([2, 1])
         ]
 
@@ -229,10 +288,17 @@ class TestTwoHosts:
     @pytest.mark.slow
     @pytest.mark.parametrize("pause", [0, 0.8], ids=["at once", "slow to say why"])
     def test_both_launchers_name_the_one_that_failed(self, job, pause):
-        slow = f"said = sys.excepthook\ndef slowly(*error):\n    time.sleep({pause})\n    said(*error)\nsys.excepthook = slowly\n"
-        script = job.write(slow + LONG.format(inside="if rank == 2 and run.steps == 5: raise ValueError('boom')"))
+        slow = (
+            "said = sys.excepthook\ndef "
+            f"slowly(*error):\n    time.sleep({pause})\n    said(*error)\nsys.excepthook = slowly\n"
+        )
+        script = job.write(
+            slow + LONG.format(inside="if rank == 2 and run.steps == 5: raise ValueError('boom')")
+        )
         for ended in [one.end() for one in self.launch(job, script)]:
-            assert ended.code == 1 and ended.said == "ValueError: boom" and "rank 2 on" in ended.last, ended.err
+            assert (
+                ended.code == 1 and ended.said == "ValueError: boom" and "rank 2 on" in ended.last
+            ), ended.err
 
     @pytest.mark.slow
     def test_a_launcher_that_is_killed_ends_both_hosts(self, job):

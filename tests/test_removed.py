@@ -1,4 +1,6 @@
-"""Options that were taken out say what to do instead, in Python and in the notation of the command line."""
+"""Options that were taken out say what to do instead, in Python and in the notation of the
+command line.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from paceline.notation import parse
 
 @pytest.mark.parametrize(
     ("options", "advice"),
-    [({"pull": "forward"}, "leave pull out"), ({"backup_workers": 1, "requeue": True}, "leave requeue out")],
+    [
+        ({"pull": "forward"}, "leave pull out"),
+        ({"backup_workers": 1, "requeue": True}, "leave requeue out"),
+    ],
 )
 def test_a_parameter_server_says_what_to_do_instead(options: dict[str, Any], advice: str) -> None:
     with pytest.raises(pl.UsageError, match=advice):

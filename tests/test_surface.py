@@ -1,4 +1,6 @@
-"""The public names, the commands and their options: a change here is a change for users, and goes to the CHANGELOG."""
+"""The public names, the commands and their options: a change here is a change for users, and
+goes to the CHANGELOG.
+"""
 
 from __future__ import annotations
 
@@ -73,30 +75,42 @@ NAMES = [
     "where",
 ]
 ARGUMENTS = (  # of start
-    "sync name folder seed device deadline late_after trace on_nan total_steps compare differing replicate mesh straggler cluster report_to"
+    "sync name folder seed device deadline late_after trace on_nan total_steps compare differing "
+    "replicate mesh straggler cluster report_to"
 )
-PREPARING = "self objects loss weigh cost shares batchnorm train pad shard cut init"  # of Run.prepare
+# of Run.prepare
+PREPARING = "self objects loss weigh cost shares batchnorm train pad shard cut init"
 RUN = (  # of a Run
-    "barrier clip close device epochs event events first folder forward gather generator group host is_first keep local_rank log mean mesh"
+    "barrier clip close device epochs event events first folder forward gather generator group "
+    "host is_first keep local_rank log mean mesh"
     " no_sync prepare print rank results resume save seed size step steps stop sum weight whole"
 )
 COMMANDS = {
-    "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface --sync --mesh --cut --shares --name"
-    " --placement --min-workers --restarts --patience --servers --straggler --cluster --report-to --backend --watch"
+    "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface "
+    "--sync --mesh --cut --shares --name"
+    " --placement --min-workers --restarts --patience --servers --straggler --cluster --report-to "
+    "--backend --watch"
     " --progress --quiet",
-    "lab run": "cluster script args --fault --sync --mesh --cut --shares --name --placement --min-workers --restarts --patience --cluster"
+    "lab run": "cluster script args --fault --sync --mesh --cut --shares --name --placement "
+    "--min-workers --restarts --patience --cluster"
     " --watch",
     "lab probe": "cluster --dtypes --out",
     "lab check": "",
     "lab shell": "host command --lab",
     "lab clean": "",
     "demo": "--workers --steps --alone --folder --text --mesh",
-    "generate": "folder --prompt --workers --mesh --tokens --temperature --greedy --seed --best --threads",
+    "generate": "folder --prompt --workers --mesh --tokens --temperature --greedy --seed --best --threads",  # noqa: E501
     "bench collectives": "--workers --threads --sizes --via --seconds --draw",
     "bench pipeline": "--draw --forward --backward --transfer",
-    "bench scaling": "script args --workers --kind --batch-option --lab --rounds --steps --seconds --threads --sync --folder --read",
+    "bench scaling": (
+        "script args --workers --kind --batch-option --lab --rounds --steps --seconds --threads "
+        "--sync --folder --read"
+    ),
     "bench training": "--workers --threads --model --batch --steps --sync",
-    "probe": "--workers --hosts --join --host-rank --secret-file --threads --interface --placement --dtypes --out",
+    "probe": (
+        "--workers --hosts --join --host-rank --secret-file --threads --interface --placement "
+        "--dtypes --out"
+    ),
     "report": "folders --html",
     "watch": "folder --listen --secret-file",
     "export": "folder out --part --best --force",
@@ -150,13 +164,21 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.jobs
 def test_importing_paceline_imports_no_torch() -> None:
-    assert python("import sys, paceline; sys.exit('torch' in sys.modules or 'rich' in sys.modules)").returncode == 0
+    assert (
+        python(
+            "import sys, paceline; sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
+        ).returncode
+        == 0
+    )
 
 
 @pytest.mark.jobs
 def test_help_needs_few_modules() -> None:
     """It is quick by what it doesn't import; how long it takes is the machine's."""
-    code = "import sys; sys.argv[1:] = ['--help']; from paceline.cli import app; app(standalone_mode=False);"
+    code = (
+        "import sys; sys.argv[1:] = ['--help']; from paceline.cli import app; "
+        "app(standalone_mode=False);"
+    )
     answer = python(code + "sys.exit('torch' in sys.modules or 'rich.console' in sys.modules)")
     assert answer.returncode == 0, answer.stderr
     answer = python(code + "print(len(sys.modules), file=sys.stderr)")
@@ -168,5 +190,7 @@ def test_garbage_is_looked_for_in_what_comes_after_the_imports() -> None:
     begin = "import gc, sys, torch, paceline; "
     frozen = "paceline.start; sys.exit(not gc.isenabled() or gc.get_freeze_count() < 10**5)"
     assert python(begin + frozen).returncode == 0
-    left_alone = "gc.disable(); paceline.start; sys.exit(gc.isenabled() or gc.get_freeze_count() > 0)"
+    left_alone = (
+        "gc.disable(); paceline.start; sys.exit(gc.isenabled() or gc.get_freeze_count() > 0)"
+    )
     assert python(begin + left_alone).returncode == 0

@@ -51,7 +51,11 @@ class Variant:
     """A variant of a test, as far as it matters for which of them always run."""
 
     def __init__(self, name: str, *marks: Any, **params: int) -> None:
-        self.nodeid, self.own_markers, self.callspec = f"{name}[{params}]", list(marks), types.SimpleNamespace(params=params)
+        self.nodeid, self.own_markers, self.callspec = (
+            f"{name}[{params}]",
+            list(marks),
+            types.SimpleNamespace(params=params),
+        )
 
     def add_marker(self, name: str) -> None:
         self.own_markers.append(getattr(pytest.mark, name).mark)
@@ -71,7 +75,9 @@ def a_type_only(group: thread_groups.ThreadGroup) -> int:
     return group.rank
 
 
-@pytest.mark.parametrize("function", [names_it, in_an_inner_function, by_a_module, by_a_helper, by_an_import, by_a_class])
+@pytest.mark.parametrize(
+    "function", [names_it, in_an_inner_function, by_a_module, by_a_helper, by_an_import, by_a_class]
+)
 def test_several_workers_are_found_by_code(function: types.FunctionType) -> None:
     assert tiers.calls_workers(function)
 
@@ -85,13 +91,22 @@ def test_each_value_of_each_parameter_always_runs_and_other_combinations_are_of_
     marked, soak = pytest.mark.each_choice.mark, pytest.mark.soak.mark
     crossed = [Variant("crossed", marked, a=a, b=b) for a in range(3) for b in range(2)]
     single = [Variant("single", marked, a=a) for a in range(3)]
-    partly = [Variant("partly", marked, *([soak] if a == b else []), a=a, b=b) for a in range(2) for b in range(2)]
+    partly = [
+        Variant("partly", marked, *([soak] if a == b else []), a=a, b=b)
+        for a in range(2)
+        for b in range(2)
+    ]
     plain = [Variant("plain", a=a, b=b) for a in range(2) for b in range(2)]
-    alike = [Variant("alike", pytest.mark.alike(2).mark, *([soak] if a == 0 else []), a=a) for a in range(5)]
+    alike = [
+        Variant("alike", pytest.mark.alike(2).mark, *([soak] if a == 0 else []), a=a)
+        for a in range(5)
+    ]
     tiers.thin([*crossed, *single, *partly, *plain, *alike])  # type: ignore[list-item]
 
     def always(variants: list[Variant]) -> list[tuple[int, ...]]:
-        return [tuple(one.callspec.params.values()) for one in variants if tiers.tier(one) != "soak"]  # type: ignore[arg-type]
+        return [
+            tuple(one.callspec.params.values()) for one in variants if tiers.tier(one) != "soak"
+        ]  # type: ignore[arg-type]
 
     assert always(crossed) == [(0, 0), (1, 1), (2, 0)]
     assert always(single) == [(0,), (1,), (2,)]

@@ -1,4 +1,6 @@
-"""Timings: their defaults fit each other, they are read from the environment, and all that waits is given them."""
+"""Timings: their defaults fit each other, they are read from the environment, and all that waits
+is given them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from tests.harness.sources import TOGETHER, Parsed, parsed
 
 PACKAGE = Path(__file__).parent.parent / "paceline"
 SECONDS = asdict(DEFAULTS)
-ELSEWHERE: dict[str, str] = {  # modules with seconds of their own: why those are no timings of a job
+# modules with seconds of their own: why those are no timings of a job
+ELSEWHERE: dict[str, str] = {
     "cluster/control/progress.py": "a worker that somebody holds by hand",
     "cluster/launcher/janitor.py": "how exact the clock of files is",
     "cluster/launcher/output.py": "how lines are shown",
@@ -28,11 +31,18 @@ ELSEWHERE: dict[str, str] = {  # modules with seconds of their own: why those ar
 
 def test_what_waits_is_more_patient_than_what_it_waits_for() -> None:
     t = DEFAULTS
-    assert t.membership.silence > 4 * t.membership.beat and t.rendezvous.silence > 4 * t.rendezvous.beat
+    assert (
+        t.membership.silence > 4 * t.membership.beat
+        and t.rendezvous.silence > 4 * t.rendezvous.beat
+    )
     assert t.rendezvous.invitation > 2 * t.membership.visit + t.membership.visited
-    assert t.membership.visited < t.membership.silence - t.membership.beat  # a launcher that visits sends no heartbeats
+    # a launcher that visits sends no heartbeats
+    assert t.membership.visited < t.membership.silence - t.membership.beat
     assert t.supervisor.verdict > t.rendezvous.echo + t.rendezvous.culprit
-    assert t.hangs.margin > t.hangs.answer + t.hangs.stack_dump + 2 * t.hangs.look + 2 * t.supervisor.look
+    assert (
+        t.hangs.margin
+        > t.hangs.answer + t.hangs.stack_dump + 2 * t.hangs.look + 2 * t.supervisor.look
+    )
     assert t.recovery.form >= t.recovery.view and t.replacement.leave > t.supervisor.kill
 
 
@@ -74,19 +84,33 @@ def test_anything_else_is_refused(text: str) -> None:
 
 def test_seconds_are_kept_in_one_place() -> None:
     """A time for which parts of a job wait is a field of `Timings`, and no constant of a module."""
-    found = [path for path in sorted(PACKAGE.rglob("*.py")) if re.search(r"^_?[A-Z_]*SECONDS\b.* = ", path.read_text(), re.MULTILINE)]
+    found = [
+        path
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if re.search(r"^_?[A-Z_]*SECONDS\b.* = ", path.read_text(), re.MULTILINE)
+    ]
     names = {path.relative_to(PACKAGE).as_posix() for path in found}
     assert {name for name in names if not name.startswith("lab/")} == {*ELSEWHERE}
 
 
 def takers(tree: ast.Module) -> Iterator[str]:
-    """The functions, and the classes by their constructors or fields, that have timings with a default."""
+    """The functions, and the classes by their constructors or fields, that have timings with a
+    default.
+    """
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
             members = [
-                each for each in node.body if isinstance(each, ast.AnnAssign) and each.value and ast.unparse(each.target) == "timings"
+                each
+                for each in node.body
+                if isinstance(each, ast.AnnAssign)
+                and each.value
+                and ast.unparse(each.target) == "timings"
             ]
-            makers = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+            makers = [
+                each
+                for each in node.body
+                if isinstance(each, ast.FunctionDef) and each.name == "__init__"
+            ]
             if members or any(_takes(each) for each in makers):
                 yield node.name
         elif isinstance(node, ast.FunctionDef) and _takes(node):
@@ -99,28 +123,60 @@ def _takes(function: ast.FunctionDef) -> bool:
 
 def silent(module: str, source: Parsed, names: set[str]) -> list[str]:
     """The calls, in a module, of what has one of these dotted names, that give no timings."""
-    known = {node.name: f"{module}.{node.name}" for node in source.tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    known = {
+        node.name: f"{module}.{node.name}"
+        for node in source.tree.body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    }
     for node in source.nodes:
         if isinstance(node, ast.ImportFrom):
-            known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    calls = [node for node in source.nodes if isinstance(node, ast.Call) and known.get(ast.unparse(node.func)) in names]
-    return [ast.unparse(call)[:80] for call in calls if not any(each.arg == "timings" for each in call.keywords)]
+            known |= {
+                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
+            }
+    calls = [
+        node
+        for node in source.nodes
+        if isinstance(node, ast.Call) and known.get(ast.unparse(node.func)) in names
+    ]
+    return [
+        ast.unparse(call)[:80]
+        for call in calls
+        if not any(each.arg == "timings" for each in call.keywords)
+    ]
 
 
 @TOGETHER
 def test_all_that_has_timings_is_given_them() -> None:
-    """The defaults of constructors are there for tests: a launcher, a worker and a server give down what they have."""
-    paths = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
+    """The defaults of constructors are there for tests: a launcher, a worker and a server give
+    down what they have.
+    """
+    paths = {
+        path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for path in PACKAGE.rglob("*.py")
+    }
     sources = {name: parsed(path.read_text()) for path, name in paths.items()}
-    names = {f"{module}.{name}" for module, source in sources.items() for name in takers(source.tree)}
-    assert {"paceline.cluster.launcher.supervisor.Supervisor", "paceline.cluster.hosts.rendezvous.Meeting"} <= names
+    names = {
+        f"{module}.{name}" for module, source in sources.items() for name in takers(source.tree)
+    }
+    assert {
+        "paceline.cluster.launcher.supervisor.Supervisor",
+        "paceline.cluster.hosts.rendezvous.Meeting",
+    } <= names
     names -= {"paceline.cluster.discover.Place"}  # `discover` gives them at its end
-    found = {module: missed for module, source in sources.items() if (missed := silent(module, source, names))}
-    assert {module: missed for module, missed in found.items() if not module.startswith("paceline.lab.")} == {}
+    found = {
+        module: missed
+        for module, source in sources.items()
+        if (missed := silent(module, source, names))
+    }
+    assert {
+        module: missed for module, missed in found.items() if not module.startswith("paceline.lab.")
+    } == {}
 
 
 def test_a_call_without_timings_is_seen() -> None:
-    tree = ast.parse("class A:\n    def __init__(self, *, timings=T): ...\ndef f(*, timings=T): ...\n")
+    tree = ast.parse(
+        "class A:\n    def __init__(self, *, timings=T): ...\ndef f(*, timings=T): ...\n"
+    )
     assert {*takers(tree)} == {"A", "f"}
     calls = parsed("from m import A, f as g\nfrom n import f\nA()\ng(timings=1)\ng()\nf()\n")
     assert silent("x", calls, {"m.A", "m.f"}) == ["A()", "g()"]

@@ -12,7 +12,10 @@ def test_a_span_belongs_to_the_step_under_way() -> None:
     trace.record("forward", "compute", 10, 20)
     trace.step = 3
     trace.record("bucket 0", "exchange", 15, 30)
-    assert trace.spans() == [Span("forward", "compute", 10, 20, 0), Span("bucket 0", "exchange", 15, 30, 3)]
+    assert trace.spans() == [
+        Span("forward", "compute", 10, 20, 0),
+        Span("bucket 0", "exchange", 15, 30, 3),
+    ]
 
 
 def test_the_newest_spans_are_kept() -> None:
@@ -45,5 +48,9 @@ def test_what_is_exchanged_along_an_axis_names_it_and_is_kept_with_the_rest() ->
     trace.step = 2
     tensor.record("sum", "tensor", 10, 20)
     trace.record("turn", "step", 0, 30)
-    assert trace.spans() == tensor.spans() == [Span("sum", "tensor", 10, 20, 2, "tensor"), Span("turn", "step", 0, 30, 2)]
+    assert (
+        trace.spans()
+        == tensor.spans()
+        == [Span("sum", "tensor", 10, 20, 2, "tensor"), Span("turn", "step", 0, 30, 2)]
+    )
     assert tensor.step == 2

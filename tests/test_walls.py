@@ -1,4 +1,5 @@
-"""Walls of the package: no circle of imports, small folders and classes, one class a name, objects that only their own module changes.
+"""Walls of the package: no circle of imports, small folders and classes, one class a name, objects
+that only their own module changes.
 
 Each list of exceptions may only shrink: who mends one takes it off the list, and nobody adds to it.
 """
@@ -30,8 +31,10 @@ LARGE_CLASSES: dict[str, str] = {  # class: why it may be large so far
     "TorchGroup": "implements every collective",
     "TrainingLoop": "follows loaders, backward passes and optimizers in one place",
 }
-THEIRS = {"grad", "data", "weight", "state", "linger"}  # attributes of torch's, numpy's and zmq's objects that are there to be assigned
-ASSIGNED: dict[str, int] = {  # module: assignments to attributes of objects that other modules define
+# attributes of torch's, numpy's and zmq's objects that are there to be assigned
+THEIRS = {"grad", "data", "weight", "state", "linger"}
+# module: assignments to attributes of objects that other modules define
+ASSIGNED: dict[str, int] = {
     "paceline.cluster.hosts.elastic": 1,
     "paceline.cluster.launcher.replacement": 2,
     "paceline.comm.native.sockets": 1,
@@ -59,17 +62,25 @@ ASSIGNED: dict[str, int] = {  # module: assignments to attributes of objects tha
 @cache
 def modules() -> dict[str, str]:
     """The source of each module by its dotted name."""
-    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(PACKAGE.rglob("*.py"))}
+    names = {
+        path: ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
     return {name.removesuffix(".__init__"): path.read_text() for path, name in names.items()}
 
 
 def imported(source: str, known: Iterable[str]) -> set[str]:
-    """The modules among `known` that a module imports anywhere: in functions, and for type checkers alone, too."""
+    """The modules among `known` that a module imports anywhere: in functions, and for type
+    checkers alone, too.
+    """
     nodes = parsed(source).nodes
     named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
-            named |= {whole if (whole := f"{node.module}.{alias.name}") in known else node.module for alias in node.names}
+            named |= {
+                whole if (whole := f"{node.module}.{alias.name}") in known else node.module
+                for alias in node.names
+            }
     return named & set(known)
 
 
@@ -84,17 +95,27 @@ def circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
         return seen
 
     reached = {node: reach(node) for node in graph}
-    found = {frozenset(other for other in reached[node] if node in reached[other]) for node in graph}
+    found = {
+        frozenset(other for other in reached[node] if node in reached[other]) for node in graph
+    }
     return [set(circle) for circle in found if len(circle) > 1]
 
 
 def imports() -> dict[str, set[str]]:
     sources = modules()
-    return {name: imported(source, sources) - {name, "paceline"} for name, source in sources.items() if name != "paceline"}
+    return {
+        name: imported(source, sources) - {name, "paceline"}
+        for name, source in sources.items()
+        if name != "paceline"
+    }
 
 
 def test_no_modules_import_each_other() -> None:
-    assert [circle for circle in circles(imports()) if not any(circle <= known for known in CIRCLES.values())] == []
+    assert [
+        circle
+        for circle in circles(imports())
+        if not any(circle <= known for known in CIRCLES.values())
+    ] == []
 
 
 def test_circles_on_the_list_are_still_there() -> None:
@@ -104,13 +125,19 @@ def test_circles_on_the_list_are_still_there() -> None:
 def test_a_circle_is_seen() -> None:
     hidden = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from paceline.b import B\n"
     assert imported(hidden, {"paceline.a", "paceline.b"}) == {"paceline.b"}
-    assert imported("def f():\n    from paceline import b\n", {"paceline", "paceline.b"}) == {"paceline.b"}
+    assert imported("def f():\n    from paceline import b\n", {"paceline", "paceline.b"}) == {
+        "paceline.b"
+    }
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
     assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
 def test_folders_are_small() -> None:
-    files = Counter(path.parent.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+    files = Counter(
+        path.parent.relative_to(ROOT).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "__init__.py"
+    )
     assert {folder: count for folder, count in files.items() if count > FILES_IN_FOLDER} == {}
 
 
@@ -126,7 +153,11 @@ def classes_of(source: str) -> Iterator[ast.ClassDef]:
 
 def large_classes(source: str) -> set[str]:
     """Names of the classes with too many lines of code or too many methods."""
-    return {node.name for node in classes_of(source) if count_code_lines(source, node) > CLASS_LINES or count_methods(node) > CLASS_METHODS}
+    return {
+        node.name
+        for node in classes_of(source)
+        if count_code_lines(source, node) > CLASS_LINES or count_methods(node) > CLASS_METHODS
+    }
 
 
 def count_methods(node: ast.ClassDef) -> int:
@@ -140,9 +171,15 @@ def test_classes_are_small() -> None:
 
 
 def test_a_large_class_is_seen() -> None:
-    many = "class A:\n" + "".join(f"    def f{number}(self): ...\n" for number in range(CLASS_METHODS + 1))
+    many = "class A:\n" + "".join(
+        f"    def f{number}(self): ...\n" for number in range(CLASS_METHODS + 1)
+    )
     long = "class A:\n" + "    x = 1\n" * CLASS_LINES
-    assert [large_classes(source) for source in (many, long, "class A:\n    x = 1\n")] == [{"A"}, {"A"}, set()]
+    assert [large_classes(source) for source in (many, long, "class A:\n    x = 1\n")] == [
+        {"A"},
+        {"A"},
+        set(),
+    ]
 
 
 def test_a_class_name_is_used_once() -> None:
@@ -153,7 +190,9 @@ def test_a_class_name_is_used_once() -> None:
 
 
 def made(function: ast.AST) -> set[str]:
-    """Local names that a function binds to an object which it makes itself: by a class, by `cls`, by `__new__` or by a copy."""
+    """Local names that a function binds to an object which it makes itself: by a class, by
+    `cls`, by `__new__` or by a copy.
+    """
     found = set()
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
@@ -168,27 +207,44 @@ def name_of(node: ast.AST) -> str:
 
 
 def stores(node: ast.AST, mine: frozenset[str] = frozenset({"self", "cls"})) -> Iterator[str]:
-    """The attributes assigned to objects that are neither `self` nor made in the function itself, each time."""
+    """The attributes assigned to objects that are neither `self` nor made in the function
+    itself, each time.
+    """
     for part in ast.iter_child_nodes(node):
-        if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store) and name_of(part.value) not in mine:
+        if (
+            isinstance(part, ast.Attribute)
+            and isinstance(part.ctx, ast.Store)
+            and name_of(part.value) not in mine
+        ):
             yield part.attr
-        yield from stores(part, mine | made(part) if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) else mine)
+        yield from stores(
+            part,
+            mine | made(part) if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) else mine,
+        )
 
 
 def declared(source: str) -> set[str]:
     """The attributes of a module's classes: fields, slots, and what methods assign to `self`."""
     found = set()
     for owner in (node for node in parsed(source).nodes if isinstance(node, ast.ClassDef)):
-        fields = [target for node in owner.body if isinstance(node, ast.Assign) for target in node.targets]
+        fields = [
+            target for node in owner.body if isinstance(node, ast.Assign) for target in node.targets
+        ]
         fields += [node.target for node in owner.body if isinstance(node, ast.AnnAssign)]
         found |= {field.id for field in fields if isinstance(field, ast.Name)}
-        own = (node for node in ast.walk(owner) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+        own = (
+            node
+            for node in ast.walk(owner)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        )
         found |= {node.attr for node in own if name_of(node.value) == "self"}
     return found
 
 
 def foreign(source: str, ours: set[str]) -> list[str]:
-    """The attributes in `ours` (of all our classes) that a module assigns to objects of classes that are not its own."""
+    """The attributes in `ours` (of all our classes) that a module assigns to objects of classes
+    that are not its own.
+    """
     others = ours - declared(source) - THEIRS
     return [name for name in stores(parsed(source).tree) if name in others]
 
@@ -196,15 +252,22 @@ def foreign(source: str, ours: set[str]) -> list[str]:
 def test_objects_are_changed_by_their_own_module() -> None:
     sources = modules()
     ours = {name for source in sources.values() for name in declared(source)}
-    counts = {name: len(found) for name, source in sources.items() if (found := foreign(source, ours))}
+    counts = {
+        name: len(found) for name, source in sources.items() if (found := foreign(source, ours))
+    }
     assert counts == ASSIGNED  # lower a number as they become fewer, never raise it
 
 
 def test_a_foreign_assignment_is_seen() -> None:
-    assert foreign("class A:\n    def __init__(self, b):\n        self.b = b\n        b.ended, self.c = self.end, 1\n", {"ended"}) == [
-        "ended"
-    ]
+    assert foreign(
+        (
+            "class A:\n    def __init__(self, b):\n        self.b = b\n        b.ended, self.c = "
+            "self.end, 1\n"
+        ),
+        {"ended"},
+    ) == ["ended"]
     assert foreign("def f(a):\n    a.b.count += 1\n", {"count"}) == ["count"]
     assert foreign("def f(a):\n    b = Thing(a)\n    b.count = 1\n", {"count"}) == []  # made here
     assert foreign("def f(a):\n    a.grad = None\n", {"count"}) == []  # torch's
-    assert foreign("class A:\n    count: int\ndef f(a):\n    a.count = 1\n", {"count"}) == []  # of its own module
+    # of its own module
+    assert foreign("class A:\n    count: int\ndef f(a):\n    a.count = 1\n", {"count"}) == []

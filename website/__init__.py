@@ -1,1 +1,3 @@
-"""The documentation site: what `make docs` makes of docs/, examples/, docstrings and the command line."""
+"""The documentation site: what `make docs` makes of docs/, examples/, docstrings and the command
+line.
+"""

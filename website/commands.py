@@ -15,12 +15,16 @@ HEAD = """# Command line
 
 All commands and their options, as `--help` shows them. Options of paceline stand before the script, and what stands after it
 belongs to the script.
-"""
+"""  # noqa: E501
 
 
 def page() -> str:
-    """Return the page: a heading for each command, its usage, and tables of its arguments and options."""
-    return "\n".join([HEAD, *(section(name, command) for name, command in walk(typer.main.get_command(app)))])
+    """Return the page: a heading for each command, its usage, and tables of its arguments and
+    options.
+    """
+    return "\n".join(
+        [HEAD, *(section(name, command) for name, command in walk(typer.main.get_command(app)))]
+    )
 
 
 def walk(group: Any, name: str = "paceline") -> Iterator[tuple[str, Any]]:
@@ -36,13 +40,21 @@ def section(name: str, command: Any) -> str:
     """Describe one command."""
     context = command.make_context(name, [], resilient_parsing=True)
     usage = command.get_usage(context).removeprefix("Usage: ").replace("{", "").replace("}", "")
-    rows = [record for parameter in command.params if (record := parameter.get_help_record(context))]
+    rows = [
+        record for parameter in command.params if (record := parameter.get_help_record(context))
+    ]
     table = (
-        ["| Argument or option | What it is |", "| --- | --- |", *(f"| `{left}` | {_cell(right)} |" for left, right in rows)]
+        [
+            "| Argument or option | What it is |",
+            "| --- | --- |",
+            *(f"| `{left}` | {_cell(right)} |" for left, right in rows),
+        ]
         if rows
         else []
     )
-    return "\n".join([f"## `{name}`", "", command.help or "", "", "```text", usage, "```", "", *table, ""])
+    return "\n".join(
+        [f"## `{name}`", "", command.help or "", "", "```text", usage, "```", "", *table, ""]
+    )
 
 
 def _cell(text: str) -> str:

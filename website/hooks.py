@@ -1,4 +1,6 @@
-"""What mkdocs calls while it builds: for pages that nobody writes, links that lead out of docs/, and pictures with a page's colours."""
+"""What mkdocs calls while it builds: for pages that nobody writes, links that lead out of docs/,
+and pictures with a page's colours.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def _filled(entry: Any) -> Any:
     if isinstance(entry, dict):
-        return {title: list(examples.pages(ROOT / "examples")) if below == WHERE_EXAMPLES_GO else below for title, below in entry.items()}
+        return {
+            title: list(examples.pages(ROOT / "examples")) if below == WHERE_EXAMPLES_GO else below
+            for title, below in entry.items()
+        }
     return entry
 
 
@@ -55,11 +60,15 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         path = ROOT / "docs" / "pictures" / found["name"]
         return f'<figure role="img" aria-label="{found["alt"]}">{path.read_text()}</figure>'
 
-    return re.sub(r'<img alt="(?P<alt>[^"]*)" src="[^"]*pictures/(?P<name>[\w-]+\.svg)" ?/?>', inline, html)
+    return re.sub(
+        r'<img alt="(?P<alt>[^"]*)" src="[^"]*pictures/(?P<name>[\w-]+\.svg)" ?/?>', inline, html
+    )
 
 
 def on_post_build(config: MkDocsConfig) -> None:
     """Warn of what pages load from elsewhere: the site has to work without a network."""
     for path in sorted(Path(config.site_dir).rglob("*")):
         for what in links.foreign(path.read_text()) if path.suffix in (".html", ".css") else ():
-            LOG.warning("%s loads something from elsewhere: %s", path.relative_to(config.site_dir), what)
+            LOG.warning(
+                "%s loads something from elsewhere: %s", path.relative_to(config.site_dir), what
+            )

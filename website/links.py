@@ -1,4 +1,6 @@
-"""Links between files of the repository, as links between pages of the site: a page may lie elsewhere there. And what pages load."""
+"""Links between files of the repository, as links between pages of the site: a page may lie
+elsewhere there. And what pages load.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ FOREIGN = re.compile(
 
 
 def moved(text: str, *, source: str, here: str, homes: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Return Markdown with its links led to pages of the site, and those links for which there is no page.
+    """Return Markdown with its links led to pages of the site, and those links for which there is
+    no page.
 
-    `source`: the path of the file in the repository, `here`: of its page on the site, `homes`: pages of files that aren't in docs/.
+    `source`: the path of the file in the repository, `here`: of its page on the site, `homes`:
+    pages of files that aren't in docs/.
     """
     lost: list[str] = []
 
@@ -42,5 +46,7 @@ def moved(text: str, *, source: str, here: str, homes: Mapping[str, str]) -> tup
 
 
 def foreign(text: str) -> list[str]:
-    """Return what a page, or a sheet of styles, loads from elsewhere as it is shown; links to follow are none of it."""
+    """Return what a page, or a sheet of styles, loads from elsewhere as it is shown; links to
+    follow are none of it.
+    """
     return FOREIGN.findall(text)

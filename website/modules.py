@@ -1,4 +1,6 @@
-"""Writes docs/modules.md, the list of all modules with their first lines: `python -m website.modules`."""
+"""Writes docs/modules.md, the list of all modules with their first lines: `python -m
+website.modules`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ HEAD = """# Modules
 
 Every module of the package with its first line, folder by folder. Written by `python -m website.modules`. [Architecture](architecture.md)
 says how they fit together, and which to read first.
-"""
+"""  # noqa: E501
 
 
 def first_line(path: Path) -> str:
@@ -25,7 +27,12 @@ def first_line(path: Path) -> str:
 def written() -> str:
     """Return the page."""
     paths = sorted(
-        PACKAGE.rglob("*.py"), key=lambda path: (path.parent.relative_to(PACKAGE).as_posix(), path.name != "__init__.py", path.name)
+        PACKAGE.rglob("*.py"),
+        key=lambda path: (
+            path.parent.relative_to(PACKAGE).as_posix(),
+            path.name != "__init__.py",
+            path.name,
+        ),
     )
     parts = [HEAD]
     for folder, inside in groupby(paths, key=lambda path: path.parent):

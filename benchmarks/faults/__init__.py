@@ -1,1 +1,4 @@
-"""What a killed worker costs: paceline, torchrun with checkpoints, torchft, on the same faults. `python -m benchmarks.faults --help`."""
+"""What a killed worker costs: paceline, torchrun with checkpoints, torchft, on the same faults.
+
+`python -m benchmarks.faults --help`.
+"""

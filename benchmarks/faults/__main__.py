@@ -1,22 +1,27 @@
-"""What a killed worker costs: paceline, torchrun that begins again from its last checkpoint, and torchft, side by side.
+"""What a killed worker costs: paceline, torchrun that begins again from its last checkpoint, and
+torchft, side by side.
 
     python -m benchmarks.faults --install      # once: an environment for torchft, under .bench/
     python -m benchmarks.faults                # GPT 0.9 M, 4 workers, 6 kills for each system
 
-All train the same model on the same numbered samples with the same global batch, and lose the same workers after the same times of
-steady training: each fault is a SIGKILL so many seconds after all workers take part (again); the seed chooses whom and when. Systems take
-turns, and who begins rotates from round to round. In a round before the first nobody is killed: its weights are the measure of the others.
+All train the same model on the same numbered samples with the same global batch, and lose the same
+workers after the same times of steady training: each fault is a SIGKILL so many seconds after all
+workers take part (again); the seed chooses whom and when. Systems take turns, and who begins
+rotates from round to round. In a round before the first nobody is killed: its weights are the
+measure of the others.
 
 For each fault, until it is over:
-    still       seconds until a step is taken that hadn't been taken before, beyond those of a usual step
+    still       seconds until a step is taken that hadn't been taken before, beyond those of a usual
+                step
     seconds     until all workers take part again, beyond what as many samples usually take
 For each run, divided by its faults:
     lost        samples of the epoch that are in none of the steps that led to the final weights
     repeated    samples that are in more than one of them
-    in vain     samples whose gradients were computed, or begun, and thrown away: rolled back, not committed, or of a step dealt again
+    in vain     samples whose gradients were computed, or begun, and thrown away: rolled back, not
+                committed, or of a step dealt again
     away        |w - w'| / |w'| of the final weights, w' those of the system's own undisturbed run
-accounting.py says how these are found. Workers that are started again take processors from the others meanwhile: on a machine with a core
-for each, `seconds` are fewer.
+accounting.py says how these are found. Workers that are started again take processors from the
+others meanwhile: on a machine with a core for each, `seconds` are fewer.
 """
 
 from __future__ import annotations
@@ -45,21 +50,67 @@ RESULTS = environments.ROOT / "benchmarks" / "results" / "faults.json"
 
 def arguments() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__, formatter_class=raw)
-    parser.add_argument("--model", default="small", help="small (0.9 M parameters) or medium (19 M)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.faults", description=__doc__, formatter_class=raw
+    )
+    parser.add_argument(
+        "--model", default="small", help="small (0.9 M parameters) or medium (19 M)"
+    )
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--share", type=int, default=4, help="samples of a step for each worker (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=450, help="of the epoch that each run trains (default %(default)s)")
-    parser.add_argument("--faults", type=int, default=3, help="kills in a run (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="disturbed runs of each system (default %(default)s)")
-    parser.add_argument("--every", type=int, nargs="+", default=[10, 50], help="steps between torchrun's checkpoints, each a system")
-    parser.add_argument("--only", nargs="+", metavar="SYSTEM", help="paceline, torchrun-10, torchrun-50, torchft: these only")
-    parser.add_argument("--seed", type=int, default=0, help="of who is killed when (default %(default)s)")
-    parser.add_argument("--deadline", type=float, default=300, help="seconds that a run may take (default %(default)s)")
-    parser.add_argument("--install", action="store_true", help="make torchft's environment first, if it is missing")
-    parser.add_argument("--keep", type=Path, help="a folder for what all workers and launchers wrote")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the JSON goes (default %(default)s)")
-    parser.add_argument("--check", action="store_true", help="exit with 1 when paceline lost or repeated a sample, or stood still longest")
+    parser.add_argument(
+        "--share",
+        type=int,
+        default=4,
+        help="samples of a step for each worker (default %(default)s)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=450,
+        help="of the epoch that each run trains (default %(default)s)",
+    )
+    parser.add_argument(
+        "--faults", type=int, default=3, help="kills in a run (default %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="disturbed runs of each system (default %(default)s)"
+    )
+    parser.add_argument(
+        "--every",
+        type=int,
+        nargs="+",
+        default=[10, 50],
+        help="steps between torchrun's checkpoints, each a system",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="SYSTEM",
+        help="paceline, torchrun-10, torchrun-50, torchft: these only",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of who is killed when (default %(default)s)"
+    )
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        default=300,
+        help="seconds that a run may take (default %(default)s)",
+    )
+    parser.add_argument(
+        "--install", action="store_true", help="make torchft's environment first, if it is missing"
+    )
+    parser.add_argument(
+        "--keep", type=Path, help="a folder for what all workers and launchers wrote"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="where the JSON goes (default %(default)s)"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="exit with 1 when paceline lost or repeated a sample, or stood still longest",
+    )
     return parser
 
 
@@ -70,9 +121,14 @@ def choose(options: argparse.Namespace) -> list[System]:
     if unknown:
         sys.exit(f"--only {' '.join(unknown)}: possible are {', '.join(known)}")
     chosen = [known[name] for name in options.only or known]
-    for name in {system.environment for system in chosen if not environments.made(system.environment)}:
+    for name in {
+        system.environment for system in chosen if not environments.made(system.environment)
+    }:
         if not options.install:
-            sys.exit(f"the environment of {name} is missing: give --install to make it, or --only to leave it out")
+            sys.exit(
+                f"the environment of {name} is missing: give --install to make it, or --only to "
+                "leave it out"
+            )
         environments.make(str(name))
     return chosen
 
@@ -81,9 +137,13 @@ def measure(options: argparse.Namespace, chosen: Sequence[System]) -> list[Recor
     """All rounds of all systems; the first, undisturbed one has number -1."""
     sizes = (options.model, options.workers, options.share, options.steps, options.deadline)
     training, found, undisturbed = Training(*sizes), [], {}
-    with place(Setting("faults", f"one host, {options.workers} workers", 1, options.workers)) as where:
+    with place(
+        Setting("faults", f"one host, {options.workers} workers", 1, options.workers)
+    ) as where:
         for index in range(-1, options.rounds):
-            faults = [] if index < 0 else schedule(options.seed + index, options.faults, options.workers)
+            faults = (
+                [] if index < 0 else schedule(options.seed + index, options.faults, options.workers)
+            )
             turn = index % len(chosen)
             for system in (*chosen[turn:], *chosen[:turn]):
                 record: Record = {"system": system.name, "round": index, "schedule": faults}
@@ -95,7 +155,16 @@ def measure(options: argparse.Namespace, chosen: Sequence[System]) -> list[Recor
                 except RunError as error:
                     record["why"] = str(error)
                 found.append(record)
-                print(json.dumps({name: value for name, value in record.items() if name not in ("schedule", "kills")}), flush=True)
+                print(
+                    json.dumps(
+                        {
+                            name: value
+                            for name, value in record.items()
+                            if name not in ("schedule", "kills")
+                        }
+                    ),
+                    flush=True,
+                )
     return found
 
 
@@ -106,7 +175,10 @@ def summarise(records: Sequence[Record], chosen: Sequence[System]) -> list[Recor
         mine = [record for record in records if record["system"] == system.name]
         went = [record for record in mine if "why" not in record]
         disturbed = [record for record in went if record["faults"]]
-        row: Record = {"system": system.title, "failed": [record["why"] for record in mine if "why" in record]}
+        row: Record = {
+            "system": system.title,
+            "failed": [record["why"] for record in mine if "why" in record],
+        }
         row["step"] = statistics.median(record["step"] for record in went) if went else None
         costs = [cost for record in disturbed for cost in record["faults"]]
         row["faults"] = len(costs)
@@ -152,7 +224,9 @@ def table(rows: Sequence[Record]) -> str:
 
 
 def held(rows: Sequence[Record]) -> bool:
-    """Whether paceline loses and repeats nothing, and takes the next step sooner than all others."""
+    """Whether paceline loses and repeats nothing, and takes the next step sooner than all
+    others.
+    """
     ours = next((row for row in rows if row["system"] == "paceline"), None)
     if ours is None or not ours["faults"] or ours["failed"]:
         return False
@@ -162,9 +236,16 @@ def held(rows: Sequence[Record]) -> bool:
 
 def main() -> None:
     options = arguments().parse_args()
-    if min(options.workers, options.share, options.steps, options.rounds, options.faults) < 1 or options.workers < 3:
-        sys.exit("--workers: 3 or more, since two have to be left; --share, --steps, --rounds, --faults: 1 or more")
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that all is taken down
+    if (
+        min(options.workers, options.share, options.steps, options.rounds, options.faults) < 1
+        or options.workers < 3
+    ):
+        sys.exit(
+            "--workers: 3 or more, since two have to be left; --share, --steps, --rounds, "
+            "--faults: 1 or more"
+        )
+    # so that all is taken down
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     tidy()
     chosen = choose(options)
     records = measure(options, chosen)
@@ -172,11 +253,19 @@ def main() -> None:
     print(f"\n{table(rows)}")
     result = {
         "benchmark": "faults",
-        "command": shlex.join([Path(sys.executable).name, "-m", "benchmarks.faults", *sys.argv[1:]]),
+        "command": shlex.join(
+            [Path(sys.executable).name, "-m", "benchmarks.faults", *sys.argv[1:]]
+        ),
         "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "machine": harness.machine(),
-        "versions": {**harness.versions("torch", "paceline"), "peers": environments.requirement("torchft")},
-        "options": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()},
+        "versions": {
+            **harness.versions("torch", "paceline"),
+            "peers": environments.requirement("torchft"),
+        },
+        "options": {
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in vars(options).items()
+        },
         "rows": rows,
         "raw": records,
     }

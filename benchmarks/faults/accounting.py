@@ -1,17 +1,20 @@
-"""What a run came to, from what its workers noted down: which samples are in the final weights, and what each fault cost.
+"""What a run came to, from what its workers noted down: which samples are in the final weights, and
+what each fault cost.
 
-A *turn* is one worker's part in one attempt at a step. A step may be tried several times: dealt again to the living (paceline), computed
-again after a checkpoint was read (torchrun), not committed (torchft). The last attempt that was taken is the one in the final weights: its
-turns *survive*.
+A *turn* is one worker's part in one attempt at a step. A step may be tried several times: dealt
+again to the living (paceline), computed again after a checkpoint was read (torchrun), not committed
+(torchft). The last attempt that was taken is the one in the final weights: its turns *survive*.
 
     step 7, attempt 0    A ####......         killed: no second line
-                         B ##########  not taken, or rolled back later       all three: computed in vain
+                         B ##########  not taken, or rolled back later       all three: computed in
+                                       vain
                          C ##########
     step 7, attempt 1    B ##########  taken    -> surviving
                          C ##########  taken    -> surviving
 
-*Lost* samples are those of the epoch that no surviving turn had. *Repeated* are those beyond the first time that surviving turns had them.
-*In vain* are samples whose gradients were computed (or begun) by turns that didn't survive: most of these were computed again.
+*Lost* samples are those of the epoch that no surviving turn had. *Repeated* are those beyond the
+first time that surviving turns had them. *In vain* are samples whose gradients were computed (or
+begun) by turns that didn't survive: most of these were computed again.
 """
 
 from __future__ import annotations
@@ -26,12 +29,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-STEADY = 5  # steps in a row that all workers take part in: a run is steady again from the first of them
+# steps in a row that all workers take part in: a run is steady again from the first of them
+STEADY = 5
 
 
 @dataclass
 class Turn:
-    """One worker's part in one attempt at a step; `began` and `ended` are moments (seconds of the machine's monotonic clock)."""
+    """One worker's part in one attempt at a step; `began` and `ended` are moments (seconds of
+    the machine's monotonic clock).
+    """
 
     worker: str  # the process
     rank: int
@@ -76,11 +82,18 @@ class Notes:
 
 
 def note(turns: list[Turn], worker: str, line: dict[str, Any]) -> None:
-    """Take one line of a worker's file in (`Journal` in task.py writes them). Who tries a step again hadn't taken it."""
+    """Take one line of a worker's file in (`Journal` in task.py writes them).
+
+    Who tries a step again hadn't taken it.
+    """
     if "ids" in line:
         if turns and turns[-1].step == line["step"]:
             turns[-1].taken = False
-        turns.append(Turn(worker, line["rank"], line["step"], tuple(line["ids"]), line["at"], line["attempt"]))
+        turns.append(
+            Turn(
+                worker, line["rank"], line["step"], tuple(line["ids"]), line["at"], line["attempt"]
+            )
+        )
     else:
         turn = turns[-1]
         turn.ended, turn.attempt, turn.size = line["at"], line["attempt"], line["size"]
@@ -90,7 +103,8 @@ def note(turns: list[Turn], worker: str, line: dict[str, Any]) -> None:
 def surviving(turns: Iterable[Turn]) -> dict[int, list[Turn]]:
     """Of each step, the turns whose gradients are in the final weights.
 
-    A worker that was killed in a step which the others took left no second line; it counts where the mean was over more than are left.
+    A worker that was killed in a step which the others took left no second line; it counts where
+    the mean was over more than are left.
     """
     tried: dict[int, list[Turn]] = defaultdict(list)
     for turn in turns:
@@ -102,7 +116,9 @@ def surviving(turns: Iterable[Turn]) -> dict[int, list[Turn]]:
         last = max(turn.attempt or 0 for turn in attempts if turn.taken)
         size = max(turn.size for turn in attempts if turn.taken and turn.attempt == last)
         counted = [turn for turn in attempts if turn.counted and turn.attempt == last]
-        killed = [turn for turn in attempts if turn.ended == math.inf and turn.attempt in (None, last)]
+        killed = [
+            turn for turn in attempts if turn.ended == math.inf and turn.attempt in (None, last)
+        ]
         killed.sort(key=lambda turn: turn.began, reverse=True)
         kept[step] = counted + killed[: max(0, size - len(counted))]
     return kept
@@ -118,7 +134,9 @@ class Samples(NamedTuple):
 
 def samples(turns: Sequence[Turn], epoch: int) -> Samples:
     """What became of the samples 0 ... epoch - 1."""
-    had = Counter(sample for kept in surviving(turns).values() for turn in kept for sample in turn.ids)
+    had = Counter(
+        sample for kept in surviving(turns).values() for turn in kept for sample in turn.ids
+    )
     strangers = sorted(set(had) - set(range(epoch)))
     assert not strangers, f"samples {strangers[:3]} are not of this epoch"
     computed = sum(len(turn.ids) for turn in turns)
@@ -126,8 +144,11 @@ def samples(turns: Sequence[Turn], epoch: int) -> Samples:
 
 
 class Cost(NamedTuple):
-    """Of one fault. `still`: seconds until a step that nobody had taken before was taken, beyond those of a usual step. `seconds`: until
-    all workers take part again, beyond what as many samples usually take. `back`: steps that were rolled back.
+    """Of one fault.
+
+    `still`: seconds until a step that nobody had taken before was taken, beyond those of a usual
+    step. `seconds`: until all workers take part again, beyond what as many samples usually take.
+    `back`: steps that were rolled back.
     """
 
     still: float
@@ -144,7 +165,9 @@ def moments(turns: Sequence[Turn]) -> dict[int, float]:
 def usual(turns: Sequence[Turn], workers: int) -> float:
     """The median seconds from one step to the next, where all workers take part in both."""
     full, taken = whole(turns, workers), moments(turns)
-    return statistics.median(taken[b] - taken[a] for a, b in pairwise(sorted(taken)) if a in full and b in full)
+    return statistics.median(
+        taken[b] - taken[a] for a, b in pairwise(sorted(taken)) if a in full and b in full
+    )
 
 
 def whole(turns: Sequence[Turn], workers: int) -> set[int]:
@@ -153,14 +176,20 @@ def whole(turns: Sequence[Turn], workers: int) -> set[int]:
 
 
 def costs(turns: Sequence[Turn], kills: Sequence[float], workers: int) -> list[Cost]:
-    """What each fault cost, given the moments of the kills: told from what was noted down until the next one, which may undo more.
+    """What each fault cost, given the moments of the kills: told from what was noted down until the
+    next one, which may undo more.
 
-    Usual are the steps from the kill before to the one after, as other work on the machine comes and goes.
+    Usual are the steps from the kill before to the one after, as other work on the machine comes
+    and goes.
     """
     kept = surviving(turns)
-    batch = statistics.median(sum(len(turn.ids) for turn in kept[step]) for step in whole(turns, workers))
+    batch = statistics.median(
+        sum(len(turn.ids) for turn in kept[step]) for step in whole(turns, workers)
+    )
     found = []
-    for before, kill, after in zip([-math.inf, *kills], kills, [*kills[1:], math.inf], strict=False):
+    for before, kill, after in zip(
+        [-math.inf, *kills], kills, [*kills[1:], math.inf], strict=False
+    ):
         known = [turn for turn in turns if turn.ended <= after]
         each = usual([turn for turn in known if turn.began > before], workers)
         found.append(cost(known, kill, workers, each, batch))
@@ -170,12 +199,19 @@ def costs(turns: Sequence[Turn], kills: Sequence[float], workers: int) -> list[C
 def cost(turns: Sequence[Turn], kill: float, workers: int, each: float, batch: float) -> Cost:
     """What one fault cost, where a usual step takes `each` seconds for `batch` samples."""
     full, taken, kept = whole(turns, workers), moments(turns), surviving(turns)
-    highest, left_off = max((turn.step, turn.ended) for turn in turns if turn.taken and turn.ended <= kill)
+    highest, left_off = max(
+        (turn.step, turn.ended) for turn in turns if turn.taken and turn.ended <= kill
+    )
     after = [step for step in taken if step > highest]
-    steady = (step for step in after if full.issuperset(set(range(step, step + STEADY)) & taken.keys()))
+    steady = (
+        step for step in after if full.issuperset(set(range(step, step + STEADY)) & taken.keys())
+    )
     again = min(steady, default=max(after))
     trained = sum(len(turn.ids) for step in after if step <= again for turn in kept[step])
-    still, seconds = taken[min(after)] - left_off - each, taken[again] - left_off - trained / batch * each
+    still, seconds = (
+        taken[min(after)] - left_off - each,
+        taken[again] - left_off - trained / batch * each,
+    )
     return Cost(still, seconds, rolled_back(turns, kill))
 
 
@@ -185,4 +221,8 @@ def rolled_back(turns: Sequence[Turn], kill: float) -> int:
     for turn in turns:
         if turn.taken:
             first[turn.step] = min(first[turn.step], turn.ended)
-    return sum(1 for step, kept in surviving(turns).items() if first[step] <= kill < min(turn.began for turn in kept))
+    return sum(
+        1
+        for step, kept in surviving(turns).items()
+        if first[step] <= kill < min(turn.began for turn in kept)
+    )

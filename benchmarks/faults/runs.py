@@ -1,4 +1,6 @@
-"""One run of one system: launch it, kill workers when it is steady, wait for its end, and say what it came to."""
+"""One run of one system: launch it, kill workers when it is steady, wait for its end, and say
+what it came to.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True)
 class Training:
-    """What all systems train: `share` samples of each step for each of the workers, one epoch of so many steps."""
+    """What all systems train: `share` samples of each step for each of the workers, one epoch of
+    so many steps.
+    """
 
     model: str
     workers: int
@@ -50,7 +54,14 @@ class Training:
 
     def words(self, out: Path) -> tuple[str, ...]:
         """As arguments of the programs."""
-        sizes = ("--workers", str(self.workers), "--share", str(self.share), "--steps", str(self.steps))
+        sizes = (
+            "--workers",
+            str(self.workers),
+            "--share",
+            str(self.share),
+            "--steps",
+            str(self.steps),
+        )
         return ("--model", self.model, *sizes, "--out", str(out))
 
 
@@ -63,7 +74,9 @@ def schedule(seed: int, faults: int, workers: int) -> list[Fault]:
 class Run:
     """A launched system, watched through what its workers write."""
 
-    def __init__(self, system: System, training: Training, faults: int, place: Place, out: Path) -> None:
+    def __init__(
+        self, system: System, training: Training, faults: int, place: Place, out: Path
+    ) -> None:
         self.training, self.out, self.notes = training, out, Notes(out)
         self._title, self._log = system.title, (out / "log").open("wb")
         self._helpers: list[Process] = []
@@ -86,7 +99,10 @@ class Run:
             if turn.rank == fault.rank and Path(f"/proc/{worker}").exists():
                 os.kill(int(worker), signal.SIGKILL)
                 return time.monotonic()
-        raise RunError(f"{self._title}: no worker of rank {fault.rank} is alive {fault.seconds:.1f} s after all took part")
+        raise RunError(
+            f"{self._title}: no worker of rank {fault.rank} is alive {fault.seconds:.1f} s after "
+            "all took part"
+        )
 
     def finish(self) -> None:
         """Wait for the end of all processes; raises if there is none, or no weights are left."""
@@ -94,7 +110,10 @@ class Run:
         self.notes.poll()
         if not list(self.out.glob("weights-*.pt")):
             codes = [process.returncode for process in self._others]
-            raise RunError(f"{self._title}: exit codes {codes}: {last_words((self.out / 'log').read_text(errors='replace'))}")
+            raise RunError(
+                f"{self._title}: exit codes {codes}: "
+                f"{last_words((self.out / 'log').read_text(errors='replace'))}"
+            )
 
     def close(self) -> None:
         """End what is left of it."""
@@ -115,7 +134,10 @@ class Run:
         over = None
         while not ready():
             if time.monotonic() > self._end:
-                raise RunError(f"{self._title}: not done after {self.training.deadline:.0f} s; it last said: {self._said()}")
+                raise RunError(
+                    f"{self._title}: not done after {self.training.deadline:.0f} s; it last said: "
+                    f"{self._said()}"
+                )
             ended = [process.poll() is not None for process in self._others]
             if any(ended):
                 over = over or time.monotonic()
@@ -129,7 +151,13 @@ class Run:
         return last_words((self.out / "log").read_text(errors="replace")[-10_000:])
 
 
-def run(system: System, training: Training, faults: Sequence[Fault], place: Place, keep: Path | None = None) -> dict[str, Any]:
+def run(
+    system: System,
+    training: Training,
+    faults: Sequence[Fault],
+    place: Place,
+    keep: Path | None = None,
+) -> dict[str, Any]:
     """Train, kill, and account for it; `keep` is a folder for what the workers wrote."""
     out = Path(tempfile.mkdtemp(prefix=f"{system.name}-", dir=place.folder))
     running = Run(system, training, len(faults), place, out)
@@ -153,7 +181,12 @@ def weights(out: Path) -> torch.Tensor:
     return found[0]
 
 
-def summary(turns: Sequence[accounting.Turn], training: Training, kills: Sequence[float], final: torch.Tensor) -> dict[str, Any]:
+def summary(
+    turns: Sequence[accounting.Turn],
+    training: Training,
+    kills: Sequence[float],
+    final: torch.Tensor,
+) -> dict[str, Any]:
     """What is kept of a run."""
     workers = training.workers
     taken = accounting.moments(turns)

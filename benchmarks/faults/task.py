@@ -1,7 +1,8 @@
 """What all programs train, and what every worker notes down of its turns.
 
-Each process has a file of its own, OUT/turns-PID, with two lines for a turn: one before its gradients are computed, one after its
-optimizer's step. A process that is killed leaves a turn without its second line.
+Each process has a file of its own, OUT/turns-PID, with two lines for a turn: one before its
+gradients are computed, one after its optimizer's step. A process that is killed leaves a turn
+without its second line.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ RATE, MOMENTUM = 0.05, 0.9
 
 
 class Numbered(Dataset[Batch]):
-    """Made-up samples that know their number: an epoch of so many global batches, each sample once."""
+    """Made-up samples that know their number: an epoch of so many global batches, each sample
+    once.
+    """
 
     def __init__(self, samples: int) -> None:
-        self.tokens = torch.randint(0, VOCAB, (samples, CONTEXT + 1), generator=torch.Generator().manual_seed(SEED + 1))
+        self.tokens = torch.randint(
+            0, VOCAB, (samples, CONTEXT + 1), generator=torch.Generator().manual_seed(SEED + 1)
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -44,7 +49,12 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", choices=list(MODELS), required=True)
     parser.add_argument("--workers", type=int, required=True)
-    parser.add_argument("--share", type=int, required=True, help="samples of a step for each worker, when all are there")
+    parser.add_argument(
+        "--share",
+        type=int,
+        required=True,
+        help="samples of a step for each worker, when all are there",
+    )
     parser.add_argument("--steps", type=int, required=True, help="of the epoch")
     parser.add_argument("--out", type=Path, required=True, help="folder for what workers write")
     return parser
@@ -64,19 +74,42 @@ def loss_of(logits: Tensor, y: Tensor) -> Tensor:
 
 
 class Journal:
-    """What this process notes down; each line is in the kernel's hands when a call returns, so that SIGKILL takes nothing back."""
+    """What this process notes down; each line is in the kernel's hands when a call returns, so
+    that SIGKILL takes nothing back.
+    """
 
     def __init__(self, out: Path) -> None:
         self._out = out
         self._file = (out / f"turns-{os.getpid()}").open("ab", buffering=0)
 
     def began(self, rank: int, step: int, ids: Sequence[int], attempt: int | None = None) -> None:
-        """This worker is about to compute the gradients of `ids` for a step. A later attempt at the same step has a higher number."""
-        self._write({"rank": rank, "step": step, "ids": list(ids), "attempt": attempt, "at": time.monotonic()})
+        """This worker is about to compute the gradients of `ids` for a step.
+
+        A later attempt at the same step has a higher number.
+        """
+        self._write(
+            {
+                "rank": rank,
+                "step": step,
+                "ids": list(ids),
+                "attempt": attempt,
+                "at": time.monotonic(),
+            }
+        )
 
     def ended(self, attempt: int, size: int, *, taken: bool = True, counted: bool = True) -> None:
-        """The turn is over: whether its step was taken here, whether this worker's gradients were in the mean of `size` workers."""
-        self._write({"attempt": attempt, "size": size, "taken": taken, "counted": counted, "at": time.monotonic()})
+        """The turn is over: whether its step was taken here, whether this worker's gradients
+        were in the mean of `size` workers.
+        """
+        self._write(
+            {
+                "attempt": attempt,
+                "size": size,
+                "taken": taken,
+                "counted": counted,
+                "at": time.monotonic(),
+            }
+        )
 
     def finish(self, model: nn.Module) -> None:
         """Leave the final weights behind."""

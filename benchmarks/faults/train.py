@@ -18,7 +18,8 @@ def main() -> None:
         model, optimizer, loader = run.prepare(model, optimizer, loader)
         for _ in run.epochs(1):
             for ids, x, y in loader:
-                attempt, size = len(run.events), run.size  # both change within the turn when a worker is lost
+                # both change within the turn when a worker is lost
+                attempt, size = len(run.events), run.size
                 journal.began(run.rank, run.steps, ids.tolist() if run.weight else [], attempt)
                 optimizer.zero_grad()
                 task.loss_of(model(x), y).backward()

@@ -1,6 +1,8 @@
-"""DDP under `torchrun --max-restarts`: a checkpoint every so many steps, from which everybody begins again after a fault.
+"""DDP under `torchrun --max-restarts`: a checkpoint every so many steps, from which everybody
+begins again after a fault.
 
-The first worker writes the checkpoint beside the old one and renames it; the others don't wait for it. Everybody reads it at the start.
+The first worker writes the checkpoint beside the old one and renames it; the others don't wait for
+it. Everybody reads it at the start.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = task.options(__doc__)
-    parser.add_argument("--every", type=int, required=True, help="steps from one checkpoint to the next")
+    parser.add_argument(
+        "--every", type=int, required=True, help="steps from one checkpoint to the next"
+    )
     asked = parser.parse_args()
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -37,7 +41,9 @@ def main() -> None:
         module.load_state_dict(kept["model"])
         optimizer.load_state_dict(kept["optimizer"])
         step = kept["step"]
-    model = DistributedDataParallel(module, forward_sync_buffers=False, gradient_as_bucket_view=True, static_graph=True)
+    model = DistributedDataParallel(
+        module, forward_sync_buffers=False, gradient_as_bucket_view=True, static_graph=True
+    )
     batch = asked.share * size
     rest = Subset(task.Numbered(asked.steps * batch), range(step * batch, asked.steps * batch))
     sampler: DistributedSampler[task.Batch] = DistributedSampler(rest, shuffle=False)
@@ -50,11 +56,15 @@ def main() -> None:
         journal.ended(attempt, size)
         step += 1
         if rank == 0 and step % asked.every == 0:
-            save(path, {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "step": step})
+            save(
+                path,
+                {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
+            )
     journal.finish(module)
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # Python's end may wait for ever for Gloo's thread (see benchmarks/peers/programs/workload.py)
+    # Python's end may wait for ever for Gloo's thread (see benchmarks/peers/programs/workload.py)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""torchft: every worker is a replica group of its own, under a torchrun of its own that starts it again, beside one lighthouse.
+"""torchft: every worker is a replica group of its own, under a torchrun of its own that starts it
+again, beside one lighthouse.
 
-The loop is that of torchft's train_ddp.py, with its DistributedSampler; a batch's place comes from the manager's step, so that a step that
-wasn't committed is tried again with the same samples, and a replica that was healed goes on where the others are.
+The loop is that of torchft's train_ddp.py, with its DistributedSampler; a batch's place comes from
+the manager's step, so that a step that wasn't committed is tried again with the same samples, and a
+replica that was healed goes on where the others are.
 """
 
 import os
@@ -14,13 +16,21 @@ from typing import Any
 import task
 import torch
 import torch.distributed as dist
-from torchft import DistributedDataParallel, DistributedSampler, Manager, Optimizer, ProcessGroupGloo
+from torchft import (
+    DistributedDataParallel,
+    DistributedSampler,
+    Manager,
+    Optimizer,
+    ProcessGroupGloo,
+)
 
 
 class Parallel(DistributedDataParallel):  # type: ignore[misc]
-    """torchft's, whose hook ends in an AssertionError (0.2.0) when Gloo's wait raises: every survivor would end with the worker that died.
+    """torchft's, whose hook ends in an AssertionError (0.2.0) when Gloo's wait raises: every
+    survivor would end with the worker that died.
 
-    As in torchft's, the hook waits for the exchange; the manager knows of one that failed, and doesn't commit the step.
+    As in torchft's, the hook waits for the exchange; the manager knows of one that failed, and
+    doesn't commit the step.
     """
 
     @staticmethod
@@ -32,7 +42,9 @@ class Parallel(DistributedDataParallel):  # type: ignore[misc]
 
 
 def wait_for_all(out: Path, workers: int) -> None:
-    """At the very start: until all replicas are there, or the first two would begin and what the others should have had would be lost."""
+    """At the very start: until all replicas are there, or the first two would begin and what the
+    others should have had would be lost.
+    """
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         while len(list(out.glob("turns-*"))) < workers:
             time.sleep(0.01)
@@ -41,12 +53,21 @@ def wait_for_all(out: Path, workers: int) -> None:
 def main() -> None:
     parser = task.options(__doc__)
     parser.add_argument("--replica", type=int, required=True, help="number of this replica group")
-    parser.add_argument("--exchange-timeout", type=float, required=True, help="seconds that Gloo waits for another")
-    parser.add_argument("--patience", type=float, default=60, help="seconds that the manager waits for a quorum and for all else")
+    parser.add_argument(
+        "--exchange-timeout", type=float, required=True, help="seconds that Gloo waits for another"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=60,
+        help="seconds that the manager waits for a quorum and for all else",
+    )
     asked = parser.parse_args()
     model, inner = task.build(asked.model)
     data = task.Numbered(asked.steps * asked.share * asked.workers)
-    sampler = DistributedSampler(data, asked.replica, asked.workers, group_rank=0, num_replicas=1, shuffle=False)
+    sampler = DistributedSampler(
+        data, asked.replica, asked.workers, group_rank=0, num_replicas=1, shuffle=False
+    )
     mine = list(sampler)
 
     def load(state: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Draws what was learned: `draw.py LEARNING.json FOLDER`. Needs only matplotlib.
 
-learning-BATCH.png   training loss against steps, and against bytes     learning-race.png   validation loss against seconds
+learning-BATCH.png   training loss against steps, and against bytes     learning-race.png
+                     validation loss against seconds
 """
 
 from __future__ import annotations
@@ -35,19 +36,32 @@ def sent(row: dict[str, Any], exact: float, steps: int) -> float:
     whole, warm = len(row["curve"]), row["warm"]
     if steps <= warm:
         return exact * steps / 1e6
-    return (exact * warm + (row["sent"] * whole - exact * warm) / (whole - warm) * (steps - warm)) / 1e6
+    return (
+        exact * warm + (row["sent"] * whole - exact * warm) / (whole - warm) * (steps - warm)
+    ) / 1e6
 
 
 def table(rows: list[dict[str, Any]], path: Path) -> None:
     """Training losses of the first seed."""
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(11, 4), layout="constrained", sharey=True
+    )
     for number, row in enumerate(rows):
         curve = row["curve"]
-        look: dict[str, Any] = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else ":"}
+        look: dict[str, Any] = {
+            "color": f"C{number % 10}",
+            "linestyle": "-" if number < 10 else ":",
+        }
         points = range(SMOOTH, len(curve) + 1, 5)
         means = [sum(curve[end - SMOOTH : end]) / SMOOTH for end in points]
         left.plot(points, means, label=row["title"], linewidth=1, **look)
-        right.semilogx([sent(row, rows[0]["sent"], end) for end in points], means, label=row["title"], linewidth=1, **look)
+        right.semilogx(
+            [sent(row, rows[0]["sent"], end) for end in points],
+            means,
+            label=row["title"],
+            linewidth=1,
+            **look,
+        )
     left.set_ylim(top=TOP)
     finish(left, "steps", "training loss, nats")
     finish(right, "MB sent by all workers", "")
@@ -61,7 +75,13 @@ def race(rows: list[dict[str, Any]], path: Path) -> None:
     for row in rows:
         points = [point for point in row["curve"] if point[1] > 0]
         style = "-" if row["sync"] else "--"
-        axes.semilogx([seconds for _, seconds, _ in points], [loss for *_, loss in points], style, label=row["title"], linewidth=1.2)
+        axes.semilogx(
+            [seconds for _, seconds, _ in points],
+            [loss for *_, loss in points],
+            style,
+            label=row["title"],
+            linewidth=1.2,
+        )
     axes.axhline(rows[0]["goal"], color="gray", linewidth=0.6)
     finish(axes, "seconds", "validation loss, nats")
     figure.savefig(path, dpi=110, metadata={"Software": None})

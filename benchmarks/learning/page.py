@@ -19,11 +19,20 @@ from benchmarks.peers.records import Record, Records
 def make(results: Path, docs: Path) -> None:
     """Write the page, its data and its pictures into `docs`."""
     records = Records(results)
-    batches = sorted({record["batch"] for record in _known(records, "learning", TABLE) if record["seed"] != TUNING})
+    batches = sorted(
+        {
+            record["batch"]
+            for record in _known(records, "learning", TABLE)
+            if record["seed"] != TUNING
+        }
+    )
     tables = {str(batch): rows for batch in batches if (rows := _table(records, batch))}
     found = {"tables": tables, "race": _race(records), "headers": list(records.each("header"))}
     if not found["tables"] and not found["race"]:
-        sys.exit(f"{results} has no runs: make some first, with python -m benchmarks.learning table, or race")
+        sys.exit(
+            f"{results} has no runs: make some first, with python -m benchmarks.learning table, or "
+            "race"
+        )
     data = docs / "pictures" / "learning.json"
     data.write_text(json.dumps(found) + "\n")
     try:
@@ -32,18 +41,27 @@ def make(results: Path, docs: Path) -> None:
     except InstallError as error:
         sys.exit(f"the pictures need matplotlib, and it can't be installed: {error}")
     program = Path(__file__).with_name("draw.py")
-    subprocess.run([str(environments.python_of("pictures")), str(program), str(data), str(data.parent)], check=True)
+    subprocess.run(
+        [str(environments.python_of("pictures")), str(program), str(data), str(data.parent)],
+        check=True,
+    )
     (docs / "learning.md").write_text(text(found))
     print(f"written: {docs / 'learning.md'} and {data.parent}")
 
 
 def _known(records: Records, kind: str, ways: dict[str, Way]) -> list[Record]:
     """The records of the ways as they are in the catalogue now."""
-    return [record for record in records.each(kind) if record["way"] in ways and ways[record["way"]].sync == record["sync"]]
+    return [
+        record
+        for record in records.each(kind)
+        if record["way"] in ways and ways[record["way"]].sync == record["sync"]
+    ]
 
 
 def _table(records: Records, batch: int) -> list[dict[str, Any]]:
-    """A row for each way: final losses by seed, and how much worse than exact they are, seed by seed."""
+    """A row for each way: final losses by seed, and how much worse than exact they are, seed by
+    seed.
+    """
     runs: dict[str, dict[int, Record]] = defaultdict(dict)
     for record in _known(records, "learning", TABLE):
         if record["seed"] != TUNING and record["batch"] == batch:
@@ -83,9 +101,20 @@ def _race(records: Records) -> list[dict[str, Any]]:
     for way in RACE.values():
         if way.name in runs:
             run = runs[way.name]
-            there = next(((steps, seconds) for steps, seconds, loss in run["validation"] if loss <= goal), None)
-            row = {"name": way.name, "title": way.title, "sync": way.sync, "curve": run["validation"], "sent": run["sent"]}
-            rows.append(row | {"goal": goal, "steps": there and there[0], "seconds": there and there[1]})
+            there = next(
+                ((steps, seconds) for steps, seconds, loss in run["validation"] if loss <= goal),
+                None,
+            )
+            row = {
+                "name": way.name,
+                "title": way.title,
+                "sync": way.sync,
+                "curve": run["validation"],
+                "sent": run["sent"],
+            }
+            rows.append(
+                row | {"goal": goal, "steps": there and there[0], "seconds": there and there[1]}
+            )
     return rows
 
 
@@ -97,7 +126,10 @@ def spread(rows: list[dict[str, Any]]) -> float:
 
 def text(found: dict[str, Any]) -> str:
     """The page."""
-    parts = ["# What strategies do to the loss", "<!-- Made by `python -m benchmarks.learning report`; changes by hand are lost. -->"]
+    parts = [
+        "# What strategies do to the loss",
+        "<!-- Made by `python -m benchmarks.learning report`; changes by hand are lost. -->",
+    ]
     if found["race"]:
         parts.append(_tell_race(found["race"]))
     if found["tables"]:
@@ -105,13 +137,19 @@ def text(found: dict[str, Any]) -> str:
         parts.append(_tell_tables(first[0]["steps"]))
         parts += [_tell_table(rows, batch) for batch, rows in found["tables"].items()]
     machine = found["headers"][-1]["machine"]
-    parts.append(f"Machine: {machine['processor']}, {machine['cores']} cores, one thread in each process; the workers share its cores.")
+    parts.append(
+        f"Machine: {machine['processor']}, {machine['cores']} cores, one thread in each process; "
+        "the workers share its cores."
+    )
     return "\n\n".join(parts) + "\n"
 
 
 def _tell_race(rows: list[dict[str, Any]]) -> str:
     ddp = rows[0]
-    lines = ["| | seconds | steps | ms a step | sent in a step | times as fast as DDP |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
+    lines = [
+        "| | seconds | steps | ms a step | sent in a step | times as fast as DDP |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
     for row in sorted(rows, key=lambda row: row["seconds"] or 1e9):
         steps, seconds, _ = row["curve"][-1]
         pace, sent = f"{seconds / steps * 1e3:.0f}", f"{row['sent'] / 1e6:.2f} MB"
@@ -120,7 +158,10 @@ def _tell_race(rows: list[dict[str, Any]]) -> str:
             lines.append(f"| {name} | not within {steps} steps | | {pace} | {sent} | |")
         else:
             faster = ddp["seconds"] / row["seconds"]
-            lines.append(f"| {name} | {row['seconds']:.0f} | {row['steps']} | {pace} | {sent} | {faster:.1f} |")
+            lines.append(
+                f"| {name} | {row['seconds']:.0f} | {row['steps']} | {pace} | {sent} | "
+                f"{faster:.1f} |"
+            )
     table = "\n".join(lines)
     return f"""## Time to a loss, on slow links
 
@@ -130,7 +171,7 @@ sources, 8 samples of 64 tokens in a step, AdamW at 0.001. How long until the va
 
 ![Validation loss against seconds](pictures/learning-race.png)
 
-{table}"""
+{table}"""  # noqa: E501
 
 
 def _tell_tables(steps: int) -> str:
@@ -144,18 +185,28 @@ as the papers do. `python -m benchmarks.learning table`
 **What it says.** Half and int8 are as good as exact, and gossip nearly so. What sends a hundredth keeps the rest for later, and
 what comes late costs: little where gradients are mostly noise (small batches, later in training), much where every step goes the same
 way (large batches, early), and most from the first step on. So start with exact sums. Without error feedback top-k is worse still;
-signs are not: for Adam, which divides by the size of gradients anyway, the mean of some workers' signs is a good gradient."""
+signs are not: for Adam, which divides by the size of gradients anyway, the mean of some workers' signs is a good gradient."""  # noqa: E501
 
 
 def _tell_table(rows: list[dict[str, Any]], batch: str) -> str:
     wide = spread(rows)
     seeds = ", ".join(map(str, rows[0]["losses"]))
-    lines = ["| | validation loss, by seed | against exact | bound | sent in a step |", "| --- | --- | ---: | ---: | ---: |"]
+    lines = [
+        "| | validation loss, by seed | against exact | bound | sent in a step |",
+        "| --- | --- | ---: | ---: | ---: |",
+    ]
     for row in rows:
         losses = ", ".join(f"{loss:.4f}" for loss in row["losses"].values())
         bound = "" if row["bound"] is None else f"{max(row['bound'], wide):.1%}"
-        missed = " (missed)" if row["bound"] is not None and row["worse"] > max(row["bound"], wide) else ""
-        lines.append(f"| {row['title']}: `{row['sync']}` | {losses} | {row['worse']:+.2%}{missed} | {bound} | {row['sent'] / 1e6:.2f} MB |")
+        missed = (
+            " (missed)"
+            if row["bound"] is not None and row["worse"] > max(row["bound"], wide)
+            else ""
+        )
+        lines.append(
+            f"| {row['title']}: `{row['sync']}` | {losses} | {row['worse']:+.2%}{missed} | {bound} "
+            f"| {row['sent'] / 1e6:.2f} MB |"
+        )
     table = "\n".join(lines)
     return f"""### {batch} samples in a step, {int(batch) // 4} of each worker
 
@@ -164,4 +215,4 @@ bound, it is the bound.
 
 ![Loss against steps and bytes](pictures/learning-{batch}.png)
 
-{table}"""
+{table}"""  # noqa: E501

@@ -1,6 +1,8 @@
-"""What all runs train: a GPT on the standard library's sources, by AdamW, in an order that only the seed decides.
+"""What all runs train: a GPT on the standard library's sources, by AdamW, in an order that only the
+seed decides.
 
-Training goes in stretches of so many steps; between two of them the validation loss is taken, while the clock stands still.
+Training goes in stretches of so many steps; between two of them the validation loss is taken, while
+the clock stands still.
 """
 
 from __future__ import annotations
@@ -33,12 +35,20 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     """What every program takes."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", choices=list(SHAPES), required=True)
-    parser.add_argument("--batch", type=int, required=True, help="samples of a step, of all workers")
+    parser.add_argument(
+        "--batch", type=int, required=True, help="samples of a step, of all workers"
+    )
     parser.add_argument("--steps", type=int, required=True, help="steps to train at most")
     parser.add_argument("--stretch", type=int, required=True, help="steps between two validations")
     parser.add_argument("--rate", type=float, required=True, help="AdamW's learning rate")
-    parser.add_argument("--falling", action="store_true", help="the rate falls to a tenth by a cosine; default: it stays")
-    parser.add_argument("--until", type=float, default=-math.inf, help="end at this validation loss")
+    parser.add_argument(
+        "--falling",
+        action="store_true",
+        help="the rate falls to a tenth by a cosine; default: it stays",
+    )
+    parser.add_argument(
+        "--until", type=float, default=-math.inf, help="end at this validation loss"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="folder for rank-R.json")
     return parser
@@ -92,7 +102,9 @@ class Task:
         self.rows = rows.repeat(-(-whole // len(rows)))[:whole].tolist()
         self.train = train
         held = torch.randperm(len(validation), generator=torch.Generator().manual_seed(0))[:WINDOWS]
-        self.held_out: DataLoader[Batch] = DataLoader(Subset(validation, held.tolist()), batch_size=128)
+        self.held_out: DataLoader[Batch] = DataLoader(
+            Subset(validation, held.tolist()), batch_size=128
+        )
         torch.manual_seed(options.seed)
         self.model = GPT(shape)
 
@@ -107,7 +119,9 @@ class Task:
 
     def optimizer(self, model: nn.Module | None = None) -> torch.optim.AdamW:
         """AdamW, for all parameters."""
-        return torch.optim.AdamW((model or self.model).parameters(), lr=self.options.rate, weight_decay=0.01)
+        return torch.optim.AdamW(
+            (model or self.model).parameters(), lr=self.options.rate, weight_decay=0.01
+        )
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
         """The rate rises, then stays or falls."""
@@ -119,7 +133,9 @@ class Task:
 
         return LambdaLR(optimizer, factor)
 
-    def run(self, course: Course, stretch: Callable[[], list[Tensor]], evaluate: Callable[[], float]) -> None:
+    def run(
+        self, course: Course, stretch: Callable[[], list[Tensor]], evaluate: Callable[[], float]
+    ) -> None:
         """Train stretch by stretch, until the end or the loss that was asked for."""
         clock, losses = 0.0, list[Tensor]()
         course.validation.append((0, 0.0, evaluate()))

@@ -22,7 +22,11 @@ def main() -> None:
         course = task.Course(run.rank, run.size)
         optimizer = job.optimizer()
         model, optimizer, schedule, loader, held_out = run.prepare(
-            job.model, optimizer, job.schedule(optimizer), DataLoader(job.train, batch_sampler=job.sampler()), job.held_out
+            job.model,
+            optimizer,
+            job.schedule(optimizer),
+            DataLoader(job.train, batch_sampler=job.sampler()),
+            job.held_out,
         )
 
         def stretch() -> list[Tensor]:
@@ -40,7 +44,10 @@ def main() -> None:
 
         @torch.no_grad()
         def evaluate() -> float:
-            rows = [run.gather(F.cross_entropy(model(x).transpose(1, 2), y, reduction="none").mean(1)) for x, y in held_out]
+            rows = [
+                run.gather(F.cross_entropy(model(x).transpose(1, 2), y, reduction="none").mean(1))
+                for x, y in held_out
+            ]
             return float(torch.cat(rows).mean())
 
         job.run(course, stretch, evaluate)

@@ -39,9 +39,13 @@ def main() -> None:
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     if options.hook == "local":
         mine = [dist.new_group([each]) for each in range(size)][rank]
-        state = post_localSGD_hook.PostLocalSGDState(None, mine, task.WARM, post_local_gradient_allreduce=False)
+        state = post_localSGD_hook.PostLocalSGDState(
+            None, mine, task.WARM, post_local_gradient_allreduce=False
+        )
         model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-        optimizer = PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=options.period, warmup_steps=task.WARM))
+        optimizer = PostLocalSGDOptimizer(
+            inner, PeriodicModelAverager(period=options.period, warmup_steps=task.WARM)
+        )
     sampler = job.sampler()
 
     def stretch() -> list[Tensor]:
@@ -60,8 +64,13 @@ def main() -> None:
 
     @torch.no_grad()
     def evaluate() -> float:
-        parts = [(task.loss_of(job.model, x, y) * len(x), len(x)) for x, y in list(job.held_out)[rank::size]]
-        total = torch.tensor([float(sum(loss for loss, _ in parts)), float(sum(count for _, count in parts))])
+        parts = [
+            (task.loss_of(job.model, x, y) * len(x), len(x))
+            for x, y in list(job.held_out)[rank::size]
+        ]
+        total = torch.tensor(
+            [float(sum(loss for loss, _ in parts)), float(sum(count for _, count in parts))]
+        )
         dist.all_reduce(total)
         return float(total[0] / total[1])
 
@@ -71,7 +80,8 @@ def main() -> None:
     course.write(options.out)
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # Python's end may wait for ever for Gloo's thread (see benchmarks/peers/programs/workload.py)
+    # Python's end may wait for ever for Gloo's thread (see benchmarks/peers/programs/workload.py)
+    os._exit(0)
 
 
 if __name__ == "__main__":

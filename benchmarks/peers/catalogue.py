@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-EXACT = 1e-5  # |w - reference| / |reference| after the warm-up steps, of peers that compute the mean gradient
+# |w - reference| / |reference| after the warm-up steps, of peers that compute the mean gradient
+EXACT = 1e-5
 HALF = 1e-3  # the same, of gradients rounded to half precision
-ROUNDED = 0.1  # the same after all steps, in terms of a lone worker's: what rounding may have come to where a net has kinks (ReLU, max)
+# the same after all steps, in terms of a lone worker's: what rounding may have come to where a net
+# has kinks (ReLU, max)
+ROUNDED = 0.1
 PERIOD = 4  # steps between two averages of post-local SGD: timed steps are a multiple of it
 WARM = 3  # steps before the timed ones
 SLOW = 2.0  # seconds of a step from which fewer are tried for the bucket size
@@ -16,14 +19,18 @@ SIZES_MB = (1, 5, 10, 25, 50, 200)  # bucket sizes that DDP is tried with
 
 @dataclass(frozen=True)
 class Peer:
-    """A program under its own launcher. `check` is how its weights are judged: exact, half, or near (see `checks.py`)."""
+    """A program under its own launcher.
+
+    `check` is how its weights are judged: exact, half, or near (see `checks.py`).
+    """
 
     name: str
     title: str
     program: str
     launcher: str = "torchrun"
     environment: str | None = None  # None: the driver's own
-    arguments: tuple[str, ...] = ()  # {address} stands for the host's, {bucket} for the best bucket size
+    # {address} stands for the host's, {bucket} for the best bucket size
+    arguments: tuple[str, ...] = ()
     check: str = "exact"
     package: str | None = None  # whose version is told
     note: str = ""
@@ -33,12 +40,33 @@ class Peer:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("none", "one process, whole batch", "run_none.py", "alone", note="one core, nothing to exchange"),
+        Peer(
+            "none",
+            "one process, whole batch",
+            "run_none.py",
+            "alone",
+            note="one core, nothing to exchange",
+        ),
         Peer("paceline", "paceline", "run_paceline.py", "paceline run"),
         Peer("ddp", "DDP, 25 MB buckets", "run_ddp.py"),
-        Peer("ddp-best", "DDP, best bucket size", "run_ddp.py", arguments=("--bucket-mb", "{bucket}"), note="the best of those tried here"),
-        Peer("ddp-fp16", "DDP, fp16 hook", "run_ddp.py", arguments=("--hook", "fp16"), check="half"),
-        Peer("ddp-powersgd", "DDP, PowerSGD hook", "run_ddp.py", arguments=("--hook", "powersgd"), check="near", note="rank 1"),
+        Peer(
+            "ddp-best",
+            "DDP, best bucket size",
+            "run_ddp.py",
+            arguments=("--bucket-mb", "{bucket}"),
+            note="the best of those tried here",
+        ),
+        Peer(
+            "ddp-fp16", "DDP, fp16 hook", "run_ddp.py", arguments=("--hook", "fp16"), check="half"
+        ),
+        Peer(
+            "ddp-powersgd",
+            "DDP, PowerSGD hook",
+            "run_ddp.py",
+            arguments=("--hook", "powersgd"),
+            check="near",
+            note="rank 1",
+        ),
         Peer(
             "ddp-powersgd-1",
             "DDP, PowerSGD hook, one bucket",
@@ -55,7 +83,13 @@ PEERS = {
             check="near",
             note=f"parameters averaged every {PERIOD} steps",
         ),
-        Peer("accelerate", "Accelerate", "run_accelerate.py", environment="accelerate", package="accelerate"),
+        Peer(
+            "accelerate",
+            "Accelerate",
+            "run_accelerate.py",
+            environment="accelerate",
+            package="accelerate",
+        ),
         Peer(
             "accelerate-launch",
             "Accelerate, its launcher with --cpu",
@@ -65,10 +99,38 @@ PEERS = {
             package="accelerate",
             only="one-host",
         ),
-        Peer("fabric", "Lightning Fabric", "run_fabric.py", environment="fabric", package="lightning-fabric"),
-        Peer("deepspeed", "DeepSpeed, ZeRO-1", "run_deepspeed.py", environment="deepspeed", package="deepspeed"),
-        Peer("horovod", "Horovod", "run_horovod.py", "horovodrun", environment="horovod", package="horovod", note="its own Gloo"),
-        Peer("torchft", "torchft", "run_torchft.py", "torchft", "torchft", ("--address", "{address}"), package="torchft"),
+        Peer(
+            "fabric",
+            "Lightning Fabric",
+            "run_fabric.py",
+            environment="fabric",
+            package="lightning-fabric",
+        ),
+        Peer(
+            "deepspeed",
+            "DeepSpeed, ZeRO-1",
+            "run_deepspeed.py",
+            environment="deepspeed",
+            package="deepspeed",
+        ),
+        Peer(
+            "horovod",
+            "Horovod",
+            "run_horovod.py",
+            "horovodrun",
+            environment="horovod",
+            package="horovod",
+            note="its own Gloo",
+        ),
+        Peer(
+            "torchft",
+            "torchft",
+            "run_torchft.py",
+            "torchft",
+            "torchft",
+            ("--address", "{address}"),
+            package="torchft",
+        ),
         Peer(
             "hivemind",
             "hivemind, averager",
@@ -122,7 +184,9 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Model:
-    """What the driver has to know of a model; `seconds` of a worker's compute in a step on one core, roughly, to plan with."""
+    """What the driver has to know of a model; `seconds` of a worker's compute in a step on one
+    core, roughly, to plan with.
+    """
 
     name: str
     title: str
@@ -142,7 +206,8 @@ MODELS = {
 }
 
 
-# What is measured unless something else is asked for: everything where it is cheap, else where links and models differ most.
+# What is measured unless something else is asked for: everything where it is cheap, else where
+# links and models differ most.
 TELLING_MOST = {
     "one-host": tuple(MODELS),
     "two-hosts-1g": tuple(MODELS),
@@ -167,9 +232,15 @@ class Cell:
 
 
 def guess(setting: Setting, model: Model, cores: int) -> float:
-    """Seconds of a step, roughly: the compute that doesn't fit on the cores at once, and a ring over the slowest link."""
+    """Seconds of a step, roughly: the compute that doesn't fit on the cores at once, and a ring
+    over the slowest link.
+    """
     compute = model.seconds * max(1.0, setting.workers / cores)
-    between = 2 * (setting.workers - 1) / setting.workers * model.megabytes * 8e6 / setting.rate if setting.bandwidth else 0.0
+    between = (
+        2 * (setting.workers - 1) / setting.workers * model.megabytes * 8e6 / setting.rate
+        if setting.bandwidth
+        else 0.0
+    )
     return compute + between + model.megabytes * 1e-3 + 0.002
 
 
@@ -179,18 +250,27 @@ def timed_steps(step: float, seconds: float) -> int:
 
 
 def launch_seconds(cell: Cell, cores: int) -> float:
-    """About how long one launch takes: starting Python and torch in every worker, then the steps."""
-    return _starting(cell, cores) + (WARM + cell.steps) * guess(cell.setting, cell.model, cores) * 1.3
+    """About how long one launch takes: starting Python and torch in every worker, then the
+    steps.
+    """
+    return (
+        _starting(cell, cores) + (WARM + cell.steps) * guess(cell.setting, cell.model, cores) * 1.3
+    )
 
 
 def trial(cell: Cell, cores: int) -> tuple[int, int]:
-    """Steps to warm up and steps to time when the sizes of DDP's buckets are tried: few where they are slow."""
+    """Steps to warm up and steps to time when the sizes of DDP's buckets are tried: few where
+    they are slow.
+    """
     return (1, 2) if guess(cell.setting, cell.model, cores) > SLOW else (3, 6)
 
 
 def trial_seconds(cell: Cell, cores: int) -> float:
     """About how long that takes."""
-    return _starting(cell, cores) + len(SIZES_MB) * sum(trial(cell, cores)) * guess(cell.setting, cell.model, cores) * 1.3
+    return (
+        _starting(cell, cores)
+        + len(SIZES_MB) * sum(trial(cell, cores)) * guess(cell.setting, cell.model, cores) * 1.3
+    )
 
 
 def _starting(cell: Cell, cores: int) -> float:

@@ -1,4 +1,6 @@
-"""A virtual environment for each peer, made on request under .bench/; all of them see the torch that the driver's own environment has."""
+"""A virtual environment for each peer, made on request under .bench/; all of them see the torch
+that the driver's own environment has.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class InstallError(RuntimeError):
 
 @dataclass(frozen=True)
 class Source:
-    """A package that is built from its source, after `changes` to files: (glob, pattern, replacement)."""
+    """A package that is built from its source, after `changes` to files: (glob, pattern,
+    replacement).
+    """
 
     requirement: str
     changes: tuple[tuple[str, str, str], ...]
@@ -38,7 +42,8 @@ class Source:
 SOURCES = {
     "horovod": Source(
         "horovod==0.28.1",
-        (("**/CMakeLists.txt", r"CMAKE_CXX_STANDARD 14\)", "CMAKE_CXX_STANDARD 17)"),),  # what torch's headers need today
+        # what torch's headers need today
+        (("**/CMakeLists.txt", r"CMAKE_CXX_STANDARD 14\)", "CMAKE_CXX_STANDARD 17)"),),
         {
             "HOROVOD_WITH_PYTORCH": "1",
             "HOROVOD_WITHOUT_TENSORFLOW": "1",
@@ -67,17 +72,35 @@ def requirement(name: str) -> str:
 
 
 def make(name: str) -> None:
-    """Make an environment anew. Raises `InstallError` with the last line that pip or the build said."""
+    """Make an environment anew.
+
+    Raises `InstallError` with the last line that pip or the build said.
+    """
     folder = BENCH / name
     shutil.rmtree(folder, ignore_errors=True)
     BENCH.mkdir(exist_ok=True)
     _call([sys.executable, "-m", "venv", str(folder)], f"{name}: venv")
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
-        raise InstallError(f"{sys.executable} has no torch: run the driver in the environment that paceline is installed in")
-    packages = Path(_call([str(python_of(name)), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], "venv").strip())
+        raise InstallError(
+            f"{sys.executable} has no torch: run the driver in the environment that paceline is "
+            "installed in"
+        )
+    packages = Path(
+        _call(
+            [str(python_of(name)), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+            "venv",
+        ).strip()
+    )
     (packages / "torch-of-the-driver.pth").write_text(f"{Path(torch.origin).parent.parent}\n")
-    _pip(name, "install", "-c", str(ROOT / "constraints.txt"), "-r", str(HERE / "requirements" / f"{name}.txt"))
+    _pip(
+        name,
+        "install",
+        "-c",
+        str(ROOT / "constraints.txt"),
+        "-r",
+        str(HERE / "requirements" / f"{name}.txt"),
+    )
     if name in SOURCES:
         _build(name, SOURCES[name])
     (folder / ".made").write_text(_fingerprint(name))
@@ -88,14 +111,19 @@ def write_digits() -> None:
     if not made("digits"):
         make("digits")
     written = DIGITS.with_suffix(".new")
-    _call([str(python_of("digits")), str(HERE / "programs" / "export_digits.py"), str(written)], "digits")
+    _call(
+        [str(python_of("digits")), str(HERE / "programs" / "export_digits.py"), str(written)],
+        "digits",
+    )
     written.rename(DIGITS)
 
 
 def last_words(text: str) -> str:
     """The line of a failed command's output that says most, shortened."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"(\w+\.)*\w*(error|exception)\b", line, re.IGNORECASE)]
+    errors = [
+        line for line in lines if re.match(r"(\w+\.)*\w*(error|exception)\b", line, re.IGNORECASE)
+    ]
     said = (errors or lines or ["no output"])[-1]
     return said if len(said) <= 160 else f"{said[:157]}..."
 
@@ -112,7 +140,8 @@ def _build(name: str, source: Source) -> None:
         for glob, pattern, replacement in source.changes:
             for path in tree.glob(glob):
                 path.write_text(re.sub(pattern, replacement, path.read_text()))
-        here = {**source.environ, "PATH": f"{BENCH / name / 'bin'}:{os.environ['PATH']}"}  # its own cmake first
+        # its own cmake first
+        here = {**source.environ, "PATH": f"{BENCH / name / 'bin'}:{os.environ['PATH']}"}
         _pip(name, "install", "--no-build-isolation", "--no-deps", str(tree), environ=here)
 
 
@@ -140,5 +169,7 @@ def _call(command: list[str], what: str, environ: Mapping[str, str] | None = Non
 
 
 def _fingerprint(name: str) -> str:
-    text = (HERE / "requirements" / f"{name}.txt").read_text() + repr(SOURCES.get(name)) + sys.version
+    text = (
+        (HERE / "requirements" / f"{name}.txt").read_text() + repr(SOURCES.get(name)) + sys.version
+    )
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,6 @@
-"""How each launcher is called: a peer and a place give the commands to start on each host, as data."""
+"""How each launcher is called: a peer and a place give the commands to start on each host, as
+data.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Start:
 
 @dataclass(frozen=True)
 class Call:
-    """What is to be started: the interpreter, the program and its arguments, on the hosts of a place."""
+    """What is to be started: the interpreter, the program and its arguments, on the hosts of a
+    place.
+    """
 
     place: Place
     python: Path
@@ -33,7 +37,10 @@ class Call:
 
     def line(self, host: Host, *more: str) -> tuple[str, ...]:
         """The program and its arguments on a host."""
-        return (str(self.program), *(argument.replace("{address}", host.address) for argument in (*self.arguments, *more)))
+        return (
+            str(self.program),
+            *(argument.replace("{address}", host.address) for argument in (*self.arguments, *more)),
+        )
 
     def beside(self, name: str) -> str:
         """A command of the interpreter's environment."""
@@ -62,7 +69,13 @@ def torchrun(call: Call) -> list[Start]:
             "--master-port": port,
         }
         words = (word for flag, value in flags.items() for word in (flag, str(value)))
-        starts.append(Start(host.number, (str(call.python), "-m", "torch.distributed.run", *words, *call.line(host)), gloo(host)))
+        starts.append(
+            Start(
+                host.number,
+                (str(call.python), "-m", "torch.distributed.run", *words, *call.line(host)),
+                gloo(host),
+            )
+        )
     return starts
 
 
@@ -72,11 +85,28 @@ def paceline(call: Call) -> list[Start]:
     several: tuple[str, ...] = ()
     if len(hosts) > 1:
         meeting = f"{hosts[0].address}:{call.place.port()}"
-        several = ("--hosts", str(len(hosts)), "--join", meeting, "--secret-file", str(call.place.folder / "secret"))
+        several = (
+            "--hosts",
+            str(len(hosts)),
+            "--join",
+            meeting,
+            "--secret-file",
+            str(call.place.folder / "secret"),
+        )
     starts = []
     for host in hosts:
         rank = ("--host-rank", str(host.number)) if several else ()
-        command = (str(call.python), "-m", "paceline", "run", "--workers", str(host.workers), *several, *rank, *call.line(host))
+        command = (
+            str(call.python),
+            "-m",
+            "paceline",
+            "run",
+            "--workers",
+            str(host.workers),
+            *several,
+            *rank,
+            *call.line(host),
+        )
         starts.append(Start(host.number, command))
     return starts
 
@@ -87,41 +117,98 @@ def mpirun(call: Call) -> list[Start]:
     flags = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(call.workers)]
     if len(hosts) > 1:
         interface = str(hosts[0].interface)
-        flags += ["--host", ",".join(f"{host.address}:{host.workers}" for host in hosts), "--map-by", "slot"]
-        flags += ["--mca", "btl_tcp_if_include", interface, "--prtemca", "prte_if_include", interface]
+        flags += [
+            "--host",
+            ",".join(f"{host.address}:{host.workers}" for host in hosts),
+            "--map-by",
+            "slot",
+        ]
+        flags += [
+            "--mca",
+            "btl_tcp_if_include",
+            interface,
+            "--prtemca",
+            "prte_if_include",
+            interface,
+        ]
         flags += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,sm,self"]
         flags += ["-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", "-x", "PEERS_FOLDER"]
     if call.workers > len(os.sched_getaffinity(0)):
-        flags += ["--mca", "mpi_yield_when_idle", "1"]  # else those that wait keep the others from computing: ten times slower here
+        # else those that wait keep the others from computing: ten times slower here
+        flags += ["--mca", "mpi_yield_when_idle", "1"]
     return [Start(0, (call.beside("mpirun"), *flags, str(call.python), *call.line(hosts[0])))]
 
 
 def horovodrun(call: Call) -> list[Start]:
-    """Horovod's launcher on the first host, with its Gloo controller; it reaches the others by ssh."""
+    """Horovod's launcher on the first host, with its Gloo controller; it reaches the others by
+    ssh.
+    """
     hosts = call.place.hosts
     flags = ["-np", str(call.workers), "--gloo"]
     if len(hosts) > 1:
-        flags += ["-H", ",".join(f"{host.address}:{host.workers}" for host in hosts), "--network-interfaces", str(hosts[0].interface)]
-    return [Start(0, (call.beside("horovodrun"), *flags, str(call.python), *call.line(hosts[0])), {"PATH": path_with(call)})]
+        flags += [
+            "-H",
+            ",".join(f"{host.address}:{host.workers}" for host in hosts),
+            "--network-interfaces",
+            str(hosts[0].interface),
+        ]
+    return [
+        Start(
+            0,
+            (call.beside("horovodrun"), *flags, str(call.python), *call.line(hosts[0])),
+            {"PATH": path_with(call)},
+        )
+    ]
 
 
 def accelerate(call: Call) -> list[Start]:
     """`accelerate launch --cpu --num_processes N`, which reads as if it started N processes."""
     flags = ("--cpu", "--num_processes", str(call.workers))
-    return [Start(0, (call.beside("accelerate"), "launch", *flags, *call.line(call.place.hosts[0])))]
+    return [
+        Start(0, (call.beside("accelerate"), "launch", *flags, *call.line(call.place.hosts[0])))
+    ]
 
 
 def torchft(call: Call) -> list[Start]:
-    """A lighthouse on the first host, and torchrun once for each worker: every worker is a replica group."""
+    """A lighthouse on the first host, and torchrun once for each worker: every worker is a
+    replica group.
+    """
     first, port = call.place.hosts[0], call.place.port()
     meeting = f"{first.address}:{port}"
-    light = (call.beside("torchft_lighthouse"), "--min_replicas", str(call.workers), "--bind", meeting, "--join_timeout_ms", "60000")
+    light = (
+        call.beside("torchft_lighthouse"),
+        "--min_replicas",
+        str(call.workers),
+        "--bind",
+        meeting,
+        "--join_timeout_ms",
+        "60000",
+    )
     starts, replica = [Start(0, light, helper=True)], 0
     for host in call.place.hosts:
         for _ in range(host.workers):
-            torch = ("-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "1", "--master-addr", host.address)
-            command = (str(call.python), *torch, "--master-port", str(call.place.port()), *call.line(host, "--replica", str(replica)))
-            starts.append(Start(host.number, command, {"TORCHFT_LIGHTHOUSE": f"http://{meeting}", **gloo(host)}))
+            torch = (
+                "-m",
+                "torch.distributed.run",
+                "--nnodes",
+                "1",
+                "--nproc-per-node",
+                "1",
+                "--master-addr",
+                host.address,
+            )
+            command = (
+                str(call.python),
+                *torch,
+                "--master-port",
+                str(call.place.port()),
+                *call.line(host, "--replica", str(replica)),
+            )
+            starts.append(
+                Start(
+                    host.number, command, {"TORCHFT_LIGHTHOUSE": f"http://{meeting}", **gloo(host)}
+                )
+            )
             replica += 1
     return starts
 
@@ -149,7 +236,10 @@ def path_with(call: Call) -> str:
 
 def starts(peer: Peer, place: Place, arguments: Sequence[str], bucket: float | None) -> list[Start]:
     """The commands that launch a peer; `bucket` is the best size for DDP's buckets, in MB."""
-    own = tuple(argument.replace("{bucket}", f"{bucket:g}" if bucket is not None else "") for argument in peer.arguments)
+    own = tuple(
+        argument.replace("{bucket}", f"{bucket:g}" if bucket is not None else "")
+        for argument in peer.arguments
+    )
     program = environments.HERE / "programs" / peer.program
     call = Call(place, environments.python_of(peer.environment), program, (*arguments, *own))
     return LAUNCHERS[peer.launcher](call)

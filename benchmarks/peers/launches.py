@@ -1,4 +1,6 @@
-"""One launch of one peer: start it, wait with a deadline, gather what its workers wrote, and take everything down."""
+"""One launch of one peer: start it, wait with a deadline, gather what its workers wrote, and
+take everything down.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,18 @@ class LaunchError(RuntimeError):
     """A peer didn't get to its end; the text says why in a line."""
 
 
-def launch(peer: Peer, place: Place, arguments: Sequence[str], *, deadline: float, bucket: float | None = None) -> list[Answer]:
-    """What the workers of a peer wrote, in rank order. Raises `LaunchError` when a command failed or `deadline` seconds have passed."""
+def launch(
+    peer: Peer,
+    place: Place,
+    arguments: Sequence[str],
+    *,
+    deadline: float,
+    bucket: float | None = None,
+) -> list[Answer]:
+    """What the workers of a peer wrote, in rank order.
+
+    Raises `LaunchError` when a command failed or `deadline` seconds have passed.
+    """
     out = Path(tempfile.mkdtemp(prefix="out-", dir=place.folder))
     log = (out / "log").open("wb")
     helpers: list[Process] = []
@@ -45,25 +57,47 @@ def launch(peer: Peer, place: Place, arguments: Sequence[str], *, deadline: floa
 
 
 def gather(out: Path) -> list[Answer]:
-    """The answers in a folder, in rank order; what `run_ddp.py --try-buckets` wrote counts as one."""
-    found = [json.loads(path.read_text()) for path in (*out.glob("rank-*.json"), *out.glob("buckets.json"))]
+    """The answers in a folder, in rank order; what `run_ddp.py --try-buckets` wrote counts as
+    one.
+    """
+    found = [
+        json.loads(path.read_text())
+        for path in (*out.glob("rank-*.json"), *out.glob("buckets.json"))
+    ]
     return sorted(found, key=lambda answer: answer.get("rank", 0))
 
 
 def why(code: int, log: str) -> str:
-    """A reason in a line, from an exit code and the output. A worker that was ended by a signal is told by it."""
+    """A reason in a line, from an exit code and the output.
+
+    A worker that was ended by a signal is told by it.
+    """
     for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE):
-        if code == -number or f"({number.name})" in log or f"Signal {number.value} ({number.name})" in log:
-            thrown = [line.strip() for line in log.splitlines() if "what():" in line or "terminate called" in line]
-            return f"a worker ended by {number.name}" + (f": {last_words(thrown[-1])}" if thrown else "")
+        if (
+            code == -number
+            or f"({number.name})" in log
+            or f"Signal {number.value} ({number.name})" in log
+        ):
+            thrown = [
+                line.strip()
+                for line in log.splitlines()
+                if "what():" in line or "terminate called" in line
+            ]
+            return f"a worker ended by {number.name}" + (
+                f": {last_words(thrown[-1])}" if thrown else ""
+            )
     return f"exit code {code}: {last_words(log)}"
 
 
 def sent(answers: Sequence[Mapping[str, Any]], kind: str) -> float:
-    """Bytes that left all hosts in a step, counted once for each host: over its `links`, or over `loopback`."""
+    """Bytes that left all hosts in a step, counted once for each host: over its `links`, or over
+    `loopback`.
+    """
     hosts: dict[str, float] = {}
     for answer in answers:
-        hosts[answer["host"]] = max(hosts.get(answer["host"], 0.0), answer["sent"][kind] / len(answer["seconds"]))
+        hosts[answer["host"]] = max(
+            hosts.get(answer["host"], 0.0), answer["sent"][kind] / len(answer["seconds"])
+        )
     return sum(hosts.values())
 
 
@@ -78,7 +112,9 @@ def _await(processes: Sequence[Process], deadline: float, log: Path) -> None:
         if time.monotonic() > end:
             if failed is not None:
                 break
-            raise LaunchError(f"not done after {deadline:.0f} s; it last said: {last_words(_text(log))}")
+            raise LaunchError(
+                f"not done after {deadline:.0f} s; it last said: {last_words(_text(log))}"
+            )
         time.sleep(0.05)
     failed = failed or next((process for process in processes if process.returncode), None)
     if failed is not None:

@@ -1,4 +1,6 @@
-"""The measurement: for each cell a reference, the best bucket size, then rounds in which all peers take turns; recorded at once."""
+"""The measurement: for each cell a reference, the best bucket size, then rounds in which all
+peers take turns; recorded at once.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.peers import environments
-from benchmarks.peers.catalogue import PEERS, SIZES_MB, WARM, Cell, Peer, Setting, launch_seconds, trial, trial_seconds
+from benchmarks.peers.catalogue import (
+    PEERS,
+    SIZES_MB,
+    WARM,
+    Cell,
+    Peer,
+    Setting,
+    launch_seconds,
+    trial,
+    trial_seconds,
+)
 from benchmarks.peers.checks import complaint, telling
 from benchmarks.peers.launches import LaunchError, launch, sent
 from benchmarks.peers.places import Here, Place, place
@@ -22,7 +34,10 @@ KEPT = 16  # losses that are recorded of each launch
 
 @dataclass
 class Measurement:
-    """What to measure, and where the records go. `retry`: launch again what failed. `say` is told how it goes."""
+    """What to measure, and where the records go.
+
+    `retry`: launch again what failed. `say` is told how it goes.
+    """
 
     cells: Sequence[Cell]
     peers: Sequence[Peer]
@@ -50,7 +65,9 @@ class Measurement:
         return [peer for peer in fitting if environments.made(peer.environment)]
 
     def missing(self, cell: Cell) -> list[tuple[int, Peer]]:
-        """The rounds that still have to be launched, in their order: who begins rotates from round to round."""
+        """The rounds that still have to be launched, in their order: who begins rotates from
+        round to round.
+        """
         peers = self.here(cell)
         turns = []
         for number in range(self.rounds):
@@ -68,7 +85,9 @@ class Measurement:
         return failed[number] or known[number] is None
 
     def _found(self, cell: Cell, peer: Peer, number: int) -> Record | None:
-        return self.records.find("round", cell=cell.name, peer=peer.name, round=number, steps=cell.steps, seed=self.seed)
+        return self.records.find(
+            "round", cell=cell.name, peer=peer.name, round=number, steps=cell.steps, seed=self.seed
+        )
 
     def measure(self, cell: Cell, where: Place) -> None:
         """All rounds of a cell."""
@@ -83,12 +102,24 @@ class Measurement:
             self.say(f"{cell.name}  round {number + 1} of {self.rounds}  {peer.title}: {outcome}")
 
     def round(self, cell: Cell, peer: Peer, number: int, where: Place, reference: Record) -> Record:
-        """One launch of a peer, checked and recorded. A step's time is that of the slowest worker."""
-        record: Record = {"kind": "round", "cell": cell.name, "peer": peer.name, "round": number, "steps": cell.steps, "seed": self.seed}
+        """One launch of a peer, checked and recorded.
+
+        A step's time is that of the slowest worker.
+        """
+        record: Record = {
+            "kind": "round",
+            "cell": cell.name,
+            "peer": peer.name,
+            "round": number,
+            "steps": cell.steps,
+            "seed": self.seed,
+        }
         record |= {"when": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "bucket": None, "why": None}
         arguments = (*self._arguments(cell), "--reference", str(_weights(reference)))
         try:
-            record["bucket"] = bucket = self.bucket(cell, where) if "{bucket}" in peer.arguments else None
+            record["bucket"] = bucket = (
+                self.bucket(cell, where) if "{bucket}" in peer.arguments else None
+            )
             answers = launch(peer, where, arguments, deadline=self._patience(cell), bucket=bucket)
         except LaunchError as error:
             return self.records.add(record | {"why": str(error)})
@@ -97,8 +128,13 @@ class Measurement:
         if answers:
             record["versions"] = answers[0]["versions"]
         if record["why"] is None:
-            seconds = [max(step) for step in zip(*(answer["seconds"] for answer in answers), strict=True)]
-            losses = [sum(step) / len(step) for step in zip(*(answer["losses"] for answer in answers), strict=True)]
+            seconds = [
+                max(step) for step in zip(*(answer["seconds"] for answer in answers), strict=True)
+            ]
+            losses = [
+                sum(step) / len(step)
+                for step in zip(*(answer["losses"] for answer in answers), strict=True)
+            ]
             record |= {
                 "step": max(sum(answer["seconds"]) for answer in answers) / cell.steps,
                 "seconds": seconds,
@@ -110,14 +146,27 @@ class Measurement:
         return self.records.add(record)
 
     def reference(self, cell: Cell) -> Record:
-        """The weights of one process after the steps of a cell, on disk; trained on this machine, outside any lab."""
-        key = {"model": cell.model.name, "workers": cell.setting.workers, "steps": cell.steps, "seed": self.seed, "code": _code()}
+        """The weights of one process after the steps of a cell, on disk; trained on this
+        machine, outside any lab.
+        """
+        key = {
+            "model": cell.model.name,
+            "workers": cell.setting.workers,
+            "steps": cell.steps,
+            "seed": self.seed,
+            "code": _code(),
+        }
         known = self.records.find("reference", **key)
         if known is None or not _weights(known).exists():
             REFERENCES.mkdir(parents=True, exist_ok=True)
             with place_here() as where:
                 saved = _weights(key).with_suffix(".new")
-                answers = launch(PEERS["none"], where, (*self._arguments(cell), "--save", str(saved)), deadline=2 * self._patience(cell))
+                answers = launch(
+                    PEERS["none"],
+                    where,
+                    (*self._arguments(cell), "--save", str(saved)),
+                    deadline=2 * self._patience(cell),
+                )
                 saved.rename(_weights(key))
             seen = {name: answers[0][name] for name in ("alone", "alone_warmed", "moved", "sha256")}
             known = self.records.add({"kind": "reference", **key, **seen})
@@ -125,7 +174,9 @@ class Measurement:
         return known
 
     def bucket(self, cell: Cell, where: Place) -> float:
-        """The bucket size that suits DDP best in a cell, in MB: a few steps with each size, in turn."""
+        """The bucket size that suits DDP best in a cell, in MB: a few steps with each size, in
+        turn.
+        """
         key = {"cell": cell.name, "steps": cell.steps, "seed": self.seed}
         known = self.records.find("buckets", **key)
         if known is None:
@@ -133,9 +184,18 @@ class Measurement:
             few = ("--warm", str(warm), "--steps", str(timed))
             sizes = ("--try-buckets", *map(str, SIZES_MB))
             deadline = 120 + 6 * trial_seconds(cell, self.cores)
-            answers = launch(PEERS["ddp"], where, (*self._arguments(cell), *few, *sizes), deadline=deadline)
+            answers = launch(
+                PEERS["ddp"], where, (*self._arguments(cell), *few, *sizes), deadline=deadline
+            )
             tried = {size: seconds * 1.0 for size, seconds in answers[0].items()}
-            known = self.records.add({"kind": "buckets", **key, "tried": tried, "best": float(min(tried, key=lambda size: tried[size]))})
+            known = self.records.add(
+                {
+                    "kind": "buckets",
+                    **key,
+                    "tried": tried,
+                    "best": float(min(tried, key=lambda size: tried[size])),
+                }
+            )
             self.say(f"{cell.name}  DDP's best bucket size: {known['best']:g} MB")
         return float(known["best"])
 
@@ -162,9 +222,15 @@ def place_here() -> AbstractContextManager[Place]:
 
 def _code() -> str:
     """A hash of what a reference depends on besides its arguments."""
-    texts = [environments.HERE / "programs" / "workload.py", environments.ROOT / "paceline" / "apps" / "gpt.py"]
+    texts = [
+        environments.HERE / "programs" / "workload.py",
+        environments.ROOT / "paceline" / "apps" / "gpt.py",
+    ]
     return hashlib.sha256(b"".join(path.read_bytes() for path in texts)).hexdigest()[:12]
 
 
 def _weights(key: Record) -> Path:
-    return REFERENCES / f"{key['model']}-{key['workers']}x{key['steps']}-{key['seed']}-{key['code']}.pt"
+    return (
+        REFERENCES
+        / f"{key['model']}-{key['workers']}x{key['steps']}-{key['seed']}-{key['code']}.pt"
+    )

@@ -1,4 +1,6 @@
-"""docs/benchmarks.md and its pictures, from a summary: all tables, what was won and what was lost, and how it was made."""
+"""docs/benchmarks.md and its pictures, from a summary: all tables, what was won and what was
+lost, and how it was made.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ LEVEL = 0.02  # within so much of paceline's time a peer counts as equal
 ALONE = """"One process alone" has the whole global batch on one core, and nothing to exchange. Below 1 it takes less time
 than all the workers with paceline do: the model computes too little for what it exchanges on that link, and more workers are no use there
 (larger batches, [fewer bytes](sending-less.md) or fewer exchanges are). In a lab all hosts share the cores of one machine: four
-workers compute at most twice as fast as one there."""
+workers compute at most twice as fast as one there."""  # noqa: E501
 
 
 def make(results: Path, docs: Path) -> None:
@@ -37,7 +39,10 @@ def make(results: Path, docs: Path) -> None:
     except InstallError as error:
         sys.exit(f"the pictures need matplotlib, and it can't be installed: {error}")
     program = environments.HERE / "programs" / "draw_pictures.py"
-    subprocess.run([str(environments.python_of("pictures")), str(program), str(data), str(data.parent)], check=True)
+    subprocess.run(
+        [str(environments.python_of("pictures")), str(program), str(data), str(data.parent)],
+        check=True,
+    )
     (docs / "benchmarks.md").write_text(text(found))
     print(f"written: {docs / 'benchmarks.md'} and {data.parent}")
 
@@ -46,45 +51,83 @@ def text(found: dict[str, Any]) -> str:
     """The page."""
     parts = [_head(found), _verdicts(found)]
     for setting in dict.fromkeys(cell["setting"] for cell in found["cells"]):
-        parts.append(f"## {_sentence(SETTINGS[setting].title)}\n\n![Step times]({Path('pictures') / f'{setting}.png'})")
+        parts.append(
+            f"## {_sentence(SETTINGS[setting].title)}\n\n![Step "
+            f"times]({Path('pictures') / f'{setting}.png'})"
+        )
         parts += [_cell(cell) for cell in found["cells"] if cell["setting"] == setting]
     parts.append(_foot(found))
     return "\n\n".join(parts) + "\n"
 
 
 def table(cell: dict[str, Any]) -> str:
-    """The rows of a cell in Markdown: those with a time by their medians, then those without, with the reason."""
+    """The rows of a cell in Markdown: those with a time by their medians, then those without,
+    with the reason.
+    """
     lines = [
-        "| | step, median | quartiles | step / paceline's [90 %] | sent in a step | weights off by |",
+        (
+            "| | step, median | quartiles | step / paceline's [90 %] | sent in a step | weights "
+            "off by |"
+        ),
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    timed = sorted((row for row in cell["rows"] if row["median"] is not None), key=lambda row: float(row["median"]))
+    timed = sorted(
+        (row for row in cell["rows"] if row["median"] is not None),
+        key=lambda row: float(row["median"]),
+    )
     for row in timed:
         name = f"**{row['title']}**" if row["peer"] == OURS else row["title"]
         name += f" ({row['bucket']:g} MB)" if row.get("bucket") else ""
         several = row["rounds"] > 1
         spread = f"{duration(row['low'])} to {duration(row['high'])}" if several else "one round"
-        bounds = f" [{row['ratio']['low']:.2f}, {row['ratio']['high']:.2f}]" if row["ratio"] and several else ""
-        against = f"{row['ratio']['value']:.2f}{bounds}" if row["ratio"] else "1" if row["peer"] == OURS else ""
-        lines.append(f"| {name} | {duration(row['median'])} | {spread} | {against} | {row['sent'] / 1e6:.2f} MB | {row['away']:.1e} |")
-    lines += [f"| {row['title']} | no time: {_cell_text(row['why'])} | | | | |" for row in cell["rows"] if row["median"] is None]
+        bounds = (
+            f" [{row['ratio']['low']:.2f}, {row['ratio']['high']:.2f}]"
+            if row["ratio"] and several
+            else ""
+        )
+        against = (
+            f"{row['ratio']['value']:.2f}{bounds}"
+            if row["ratio"]
+            else "1"
+            if row["peer"] == OURS
+            else ""
+        )
+        lines.append(
+            f"| {name} | {duration(row['median'])} | {spread} | {against} | "
+            f"{row['sent'] / 1e6:.2f} MB | {row['away']:.1e} |"
+        )
+    lines += [
+        f"| {row['title']} | no time: {_cell_text(row['why'])} | | | | |"
+        for row in cell["rows"]
+        if row["median"] is None
+    ]
     return "\n".join(lines)
 
 
 def rivals(cell: dict[str, Any]) -> list[Row]:
     """The rows that paceline is compared with: all but itself and the single process."""
-    return [row for row in cell["rows"] if row["ratio"] is not None and row["peer"] not in (OURS, "none")]
+    return [
+        row
+        for row in cell["rows"]
+        if row["ratio"] is not None and row["peer"] not in (OURS, "none")
+    ]
 
 
 def alone(cell: dict[str, Any]) -> str:
-    """The step of one process that has the whole batch, in multiples of paceline's; said loudly where it is the quicker one."""
-    row = next((row for row in cell["rows"] if row["peer"] == "none" and row["median"] is not None), None)
+    """The step of one process that has the whole batch, in multiples of paceline's; said loudly
+    where it is the quicker one.
+    """
+    row = next(
+        (row for row in cell["rows"] if row["peer"] == "none" and row["median"] is not None), None
+    )
     if row is None:
         return "-"
     if row["ratio"] is None:
         return duration(row["median"])
     value = float(row["ratio"]["value"])
-    return f"{value:.2f}x ({duration(row['median'])})" + (": **quicker than all workers together**" if value < 1 - LEVEL else "")
+    return f"{value:.2f}x ({duration(row['median'])})" + (
+        ": **quicker than all workers together**" if value < 1 - LEVEL else ""
+    )
 
 
 def _head(found: dict[str, Any]) -> str:
@@ -113,7 +156,7 @@ A peer that fails has no time.
 - "Sent" is what left the network interfaces of all hosts, headers included; on one host what went over loopback (shared memory sends
   nothing).
 - paceline's loop has `run.log(loss=...)` in it, as its README has; the others have no equivalent.
-- Measured {found["when"]} with `{found["command"]}`."""
+- Measured {found["when"]} with `{found["command"]}`."""  # noqa: E501
 
 
 def _verdicts(found: dict[str, Any]) -> str:
@@ -137,27 +180,49 @@ def _verdicts(found: dict[str, Any]) -> str:
         if ours is None or ours["median"] is None:
             lines.append(f"| {what} | paceline has no time here | | | {alone(cell)} |")
         else:
-            lines.append(f"| {what} | {' | '.join('; '.join(group) or '-' for group in groups.values())} | {alone(cell)} |")
+            lines.append(
+                f"| {what} | {' | '.join('; '.join(group) or '-' for group in groups.values())} | "
+                f"{alone(cell)} |"
+            )
     return "\n".join(lines)
 
 
 def _cell(cell: dict[str, Any]) -> str:
     counts = sorted({row["rounds"] for row in cell["rows"] if row["median"] is not None})
-    rounds = " to ".join(dict.fromkeys(str(count) for count in (counts[0], counts[-1]))) if counts else "no"
-    words = [f"{cell['steps']} timed steps in each launch, {rounds} round{'' if rounds == '1' else 's'}."]
+    rounds = (
+        " to ".join(dict.fromkeys(str(count) for count in (counts[0], counts[-1])))
+        if counts
+        else "no"
+    )
+    words = [
+        f"{cell['steps']} timed steps in each launch, {rounds} round{'' if rounds == '1' else 's'}."
+    ]
     if cell["reference"] is not None:
         words.append(f"A worker that never exchanges ends {cell['reference']['alone']:.1e} off.")
     if cell["buckets_ms"] is not None:
-        tried = ", ".join(f"{float(size):g} MB {duration(ms / 1e3)}" for size, ms in cell["buckets_ms"].items())
+        tried = ", ".join(
+            f"{float(size):g} MB {duration(ms / 1e3)}" for size, ms in cell["buckets_ms"].items()
+        )
         words.append(f"DDP's step with buckets of {tried}.")
     if cell["unmeasured"]:
-        words.append(f"Not measured: {', '.join(PEERS[name].title for name in cell['unmeasured'])}.")
-    return f"### {MODELS[cell['model']].title}; {SETTINGS[cell['setting']].title}\n\n{table(cell)}\n\n{' '.join(words)}"
+        words.append(
+            f"Not measured: {', '.join(PEERS[name].title for name in cell['unmeasured'])}."
+        )
+    return (
+        f"### {MODELS[cell['model']].title}; "
+        f"{SETTINGS[cell['setting']].title}\n\n{table(cell)}\n\n{' '.join(words)}"
+    )
 
 
 def _foot(found: dict[str, Any]) -> str:
     """The peers: version, launcher, what they are held to."""
-    lines = ["## The peers", "", "| | version | started by | weights | |", "| --- | --- | --- | --- | --- |", *_peers(found)]
+    lines = [
+        "## The peers",
+        "",
+        "| | version | started by | weights | |",
+        "| --- | --- | --- | --- | --- |",
+        *_peers(found),
+    ]
     runs = [f"- {run['when']}: `{run['command']}`" for run in found["runs"]]
     again = """## To measure again
 
@@ -169,7 +234,7 @@ $ make bench-peers                                   # measure (or go on), then 
 
 Each program is a file in `benchmarks/peers/programs/`; `benchmarks/README.md` says more. The numbers, every round's included, are in
 `docs/pictures/benchmarks.json`. They were measured in these runs, each of which went on where the one before had ended:
-"""
+"""  # noqa: E501
     return "\n".join(lines) + "\n\n" + again + "\n" + "\n".join(runs)
 
 
@@ -178,10 +243,22 @@ def _peers(found: dict[str, Any]) -> Iterator[str]:
         rows = [row for cell in found["cells"] for row in cell["rows"] if row["peer"] == name]
         if not rows:
             continue
-        versions: dict[str, str] = next((row["versions"] for row in rows if row.get("versions")), {})
-        version = ", ".join(f"{package} {number}" for package, number in versions.items() if package != "torch" or len(versions) == 1)
-        how = {"alone": "python", "torchft": "torchrun for each worker, and a lighthouse"}.get(peer.launcher, peer.launcher)
-        across = ", which reaches the other hosts by ssh" if peer.launcher in ("mpirun", "horovodrun") else ""
+        versions: dict[str, str] = next(
+            (row["versions"] for row in rows if row.get("versions")), {}
+        )
+        version = ", ".join(
+            f"{package} {number}"
+            for package, number in versions.items()
+            if package != "torch" or len(versions) == 1
+        )
+        how = {"alone": "python", "torchft": "torchrun for each worker, and a lighthouse"}.get(
+            peer.launcher, peer.launcher
+        )
+        across = (
+            ", which reaches the other hosts by ssh"
+            if peer.launcher in ("mpirun", "horovodrun")
+            else ""
+        )
         yield f"| {peer.title} | {version} | {how}{across} | {rows[0]['check']} | {peer.note} |"
 
 

@@ -1,4 +1,7 @@
-"""Where launches happen: this machine, or the hosts of a lab. Starting a command there, and ending all that it started."""
+"""Where launches happen: this machine, or the hosts of a lab.
+
+Starting a command there, and ending all that it started.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +45,16 @@ class Host:
 
 
 class Place(Protocol):
-    """Hosts, and how a command is started on one; `folder` is for temporary files, the same on all hosts."""
+    """Hosts, and how a command is started on one; `folder` is for temporary files, the same on
+    all hosts.
+    """
 
     hosts: tuple[Host, ...]
     folder: Path
 
-    def spawn(self, host: int, command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]) -> Process:
+    def spawn(
+        self, host: int, command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]
+    ) -> Process:
         """Start a command on a host."""
 
     def port(self) -> int:
@@ -64,10 +71,18 @@ class Here:
         self.hosts: tuple[Host, ...] = (Host(0, "127.0.0.1", None, workers),)
         self.folder = folder
 
-    def spawn(self, host: int, command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]) -> Process:
+    def spawn(
+        self, host: int, command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]
+    ) -> Process:
         """Start a command in a session of its own."""
         return subprocess.Popen(
-            command, env=environ, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command,
+            env=environ,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
 
     def port(self) -> int:
@@ -76,24 +91,35 @@ class Here:
             return int(server.getsockname()[1])
 
     def sweep(self) -> None:
-        """Kill every process that carries this place's folder in its environment, as all that we start do."""
+        """Kill every process that carries this place's folder in its environment, as all that we
+        start do.
+        """
         kill_marked(self.folder)
 
 
 class Lab:
-    """The hosts of a built cluster. A `ssh` of its own leads from one host to another, for launchers that start remote commands."""
+    """The hosts of a built cluster.
+
+    A `ssh` of its own leads from one host to another, for launchers that start remote commands.
+    """
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self.hosts = tuple(Host(seat.number, seat.address, seat.interface, seat.workers) for seat in cluster.hosts)
+        self.hosts = tuple(
+            Host(seat.number, seat.address, seat.interface, seat.workers) for seat in cluster.hosts
+        )
         self.folder = folder
         self._cluster = cluster
         self._ports = iter(range(29500, 32000))
         self._write_ssh()
 
-    def spawn(self, host: int, command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]) -> Process:
+    def spawn(
+        self, host: int, command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]
+    ) -> Process:
         """Start a command on a host."""
         paths = {"PATH": f"{self.folder / 'bin'}:{environ['PATH']}"}
-        return self._cluster.spawn(host, command, environ={**environ, **paths}, cwd=self.folder, stdout=log, stderr=log)
+        return self._cluster.spawn(
+            host, command, environ={**environ, **paths}, cwd=self.folder, stdout=log, stderr=log
+        )
 
     def port(self) -> int:
         """A port that no launch has had in this lab."""
@@ -109,14 +135,23 @@ class Lab:
                     continue
 
     def _write_ssh(self) -> None:
-        """`ssh [options] HOST COMMAND...` as a script that enters the host's namespaces through this process, which holds them."""
+        """`ssh [options] HOST COMMAND...` as a script that enters the host's namespaces through
+        this process, which holds them.
+        """
         doors = []
         for host in self.hosts:
-            door = shlex.join(self._cluster.door(host.number)).replace("/proc/self/", f"/proc/{os.getpid()}/")
-            doors.append(f'{host.address}|{self._cluster.hosts[host.number].name}) exec {door} sh -c "$*";;')
+            door = shlex.join(self._cluster.door(host.number)).replace(
+                "/proc/self/", f"/proc/{os.getpid()}/"
+            )
+            doors.append(
+                f'{host.address}|{self._cluster.hosts[host.number].name}) exec {door} sh -c "$*";;'
+            )
         lines = [
             "#!/bin/sh",
-            'options() { left=$#; while [ "${1#-}" != "$1" ]; do case $1 in -[opil]) shift 2;; *) shift;; esac; done',
+            (
+                'options() { left=$#; while [ "${1#-}" != "$1" ]; do case $1 in -[opil]) shift 2;; '
+                "*) shift;; esac; done"
+            ),
             "past=$((left - $#)); }",
             'options "$@"; shift $past; host=$1; shift',
             'options "$@"; shift $past',  # they may stand behind the host too
@@ -150,14 +185,18 @@ def place(setting: Setting) -> Iterator[Place]:
         else:
             from paceline import lab
 
-            with lab.cluster(hosts=setting.hosts, workers=setting.each, bandwidth=setting.bandwidth) as cluster:
+            with lab.cluster(
+                hosts=setting.hosts, workers=setting.each, bandwidth=setting.bandwidth
+            ) as cluster:
                 yield Lab(cluster, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def tidy() -> None:
-    """Remove what drivers left that were killed: their folders, and the processes that carry those in their environments."""
+    """Remove what drivers left that were killed: their folders, and the processes that carry
+    those in their environments.
+    """
     for note in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/driver"):
         pid, began = note.read_text().split()
         try:
@@ -173,17 +212,39 @@ def kill_marked(folder: Path) -> None:
     """Kill every process of ours that was started with this folder."""
     for process in psutil.process_iter():
         try:
-            if process.uids().real == os.getuid() and process.environ().get("PEERS_FOLDER") == str(folder):
+            if process.uids().real == os.getuid() and process.environ().get("PEERS_FOLDER") == str(
+                folder
+            ):
                 process.kill()
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
 
 
 def surroundings(place: Place) -> dict[str, str]:
-    """The environment that every command gets: one thread, our modules, no launcher's variables, and a mark to find it by."""
-    foreign = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_", "PACELINE_", "HOROVOD_", "ACCELERATE_")
+    """The environment that every command gets: one thread, our modules, no launcher's variables,
+    and a mark to find it by.
+    """
+    foreign = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "MASTER_",
+        "OMPI_",
+        "PMI",
+        "SLURM_",
+        "TORCHELASTIC_",
+        "PACELINE_",
+        "HOROVOD_",
+        "ACCELERATE_",
+    )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    return {**kept, **ONE_THREAD, "PYTHONPATH": str(ROOT), "PEERS_FOLDER": str(place.folder), "PYTHONUNBUFFERED": "1"}
+    return {
+        **kept,
+        **ONE_THREAD,
+        "PYTHONPATH": str(ROOT),
+        "PEERS_FOLDER": str(place.folder),
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 def end(processes: Sequence[Process], patience: float = 10.0) -> None:

@@ -34,7 +34,8 @@ class Records:
         """Keep a record, on disk before this returns."""
         _key(record)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        torn = self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n")  # a run that was killed while it wrote
+        # a run that was killed while it wrote
+        torn = self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n")
         with self.path.open("a") as file:
             file.write("\n" * torn + json.dumps(record) + "\n")
         self._all[_key(record)] = record

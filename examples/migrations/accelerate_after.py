@@ -1,4 +1,7 @@
-"""After Accelerate: `paceline run --workers 2 examples/migrations/accelerate_after.py`. The loop is that of one device."""
+"""After Accelerate: `paceline run --workers 2 examples/migrations/accelerate_after.py`.
+
+The loop is that of one device.
+"""
 
 import torch
 from torch.nn import functional as F
@@ -19,7 +22,8 @@ with pl.start() as run:
     model, optimizer, loader, held_out = run.prepare(model, optimizer, loader, held_out)
     for epoch in run.epochs(3):
         for x, y in loader:
-            loss = run.step(model, x, y, loss=F.cross_entropy, micro_batches=2)  # forward and back, in two parts
+            # forward and back, in two parts
+            loss = run.step(model, x, y, loss=F.cross_entropy, micro_batches=2)
             run.clip(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -27,4 +31,5 @@ with pl.start() as run:
         with torch.no_grad():
             right = torch.cat([run.gather(model(x).argmax(1) == y) for x, y in held_out])
         run.print(f"epoch {epoch}: accuracy {right.float().mean():.3f}")
-        run.save()  # `run.resume()` goes on from it, also in the middle of an epoch, with any number of workers
+        # `run.resume()` goes on from it, also in the middle of an epoch, with any number of workers
+        run.save()

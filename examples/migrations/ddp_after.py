@@ -1,6 +1,8 @@
-"""After DistributedDataParallel: `paceline run --workers 2 examples/migrations/ddp_after.py`, or `torchrun` as before.
+"""After DistributedDataParallel: `paceline run --workers 2 examples/migrations/ddp_after.py`, or
+`torchrun` as before.
 
-Gone are the process group, the samplers, the wrapper and its `.module`, the division of the batch, and what only the first may do.
+Gone are the process group, the samplers, the wrapper and its `.module`, the division of the batch,
+and what only the first may do.
 """
 
 import torch
@@ -29,6 +31,7 @@ with pl.start() as run:
             optimizer.zero_grad()
             run.log(loss=loss)
         with torch.no_grad():
-            right = torch.cat([run.gather(model(x).argmax(1) == y) for x, y in held_out])  # each sample once
+            # each sample once
+            right = torch.cat([run.gather(model(x).argmax(1) == y) for x, y in held_out])
         run.print(f"epoch {epoch}: accuracy {right.float().mean():.3f}")
         run.save()

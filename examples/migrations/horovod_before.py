@@ -1,4 +1,8 @@
-"""Before: Horovod. `horovodrun -np 2 python examples/migrations/horovod_before.py`; horovod_after.py is the same with paceline."""
+"""Before: Horovod.
+
+`horovodrun -np 2 python examples/migrations/horovod_before.py`; horovod_after.py is the same with
+paceline.
+"""
 
 import horovod.torch as hvd
 import torch
@@ -13,7 +17,11 @@ data = TensorDataset(points, (points.norm(dim=1) < 0.8).long())
 train, validation = torch.utils.data.random_split(data, [3584, 512])
 sampler = DistributedSampler(train, num_replicas=hvd.size(), rank=hvd.rank())
 loader = DataLoader(train, batch_size=32, sampler=sampler)  # of this process
-held_out = DataLoader(validation, batch_size=128, sampler=DistributedSampler(validation, hvd.size(), hvd.rank(), shuffle=False))
+held_out = DataLoader(
+    validation,
+    batch_size=128,
+    sampler=DistributedSampler(validation, hvd.size(), hvd.rank(), shuffle=False),
+)
 model = torch.nn.Sequential(torch.nn.Linear(2, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * hvd.size(), momentum=0.9)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())

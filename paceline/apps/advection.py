@@ -1,11 +1,16 @@
-"""The advection-diffusion equation on a periodic square of length 1, and samples of it, which are solved as they are read.
+"""The advection-diffusion equation on a periodic square of length 1, and samples of it, which are
+solved as they are read.
 
-    du/dt + v . grad u = kappa * laplace u       u(x, y) is carried along by a steady flow v(x, y) without sources, and spreads
+    du/dt + v . grad u = kappa * laplace u       u(x, y) is carried along by a steady flow v(x, y)
+                                                 without sources, and spreads
 
-    derivatives   in Fourier space; products on the grid, of the lower two thirds of the waves (Orszag 1971)
-    time          Runge and Kutta's fourth order; diffusion by its integrating factor, which is exact
+    derivatives   in Fourier space; products on the grid, of the lower two thirds of the waves
+                  (Orszag 1971)
+    time          Runge and Kutta's fourth order; diffusion by its integrating factor, which is
+                  exact
 
-Sample n follows from the seed and n alone, so there is no file, and no end. Waves are drawn, not points: finer grids show the same fields.
+Sample n follows from the seed and n alone, so there is no file, and no end. Waves are drawn, not
+points: finer grids show the same fields.
 """
 
 from __future__ import annotations
@@ -21,13 +26,17 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline.servers.process.row_optimizers import initial
 
-CHANNELS = 4  # of what is given: the field, the flow along x, the flow along y, and the diffusivity (see `_scaled`)
+# of what is given: the field, the flow along x, the flow along y, and the diffusivity (see
+# `_scaled`)
+CHANNELS = 4
 FIELD_WAVES, FLOW_WAVES = 4, 2  # the highest that are drawn, along each dimension
 DIFFUSIVITIES = (1e-3, 1e-2)  # the least that are drawn, and the most
 
 
 class Solved(NamedTuple):
-    """What is given (samples, CHANNELS, grid, grid), and the field after the time (samples, 1, grid, grid), as float32."""
+    """What is given (samples, CHANNELS, grid, grid), and the field after the time (samples, 1,
+    grid, grid), as float32.
+    """
 
     given: Tensor
     after: Tensor
@@ -35,9 +44,11 @@ class Solved(NamedTuple):
 
 @dataclass(frozen=True)
 class Advection:
-    """The parameters of a solution: points along each side of the square, the time that passes, and the solver's steps in time.
+    """The parameters of a solution: points along each side of the square, the time that passes, and
+    the solver's steps in time.
 
-    The solver takes so many steps while a flow of speed 1 goes from point to point; with 1.05 or more it is stable.
+    The solver takes so many steps while a flow of speed 1 goes from point to point; with 1.05 or
+    more it is stable.
     """
 
     grid: int = 32
@@ -54,12 +65,18 @@ class Advection:
         field, flow, diffusivity = self.draw(samples, seed)
         after = self.solve(field, flow, diffusivity)
         scaled = _scaled(diffusivity)[:, None, None, None].expand(-1, 1, self.grid, self.grid)
-        return Solved(torch.cat([field[:, None], flow, scaled], dim=1).float(), after[:, None].float())
+        return Solved(
+            torch.cat([field[:, None], flow, scaled], dim=1).float(), after[:, None].float()
+        )
 
     def draw(self, samples: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw fields (samples, grid, grid) of mean square 1, flows (samples, 2, grid, grid) of speeds up to 1, and diffusivities."""
+        """Draw fields (samples, grid, grid) of mean square 1, flows (samples, 2, grid, grid) of
+        speeds up to 1, and diffusivities.
+        """
         counts = (2 * _modes(FIELD_WAVES), 2 * _modes(FLOW_WAVES), 2, 2)
-        field, stream, wind, rest = initial(samples, sum(counts), torch.float64, seed=seed, std=1.0).split(counts, dim=1)
+        field, stream, wind, rest = initial(
+            samples, sum(counts), torch.float64, seed=seed, std=1.0
+        ).split(counts, dim=1)
         chance = (1 + torch.erf(rest / math.sqrt(2))) / 2  # even, from 0 to 1
         u = _points(_spectrum(field, FIELD_WAVES, self.grid), self.grid)
         along, across = _wave_numbers(self.grid)
@@ -75,11 +92,14 @@ class Advection:
         )
 
     def solve(self, field: Tensor, flow: Tensor, diffusivity: Tensor) -> Tensor:
-        """Return fields after the time, for fields (samples, grid, grid), flows (samples, 2, grid, grid) and a diffusivity each."""
+        """Return fields after the time, for fields (samples, grid, grid), flows (samples, 2,
+        grid, grid) and a diffusivity each.
+        """
         along, across = _wave_numbers(self.grid, field.dtype)
         step = self.time / self.steps
         kept = (along.abs() < 2 * math.pi * self.grid / 3) & (across < 2 * math.pi * self.grid / 3)
-        half = torch.exp(-diffusivity[:, None, None] * (along**2 + across**2) * (step / 2)) * kept  # what diffusion leaves in half a step
+        # what diffusion leaves in half a step
+        half = torch.exp(-diffusivity[:, None, None] * (along**2 + across**2) * (step / 2)) * kept
         whole = half * half
 
         def carried(waves: Tensor) -> Tensor:
@@ -97,13 +117,20 @@ class Advection:
         return _points(waves, self.grid)
 
     def coarse(self, given: Tensor) -> Tensor:
-        """Solve what is `given` on every other point of the grid, with half the steps; return it on the whole grid, as `Solved.after`."""
+        """Solve what is `given` on every other point of the grid, with half the steps; return it
+        on the whole grid, as `Solved.after`.
+        """
         points = given[:, :, ::2, ::2].double()
         solver = replace(self, grid=self.grid // 2)
-        solved = _waves(solver.solve(points[:, 0], points[:, 1:3], _diffusivity(points[:, 3, 0, 0])))
+        solved = _waves(
+            solver.solve(points[:, 0], points[:, 1:3], _diffusivity(points[:, 3, 0, 0]))
+        )
         waves = solved.new_zeros(len(given), self.grid, self.grid // 2 + 1)
         half = solver.grid // 2  # the solver keeps no wave as high as that
-        waves[:, :half, :half], waves[:, -half:, :half] = solved[:, :half, :half], solved[:, -half:, :half]
+        waves[:, :half, :half], waves[:, -half:, :half] = (
+            solved[:, :half, :half],
+            solved[:, -half:, :half],
+        )
         return 4 * _points(waves, self.grid)[:, None].float()
 
 
@@ -118,7 +145,9 @@ class SolvedSamples(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> Solved:
         """Solve all samples of a batch at once."""
-        return self._equation.read(torch.tensor(indices, dtype=torch.int64) + self._first, self._seed)
+        return self._equation.read(
+            torch.tensor(indices, dtype=torch.int64) + self._first, self._seed
+        )
 
     def loader(self, batch: int) -> DataLoader[Solved]:
         """Make a DataLoader in the order of the numbers."""
@@ -161,13 +190,20 @@ def _modes(highest: int) -> int:
 
 
 def _wave_numbers(grid: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Return the wave numbers along x (grid, 1) and y (1, grid // 2 + 1) of what rfft2 makes of fields."""
-    along, across = torch.fft.fftfreq(grid, 1 / grid, dtype=dtype), torch.fft.rfftfreq(grid, 1 / grid, dtype=dtype)
+    """Return the wave numbers along x (grid, 1) and y (1, grid // 2 + 1) of what rfft2 makes of
+    fields.
+    """
+    along, across = (
+        torch.fft.fftfreq(grid, 1 / grid, dtype=dtype),
+        torch.fft.rfftfreq(grid, 1 / grid, dtype=dtype),
+    )
     return 2 * math.pi * along[:, None], 2 * math.pi * across[None]
 
 
 def _spectrum(numbers: Tensor, highest: int, grid: int) -> Tensor:
-    """Lay numbers (samples, 2 * modes) out as the spectrum of fields of mean 0, the shorter a wave the weaker."""
+    """Lay numbers (samples, 2 * modes) out as the spectrum of fields of mean 0, the shorter a
+    wave the weaker.
+    """
     waves = torch.zeros(len(numbers), grid, grid // 2 + 1, dtype=torch.complex128)
     drawn = torch.view_as_complex(numbers.reshape(len(numbers), 2 * highest + 1, highest + 1, 2))
     rows = torch.arange(-highest, highest + 1)

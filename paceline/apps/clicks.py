@@ -1,10 +1,13 @@
-"""A synthetic click log, made as it is read: sample n follows from n alone, so there is no file, and no end.
+"""A synthetic click log, made as it is read: sample n follows from n alone, so there is no file,
+and no end.
 
     sample n   8 numbers, normal                           what a user's visit looks like
                a bag of ids of each table, Zipf            id k is seen 1 / (k + 1) as often as id 0
-               clicked, or not                             with the probability sigmoid(numbers + ids + pairs of ids)
+               clicked, or not                             with the probability sigmoid(numbers +
+                                                           ids + pairs of ids)
 
-Each id has a hidden weight and a hidden vector; pairs of tables add the product of their vectors. A model has to learn these.
+Each id has a hidden weight and a hidden vector; pairs of tables add the product of their vectors. A
+model has to learn these.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ HIDDEN = 4  # dims of an id's vector
 
 
 class Batch(NamedTuple):
-    """`numbers` (samples, NUMBERS), `ids` (samples, tables, ids of a bag), `clicked` (samples) of 0 and 1."""
+    """`numbers` (samples, NUMBERS), `ids` (samples, tables, ids of a bag), `clicked` (samples)
+    of 0 and 1.
+    """
 
     numbers: Tensor
     ids: Tensor
@@ -53,13 +58,19 @@ class ClickLog:
     def _ids(self, samples: Tensor) -> Tensor:
         """Draw ids log-uniformly: as often below the square root of `rows` as above."""
         width = self.tables * self.bag
-        places = samples.numpy().astype(np.uint64)[:, None] * np.uint64(width) + np.arange(width, dtype=np.uint64)
+        places = samples.numpy().astype(np.uint64)[:, None] * np.uint64(width) + np.arange(
+            width, dtype=np.uint64
+        )
         drawn = np.exp(_uniform(mix(places + np.uint64(2 << 40))) * math.log(self.rows + 1)) - 1
-        return torch.from_numpy(drawn.astype(np.int64).clip(0, self.rows - 1)).view(-1, self.tables, self.bag)
+        return torch.from_numpy(drawn.astype(np.int64).clip(0, self.rows - 1)).view(
+            -1, self.tables, self.bag
+        )
 
     def _logit(self, numbers: Tensor, ids: Tensor) -> Tensor:
         hidden = [
-            initial(ids[:, table].reshape(-1), 1 + HIDDEN, torch.float64, seed=100 + table, std=1.0).view(len(ids), self.bag, -1).mean(1)
+            initial(ids[:, table].reshape(-1), 1 + HIDDEN, torch.float64, seed=100 + table, std=1.0)
+            .view(len(ids), self.bag, -1)
+            .mean(1)
             for table in range(self.tables)
         ]
         pairs = [(one[:, 1:] * other[:, 1:]).sum(1) for one, other in combinations(hidden, 2)]
@@ -95,7 +106,9 @@ def _uniform(words: Any) -> Any:
 
 
 def auc(scores: Tensor, clicked: Tensor) -> float:
-    """Return the area under the ROC curve: how often a clicked sample scores higher than one that isn't; ties count half."""
+    """Return the area under the ROC curve: how often a clicked sample scores higher than one
+    that isn't; ties count half.
+    """
     _, places, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
     ranks = (counts.cumsum(0) - (counts - 1) / 2.0)[places]
     hits, misses = float(clicked.sum()), float((1 - clicked).sum())

@@ -1,4 +1,5 @@
-"""The demo: a small GPT trained here with one worker and two, with one killed, and over a slow link.
+"""The demo: a small GPT trained here with one worker and two, with one killed, and over a slow
+link.
 
     alone    1 worker, 1 core       40 steps ┐
     whole    1 worker, all cores    40 steps ├ a table: the same losses, and the speed-up
@@ -72,11 +73,19 @@ class DemoPlan:
 
     def __post_init__(self) -> None:
         if self.workers < 2:
-            raise UsageError(f"--workers {self.workers}: the demo compares one worker with several, so give 2 or more")
+            raise UsageError(
+                f"--workers {self.workers}: the demo compares one worker with several, so give 2 "
+                "or more"
+            )
         if not 2 <= self.alone <= self.steps:
-            raise UsageError(f"--alone {self.alone}, --steps {self.steps}: give 2 <= alone <= steps")
-        if self.text is not None and not any(self.text.rglob("*.py")):  # here, rather than in each of the workers
-            raise UsageError(f"--text {self.text}: there are no .py files under it; give a folder that has some")
+            raise UsageError(
+                f"--alone {self.alone}, --steps {self.steps}: give 2 <= alone <= steps"
+            )
+        # here, rather than in each of the workers
+        if self.text is not None and not any(self.text.rglob("*.py")):
+            raise UsageError(
+                f"--text {self.text}: there are no .py files under it; give a folder that has some"
+            )
         everyone = Topology((HostRanks("here", tuple(range(self.workers)), "127.0.0.1"),))
         for text in self.meshes:  # before the first run, rather than after some minutes
             mesh.choose(text, everyone, survives=False)
@@ -85,7 +94,18 @@ class DemoPlan:
         """Return the arguments of the script for a run with this name."""
         text = ("--text", str(self.text)) if self.text else ()
         whole = str(max(self.steps, steps))
-        return ("--steps", str(steps), "--of", whole, "--name", name, "--folder", self.folder, *text, *more)
+        return (
+            "--steps",
+            str(steps),
+            "--of",
+            whole,
+            "--name",
+            name,
+            "--folder",
+            self.folder,
+            *text,
+            *more,
+        )
 
 
 @dataclass(frozen=True)
@@ -145,8 +165,12 @@ def demo(
     for sentence in (say_same(outcomes), say_survived(outcomes[0], killed), say_slow(slow)):
         console.print(Text(f"- {sentence}"), soft_wrap=True)
     console.print(f"\nWhere the time went: paceline report {plan.folder}/{last}", soft_wrap=True)
-    console.print(f"More text: paceline generate {plan.folder}/{last} --prompt 'class '", soft_wrap=True)
-    console.print("How it is done: docs/index.md, docs/surviving.md, docs/sending-less.md", soft_wrap=True)
+    console.print(
+        f"More text: paceline generate {plan.folder}/{last} --prompt 'class '", soft_wrap=True
+    )
+    console.print(
+        "How it is done: docs/index.md, docs/surviving.md, docs/sending-less.md", soft_wrap=True
+    )
     return 0
 
 
@@ -158,39 +182,64 @@ def compare(
     clocks: Callable[[], load.ClockReading | None],
 ) -> list[DemoOutcome]:
     """Train alone, alone with all cores, with all workers, and in each mesh."""
-    share = max(1, cores() // plan.workers)  # threads of each worker, and of the one that is compared with them
+    # threads of each worker, and of the one that is compared with them
+    share = max(1, cores() // plan.workers)
     whole = share * plan.workers
     runs: list[tuple[str, str, int, int, int, str | None]] = [
         (f"1 worker, {counted(share, 'core')}", f"{last}-alone", 1, share, plan.alone, None),
         (f"1 worker, {counted(whole, 'core')}", f"{last}-whole", 1, whole, plan.alone, None),
-        (f"{plan.workers} workers, {counted(share, 'core')} each", last, plan.workers, share, plan.steps, None),
+        (
+            f"{plan.workers} workers, {counted(share, 'core')} each",
+            last,
+            plan.workers,
+            share,
+            plan.steps,
+            None,
+        ),
     ]
     for number, each in enumerate(plan.meshes):
-        runs.append((f"{plan.workers} workers, {each}", f"{last}-mesh{number + 1}", plan.workers, share, plan.alone, each))
+        runs.append(
+            (
+                f"{plan.workers} workers, {each}",
+                f"{last}-mesh{number + 1}",
+                plan.workers,
+                share,
+                plan.alone,
+                each,
+            )
+        )
     outcomes = []
     for title, name, workers, threads, steps, axes in runs:
         console.print(f"\n{title}: {steps} steps", style="bold")
         arguments = plan.arguments(name, steps, *(() if name == last else ("--brief",)))
         before = clocks()
         start(launch, LaunchRequest(str(SCRIPT), arguments, workers, threads=threads, mesh=axes))
-        outcomes.append(replace(collect(Path(plan.folder) / name, title), others=load.others(before, clocks())))
+        outcomes.append(
+            replace(collect(Path(plan.folder) / name, title), others=load.others(before, clocks()))
+        )
     return outcomes
 
 
 def lose_worker(plan: DemoPlan, last: str, launch: Launch, console: Console) -> DemoOutcome:
-    """Train the first steps with all workers; the last of them is killed after half of the steps."""
+    """Train the first steps with all workers; the last of them is killed after half of the
+    steps.
+    """
     name, title = f"{last}-killed", f"{plan.workers} workers, one of which is killed"
     console.print(f"\n{title}: {plan.alone} steps", style="bold")
     arguments = plan.arguments(name, plan.alone, "--brief", "--kill", str(plan.alone // 2))
     threads = max(1, cores() // plan.workers)
-    start(launch, LaunchRequest(str(SCRIPT), arguments, plan.workers, threads=threads, min_workers=1))
+    start(
+        launch, LaunchRequest(str(SCRIPT), arguments, plan.workers, threads=threads, min_workers=1)
+    )
     return collect(Path(plan.folder) / name, title)
 
 
 def cross_slow_link(
     plan: DemoPlan, last: str, console: Console, lab: Lab
 ) -> tuple[DemoOutcome, DemoOutcome] | str:
-    """Train on two hosts of a lab, exact and with little sent; return why not if there is no lab."""
+    """Train on two hosts of a lab, exact and with little sent; return why not if there is no
+    lab.
+    """
     answer = lab(["check"])
     if answer.returncode:
         lines = (line.partition("MISSING") for line in (answer.stdout or "").splitlines())
@@ -201,9 +250,13 @@ def cross_slow_link(
         description = Path(folder) / "slow-link.toml"
         description.write_text(SLOW_LINK)
         for kind, sync in (("exact", EXACT), ("smaller", SMALLER)):
-            console.print(f"\n2 hosts, a link of 50 Mbit/s, {sync}: {SLOW_STEPS} steps", style="bold")
+            console.print(
+                f"\n2 hosts, a link of 50 Mbit/s, {sync}: {SLOW_STEPS} steps", style="bold"
+            )
             arguments = plan.arguments(f"{last}-{kind}", SLOW_STEPS, "--brief")
-            code = lab(["run", "--sync", sync, str(description), str(SCRIPT), *arguments]).returncode
+            code = lab(
+                ["run", "--sync", sync, str(description), str(SCRIPT), *arguments]
+            ).returncode
             if code:
                 raise _RunFailed(code)
             outcomes.append(collect(Path(plan.folder) / f"{last}-{kind}", sync))
@@ -223,7 +276,8 @@ def say_same(outcomes: Sequence[DemoOutcome]) -> str:
     difference = apart(alone.losses, several.losses)
     verb = "have the same losses as" if difference < SAME else "DON'T have the losses of"
     return (
-        f"{counted(several.summary['workers'], 'worker')} {verb} one worker ({difference:.1e} apart "
+        f"{counted(several.summary['workers'], 'worker')} {verb} one worker ({difference:.1e} "
+        "apart "
         f"at most in {len(alone.losses)} steps), and the script names no number of workers."
     )
 
@@ -239,7 +293,8 @@ def say_survived(alone: DemoOutcome, killed: DemoOutcome) -> str:
     counts = f"{killed.summary['samples']:,} of {alone.summary['samples']:,} samples"
     verb = "are the same as" if difference < SAME else "are NOT the same as"
     return (
-        f"A worker was killed (SIGKILL) after {step} steps, and the others went on at once: {counts} "
+        f"A worker was killed (SIGKILL) after {step} steps, and the others went on at once: "
+        f"{counts} "
         f"were trained on, each once, and all losses after it {verb} those of one worker "
         f"({difference:.1e} apart at most)."
     )
@@ -253,8 +308,10 @@ def say_slow(slow: tuple[DemoOutcome, DemoOutcome] | str) -> str:
     times = [outcome.summary["seconds"] for outcome in slow]
     nbytes = [outcome.summary["bytes_sent"]["between"] for outcome in slow]
     return (
-        f"Over a link of 50 Mbit/s, {len(exact.losses)} steps with {exact.title} took {times[0]:.1f} s, "
-        f"and with {smaller.title} {times[1]:.1f} s, for 1/{nbytes[0] / nbytes[1]:.0f} of the bytes; "
+        f"Over a link of 50 Mbit/s, {len(exact.losses)} steps with {exact.title} took "
+        f"{times[0]:.1f} s, "
+        f"and with {smaller.title} {times[1]:.1f} s, for 1/{nbytes[0] / nbytes[1]:.0f} of the "
+        "bytes; "
         f"the last losses are {exact.losses[-1]:.2f} and {smaller.losses[-1]:.2f}."
     )
 
@@ -267,15 +324,28 @@ def disturbed(outcomes: Sequence[DemoOutcome]) -> bool:
 def busy(outcomes: Sequence[DemoOutcome]) -> str:
     """Return the remark for speeds that can't be compared."""
     most = max(outcomes, key=lambda outcome: outcome.others)
-    used = f"beside '{most.title}' other programs used {most.others:.1f} of {counted(allowed(), 'core')}"
-    return f"The machine is busy ({used}): the speed-up isn't meaningful, and is left out. Try again when nothing else runs.\n"
+    used = (
+        f"beside '{most.title}' other programs used {most.others:.1f} of "
+        f"{counted(allowed(), 'core')}"
+    )
+    return (
+        f"The machine is busy ({used}): the speed-up isn't meaningful, and is left out. "
+        "Try again when nothing else runs.\n"
+    )
 
 
 def fastest(outcomes: Sequence[DemoOutcome]) -> str:
-    """Say which of the outcomes is of the fastest run, and how much faster it was than the others."""
-    first, *others = sorted(outcomes, key=lambda outcome: outcome.summary["samples_per_second"], reverse=True)
+    """Say which of the outcomes is of the fastest run, and how much faster it was than the
+    others.
+    """
+    first, *others = sorted(
+        outcomes, key=lambda outcome: outcome.summary["samples_per_second"], reverse=True
+    )
     speed = first.summary["samples_per_second"]
-    behind = ", ".join(f"{speed / other.summary['samples_per_second']:.2f} times '{other.title}'" for other in others)
+    behind = ", ".join(
+        f"{speed / other.summary['samples_per_second']:.2f} times '{other.title}'"
+        for other in others
+    )
     return f"The fastest here was '{first.title}', with {speed:,.0f} samples/s: {behind}.\n"
 
 
@@ -287,13 +357,17 @@ def collect(folder: Path, title: str) -> DemoOutcome:
     if not (folder / "demo.json").exists():  # a brief run
         return DemoOutcome(title, summary, losses)
     said = json.loads((folder / "demo.json").read_text())
-    return DemoOutcome(title, summary, losses, (said["validation"][0], said["validation"][1]), said["sample"])
+    return DemoOutcome(
+        title, summary, losses, (said["validation"][0], said["validation"][1]), said["sample"]
+    )
 
 
 def table(outcomes: Sequence[DemoOutcome], source: str = "the standard library's sources") -> Table:
     """Compare the outcomes side by side; speed-up and losses are relative to the first."""
     base, quiet = outcomes[0], not disturbed(outcomes)
-    whole = Table(title=f"\npaceline demo: a GPT of 0.9 M parameters on {source}", title_justify="left")
+    whole = Table(
+        title=f"\npaceline demo: a GPT of 0.9 M parameters on {source}", title_justify="left"
+    )
     whole.add_column("", no_wrap=len(outcomes) <= 3)  # 80 letters have to do
     for outcome in outcomes:
         whole.add_column(outcome.title.replace(", ", "\n"), justify="right", no_wrap=True)
@@ -303,11 +377,27 @@ def table(outcomes: Sequence[DemoOutcome], source: str = "the standard library's
         ("train loss, last 10 steps", lambda o: f"{mean(o.losses[-10:]):.3f}"),
         ("validation loss, start", lambda o: f"{o.validation[0]:.3f}" if o.validation else ""),
         ("validation loss, end", lambda o: f"{o.validation[1]:.3f}" if o.validation else ""),
-        ("largest difference, 20 steps", lambda o: "" if o is base else f"{apart(o.losses[:20], base.losses):.1e}"),
-        (f"largest difference, {len(base.losses)} steps", lambda o: "" if o is base else f"{apart(o.losses, base.losses):.1e}"),
+        (
+            "largest difference, 20 steps",
+            lambda o: "" if o is base else f"{apart(o.losses[:20], base.losses):.1e}",
+        ),
+        (
+            f"largest difference, {len(base.losses)} steps",
+            lambda o: "" if o is base else f"{apart(o.losses, base.losses):.1e}",
+        ),
         ("samples/s", lambda o: f"{o.summary['samples_per_second']:,.0f}"),
-        ("speed-up", lambda o: f"{o.summary['samples_per_second'] / base.summary['samples_per_second']:.2f}x" if quiet else "busy"),
-        *((f"step, {part}", lambda o, part=part: milliseconds(o, part)) for part in ("compute", "exchange", "wait", "data")),
+        (
+            "speed-up",
+            lambda o: (
+                f"{o.summary['samples_per_second'] / base.summary['samples_per_second']:.2f}x"
+                if quiet
+                else "busy"
+            ),
+        ),
+        *(
+            (f"step, {part}", lambda o, part=part: milliseconds(o, part))
+            for part in ("compute", "exchange", "wait", "data")
+        ),
         ("sent in a step, within hosts", lambda o: megabytes(o, "within")),
         ("sent in a step, between hosts", lambda o: megabytes(o, "between")),
     ]

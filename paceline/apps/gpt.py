@@ -18,7 +18,9 @@ from paceline.parallel.cut import ModelCut
 
 @dataclass(frozen=True)
 class GPTShape:
-    """The sizes of a GPT: width `d`, layers, heads, tokens seen at once, different tokens; `tied` shares the two embeddings."""
+    """The sizes of a GPT: width `d`, layers, heads, tokens seen at once, different tokens;
+    `tied` shares the two embeddings.
+    """
 
     d: int = 128
     layers: int = 4
@@ -35,7 +37,8 @@ MEDIUM = GPTShape(d=512, layers=6, heads=8)  # 19 M parameters
 
 
 class KeyValueCache:
-    """The keys and values of the tokens so far, of each attention layer: (batch, heads that this worker has, context, d / heads).
+    """The keys and values of the tokens so far, of each attention layer: (batch, heads that this
+    worker has, context, d / heads).
 
     Each worker has those of its layers, and all count the same tokens.
     """
@@ -48,18 +51,24 @@ class KeyValueCache:
 
     def extend(self, layer: nn.Module, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add those of new tokens to what a layer has, and return all of them."""
-        if layer not in self._kept or (not self.length and layer not in self._extended and len(self._kept[layer][0]) != len(keys)):
+        if layer not in self._kept or (
+            not self.length
+            and layer not in self._extended
+            and len(self._kept[layer][0]) != len(keys)
+        ):
             empty = (*keys.shape[:2], self._context, keys.shape[3])
             self._kept[layer] = keys.new_empty(empty), values.new_empty(empty)
         stop = self.length + keys.shape[2]
         if layer not in self._extended and len(self._kept[layer][0]) != len(keys):
             raise pl.UsageError(
-                f"{len(self._kept[layer][0])} rows have tokens so far, and {len(keys)} came: call clear() before others come"
+                f"{len(self._kept[layer][0])} rows have tokens so far, and {len(keys)} came: "
+                "call clear() before others come"
             )
         for kept, new in zip(self._kept[layer], (keys, values), strict=True):
             if layer in self._extended and not torch.equal(kept[:, :, self.length : stop], new):
                 raise pl.UsageError(
-                    "layers were called with other rows before tokens were counted (micro-batches of a pipeline): give one row at a time "
+                    "layers were called with other rows before tokens were counted (micro-batches "
+                    "of a pipeline): give one row at a time "
                     "to a GPT that keeps keys and values over stages"
                 )
             kept[:, :, self.length : stop] = new
@@ -78,7 +87,9 @@ class KeyValueCache:
 
 
 class Positions(nn.Embedding):
-    """A vector for each place; places are counted from the tokens so far, while text is generated."""
+    """A vector for each place; places are counted from the tokens so far, while text is
+    generated.
+    """
 
     cache: KeyValueCache | None = None
 
@@ -87,7 +98,9 @@ class Positions(nn.Embedding):
 
 
 def draw(layer: nn.Linear | nn.Embedding, *, added: int = 0) -> None:
-    """Draw the weights of a layer, smaller ones where it is one of the two of each of `added` blocks that add to the residual stream."""
+    """Draw the weights of a layer, smaller ones where it is one of the two of each of `added`
+    blocks that add to the residual stream.
+    """
     nn.init.normal_(layer.weight, std=0.02 / (math.sqrt(2 * added) if added else 1.0))
     if isinstance(layer, nn.Linear) and layer.bias is not None:
         nn.init.zeros_(layer.bias)
@@ -112,14 +125,22 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         if self.cache is not None:
             return self._continued(q, *self.cache.extend(self, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+        )
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
 
     def _continued(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Let the newest tokens, whose queries are `q`, look at all so far, whose keys and values are `k` and `v`."""
+        """Let the newest tokens, whose queries are `q`, look at all so far, whose keys and
+        values are `k` and `v`.
+        """
         new, there = q.shape[2], k.shape[2]
-        mask = torch.ones(new, there, dtype=torch.bool, device=q.device).tril(there - new) if new > 1 else None
+        mask = (
+            torch.ones(new, there, dtype=torch.bool, device=q.device).tril(there - new)
+            if new > 1
+            else None
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
@@ -151,7 +172,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens (batch, tokens) to the logits of the next ones (batch, tokens, vocab).
 
-    `tensor_plan` is what `pl.tensor("auto")` cuts: two sums forward and two backward for each block; no worker has all logits.
+    `tensor_plan` is what `pl.tensor("auto")` cuts: two sums forward and two backward for each
+    block; no worker has all logits.
     """
 
     tensor_plan = pl.tensor(
@@ -166,7 +188,10 @@ class GPT(nn.Module):
     def __init__(self, shape: GPTShape = SMALL) -> None:
         super().__init__()
         if shape.d % shape.heads:
-            raise ValueError(f"d = {shape.d} can't be cut in {shape.heads} heads: choose a d that the number of heads divides")
+            raise ValueError(
+                f"d = {shape.d} can't be cut in {shape.heads} heads: choose a d that the number of "
+                "heads divides"
+            )
         self.shape = shape
         self.tokens = nn.Embedding(shape.vocab, shape.d)
         self.positions = Positions(shape.context, shape.d)
@@ -194,7 +219,9 @@ class GPT(nn.Module):
 
     @contextlib.contextmanager
     def caching(self) -> Iterator[KeyValueCache]:
-        """Keep keys and values inside of the block: a call there goes on from the tokens that the cache `took`, in eval mode."""
+        """Keep keys and values inside of the block: a call there goes on from the tokens that
+        the cache `took`, in eval mode.
+        """
         layers = [module for module in self.modules() if isinstance(module, Attention | Positions)]
         cache = KeyValueCache(self.shape.context)
         try:
@@ -207,24 +234,44 @@ class GPT(nn.Module):
 
 
 def maker(fields: Mapping[str, Any]) -> Callable[[], GPT]:
-    """Return what makes the GPT that these fields of a `GPTShape` describe, as a run's folder has them. Raises ValueError, or TypeError."""
+    """Return what makes the GPT that these fields of a `GPTShape` describe, as a run's folder
+    has them. Raises ValueError, or TypeError.
+    """
     shape = GPTShape(**fields)
-    kinds = {name: (int, float) if name == "dropout" else (type(usual),) for name, usual in vars(SMALL).items()}
-    odd = [name for name, value in vars(shape).items() if type(value) not in kinds[name] or value < 0]
-    if odd or not all((shape.d, shape.layers, shape.heads, shape.context, shape.vocab)) or shape.d % shape.heads or not shape.dropout < 1:
+    kinds = {
+        name: (int, float) if name == "dropout" else (type(usual),)
+        for name, usual in vars(SMALL).items()
+    }
+    odd = [
+        name for name, value in vars(shape).items() if type(value) not in kinds[name] or value < 0
+    ]
+    if (
+        odd
+        or not all((shape.d, shape.layers, shape.heads, shape.context, shape.vocab))
+        or shape.d % shape.heads
+        or not shape.dropout < 1
+    ):
         raise ValueError(f"no GPT is {shape}")
     if (12 * shape.layers * shape.d + shape.context + shape.vocab) * shape.d > LARGEST:
-        raise ValueError(f"{shape} has more parameters than the {LARGEST:,} that programs here train")
+        raise ValueError(
+            f"{shape} has more parameters than the {LARGEST:,} that programs here train"
+        )
     return lambda: GPT(shape)
 
 
 def cuts(axes: Collection[str]) -> list[ModelCut]:
     """Return how a GPT is cut along these axes of a mesh."""
     stages = pl.pipeline("tokens, positions, blocks.*, norm, head")
-    known: dict[str, ModelCut] = {"tensor": pl.tensor("auto"), "stage": stages, "shard": pl.shard("blocks.*")}
+    known: dict[str, ModelCut] = {
+        "tensor": pl.tensor("auto"),
+        "stage": stages,
+        "shard": pl.shard("blocks.*"),
+    }
     return [cut for axis, cut in known.items() if axis in axes]
 
 
 def next_token_loss(logits: Tensor, y: Tensor) -> Tensor:
-    """Return the mean cross entropy of logits (batch, tokens, vocab) against the tokens `y` (batch, tokens) that came next, in nats."""
+    """Return the mean cross entropy of logits (batch, tokens, vocab) against the tokens `y`
+    (batch, tokens) that came next, in nats.
+    """
     return F.cross_entropy(logits.flatten(0, 1), y.flatten())

@@ -1,4 +1,6 @@
-"""The load that other programs put on the processors meanwhile: where it is high, measurements say little."""
+"""The load that other programs put on the processors meanwhile: where it is high, measurements
+say little.
+"""
 
 from __future__ import annotations
 
@@ -28,23 +30,37 @@ def read() -> ClockReading | None:
     except (OSError, AttributeError):  # another system than Linux
         return None
     used = os.times()
-    return ClockReading(time.monotonic(), busy(text, mine) / os.sysconf("SC_CLK_TCK"), sum(used[:4]))
+    return ClockReading(
+        time.monotonic(), busy(text, mine) / os.sysconf("SC_CLK_TCK"), sum(used[:4])
+    )
 
 
 def busy(text: str, cores: Iterable[int]) -> int:
     """Count the ticks that these cores have worked, in the text of /proc/stat."""
     names = {f"cpu{core}" for core in cores}
     lines = [line.split() for line in text.splitlines() if line.startswith("cpu")]
-    return sum(int(words[1 + tick]) for words in lines if words[0] in names for tick in _TICKS if len(words) > 1 + tick)
+    return sum(
+        int(words[1 + tick])
+        for words in lines
+        if words[0] in names
+        for tick in _TICKS
+        if len(words) > 1 + tick
+    )
 
 
 def others(before: ClockReading | None, after: ClockReading | None) -> float:
-    """Return how many cores others have kept busy between two readings, in the mean; 0 where that isn't known."""
+    """Return how many cores others have kept busy between two readings, in the mean; 0 where
+    that isn't known.
+    """
     if before is None or after is None or after.now <= before.now:
         return 0.0
-    return max(0.0, (after.busy - before.busy) - (after.ours - before.ours)) / (after.now - before.now)
+    return max(0.0, (after.busy - before.busy) - (after.ours - before.ours)) / (
+        after.now - before.now
+    )
 
 
 def crowded(taken: float, needed: int, there: int) -> bool:
-    """Whether others that keep so many cores busy leave less than `needed` of those that are `there` (with a quota these are more)."""
+    """Whether others that keep so many cores busy leave less than `needed` of those that are
+    `there` (with a quota these are more).
+    """
     return there - taken < (1 - BUSY) * needed

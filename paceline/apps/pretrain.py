@@ -1,4 +1,6 @@
-"""Trains the small GPT on the standard library's sources: the script that `paceline demo` runs on every worker."""
+"""Trains the small GPT on the standard library's sources: the script that `paceline demo` runs
+on every worker.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ PROMPT = "def "
 
 
 class TrainingTask(NamedTuple):
-    """The task of a training: a model that is the same in every process, and batches in an order that doesn't depend on workers."""
+    """The task of a training: a model that is the same in every process, and batches in an order
+    that doesn't depend on workers.
+    """
 
     model: GPT
     train: DataLoader[tuple[Tensor, Tensor]]
@@ -36,11 +40,14 @@ class TrainingTask(NamedTuple):
 
 
 def task(steps: int, folder: Path | None = None) -> TrainingTask:
-    """Make the model and the data of the demo; the first k steps are the same whatever `steps` is."""
+    """Make the model and the data of the demo; the first k steps are the same whatever `steps`
+    is.
+    """
     train, validation = text.datasets(SMALL.context, folder=folder)
     chance = torch.Generator().manual_seed(0)
     rows = torch.randperm(len(train), generator=chance)
-    rows = rows.repeat(-(-steps * BATCH // len(rows)))[: steps * BATCH]  # a small text is read several times
+    # a small text is read several times
+    rows = rows.repeat(-(-steps * BATCH // len(rows)))[: steps * BATCH]
     held_out = torch.randperm(len(validation), generator=chance)[:VALIDATION]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -58,7 +65,11 @@ def evaluate(run: pl.Run, model: nn.Module, loader: DataLoader[tuple[Tensor, Ten
     losses = []
     for x, y in loader:
         logits = run.forward(model, x.to(run.device))
-        losses.append(run.gather(F.cross_entropy(logits.transpose(1, 2), y.to(run.device), reduction="none").mean(1)))
+        losses.append(
+            run.gather(
+                F.cross_entropy(logits.transpose(1, 2), y.to(run.device), reduction="none").mean(1)
+            )
+        )
     return torch.cat(losses).mean().item()
 
 
@@ -66,18 +77,33 @@ def sample(run: pl.Run, model: GPT, count: int = 240) -> str:
     """Generate the text with which the model continues "def ". Collective."""
     prompt = PROMPT.encode()
     model.eval()
-    return text.decode(torch.tensor([*prompt, *generate(run, model, prompt, count, Sampling(temperature=0.7, seed=1))]))
+    return text.decode(
+        torch.tensor(
+            [*prompt, *generate(run, model, prompt, count, Sampling(temperature=0.7, seed=1))]
+        )
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, required=True, help="steps to train")
-    parser.add_argument("--of", type=int, required=True, help="steps that the learning rate is planned for")
+    parser.add_argument(
+        "--of", type=int, required=True, help="steps that the learning rate is planned for"
+    )
     parser.add_argument("--name", required=True, help="name of the run folder")
     parser.add_argument("--folder", default="runs", help="where run folders are")
-    parser.add_argument("--text", type=Path, default=None, help="a folder of .py files instead of the standard library")
-    parser.add_argument("--brief", action="store_true", help="train only: no validation, no sample, no checkpoint")
-    parser.add_argument("--kill", type=int, default=None, help="the last worker is killed after this many steps")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        default=None,
+        help="a folder of .py files instead of the standard library",
+    )
+    parser.add_argument(
+        "--brief", action="store_true", help="train only: no validation, no sample, no checkpoint"
+    )
+    parser.add_argument(
+        "--kill", type=int, default=None, help="the last worker is killed after this many steps"
+    )
     options = parser.parse_args()
 
     model, loader, held_out = task(options.steps, options.text)
@@ -91,7 +117,8 @@ def main() -> None:
         for x, y in loader:
             if run.steps == options.kill and run.size == workers and run.rank == workers - 1:
                 os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does it when memory runs out
-            loss = run.step(model, x.to(run.device), y.to(run.device), loss=next_token_loss)  # forward and backward, in any mesh
+            # forward and backward, in any mesh
+            loss = run.step(model, x.to(run.device), y.to(run.device), loss=next_token_loss)
             run.clip(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()

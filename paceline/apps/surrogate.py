@@ -1,9 +1,10 @@
-"""Trains a U-Net to do what a solver does: a dye in a flow is given, and its field after some time is predicted in one pass.
+"""Trains a U-Net to do what a solver does: a dye in a flow is given, and its field after some time
+is predicted in one pass.
 
     python -m paceline.apps.surrogate [--steps 200]         or under any launcher of several workers
 
 numbers -> advection.py draws and solves -> (field, flow, diffusivity) -> U-Net -> field after the time     errors in summary.json
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -42,16 +43,28 @@ def unchanged(given: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(run: pl.Run, loader: DataLoader[Solved], ways: Mapping[str, Predict]) -> dict[str, float]:
-    """Compute the mean relative error of each way over all of `loader`, whichever worker saw which samples."""
+def evaluate(
+    run: pl.Run, loader: DataLoader[Solved], ways: Mapping[str, Predict]
+) -> dict[str, float]:
+    """Compute the mean relative error of each way over all of `loader`, whichever worker saw
+    which samples.
+    """
     errors: dict[str, list[Tensor]] = {name: [] for name in ways}
     for given, after in loader:
         for name, predict in ways.items():
-            errors[name].append(run.gather(relative_errors(predict(given.to(run.device)), after.to(run.device))))
+            errors[name].append(
+                run.gather(relative_errors(predict(given.to(run.device)), after.to(run.device)))
+            )
     return {name: torch.cat(parts).mean().item() for name, parts in errors.items()}
 
 
-def train(run: pl.Run, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: OneCycleLR, loader: DataLoader[Solved]) -> None:
+def train(
+    run: pl.Run,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: OneCycleLR,
+    loader: DataLoader[Solved],
+) -> None:
     """Take a step with each batch."""
     model.train()
     for given, after in loader:
@@ -64,43 +77,101 @@ def train(run: pl.Run, model: nn.Module, optimizer: torch.optim.Optimizer, sched
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200, help="steps to train (default %(default)s)")
-    parser.add_argument("--batch", type=int, default=32, help="samples of a step, of all workers together (default %(default)s)")
-    parser.add_argument("--rate", type=float, default=3e-3, help="the highest learning rate, of AdamW (default %(default)s)")
-    parser.add_argument("--held-out", type=int, default=256, help="samples that errors are taken of (default %(default)s)")
-    parser.add_argument("--grid", type=int, default=32, help="points along each side, a power of 2 (default %(default)s)")
-    parser.add_argument(
-        "--time", type=float, default=0.25, help="that passes; the fastest flow crosses the square in 1 (default %(default)s)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--width", type=int, default=16, help="channels of the finest level (default %(default)s)")
-    parser.add_argument("--levels", type=int, default=2, help="times that the grid is halved (default %(default)s)")
-    parser.add_argument("--norm", choices=sorted(NORMS), default="group", help="of the layers (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of model and samples (default %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=200, help="steps to train (default %(default)s)"
+    )
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=32,
+        help="samples of a step, of all workers together (default %(default)s)",
+    )
+    parser.add_argument(
+        "--rate",
+        type=float,
+        default=3e-3,
+        help="the highest learning rate, of AdamW (default %(default)s)",
+    )
+    parser.add_argument(
+        "--held-out",
+        type=int,
+        default=256,
+        help="samples that errors are taken of (default %(default)s)",
+    )
+    parser.add_argument(
+        "--grid",
+        type=int,
+        default=32,
+        help="points along each side, a power of 2 (default %(default)s)",
+    )
+    parser.add_argument(
+        "--time",
+        type=float,
+        default=0.25,
+        help="that passes; the fastest flow crosses the square in 1 (default %(default)s)",
+    )
+    parser.add_argument(
+        "--width", type=int, default=16, help="channels of the finest level (default %(default)s)"
+    )
+    parser.add_argument(
+        "--levels", type=int, default=2, help="times that the grid is halved (default %(default)s)"
+    )
+    parser.add_argument(
+        "--norm", choices=sorted(NORMS), default="group", help="of the layers (default %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of model and samples (default %(default)s)"
+    )
     parser.add_argument("--name", default=None, help="name of the run folder")
     parser.add_argument("--folder", default="runs", help="where run folders are")
     options = parser.parse_args()
     if options.grid < 16 or options.grid % (2 * 2**options.levels):
-        parser.error(f"--grid {options.grid} with --levels {options.levels}: give 16 or more, divisible by {2 * 2**options.levels}")
+        parser.error(
+            f"--grid {options.grid} with --levels {options.levels}: give 16 or more, divisible by "
+            f"{2 * 2**options.levels}"
+        )
 
-    equation, shape = Advection(options.grid, options.time), UNetShape(width=options.width, levels=options.levels, norm=options.norm)
-    with pl.start(name=options.name, folder=options.folder, seed=options.seed, total_steps=options.steps) as run:
+    equation, shape = (
+        Advection(options.grid, options.time),
+        UNetShape(width=options.width, levels=options.levels, norm=options.norm),
+    )
+    with pl.start(
+        name=options.name, folder=options.folder, seed=options.seed, total_steps=options.steps
+    ) as run:
         model = build(shape, run.seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, weight_decay=0.01)
-        schedule = OneCycleLR(optimizer, max_lr=options.rate, total_steps=options.steps + 1, pct_start=0.1)
-        loader = SolvedSamples(equation, run.seed, 0, options.steps * options.batch).loader(options.batch)
+        schedule = OneCycleLR(
+            optimizer, max_lr=options.rate, total_steps=options.steps + 1, pct_start=0.1
+        )
+        loader = SolvedSamples(equation, run.seed, 0, options.steps * options.batch).loader(
+            options.batch
+        )
         held_out = SolvedSamples(equation, run.seed, HELD_OUT, options.held_out).loader(64)
-        model, optimizer, schedule, loader, held_out = run.prepare(model, optimizer, schedule, loader, held_out)
+        model, optimizer, schedule, loader, held_out = run.prepare(
+            model, optimizer, schedule, loader, held_out
+        )
         model.eval()
         before = evaluate(run, held_out, {"error_before": model})
         train(run, model, optimizer, schedule, loader)
         model.eval()
-        after = evaluate(run, held_out, {"error_after": model, "error_unchanged": unchanged, "error_coarse_solver": equation.coarse})
+        after = evaluate(
+            run,
+            held_out,
+            {
+                "error_after": model,
+                "error_unchanged": unchanged,
+                "error_coarse_solver": equation.coarse,
+            },
+        )
         run.results.update(before | after)
         run.print(
             "relative error of the field after the time, against the solver: "
             f"{before['error_before']:.3f} before training, {after['error_after']:.3f} after it; "
-            f"{after['error_unchanged']:.3f} if nothing changed, {after['error_coarse_solver']:.3f} by a solver on half the grid"
+            f"{after['error_unchanged']:.3f} if nothing changed, "
+            f"{after['error_coarse_solver']:.3f} by a solver on half the grid"
         )
 
 

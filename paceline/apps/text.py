@@ -1,4 +1,6 @@
-"""Real text that every machine has: the standard library's own sources, as bytes, split by file into train and validation."""
+"""Real text that every machine has: the standard library's own sources, as bytes, split by file
+into train and validation.
+"""
 
 from __future__ import annotations
 
@@ -13,38 +15,63 @@ from torch.utils.data import Dataset
 from paceline.errors import DataError
 
 # Tests, and what isn't on every machine.
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "config"}
+LEFT_OUT = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "__pycache__",
+    "config",
+}
 VALIDATION = 10  # one file in so many
 
 
 def sources(folder: Path | None = None) -> list[Path]:
-    """List the .py files under `folder` (default: Python's standard library without its tests), in an order that is the same everywhere."""
+    """List the .py files under `folder` (default: Python's standard library without its tests),
+    in an order that is the same everywhere.
+    """
     root = folder or Path(sysconfig.get_path("stdlib"))
-    files = [path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts)]
+    files = [
+        path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts)
+    ]
     if not files:
         raise DataError(f"no .py files under {root}: give a folder that has some (--text FOLDER)")
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
 def split(files: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Split into train and validation files; where a file goes depends on its name only, so that no text is ever in both."""
-    validation = [path for path in files if hashlib.sha256(path.name.encode()).digest()[0] % VALIDATION == 0]
+    """Split into train and validation files; where a file goes depends on its name only, so that
+    no text is ever in both.
+    """
+    validation = [
+        path for path in files if hashlib.sha256(path.name.encode()).digest()[0] % VALIDATION == 0
+    ]
     kept = set(validation)
     return [path for path in files if path not in kept], validation
 
 
 def read(files: list[Path], *, limit: int | None = None) -> Tensor:
-    """Read the bytes of the files one after the other, as uint8 tokens; `limit` stops after so many."""
+    """Read the bytes of the files one after the other, as uint8 tokens; `limit` stops after so
+    many.
+    """
     text = bytearray()
     for path in files:
         text += path.read_bytes() + b"\n"
         if limit is not None and len(text) >= limit:
             break
-    return torch.frombuffer(text[:limit], dtype=torch.uint8) if text[:limit] else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(text[:limit], dtype=torch.uint8)
+        if text[:limit]
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of `context` tokens, side by side: item i is (x, y), int64 of `context` elements, y the tokens that come next."""
+    """Windows of `context` tokens, side by side: item i is (x, y), int64 of `context` elements,
+    y the tokens that come next.
+    """
 
     def __init__(self, tokens: Tensor, context: int) -> None:
         if tokens.numel() <= context:
@@ -62,10 +89,14 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return cut[:-1], cut[1:]
 
 
-def datasets(context: int, *, folder: Path | None = None, limit: int | None = None) -> tuple[Windows, Windows]:
+def datasets(
+    context: int, *, folder: Path | None = None, limit: int | None = None
+) -> tuple[Windows, Windows]:
     """Make train and validation windows of `context` tokens; `limit` bounds the bytes of each."""
     train, validation = split(sources(folder))
-    return Windows(read(train, limit=limit), context), Windows(read(validation, limit=limit), context)
+    return Windows(read(train, limit=limit), context), Windows(
+        read(validation, limit=limit), context
+    )
 
 
 def decode(tokens: Tensor) -> str:

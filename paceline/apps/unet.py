@@ -1,11 +1,13 @@
-"""A U-Net (Ronneberger et al. 2015) for fields on a periodic grid: convolutions down and up, with skips from each level to its other side.
+"""A U-Net (Ronneberger et al. 2015) for fields on a periodic grid: convolutions down and up, with
+skips from each level to its other side.
 
     x -+-> enter -+--------------------------------------> up.1 -> leave --> + -> out       levels=2
        |          `-> down.0 -+------------------> up.0 ---^                 ^
        |                      `-> down.1 -> middle ---^                      |
        `--- the first channels: what is learned is how they change ----------'
 
-The modules are used in the order enter, down.*, middle, up.*, leave. torch.fx can trace the model, with these as leaves or without.
+The modules are used in the order enter, down.*, middle, up.*, leave. torch.fx can trace the model,
+with these as leaves or without.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 
 @dataclass(frozen=True)
 class UNetShape:
-    """The sizes of a U-Net: channels that go in and come out, channels of the finest level (each below has twice as many), and levels."""
+    """The sizes of a U-Net: channels that go in and come out, channels of the finest level (each
+    below has twice as many), and levels.
+    """
 
     inward: int = 4
     outward: int = 1
@@ -72,7 +76,9 @@ class Up(nn.Module):
         self.block = Convolutions(channels + channels // 2, channels // 2, norm)
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
-        """Map (samples, channels, n, n) and the skip (samples, channels / 2, 2n, 2n) to the shape of the skip."""
+        """Map (samples, channels, n, n) and the skip (samples, channels / 2, 2n, 2n) to the
+        shape of the skip.
+        """
         out: Tensor = self.block(torch.cat([F.interpolate(x, scale_factor=2.0), skip], dim=1))
         return out
 

@@ -1,4 +1,6 @@
-"""Parses the arguments of `paceline bench collectives` without torch, so that the command line refuses senseless ones at once."""
+"""Parses the arguments of `paceline bench collectives` without torch, so that the command line
+refuses senseless ones at once.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ def size(text: str) -> int:
     match = re.fullmatch(r"(\d{1,6})([KM]?B)", text.strip())
     nbytes = int(match[1]) * UNITS[match[2]] // 4 * 4 if match else 0
     if not nbytes:
-        raise UsageError(f"--sizes {text}: a size is a whole number with B, KB or MB behind it, and 4 bytes at least, such as 256KB")
+        raise UsageError(
+            f"--sizes {text}: a size is a whole number with B, KB or MB behind it, and 4 bytes at "
+            "least, such as 256KB"
+        )
     return nbytes
 
 

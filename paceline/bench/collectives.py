@@ -1,4 +1,6 @@
-"""Measures all-reduce on the group of all workers, by size, way and kind of memory: the script of `paceline bench collectives`."""
+"""Measures all-reduce on the group of all workers, by size, way and kind of memory: the script
+of `paceline bench collectives`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Timing(NamedTuple):
 
 
 def parse_ways(text: str, group: Group, hosts: list[int]) -> dict[str, Call]:
-    """Look up the calls of the names in a list with commas: `native` is the group's own all-reduce, the others are schedules."""
+    """Look up the calls of the names in a list with commas: `native` is the group's own
+    all-reduce, the others are schedules.
+    """
     ways: dict[str, Call] = {}
     for name in asked.ways(text):
         if name == "native":
@@ -48,18 +52,27 @@ def _follow(group: Group, schedule: Schedule, x: Tensor) -> Work[Tensor]:
 
 
 def measure(call: Call, x: Tensor, group: Group, seconds: float) -> float:
-    """Measure the median time of a call on the slowest worker, in seconds, after checking its result."""
+    """Measure the median time of a call on the slowest worker, in seconds, after checking its
+    result.
+    """
     expected = group.size * (group.size + 1) / 2
     first = timed(call, x, group)
     if not bool((x == expected).all()):
-        raise PacelineError(f"worker {group.rank} got {x[x != expected][0].item()} for a sum that is {expected}: the exchange is broken")
+        raise PacelineError(
+            f"worker {group.rank} got {x[x != expected][0].item()} for a sum that is {expected}: "
+            "the exchange is broken"
+        )
     slowest = max(group.gather_objects(first))
     count = min(MOST, max(FEWEST, int(seconds / slowest)))
-    return float(max(group.gather_objects(statistics.median(timed(call, x, group) for _ in range(count)))))
+    return float(
+        max(group.gather_objects(statistics.median(timed(call, x, group) for _ in range(count))))
+    )
 
 
 def timed(call: Call, x: Tensor, group: Group) -> float:
-    """Time one call that all workers begin together, on values that differ between them, in seconds."""
+    """Time one call that all workers begin together, on values that differ between them, in
+    seconds.
+    """
     x.fill_(group.rank + 1)
     group.barrier().wait()
     start = time.perf_counter()
@@ -71,16 +84,24 @@ def timed(call: Call, x: Tensor, group: Group) -> float:
 
 def words(timings: list[Timing], workers: int) -> str:
     """Format the timings as a table; the bandwidth is the size of the tensor over the time."""
-    lines = [f"all-reduce of float32, {workers} workers; median of the slowest", "     size  via               memory        ms       GB/s"]
+    lines = [
+        f"all-reduce of float32, {workers} workers; median of the slowest",
+        "     size  via               memory        ms       GB/s",
+    ]
     for nbytes, via, memory, seconds in timings:
         size = f"{nbytes / 1e6:g} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:g} KB"
-        lines.append(f"{size:>9}  {via:<16}  {memory:<10}  {seconds * 1e3:8.3f}  {nbytes / seconds / 1e9:6.2f}")
+        lines.append(
+            f"{size:>9}  {via:<16}  {memory:<10}  {seconds * 1e3:8.3f}  "
+            f"{nbytes / seconds / 1e9:6.2f}"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", default="4KB,256KB,1MB,8MB,33MB", help="sizes of the tensors, with B, KB or MB")
+    parser.add_argument(
+        "--sizes", default="4KB,256KB,1MB,8MB,33MB", help="sizes of the tensors, with B, KB or MB"
+    )
     parser.add_argument("--via", default="native", help="native, or names of schedules")
     parser.add_argument("--seconds", type=float, default=0.5, help="how long to measure each")
     parser.add_argument("--folder", default="runs", help="where run folders go")
@@ -97,8 +118,11 @@ def main() -> None:
                 tensors["registered"] = group.empty((nbytes // 4,), torch.float32)
             for memory, x in tensors.items():
                 for via, call in ways.items():
-                    if via == "native" or memory == "ordinary":  # schedules send from ordinary memory anyway
-                        timings.append(Timing(nbytes, via, memory, measure(call, x, group, options.seconds)))
+                    # schedules send from ordinary memory anyway
+                    if via == "native" or memory == "ordinary":
+                        timings.append(
+                            Timing(nbytes, via, memory, measure(call, x, group, options.seconds))
+                        )
         run.print(words(timings, group.size))
 
 

@@ -13,33 +13,68 @@ from paceline.errors import UsageError
 
 def scaling(
     ctx: typer.Context,
-    script: Annotated[Path | None, typer.Argument(help="The training script; its arguments stand behind a --.")] = None,
+    script: Annotated[
+        Path | None, typer.Argument(help="The training script; its arguments stand behind a --.")
+    ] = None,
     args: options.Arguments = None,
     *,
-    workers: Annotated[str, typer.Option("--workers", "-n", help="Numbers of workers, with commas.")] = "1,2",
+    workers: Annotated[
+        str, typer.Option("--workers", "-n", help="Numbers of workers, with commas.")
+    ] = "1,2",
     kind: Annotated[
-        Literal["strong", "weak", "both"] | None, typer.Option(help="The same batch, or one that grows; default: both with --batch-option.")
+        Literal["strong", "weak", "both"] | None,
+        typer.Option(help="The same batch, or one that grows; default: both with --batch-option."),
     ] = None,
-    batch_option: Annotated[str | None, typer.Option(metavar="OPTION", help="The script's own option for the global batch.")] = None,
+    batch_option: Annotated[
+        str | None,
+        typer.Option(metavar="OPTION", help="The script's own option for the global batch."),
+    ] = None,
     lab: Annotated[
-        str | None, typer.Option(metavar="CLUSTER", help="Run on hosts of the lab: a ready-made cluster, or a .toml file.")
+        str | None,
+        typer.Option(
+            metavar="CLUSTER",
+            help="Run on hosts of the lab: a ready-made cluster, or a .toml file.",
+        ),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Runs of each number of workers, in turns; that of median speed counts.")] = 1,
+    rounds: Annotated[
+        int,
+        typer.Option(help="Runs of each number of workers, in turns; that of median speed counts."),
+    ] = 1,
     steps: Annotated[int, typer.Option(help="Steps after which a run is stopped.")] = 100,
-    seconds: Annotated[float, typer.Option(help="Seconds of training after which a run is stopped.")] = 60.0,
+    seconds: Annotated[
+        float, typer.Option(help="Seconds of training after which a run is stopped.")
+    ] = 60.0,
     threads: Annotated[
-        int | None, typer.Option(help="Threads of each worker; default: its part of the cores with the most workers.")
+        int | None,
+        typer.Option(
+            help="Threads of each worker; default: its part of the cores with the most workers."
+        ),
     ] = None,
     sync: options.Sync = None,
-    folder: Annotated[Path | None, typer.Option(help="Where the run folders are to stay; default: they are removed.")] = None,
-    read: Annotated[list[Path] | None, typer.Option(metavar="RUN", help="Compare runs that are there, and run nothing; repeat it.")] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Where the run folders are to stay; default: they are removed."),
+    ] = None,
+    read: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="RUN", help="Compare runs that are there, and run nothing; repeat it."
+        ),
+    ] = None,
 ) -> None:
-    """Run a script with several numbers of workers: speed-up, efficiency, and where adding a worker stops paying."""
+    """Run a script with several numbers of workers: speed-up, efficiency, and where adding a
+    worker stops paying.
+    """
     if (script is None) == (not read):
-        raise UsageError("give a training script, or with --read the folders of runs, one of the two")
+        raise UsageError(
+            "give a training script, or with --read the folders of runs, one of the two"
+        )
     beside = [name for name in ctx.params if name != "read" and _given(ctx, name)]
     if read and beside:
-        raise UsageError(f"--read runs nothing, so --{beside[0].replace('_', '-')} has no meaning beside it: leave it out")
+        raise UsageError(
+            f"--read runs nothing, so --{beside[0].replace('_', '-')} has no meaning beside it: "
+            "leave it out"
+        )
     from paceline.bench import scaling as bench
     from paceline.lab import description
 
@@ -61,7 +96,9 @@ def scaling(
         folder,
     )
     try:
-        code = bench.measure(asked, typer.echo, lambda text: typer.echo(f"paceline: {text}", err=True))
+        code = bench.measure(
+            asked, typer.echo, lambda text: typer.echo(f"paceline: {text}", err=True)
+        )
     except KeyboardInterrupt:
         code = 130
     raise typer.Exit(code)

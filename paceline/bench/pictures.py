@@ -10,7 +10,8 @@ WIDEST = 64  # workers; a larger picture is no help
 
 
 def picture(text: str) -> str:
-    """Draw `NAME:N` for N workers on one host, or `NAME:N+M+...` for N workers on a first host, M on a second.
+    """Draw `NAME:N` for N workers on one host, or `NAME:N+M+...` for N workers on a first host, M
+    on a second.
 
     `NAME:N+M@A,B` says how fast the hosts' links are, in any unit.
     """
@@ -22,18 +23,26 @@ def picture(text: str) -> str:
 
 
 def rates(speeds: str, text: str) -> list[float]:
-    """Return how fast the link of each host is: `10,1` is [10.0, 1.0]; `text` is what messages show."""
+    """Return how fast the link of each host is: `10,1` is [10.0, 1.0]; `text` is what messages
+    show.
+    """
     try:
         return [float(part) for part in speeds.split(",")]
     except ValueError as error:
-        raise UsageError(f"{text}: behind the @ go the speeds of the hosts' links, as in uneven:1+1+1@10,10,1") from error
+        raise UsageError(
+            f"{text}: behind the @ go the speeds of the hosts' links, as in uneven:1+1+1@10,10,1"
+        ) from error
 
 
 def hosts(numbers: str, text: str) -> list[int]:
     """Return the host of each worker: `2+3` is [0, 0, 1, 1, 1]; `text` is what messages show."""
     parts = numbers.split("+")
-    if not all(part.isascii() and part.isdecimal() and 0 < int(part) <= WIDEST for part in parts) or sum(map(int, parts)) > WIDEST:
+    if (
+        not all(part.isascii() and part.isdecimal() and 0 < int(part) <= WIDEST for part in parts)
+        or sum(map(int, parts)) > WIDEST
+    ):
         raise UsageError(
-            f"{text}: after the colon goes the number of workers, 1 to {WIDEST}, as in ring:5, or of each host, as in ring:2+3"
+            f"{text}: after the colon goes the number of workers, 1 to {WIDEST}, as in ring:5, or "
+            "of each host, as in ring:2+3"
         )
     return [host for host, part in enumerate(parts) for _ in range(int(part))]

@@ -1,4 +1,6 @@
-"""Draws the schedules of pipelines that are named on the command line, such as 1f1b:4x8, and compares them."""
+"""Draws the schedules of pipelines that are named on the command line, such as 1f1b:4x8, and
+compares them.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +20,48 @@ ALL = "all"
 
 
 def show(asked: str | None, times: tuple[float, float, float], console: Console) -> None:
-    """Print the picture of a schedule, or with `all` a table of all of them. `times` are of a forward, a backward and a transfer."""
+    """Print the picture of a schedule, or with `all` a table of all of them.
+
+    `times` are of a forward, a backward and a transfer.
+    """
     if asked is None:
-        raise UsageError("bench pipeline draws schedules so far: say which one, as in --draw 1f1b:4x8, or --draw all to compare them")
+        raise UsageError(
+            "bench pipeline draws schedules so far: say which one, as in --draw 1f1b:4x8, or "
+            "--draw all to compare them"
+        )
     name, colon, sizes = asked.partition(":")
     if name not in (*SCHEDULES, ALL):
-        raise UsageError(f"{name} is not a schedule of pipelines; {choices(name, (*SCHEDULES, ALL))}")
-    if not all(0 < number < float("inf") for number in times[:2]) or not 0 <= times[2] < float("inf"):
         raise UsageError(
-            f"--forward {times[0]:g} --backward {times[1]:g} --transfer {times[2]:g}: give the first two more than 0, none less"
+            f"{name} is not a schedule of pipelines; {choices(name, (*SCHEDULES, ALL))}"
+        )
+    if not all(0 < number < float("inf") for number in times[:2]) or not 0 <= times[2] < float(
+        "inf"
+    ):
+        raise UsageError(
+            f"--forward {times[0]:g} --backward {times[1]:g} --transfer {times[2]:g}: "
+            "give the first two more than 0, none less"
         )
     ranks, micro_batches, chunks = _sizes(sizes if colon or name != ALL else "4x8", asked)
     if name != ALL:
-        console.print(draw(_timeline(name, (ranks, micro_batches, chunks), times), min(console.width, WIDEST)), soft_wrap=True)
+        console.print(
+            draw(
+                _timeline(name, (ranks, micro_batches, chunks), times), min(console.width, WIDEST)
+            ),
+            soft_wrap=True,
+        )
         return
-    console.print(f"{ranks} ranks, {micro_batches} micro-batches; forward {times[0]:g}, backward {times[1]:g}, transfer {times[2]:g}")
+    console.print(
+        f"{ranks} ranks, {micro_batches} micro-batches; forward {times[0]:g}, backward "
+        f"{times[1]:g}, transfer {times[2]:g}"
+    )
     timelines, refused = [], []
     for each in SCHEDULES:
         try:
-            timelines.append(_timeline(each, (ranks, micro_batches, chunks if each == "interleaved" else None), times))
+            timelines.append(
+                _timeline(
+                    each, (ranks, micro_batches, chunks if each == "interleaved" else None), times
+                )
+            )
         except UsageError as error:
             refused.append(str(error))
     console.print(compare(timelines))
@@ -44,19 +69,27 @@ def show(asked: str | None, times: tuple[float, float, float], console: Console)
         console.print(line, soft_wrap=True)
 
 
-def _timeline(name: str, sizes: tuple[int, int, int | None], times: tuple[float, float, float]) -> PipelineTimeline:
+def _timeline(
+    name: str, sizes: tuple[int, int, int | None], times: tuple[float, float, float]
+) -> PipelineTimeline:
     check(name, *sizes)
     schedule = make_schedule(name, *sizes)
     return simulate(schedule, even_times(schedule, *times))
 
 
 def _sizes(text: str, asked: str) -> tuple[int, int, int | None]:
-    """Read ranks x micro-batches, or ranks x micro-batches x chunks; `asked` is what messages show."""
+    """Read ranks x micro-batches, or ranks x micro-batches x chunks; `asked` is what messages
+    show.
+    """
     found = re.fullmatch(r"(\d{1,3})x(\d{1,3})(?:x(\d{1,3}))?", text, re.ASCII)
     numbers = [int(number) for number in found.groups() if number] if found else []
-    if not numbers or any(not 0 < number <= most for number, most in zip(numbers, (RANKS, MICRO_BATCHES, CHUNKS), strict=False)):
+    if not numbers or any(
+        not 0 < number <= most
+        for number, most in zip(numbers, (RANKS, MICRO_BATCHES, CHUNKS), strict=False)
+    ):
         raise UsageError(
-            f"{asked}: after the colon go ranks x micro-batches, as in 1f1b:4x8, and for interleaved the stages on each rank, as in "
+            f"{asked}: after the colon go ranks x micro-batches, as in 1f1b:4x8, and for "
+            "interleaved the stages on each rank, as in "
             f"interleaved:4x8x2; at most {RANKS}, {MICRO_BATCHES} and {CHUNKS}"
         )
     ranks, micro_batches, *chunks = numbers

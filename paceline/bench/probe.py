@@ -1,4 +1,6 @@
-"""Measures all workers and links, and writes cluster.json: the script of `paceline probe` and `paceline lab probe`."""
+"""Measures all workers and links, and writes cluster.json: the script of `paceline probe` and
+`paceline lab probe`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from paceline.observe.cluster import describe
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtypes", default="float32,bfloat16", help="dtypes of matrices")
-    parser.add_argument("--out", type=Path, default=Path("cluster.json"), help="the file to write, on the host of the first worker")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("cluster.json"),
+        help="the file to write, on the host of the first worker",
+    )
     parser.add_argument("--quiet", action="store_true", help="show no table")
     parser.add_argument("--folder", default="runs", help="where run folders go")
     options = parser.parse_args()
@@ -38,4 +45,5 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)  # where the interrupt came says nothing: none of this is the user's
+        # where the interrupt came says nothing: none of this is the user's
+        sys.exit(128 + signal.SIGINT)

@@ -1,4 +1,6 @@
-"""Runs a user's script with several numbers of workers, a launch of its own for each, and shows what more workers bring."""
+"""Runs a user's script with several numbers of workers, a launch of its own for each, and shows
+what more workers bring.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,12 @@ _TOLD = 6  # last lines of a launch that failed
 
 @dataclass(frozen=True)
 class ScalingRequest:
-    """A measurement: the script, the numbers of workers, and how much of each run is taken (`steps` or `seconds`, what comes first).
+    """A measurement: the script, the numbers of workers, and how much of each run is taken (`steps`
+    or `seconds`, what comes first).
 
-    `batch_option` is the script's option for the global batch, whose value in `args` is that for the fewest workers; weak scaling needs it.
-    `cluster` is that of a lab (None: this machine). Run folders go into `folder` (None: they go when all is done).
+    `batch_option` is the script's option for the global batch, whose value in `args` is that for
+    the fewest workers; weak scaling needs it. `cluster` is that of a lab (None: this machine). Run
+    folders go into `folder` (None: they go when all is done).
     """
 
     script: str
@@ -68,40 +72,76 @@ class LaunchFailed(PacelineError):
 def numbers(text: str) -> tuple[int, ...]:
     """Parse numbers of workers with commas, such as `1,2,4`, the fewest first."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdecimal() and 0 < int(part) < 10_000 for part in parts) or len(set(map(int, parts))) < 2:
-        raise UsageError(f"--workers {text}: give two or more numbers of workers with commas, each 1 or more, such as 1,2,4")
+    if (
+        not all(part.isascii() and part.isdecimal() and 0 < int(part) < 10_000 for part in parts)
+        or len(set(map(int, parts))) < 2
+    ):
+        raise UsageError(
+            f"--workers {text}: give two or more numbers of workers with commas, each 1 or more, "
+            "such as 1,2,4"
+        )
     return tuple(sorted({int(part) for part in parts}))
 
 
 def plan(asked: ScalingRequest) -> list[Launch]:
-    """List the runs of a round. One that counts for both kinds, with the fewest workers, is made once."""
+    """List the runs of a round.
+
+    One that counts for both kinds, with the fewest workers, is made once.
+    """
     wanted: defaultdict[tuple[int, tuple[str, ...]], list[str]] = defaultdict(list)
     for kind in ("strong", "weak") if asked.kind == "both" else (asked.kind,):
         for workers in asked.workers:
-            args = asked.args if kind == "strong" else grown(asked.args, asked.batch_option, workers, asked.workers[0])
+            args = (
+                asked.args
+                if kind == "strong"
+                else grown(asked.args, asked.batch_option, workers, asked.workers[0])
+            )
             wanted[workers, args].append(kind)
     return [Launch(workers, args, tuple(kinds)) for (workers, args), kinds in wanted.items()]
 
 
 def grown(args: tuple[str, ...], option: str | None, workers: int, fewest: int) -> tuple[str, ...]:
-    """Return the arguments with the batch for so many workers, in proportion to the one that they give for the `fewest`."""
+    """Return the arguments with the batch for so many workers, in proportion to the one that
+    they give for the `fewest`.
+    """
     if option is None:
-        raise UsageError("weak scaling lets the batch grow, which the script has to do: give --batch-option, or take --kind strong")
-    at = next((at for at, arg in enumerate(args) if arg == option or arg.startswith(f"{option}=")), None)
+        raise UsageError(
+            "weak scaling lets the batch grow, which the script has to do: "
+            "give --batch-option, or take --kind strong"
+        )
+    at = next(
+        (at for at, arg in enumerate(args) if arg == option or arg.startswith(f"{option}=")), None
+    )
     joined = at is not None and args[at] != option
-    text = "" if at is None else args[at].partition("=")[2] if joined else "".join(args[at + 1 : at + 2])
+    text = (
+        ""
+        if at is None
+        else args[at].partition("=")[2]
+        if joined
+        else "".join(args[at + 1 : at + 2])
+    )
     if at is None or not (text.isascii() and text.isdecimal() and int(text)):
         raise UsageError(
-            f"--batch-option {option}: give the script the global batch for {counted(fewest, 'worker')}, behind a --, as in -- {option} 32"
+            f"--batch-option {option}: give the script the global batch for "
+            f"{counted(fewest, 'worker')}, behind a --, as in -- {option} 32"
         )
     if int(text) * workers % fewest:
-        raise UsageError(f"a batch of {text} for {fewest} workers is no whole number for {workers}: give one that {fewest} divides")
+        raise UsageError(
+            f"a batch of {text} for {fewest} workers is no whole number for {workers}: "
+            f"give one that {fewest} divides"
+        )
     batch = str(int(text) * workers // fewest)
-    return (*args[:at], f"{option}={batch}", *args[at + 1 :]) if joined else (*args[: at + 1], batch, *args[at + 2 :])
+    return (
+        (*args[:at], f"{option}={batch}", *args[at + 1 :])
+        if joined
+        else (*args[: at + 1], batch, *args[at + 2 :])
+    )
 
 
 def part_of(cluster: Description, workers: int) -> Description:
-    """Return the cluster with its first hosts alone, as many as have so many workers; the last may have fewer than it could."""
+    """Return the cluster with its first hosts alone, as many as have so many workers; the last
+    may have fewer than it could.
+    """
     if workers > cluster.workers:
         raise UsageError(f"--workers {workers}: the cluster {cluster.name} has {cluster.workers}")
     hosts, left = [], workers
@@ -110,16 +150,26 @@ def part_of(cluster: Description, workers: int) -> Description:
             hosts.append(replace(host, workers=min(host.workers, left)))
             left -= hosts[-1].workers
     names = {host.name for host in hosts}
-    racks = [replace(rack, hosts=tuple(name for name in rack.hosts if name in names)) for rack in cluster.racks]
+    racks = [
+        replace(rack, hosts=tuple(name for name in rack.hosts if name in names))
+        for rack in cluster.racks
+    ]
     return replace(cluster, hosts=tuple(hosts), racks=tuple(rack for rack in racks if rack.hosts))
 
 
 def measure(asked: ScalingRequest, show: Callable[[str], None], note: Callable[[str], None]) -> int:
-    """Make all runs, `show` what they come to, and return the exit code: 1 where runs have failed. `note` tells how far it is."""
+    """Make all runs, `show` what they come to, and return the exit code: 1 where runs have failed.
+
+    `note` tells how far it is.
+    """
     launches = _checked(asked)
     points: defaultdict[Launch, list[ScalingPoint]] = defaultdict(list)
     failed: set[Launch] = set()
-    with nullcontext(asked.folder) if asked.folder else tempfile.TemporaryDirectory(prefix="paceline-scaling-") as root:
+    with (
+        nullcontext(asked.folder)
+        if asked.folder
+        else tempfile.TemporaryDirectory(prefix="paceline-scaling-") as root
+    ):
         for number in range(1, asked.rounds + 1):
             for each in launches:
                 if each in failed:
@@ -137,18 +187,27 @@ def measure(asked: ScalingRequest, show: Callable[[str], None], note: Callable[[
                     note(f"{counted(each.workers, 'worker')}: {error}")
     texts = []
     for kind in ("strong", "weak"):
-        found = [scaling.typical(points[each]) for each in launches if kind in each.kinds and points[each] and each not in failed]
+        found = [
+            scaling.typical(points[each])
+            for each in launches
+            if kind in each.kinds and points[each] and each not in failed
+        ]
         if len(found) > 1:
             texts.append(_result(kind, found, asked))
     if texts:
         show("\n\n".join(texts))
     if failed:
-        note(f"not measured: {', '.join(counted(each.workers, 'worker') for each in launches if each in failed)}")
+        note(
+            "not measured: "
+            f"{', '.join(counted(each.workers, 'worker') for each in launches if each in failed)}"
+        )
     return 1 if failed else 0
 
 
 def compare(folders: Sequence[Path]) -> str:
-    """Describe the scaling that runs show that were made before, anywhere: one of each number of workers, or several rounds."""
+    """Describe the scaling that runs show that were made before, anywhere: one of each number of
+    workers, or several rounds.
+    """
     points: defaultdict[int, list[ScalingPoint]] = defaultdict(list)
     for folder in folders:
         point = scaling.measured(RunFolder(folder))
@@ -158,15 +217,28 @@ def compare(folders: Sequence[Path]) -> str:
 
 def _checked(asked: ScalingRequest) -> list[Launch]:
     """Return the runs of a round, or raise `UsageError` before any of them is made."""
-    for option, value in (("--rounds", asked.rounds), ("--steps", asked.steps), ("--seconds", asked.seconds)):
+    for option, value in (
+        ("--rounds", asked.rounds),
+        ("--steps", asked.steps),
+        ("--seconds", asked.seconds),
+    ):
         if not value > 0:
             raise UsageError(f"{option} is {value:g}, and has to be more than 0")
     if asked.batch_option is not None and asked.kind == "strong":
-        raise UsageError(f"--batch-option {asked.batch_option} is for weak scaling: leave it out, or --kind strong")
+        raise UsageError(
+            f"--batch-option {asked.batch_option} is for weak scaling: "
+            "leave it out, or --kind strong"
+        )
     if asked.sync is not None:
         notation.prove(asked.sync)
-    if asked.folder is not None and asked.folder.exists() and (not asked.folder.is_dir() or any(asked.folder.iterdir())):
-        raise UsageError(f"--folder {asked.folder} is there already: give a folder that is new or empty")
+    if (
+        asked.folder is not None
+        and asked.folder.exists()
+        and (not asked.folder.is_dir() or any(asked.folder.iterdir()))
+    ):
+        raise UsageError(
+            f"--folder {asked.folder} is there already: give a folder that is new or empty"
+        )
     launches = plan(asked)
     for each in launches:
         if asked.cluster is not None:
@@ -178,8 +250,14 @@ def _checked(asked: ScalingRequest) -> list[Launch]:
 
 
 def _result(kind: str, points: list[ScalingPoint], asked: ScalingRequest) -> str:
-    """Describe what was measured for one kind of scaling, or say that the script doesn't scale like that."""
-    cores = machine.cores() if asked.cluster is None or all(host.processors is None for host in asked.cluster.hosts) else None
+    """Describe what was measured for one kind of scaling, or say that the script doesn't scale
+    like that.
+    """
+    cores = (
+        machine.cores()
+        if asked.cluster is None or all(host.processors is None for host in asked.cluster.hosts)
+        else None
+    )
     try:
         found = scaling.curve(points)
     except UsageError as error:
@@ -187,15 +265,24 @@ def _result(kind: str, points: list[ScalingPoint], asked: ScalingRequest) -> str
     other = ""
     if found.strong != (kind == "strong"):
         other = (
-            "The script's batch doesn't follow its option. " if found.strong else "The script's batch grows with its workers by itself. "
+            "The script's batch doesn't follow its option. "
+            if found.strong
+            else "The script's batch grows with its workers by itself. "
         )
     return other + scaling.describe(found, cores)
 
 
 def _launch(asked: ScalingRequest, each: Launch, folder: Path) -> int:
-    """Make one run, whose folder goes into `folder`: 0, or the exit code if this was asked to end. `LaunchFailed` if it went wrong."""
+    """Make one run, whose folder goes into `folder`: 0, or the exit code if this was asked to end.
+
+    `LaunchFailed` if it went wrong.
+    """
     folder.mkdir(parents=True)
-    given = {"PACELINE_FOLDER": str(folder), "PACELINE_STEPS": str(asked.steps), "PACELINE_SECONDS": str(asked.seconds)}
+    given = {
+        "PACELINE_FOLDER": str(folder),
+        "PACELINE_STEPS": str(asked.steps),
+        "PACELINE_SECONDS": str(asked.seconds),
+    }
     given["PACELINE_REPORT_TO"] = "none"  # what is measured is no training
     code, said = (_here if asked.cluster is None else _in_lab)(asked, each, given)
     if code in _STOPPED:
@@ -207,7 +294,10 @@ def _launch(asked: ScalingRequest, each: Launch, folder: Path) -> int:
 
 
 def _here(asked: ScalingRequest, each: Launch, given: Mapping[str, str]) -> tuple[int, str]:
-    """Run on this machine. Workers have as many threads in all runs: those that they have with the most workers."""
+    """Run on this machine.
+
+    Workers have as many threads in all runs: those that they have with the most workers.
+    """
     threads = asked.threads
     if threads is None and "OMP_NUM_THREADS" not in environment():
         threads = max(1, machine.cores() // asked.workers[-1])
@@ -254,7 +344,9 @@ def _read(folder: Path) -> ScalingPoint:
     runs = [path.parent for path in folder.glob("*/metrics.jsonl")]
     if len(runs) != 1:
         raise LaunchFailed(
-            "the script made no run: it has to train between pl.start and its end" if not runs else "the script made several runs"
+            "the script made no run: it has to train between pl.start and its end"
+            if not runs
+            else "the script made several runs"
         )
     try:
         return scaling.measured(RunFolder(runs[0]))

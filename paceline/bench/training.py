@@ -1,4 +1,6 @@
-"""Measures a training step with the exchange and without, in the same loop: the script of `paceline bench training`."""
+"""Measures a training step with the exchange and without, in the same loop: the script of
+`paceline bench training`.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,25 @@ WARM = 5  # steps that aren't measured
 
 
 class Decoder(nn.Module):
-    """A transformer of torch's own layers that sees the tokens before: (batch, tokens) to logits (batch, tokens, VOCAB)."""
+    """A transformer of torch's own layers that sees the tokens before: (batch, tokens) to logits
+    (batch, tokens, VOCAB).
+    """
 
     def __init__(self, d: int, layers: int, heads: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCAB, d)
         self.positions = nn.Parameter(torch.zeros(CONTEXT, d))
-        layer = nn.TransformerEncoderLayer(d, heads, 4 * d, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            d, heads, 4 * d, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
         self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(d, VOCAB, bias=False)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT))
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.layers(self.tokens(x) + self.positions, mask=self.mask, is_causal=True))
+        logits: Tensor = self.head(
+            self.layers(self.tokens(x) + self.positions, mask=self.mask, is_causal=True)
+        )
         return logits
 
 
@@ -42,7 +50,9 @@ class Decoder(nn.Module):
 MODELS = {"small": (128, 4, 4), "medium": (512, 6, 8)}
 
 
-def stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], float]:
+def stepper(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Callable[[Tensor, Tensor], float]:
     """Make a function that trains one step, and returns the seconds it took."""
 
     def step(x: Tensor, y: Tensor) -> float:
@@ -67,12 +77,20 @@ def main() -> None:
     if options.model not in MODELS:
         raise UsageError(f"--model {options.model}: {choices(options.model, MODELS)}")
     if options.batch < 1 or options.steps < 2:
-        raise UsageError(f"--batch {options.batch}, --steps {options.steps}: give a batch of 1 or more, and 2 steps or more")
+        raise UsageError(
+            f"--batch {options.batch}, --steps {options.steps}: give a batch of 1 or more, and 2 "
+            "steps or more"
+        )
 
     torch.manual_seed(0)  # the same model on every worker
     with pl.start(folder=options.folder, trace="off") as run:
         batch = options.batch * run.size
-        tokens = torch.randint(0, VOCAB, ((options.steps + WARM) * batch, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
+        tokens = torch.randint(
+            0,
+            VOCAB,
+            ((options.steps + WARM) * batch, CONTEXT + 1),
+            generator=torch.Generator().manual_seed(0),
+        )
         loader = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=batch)
         model = Decoder(*MODELS[options.model])
         local = copy.deepcopy(model).to(run.device)
@@ -80,8 +98,13 @@ def main() -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         model, optimizer, loader = run.prepare(model, optimizer, loader)
         together = stepper(model, optimizer)
-        taken = [(together(x, y), apart(x, y)) for x, y in ((x.to(run.device), y.to(run.device)) for x, y in loader)][WARM:]
-        run.print(words(options.model, [pair[0] for pair in taken], [pair[1] for pair in taken], batch))
+        taken = [
+            (together(x, y), apart(x, y))
+            for x, y in ((x.to(run.device), y.to(run.device)) for x, y in loader)
+        ][WARM:]
+        run.print(
+            words(options.model, [pair[0] for pair in taken], [pair[1] for pair in taken], batch)
+        )
 
 
 def words(model: str, together: list[float], apart: list[float], batch: int) -> str:
@@ -90,10 +113,19 @@ def words(model: str, together: list[float], apart: list[float], batch: int) -> 
     spread = statistics.quantiles(together, n=10)
     return "\n".join(
         [
-            f"{model} transformer, {len(together)} steps of {batch} samples; medians of the first worker:",
-            f"  step with the exchange     {both * 1e3:8.2f} ms   (8 of 10 between {spread[0] * 1e3:.2f} and {spread[-1] * 1e3:.2f})",
+            (
+                f"{model} transformer, {len(together)} steps of {batch} samples; "
+                "medians of the first worker:"
+            ),
+            (
+                f"  step with the exchange     {both * 1e3:8.2f} ms   (8 of 10 between "
+                f"{spread[0] * 1e3:.2f} and {spread[-1] * 1e3:.2f})"
+            ),
             f"  step without               {one * 1e3:8.2f} ms",
-            f"  the exchange adds          {(both - one) * 1e3:8.2f} ms   ({(both - one) / one:.1%})",
+            (
+                f"  the exchange adds          {(both - one) * 1e3:8.2f} "
+                f"ms   ({(both - one) / one:.1%})"
+            ),
             f"  samples/s, all workers     {batch / both:8.0f}",
         ]
     )

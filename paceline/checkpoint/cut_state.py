@@ -1,10 +1,13 @@
-"""The state of a run whose models are cut: which of its tensors are parts of logical ones, and how they come to the disk and back.
+"""The state of a run whose models are cut: which of its tensors are parts of logical ones, and how
+they come to the disk and back.
 
     state of this worker                            checkpoint
-    model/up/weight          local, 2 x 6   ---->   a block of the logical 4 x 6 tensor, in this worker's file
+    model/up/weight          local, 2 x 6   ---->   a block of the logical 4 x 6 tensor, in this
+                                                    worker's file
     optimizer/state/0/step   a number       ---->   as it is, written once
 
-What is saved says nothing of the cuts that it was saved under: any others may be there when it is read.
+What is saved says nothing of the cuts that it was saved under: any others may be there when it is
+read.
 """
 
 from __future__ import annotations
@@ -28,10 +31,12 @@ from paceline.state.versioned import SHOWN, Stateful
 
 @dataclass(frozen=True)
 class CutEntry:
-    """A tensor in a state that belongs to a parameter that is cut: its path, and where the parameter is. `own`: the parameter itself.
+    """A tensor in a state that belongs to a parameter that is cut: its path, and where the
+    parameter is. `own`: the parameter itself.
 
-    `piece`: what optimizers step in the place of a parameter that is whole here as well, and may be newer than it. `counts`: an optimizer's
-    count of steps, which looks like a part where the parameter is one number.
+    `piece`: what optimizers step in the place of a parameter that is whole here as well, and may be
+    newer than it. `counts`: an optimizer's count of steps, which looks like a part where the
+    parameter is one number.
     """
 
     path: str
@@ -45,10 +50,17 @@ class CutEntry:
 Renewed = Callable[[Parameter], Parameter | None]
 
 
-def cut_entries(parts: Mapping[str, Stateful], placements: Placements, tree: Json, renewed: Renewed | None = None) -> Iterator[CutEntry]:
-    """Find in the tree of a state what belongs to parameters that are cut: these themselves, and what optimizers keep of them.
+def cut_entries(
+    parts: Mapping[str, Stateful],
+    placements: Placements,
+    tree: Json,
+    renewed: Renewed | None = None,
+) -> Iterator[CutEntry]:
+    """Find in the tree of a state what belongs to parameters that are cut: these themselves, and
+    what optimizers keep of them.
 
-    `renewed` says what is trained in the place of a parameter; without it, parameters that are whole here count as not cut.
+    `renewed` says what is trained in the place of a parameter; without it, parameters that are
+    whole here count as not cut.
     """
     trees = entries(tree)
     for name, part in parts.items():
@@ -58,11 +70,21 @@ def cut_entries(parts: Mapping[str, Stateful], placements: Placements, tree: Jso
                 piece = None if renewed is None else renewed(parameter)
                 placement = placements.of(parameter if piece is None else piece, key)
                 if placement.axes and (path := path_of(known.get(key))) is not None:
-                    yield CutEntry(path, placement, f"{name}.{key}", own=True, piece=None if piece is None else local(piece))
+                    yield CutEntry(
+                        path,
+                        placement,
+                        f"{name}.{key}",
+                        own=True,
+                        piece=None if piece is None else local(piece),
+                    )
         elif isinstance(part, Optimizer):
             parameters = [parameter for group in part.param_groups for parameter in group["params"]]
             for number, node in entries(known.get("state")).items():
-                placement = placements.of(parameters[number]) if number in range(len(parameters)) else Placement.whole("", ())
+                placement = (
+                    placements.of(parameters[number])
+                    if number in range(len(parameters))
+                    else Placement.whole("", ())
+                )
                 for key, value in entries(node).items() if placement.axes else ():
                     if (path := path_of(value)) is not None:
                         what = f"{key} that {name} keeps of {placement.name}"
@@ -76,15 +98,22 @@ def split(
     writes: Callable[[Placement], bool],
     renewed: Renewed | None = None,
 ) -> tuple[Snapshot, dict[str, LocalBlocks]]:
-    """Divide a state into what is not cut, with the tree of all, and the blocks that this worker writes of what is.
+    """Divide a state into what is not cut, with the tree of all, and the blocks that this worker
+    writes of what is.
 
-    `writes`: whether this worker writes its part of what has this placement, and none of those that hold the same.
+    `writes`: whether this worker writes its part of what has this placement, and none of those that
+    hold the same.
     """
     blocks: dict[str, LocalBlocks] = {}
     cut: set[str] = set()
-    again = {path: first for path, first in _repeated(parts, placements, state.tree) if path != first}
+    again = {
+        path: first for path, first in _repeated(parts, placements, state.tree) if path != first
+    }
     for entry in cut_entries(parts, placements, state.tree, renewed):
-        tensor, at = state.tensors[entry.path] if entry.piece is None else entry.piece, entry.placement
+        tensor, at = (
+            state.tensors[entry.path] if entry.piece is None else entry.piece,
+            entry.placement,
+        )
         if not _is_part(entry, tuple(tensor.shape), at.local):
             continue
         cut.add(entry.path)
@@ -95,13 +124,23 @@ def split(
     return Snapshot(state.version, _tied(contiguous(state.tree, cut), again), whole), blocks
 
 
-def _repeated(parts: Mapping[str, Stateful], placements: Placements, tree: Json) -> Iterator[tuple[str, str]]:
-    """Yield the paths of each parameter that is cut and has several names, with the first: without elements, it looks like several."""
+def _repeated(
+    parts: Mapping[str, Stateful], placements: Placements, tree: Json
+) -> Iterator[tuple[str, str]]:
+    """Yield the paths of each parameter that is cut and has several names, with the first:
+    without elements, it looks like several.
+    """
     trees = entries(tree)
     for name, part in parts.items():
         first, known = dict[int, str](), entries(trees.get(name))
-        for key, parameter in part.named_parameters(remove_duplicate=False) if isinstance(part, nn.Module) else ():
-            if (path := path_of(known.get(key))) is not None and not parameter.numel() and placements.of(parameter, key).axes:
+        for key, parameter in (
+            part.named_parameters(remove_duplicate=False) if isinstance(part, nn.Module) else ()
+        ):
+            if (
+                (path := path_of(known.get(key))) is not None
+                and not parameter.numel()
+                and placements.of(parameter, key).axes
+            ):
                 yield path, first.setdefault(id(parameter), path)
 
 
@@ -112,11 +151,19 @@ def _tied(tree: Json, again: Mapping[str, str]) -> Json:
     if isinstance(tree, list):
         return [_tied(item, again) for item in tree]
     path = path_of(tree)
-    return {**tree, "path": again.get(path, path)} if path is not None else {key: _tied(value, again) for key, value in tree.items()}
+    return (
+        {**tree, "path": again.get(path, path)}
+        if path is not None
+        else {key: _tied(value, again) for key, value in tree.items()}
+    )
 
 
-def gather(state: Snapshot, reader: BlockReader, parts: Mapping[str, Stateful], placements: Placements) -> Snapshot:
-    """Read this worker's part of a state, from whatever layout. `state` has the tree of all, and needs no tensors.
+def gather(
+    state: Snapshot, reader: BlockReader, parts: Mapping[str, Stateful], placements: Placements
+) -> Snapshot:
+    """Read this worker's part of a state, from whatever layout.
+
+    `state` has the tree of all, and needs no tensors.
 
     Raises `CheckpointError` where it is of another model.
     """
@@ -126,7 +173,10 @@ def gather(state: Snapshot, reader: BlockReader, parts: Mapping[str, Stateful], 
         for entry in cut_entries(parts, placements, state.tree)
         if _is_part(entry, reader.stored(entry.path).shape, entry.placement.shape)
     }
-    tensors = {path: _local(reader, path, places[path]) if path in places else reader.read(path) for path in reader.index}
+    tensors = {
+        path: _local(reader, path, places[path]) if path in places else reader.read(path)
+        for path in reader.index
+    }
     return Snapshot(state.version, contiguous(state.tree, places), tensors)
 
 
@@ -138,19 +188,30 @@ def _local(reader: BlockReader, path: str, at: Placement) -> Tensor:
 
 
 def _is_part(entry: CutEntry, found: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
-    """Whether a tensor is cut as its parameter is, being of its shape; raises for one that is neither that nor a number."""
+    """Whether a tensor is cut as its parameter is, being of its shape; raises for one that is
+    neither that nor a number.
+    """
     if found == parameter:
         return not entry.counts or found != ()
     if entry.own or torch.Size(found).numel() > 1:
         raise CheckpointError(
-            f"{entry.what} has the shape {list(found)} where the parameter has {list(parameter)}: only what has its parameter's shape, or "
-            "is a number, can be saved where the parameter is cut; use an optimizer that keeps such, or don't cut this parameter"
+            f"{entry.what} has the shape {list(found)} where the parameter has {list(parameter)}: "
+            "only what has its parameter's shape, or "
+            "is a number, can be saved where the parameter is cut; use an optimizer that keeps "
+            "such, or don't cut this parameter"
         )
     return False
 
 
-def _compare(parts: Mapping[str, Stateful], placements: Placements, tree: Json, index: Mapping[str, StoredTensor]) -> None:
-    """Raise for a state of another model, with the first differences in logical names and shapes."""
+def _compare(
+    parts: Mapping[str, Stateful],
+    placements: Placements,
+    tree: Json,
+    index: Mapping[str, StoredTensor],
+) -> None:
+    """Raise for a state of another model, with the first differences in logical names and
+    shapes.
+    """
     lines, trees = list[str](), entries(tree)
     for name, part in parts.items():
         if not isinstance(part, nn.Module) or name not in trees:
@@ -166,6 +227,7 @@ def _compare(parts: Mapping[str, Stateful], placements: Placements, tree: Json, 
     if lines:
         more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
         raise CheckpointError(
-            f"this state is not of what it is loaded into: {'; '.join(lines[:SHOWN])}{more}. Build the same model and optimizers as in the "
+            f"this state is not of what it is loaded into: {'; '.join(lines[:SHOWN])}{more}. "
+            "Build the same model and optimizers as in the "
             "run that saved it, or start from the beginning"
         )

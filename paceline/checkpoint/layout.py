@@ -1,4 +1,6 @@
-"""Which worker holds, and writes, which part of a run's state: by the mesh, and by where the cuts have placed parameters."""
+"""Which worker holds, and writes, which part of a run's state: by the mesh, and by where the
+cuts have placed parameters.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,22 @@ from paceline.parallel.placement import Placement, Placements
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The workers of a run as a grid, and the parameters that are cut between them. `rank`: this worker.
+    """The workers of a run as a grid, and the parameters that are cut between them.
 
-    `renewed` says what is trained in the place of a parameter that is whole on each worker; None for all others.
+    `rank`: this worker.
+
+    `renewed` says what is trained in the place of a parameter that is whole on each worker; None
+    for all others.
     """
 
     mesh: Mesh
     rank: int
     placements: Placements
     renewed: Callable[[Parameter], Parameter | None] = lambda parameter: None
-    splits: Callable[[], list[list[int]]] = list  # of pipelines: the first layer of each stage, and the end
-    level: Callable[[], None] = lambda: None  # has all workers know what a state has of all; collective
+    # of pipelines: the first layer of each stage, and the end
+    splits: Callable[[], list[list[int]]] = list
+    # has all workers know what a state has of all; collective
+    level: Callable[[], None] = lambda: None
 
     @property
     def is_cut(self) -> bool:
@@ -39,16 +46,28 @@ class StateLayout:
     def writers(self) -> list[int]:
         """Return the workers that write parts of parameters, the first one of all among them."""
         kinds = {placement.axes for placement in self.placements if placement.axes}
-        return sorted(rank for rank in self.mesh.grid if any(self._is_first(rank, axes) for axes in kinds))
+        return sorted(
+            rank for rank in self.mesh.grid if any(self._is_first(rank, axes) for axes in kinds)
+        )
 
     def replicas(self, rank: int) -> tuple[int, ...]:
-        """Return the workers that hold the same parts as `rank`, in the order in which strategies count them."""
+        """Return the workers that hold the same parts as `rank`, in the order in which
+        strategies count them.
+        """
         return self.mesh.group(rank, ["data"])
 
     def fingerprint(self) -> str:
-        """Return a text that is equal on all workers, and in all runs whose workers hold the same parts."""
-        cuts = sorted([placement.name, list(placement.axes), placement.is_flat] for placement in self.placements if placement.axes)
-        return hashlib.sha256(json.dumps([str(self.mesh), self.mesh.grid, cuts, self.splits()]).encode()).hexdigest()
+        """Return a text that is equal on all workers, and in all runs whose workers hold the
+        same parts.
+        """
+        cuts = sorted(
+            [placement.name, list(placement.axes), placement.is_flat]
+            for placement in self.placements
+            if placement.axes
+        )
+        return hashlib.sha256(
+            json.dumps([str(self.mesh), self.mesh.grid, cuts, self.splits()]).encode()
+        ).hexdigest()
 
     def _is_first(self, rank: int, axes: tuple[str, ...]) -> bool:
         return all(at == 0 for axis, at in self.mesh.coordinates(rank).items() if axis not in axes)

@@ -1,7 +1,9 @@
-"""The parts of a checkpoint that workers write themselves, where models are cut: all of them into one folder.
+"""The parts of a checkpoint that workers write themselves, where models are cut: all of them into
+one folder.
 
             reserve                 write                          the first worker
-worker 0    a folder is made  -->   the rest, and its part   -->   waits for all parts, names the folder
+worker 0    a folder is made  -->   the rest, and its part   -->   waits for all parts, names the
+                                                                   folder
 worker 1                      -->   its part
 """
 
@@ -48,7 +50,10 @@ class HeldPart:
 
 @dataclass(frozen=True)
 class PendingParts:
-    """A checkpoint that has a folder, and no parts yet. `rest`: what isn't cut; `mine`: this worker's part; `total`: bytes of all."""
+    """A checkpoint that has a folder, and no parts yet.
+
+    `rest`: what isn't cut; `mine`: this worker's part; `total`: bytes of all.
+    """
 
     place: Path
     number: int
@@ -62,22 +67,31 @@ class PendingParts:
         """Copy this worker's part into `room`, at the place `number`."""
         assert self.mine is not None
         layout = self.mine.layout.hold(room, number)
-        return HeldPart(self.place, self.number, BlocksLayout(self.mine.file, layout, self.mine.index))
+        return HeldPart(
+            self.place, self.number, BlocksLayout(self.mine.file, layout, self.mine.index)
+        )
 
-    def collect(self, place: Path, before: Callable[[], None] = lambda: None) -> list[WrittenBlocks]:
+    def collect(
+        self, place: Path, before: Callable[[], None] = lambda: None
+    ) -> list[WrittenBlocks]:
         """Call `before`, wait for the parts of all workers, and return what is in them."""
         before()
         return pending.collect(place, self.writers, self.seconds)
 
 
 class CutParts:
-    """Writes and reads the parts of checkpoints. `seconds`: how long the first worker waits for the others."""
+    """Writes and reads the parts of checkpoints.
+
+    `seconds`: how long the first worker waits for the others.
+    """
 
     def __init__(self, agreement: Agreement, layout: StateLayout, seconds: float) -> None:
         self.agreement, self.layout, self._seconds = agreement, layout, seconds
 
     def reserve(self, folder: Path, state: Versioned, settle: Callable[[], None]) -> PendingParts:
-        """Make a folder for the checkpoint of `state` that all workers see; `settle` is called by the first worker before. Collective."""
+        """Make a folder for the checkpoint of `state` that all workers see; `settle` is called
+        by the first worker before. Collective.
+        """
         agreement, rank, layout = self.agreement, self.agreement.group.rank, self.layout
         layout.level()
 
@@ -94,10 +108,15 @@ class CutParts:
 
         def look() -> int:
             nonlocal mine, rest
-            rest, blocks = split(state.snapshot(copy=False), parts, layout.placements, layout.writes, layout.renewed)
+            rest, blocks = split(
+                state.snapshot(copy=False), parts, layout.placements, layout.writes, layout.renewed
+            )
             if rank in writers:
                 if not place.is_dir():
-                    raise CheckpointError(f"worker {rank} doesn't see {place}, and its part of the model goes there: {SHARED}")
+                    raise CheckpointError(
+                        f"worker {rank} doesn't see {place}, and its part of the model goes there: "
+                        f"{SHARED}"
+                    )
                 mine = plan(rank, blocks)
             return 0 if mine is None else mine.layout.nbytes
 
@@ -116,28 +135,52 @@ class CutParts:
 
     def describe(self, found: Checkpoint) -> Snapshot:
         """Put into words where everything is in a checkpoint, for `read` on all workers."""
-        what = {"version": found.snapshot.version, "tree": found.snapshot.tree, "index": to_json(found.index)}
+        what = {
+            "version": found.snapshot.version,
+            "tree": found.snapshot.tree,
+            "index": to_json(found.index),
+        }
         return Snapshot(0, json.dumps(what), {})
 
     def read(self, path: Path, described: Snapshot, state: Versioned) -> Snapshot:
-        """Read this worker's part of the checkpoint in `path`. Collective: if one can't, all raise `CheckpointError`."""
+        """Read this worker's part of the checkpoint in `path`.
+
+        Collective: if one can't, all raise `CheckpointError`.
+        """
         what = json.loads(described.tree)
         parts, found = dict(zip(state.names, state.parts, strict=True)), list[Snapshot]()
 
         def act() -> int:
             if not path.is_dir():
-                raise CheckpointError(f"worker {self.agreement.group.rank} doesn't see {path}, and reads its part there: {SHARED}")
+                raise CheckpointError(
+                    f"worker {self.agreement.group.rank} doesn't see {path}, and reads its part "
+                    f"there: {SHARED}"
+                )
             with BlockReader(path, from_json(what["index"])) as reader:
-                found.append(gather(Snapshot(what["version"], what["tree"], {}), reader, parts, self.layout.placements))
+                found.append(
+                    gather(
+                        Snapshot(what["version"], what["tree"], {}),
+                        reader,
+                        parts,
+                        self.layout.placements,
+                    )
+                )
             return 0
 
         self._all("run.resume, parts", act, None)
         return found[0]
 
     def _all(self, what: str, act: Callable[[], int], place: Path | None) -> list[int]:
-        """Return what `act` returns on each worker; if it raises `CheckpointError` on one, all raise that, and `place` is gone."""
+        """Return what `act` returns on each worker; if it raises `CheckpointError` on one, all
+        raise that, and `place` is gone.
+        """
         try:
-            return [int(body) for body in act_together(self.agreement, what, lambda: b"%d" % act(), CheckpointError)]
+            return [
+                int(body)
+                for body in act_together(
+                    self.agreement, what, lambda: b"%d" % act(), CheckpointError
+                )
+            ]
         except CheckpointError:
             if place is not None and self.agreement.group.rank == 0:
                 with pending.ending(place):

@@ -1,7 +1,10 @@
-"""How a run resumes: where its script asks for it, and by itself where its job has started again after a loss.
+"""How a run resumes: where its script asks for it, and by itself where its job has started again
+after a loss.
 
-paceline run --restarts 3      first start       | steps 1 ... 140, a checkpoint at 100, a worker is killed
-                               second start      | the same folder: lines after 100 are removed, steps 101 ...
+paceline run --restarts 3      first start       | steps 1 ... 140, a checkpoint at 100, a worker is
+                                                 killed
+                               second start      | the same folder: lines after 100 are removed,
+                                                 steps 101 ...
 """
 
 from __future__ import annotations
@@ -20,7 +23,10 @@ from paceline.record.run_records import RunRecords
 
 
 class RunResumption:
-    """Resumes one run. `start`: which start of its job this is; None where the job never starts again."""
+    """Resumes one run.
+
+    `start`: which start of its job this is; None where the job never starts again.
+    """
 
     def __init__(
         self,
@@ -35,23 +41,35 @@ class RunResumption:
     ) -> None:
         self._saving, self._everyone, self._announce = saving, everyone, announce
         self._loop, self._records, self._folder = loop, records, folder
-        self._restartable, self._again = start is not None, start is not None and start.folder is not None
+        self._restartable, self._again = (
+            start is not None,
+            start is not None and start.folder is not None,
+        )
         self._asked = False  # a checkpoint was looked for
         self._trains = False
         self._warned = False
 
     def resume(self, folder: str | Path | None) -> bool:
-        """Go on from the newest whole checkpoint, as `Run.resume` does; a job that has started again prefers the run's own. Collective."""
+        """Go on from the newest whole checkpoint, as `Run.resume` does; a job that has started
+        again prefers the run's own. Collective.
+        """
         asked = [self._folder.path, *self._folder.earlier] if folder is None else [Path(folder)]
-        return self._load([self._folder.path, *asked] if self._again else asked, named=self._folder.named or folder is not None)
+        return self._load(
+            [self._folder.path, *asked] if self._again else asked,
+            named=self._folder.named or folder is not None,
+        )
 
     def epochs_begin(self) -> None:
-        """Go on from the run's own checkpoint where the job has started again, and the script has not asked for it. Collective."""
+        """Go on from the run's own checkpoint where the job has started again, and the script
+        has not asked for it. Collective.
+        """
         if self._again and not self._asked:
             self._load([self._folder.path], named=True)
 
     def training_begins(self) -> None:
-        """Remove from the log what an earlier start of the job has written of steps that are taken again, once."""
+        """Remove from the log what an earlier start of the job has written of steps that are
+        taken again, once.
+        """
         if self._trains:
             return
         self._trains = True
@@ -59,27 +77,42 @@ class RunResumption:
             return
         if not self._asked and catalogue.newest(self._folder.checkpoints):
             self._announce(
-                "the job has started again, and trains from the beginning although it has checkpoints: loop over run.epochs(n), "
+                "the job has started again, and trains from the beginning although it has "
+                "checkpoints: loop over run.epochs(n), "
                 "or call run.resume() after run.prepare"
             )
         self._records.log.rewind(self._loop.steps, time.time() - self._records.history.began)
 
     def epoch_ended(self) -> None:
-        """Say once that a restart would begin anew, if an epoch is over and nothing has been saved."""
+        """Say once that a restart would begin anew, if an epoch is over and nothing has been
+        saved.
+        """
         if not self._restartable or self._warned:
             return
         self._warned, tally = True, self._saving.tally()
-        if not tally["count"] and not tally["background"] and not catalogue.newest(self._folder.checkpoints):
-            self._announce("an epoch is over and nothing is saved: --restarts would begin anew; call run.save now and then")
+        if (
+            not tally["count"]
+            and not tally["background"]
+            and not catalogue.newest(self._folder.checkpoints)
+        ):
+            self._announce(
+                "an epoch is over and nothing is saved: --restarts would begin anew; "
+                "call run.save now and then"
+            )
 
     def before_save(self) -> None:
-        """Have the log of all steps so far on the disk, where another start of the job may go on from this checkpoint. Collective."""
+        """Have the log of all steps so far on the disk, where another start of the job may go on
+        from this checkpoint. Collective.
+        """
         if self._restartable and not self._loop.apart:
             self._records.log.hand_over(self._everyone)
 
     def _load(self, folders: list[Path], *, named: bool) -> bool:
         self._asked = True
-        places = [place if place.name == "checkpoints" else place / "checkpoints" for place in dict.fromkeys(folders)]
+        places = [
+            place if place.name == "checkpoints" else place / "checkpoints"
+            for place in dict.fromkeys(folders)
+        ]
         found = self._saving.resume(places, named=named)
         if found is None:
             return False

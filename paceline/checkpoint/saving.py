@@ -1,10 +1,12 @@
-"""Checkpoints of a run, which the first worker reads and writes: at once, or in a thread while training goes on.
+"""Checkpoints of a run, which the first worker reads and writes: at once, or in a thread while
+training goes on.
 
 run.save()                   | collect | write, hash, sync, prune |  train ...
 run.save(background=True)    | collect | copy |  train ...
                                        thread | write, hash, sync, prune |
 
-Where models are cut, each worker writes its own part of them, into a folder that the first worker gives its name once all parts are there.
+Where models are cut, each worker writes its own part of them, into a folder that the first worker
+gives its name once all parts are there.
 """
 
 from __future__ import annotations
@@ -38,11 +40,15 @@ from paceline.state.snapshot import Snapshot, byte_tensor, loads
 from paceline.state.versioned import Stateful, Versioned
 from paceline.sync.context import SyncContext
 
-EARLIER = 10.0  # seconds before the others' deadline at which the first worker gives up, so that its own error says what it waited for
+# seconds before the others' deadline at which the first worker gives up, so that its own error says
+# what it waited for
+EARLIER = 10.0
 
 
 def patience(deadline: float) -> float:
-    """Return the seconds for which the first worker waits for a disk, where the others wait for it for `deadline` seconds."""
+    """Return the seconds for which the first worker waits for a disk, where the others wait for
+    it for `deadline` seconds.
+    """
     return max(deadline - EARLIER, deadline / 2)
 
 
@@ -69,7 +75,8 @@ class SaveRequest:
 
 
 class CheckpointSaver:
-    """Saves and resumes `state`, which all workers share, and `own`, which each worker has for itself.
+    """Saves and resumes `state`, which all workers share, and `own`, which each worker has for
+    itself.
 
     `history` is told of each checkpoint, and of those that went wrong.
     """
@@ -86,7 +93,13 @@ class CheckpointSaver:
         deadline: float,
         pinned: bool,
     ) -> None:
-        self._state, self._own, self._context, self._history, self._parts = state, own, context, history, parts
+        self._state, self._own, self._context, self._history, self._parts = (
+            state,
+            own,
+            context,
+            history,
+            parts,
+        )
         self._agreement = parts.agreement  # of all workers
         self._patience = patience(deadline)
         self._tables, self._pinned = tables, pinned
@@ -99,7 +112,10 @@ class CheckpointSaver:
         self._best = best.BestCheckpoint(context.announce)
 
     def save(self, order: SaveRequest) -> Path:
-        """Write a checkpoint, or begin one in the background, and return its path on all workers. Collective."""
+        """Write a checkpoint, or begin one in the background, and return its path on all workers.
+
+        Collective.
+        """
         began = time.perf_counter()
         checkpoint.check(order.step, order.keep)
         for text in left_out(self._state.parts, self._said):
@@ -107,12 +123,16 @@ class CheckpointSaver:
         asked = order.background
         if asked and self._tables.kept:
             self._context.announce(
-                "with sparse tables a checkpoint is written at once, background=True or not: training waits for the disk"
+                "with sparse tables a checkpoint is written at once, background=True or not: "
+                "training waits for the disk"
             )
             order = replace(order, background=False)
-        begun: list[tuple[str, str]] = []  # by this worker: once, however often others are lost in the call
+        # by this worker: once, however often others are lost in the call
+        begun: list[tuple[str, str]] = []
 
-        def first(order: SaveRequest, own: dict[int, FileLayout], cut: PendingParts | None) -> bytes:
+        def first(
+            order: SaveRequest, own: dict[int, FileLayout], cut: PendingParts | None
+        ) -> bytes:
             if not begun:
                 missed = self._missed()
                 self.settle()
@@ -124,10 +144,14 @@ class CheckpointSaver:
             self._own.abilities.converge()
             own, metric = self._collect(order.metric)
             if metric is not None:
-                self._agreement.tell("run.save, its metric", lambda: self._prove(order.folder, metric))
+                self._agreement.tell(
+                    "run.save, its metric", lambda: self._prove(order.folder, metric)
+                )
             cut = self._begin_parts(order) if self._parts.layout.is_cut else None
             what = "run.save, begun" if order.background else "run.save, written"
-            path, missed, *counted = msgpack.unpackb(self._agreement.tell(what, lambda: first(replace(order, metric=metric), own, cut)))
+            path, missed, *counted = msgpack.unpackb(
+                self._agreement.tell(what, lambda: first(replace(order, metric=metric), own, cut))
+            )
             self._tally = SaveTally(*counted)
             if missed:
                 self._history.note(missed)
@@ -140,25 +164,33 @@ class CheckpointSaver:
         return path
 
     def _prove(self, folder: Path, metric: Metric) -> bytes:
-        """Raise `UsageError` for a metric that can't be compared with those of what was saved before."""
+        """Raise `UsageError` for a metric that can't be compared with those of what was saved
+        before.
+        """
         self.settle()
         self._best.check(folder, metric)
         return b""
 
     def _begin_parts(self, order: SaveRequest) -> PendingParts:
-        """Write this worker's part of what is cut, or begin to; the first worker's goes with the rest. Collective."""
+        """Write this worker's part of what is cut, or begin to; the first worker's goes with the
+        rest. Collective.
+        """
         cut = self._parts.reserve(order.folder, self._state, self.settle)
         if self._agreement.group.rank and cut.mine is not None and order.background:
             self.wait()
             self._failure = None  # the first worker has raised it
             self._memory = self._memory or CopyMemory(pinned=self._pinned)
             held = cut.held(self._memory, 0)
-            self._writing = BackgroundWrite(f"the part of step {order.step}", held.nbytes, held.leave, self._context.announce)
+            self._writing = BackgroundWrite(
+                f"the part of step {order.step}", held.nbytes, held.leave, self._context.announce
+            )
         if not order.background:
             self._parts.write(cut)
         return cut
 
-    def _begin(self, order: SaveRequest, own: dict[int, FileLayout], cut: PendingParts | None) -> Path:
+    def _begin(
+        self, order: SaveRequest, own: dict[int, FileLayout], cut: PendingParts | None
+    ) -> Path:
         folder, step, keep = order.folder, order.step, order.keep
         state = image(self._state.snapshot(copy=False) if cut is None else cut.rest)
         nbytes = state.nbytes + (0 if cut is None else cut.total)
@@ -168,7 +200,16 @@ class CheckpointSaver:
             more = stored.images(self._tables.kept)
             blocks = None if cut is None else cut.collect
             write_now = partial(
-                checkpoint.write, folder, state, step, own=own, keep=keep, more=more, at=at, blocks=blocks, metric=order.metric
+                checkpoint.write,
+                folder,
+                state,
+                step,
+                own=own,
+                keep=keep,
+                more=more,
+                at=at,
+                blocks=blocks,
+                metric=order.metric,
             )
             path = self._best.follow(folder, order.metric, write_now)
             self._count(nbytes, time.perf_counter() - began)
@@ -182,8 +223,18 @@ class CheckpointSaver:
         def write(moved: Callable[[int], None]) -> Path:
             before = partial(held.leave, moved) if held is not None else lambda: None
             blocks = None if cut is None else partial(cut.collect, before=before)
-            options: dict[str, Any] = {"target": target, "moved": moved, "at": at, "blocks": blocks, "metric": order.metric}
-            return self._best.follow(folder, order.metric, partial(checkpoint.write, folder, state, step, own=own, keep=keep, **options))
+            options: dict[str, Any] = {
+                "target": target,
+                "moved": moved,
+                "at": at,
+                "blocks": blocks,
+                "metric": order.metric,
+            }
+            return self._best.follow(
+                folder,
+                order.metric,
+                partial(checkpoint.write, folder, state, step, own=own, keep=keep, **options),
+            )
 
         self._writing = BackgroundWrite(f"step {step}", nbytes, write, self._context.announce)
         return target
@@ -196,7 +247,10 @@ class CheckpointSaver:
     # ---- in the background
 
     def wait(self) -> None:
-        """Wait for a write under way on this worker, up to the deadline. If it fails, `last` raises the error."""
+        """Wait for a write under way on this worker, up to the deadline.
+
+        If it fails, `last` raises the error.
+        """
         writing = self._writing
         if writing is None:
             if missed := self._missed():
@@ -216,19 +270,26 @@ class CheckpointSaver:
         self.last()
 
     def last(self) -> bytes:
-        """Raise, once, the error that a write in the background failed with. Returns no bytes, as agreements carry bytes."""
+        """Raise, once, the error that a write in the background failed with.
+
+        Returns no bytes, as agreements carry bytes.
+        """
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
         return b""
 
     def _missed(self) -> str:
-        """Say once, in words, which checkpoint was lost together with the worker that was writing it; empty if none was."""
+        """Say once, in words, which checkpoint was lost together with the worker that was
+        writing it; empty if none was.
+        """
         promised = self._promised
         if promised is None or self._writing is not None or self._agreement.group.rank != 0:
             return ""
         self._promised = None
-        text = "" if promised.exists() else f"{promised.name} was lost with the worker that wrote it"
+        text = (
+            "" if promised.exists() else f"{promised.name} was lost with the worker that wrote it"
+        )
         if text:
             self._context.announce(text)
         return text
@@ -238,7 +299,9 @@ class CheckpointSaver:
         return asdict(self._tally)
 
     def facts(self, folder: Path) -> dict[str, Any]:
-        """Return what the summary says of the checkpoints in `folder`: the counts and times, and which is the best."""
+        """Return what the summary says of the checkpoints in `folder`: the counts and times, and
+        which is the best.
+        """
         return {**asdict(self._tally), **self._best.facts(folder)}
 
     def end(self) -> None:
@@ -249,9 +312,11 @@ class CheckpointSaver:
     # ---- coming back
 
     def resume(self, folders: Sequence[Path], *, named: bool = True) -> Path | None:
-        """Load the newest whole checkpoint of the first folder that has one; return its path on all workers, or None. Collective.
+        """Load the newest whole checkpoint of the first folder that has one; return its path on all
+        workers, or None. Collective.
 
-        `named` says whether the run was given a name, or the folders were asked for; it only changes what is announced.
+        `named` says whether the run was given a name, or the folders were asked for; it only
+        changes what is announced.
         """
         context, own, cut = self._context, self._own, self._parts.layout.is_cut
         found: list[checkpoint.Checkpoint] = []
@@ -269,26 +334,40 @@ class CheckpointSaver:
         if head is None:
             return None
         shared = None if not found else self._parts.describe(found[0]) if cut else found[0].snapshot
-        bodies = [shared, *(found[0].own[rank] for rank in head[1])] if found else [None] * (1 + len(head[1]))
+        bodies = (
+            [shared, *(found[0].own[rank] for rank in head[1])]
+            if found
+            else [None] * (1 + len(head[1]))
+        )
         snapshots = [self._hand_out(body) for body in bodies]
         state = self._parts.read(Path(head[0]), snapshots[0], self._state) if cut else snapshots[0]
         if lacking := self._state.restore(state):
-            context.announce(f"{Path(head[0]).name} has no {', '.join(lacking)}, as an earlier version wrote it: they stay as they are")
+            context.announce(
+                f"{Path(head[0]).name} has no {', '.join(lacking)}, as an earlier version wrote "
+                "it: they stay as they are"
+            )
         for loader in [part for part in self._state.parts if isinstance(part, ShareLoader)]:
             loader.begin_anew()
         own.load(self._agreement.group.rank, dict(zip(head[1], snapshots[1:], strict=True)))
         if self._tables.kept and not self._tables.waiting:
-            self._agreement.tell("run.resume, sparse tables", lambda: stored.restore(self._tables.kept, found[0]))
+            self._agreement.tell(
+                "run.resume, sparse tables", lambda: stored.restore(self._tables.kept, found[0])
+            )
             self._tables.forget()
         if self._agreement.group.size > len(head[1]):
-            context.announce(f"the checkpoint was written by {len(head[1])} workers: the random generators of the others go on as they are")
+            context.announce(
+                f"the checkpoint was written by {len(head[1])} workers: the random generators of "
+                "the others go on as they are"
+            )
         self._best.resumed(Path(head[0]).parent)
         return Path(head[0])
 
     # ---- between workers
 
     def _collect(self, metric: Metric | None) -> tuple[dict[int, FileLayout], Metric | None]:
-        """Bring what each worker has for itself to the first one, which gets it by rank (the others get nothing), and agree on a metric."""
+        """Bring what each worker has for itself to the first one, which gets it by rank (the
+        others get nothing), and agree on a metric.
+        """
         agreement, group = self._agreement, self._agreement.group
         mine, first = image(self._own.snapshot()), group.rank == 0
         body = torch.empty(0, dtype=torch.uint8) if first else mine.dump()
@@ -296,7 +375,11 @@ class CheckpointSaver:
         lengths, given = zip(*map(msgpack.unpackb, answers), strict=True)
         metric, odd = best.agreed([best.from_plain(each) for each in given])
         self._best.doubt(odd)
-        found = {rank: torch.empty(length, dtype=torch.uint8) for rank, length in enumerate(lengths) if first and rank}
+        found = {
+            rank: torch.empty(length, dtype=torch.uint8)
+            for rank, length in enumerate(lengths)
+            if first and rank
+        }
         group.exchange([] if first else [(0, body)], list(found.items())).wait()
         return {group.rank: mine} | {rank: received(body) for rank, body in found.items()}, metric
 
@@ -307,7 +390,9 @@ class CheckpointSaver:
             assert body is not None
             return body
         data = body.dumps() if body is not None else b""
-        nbytes = int.from_bytes(agreement.tell("run.resume, size", lambda: len(data).to_bytes(8, "little")), "little")
+        nbytes = int.from_bytes(
+            agreement.tell("run.resume, size", lambda: len(data).to_bytes(8, "little")), "little"
+        )
         buffer = byte_tensor(data) if data else torch.empty(nbytes, dtype=torch.uint8)
         group.broadcast(buffer, name="run.resume").wait()
         return body if body is not None else loads(buffer.numpy().tobytes())
@@ -315,12 +400,16 @@ class CheckpointSaver:
 
 def left_out(parts: Sequence[Stateful], said: set[str]) -> Iterator[str]:
     """Say of which optimizers no scheduler is in checkpoints, each once, as `said` grows."""
-    for optimizer in strangely_scheduled([part for part in parts if isinstance(part, Optimizer)], parts):
+    for optimizer in strangely_scheduled(
+        [part for part in parts if isinstance(part, Optimizer)], parts
+    ):
         if (name := type(optimizer).__qualname__) not in said:
             said.add(name)
             yield (
-                f"a learning rate scheduler of the {name} was not given to run.prepare, so checkpoints don't say where it is, and it "
-                "begins anew in a run that is resumed unless the script sees to that; give it to run.prepare, too"
+                f"a learning rate scheduler of the {name} was not given to run.prepare, so "
+                "checkpoints don't say where it is, and it "
+                "begins anew in a run that is resumed unless the script sees to that; "
+                "give it to run.prepare, too"
             )
 
 
@@ -328,11 +417,17 @@ def _nothing(folders: Sequence[Path], *, named: bool) -> str:
     """Say that no checkpoint was found in these folders, and where there is one."""
     found = "nothing to resume, training begins anew: "
     found += (
-        f"no checkpoint in {', '.join(map(str, folders))}" if named else "this run was given no name that an earlier one could have had"
+        f"no checkpoint in {', '.join(map(str, folders))}"
+        if named
+        else "this run was given no name that an earlier one could have had"
     )
     root = folders[0].parent.parent
-    places = sorted((place for place in root.glob("*/checkpoints") if place.is_dir()), key=lambda place: place.stat().st_mtime)
-    mine = [place for place in places if RunFolder(place.parent).script in (script(), None)]  # None: it isn't known
+    places = sorted(
+        (place for place in root.glob("*/checkpoints") if place.is_dir()),
+        key=lambda place: place.stat().st_mtime,
+    )
+    # None: it isn't known
+    mine = [place for place in places if RunFolder(place.parent).script in (script(), None)]
     last = next((kept[0] for place in reversed(mine) if (kept := catalogue.newest(place))), None)
     there = f"no run of {script()} in {root} has one"
     if last is not None:

@@ -1,6 +1,9 @@
-"""Sparse tables in a checkpoint, in parts of some rows each. Every part passes through the first worker.
+"""Sparse tables in a checkpoint, in parts of some rows each.
 
-servers   | rows 0 .. 65535 | 65536 .. |     one part is in the first worker's memory at a time, whatever the size of the table
+Every part passes through the first worker.
+
+servers   | rows 0 .. 65535 | 65536 .. |     one part is in the first worker's memory at a time,
+                                             whatever the size of the table
 disk      table-000-00000    table-000-00001 ...
 """
 
@@ -25,23 +28,35 @@ def images(kept: Sequence[RunTable]) -> Iterator[tuple[str, FileLayout]]:
         spec, facts = table.lookup.spec, table.lookup.facts()
         head = {"name": table.name, "spec": spec.plain(), "count": facts["count"]}
         for place, part in enumerate(itertools.chain([{}], table.lookup.parts())):
-            yield f"{PREFIX}{number:03d}-{place:05d}", image(pack({"head": head, "part": part}, copy=False))
+            yield (
+                f"{PREFIX}{number:03d}-{place:05d}",
+                image(pack({"head": head, "part": part}, copy=False)),
+            )
 
 
 def restore(kept: Sequence[RunTable], found: Checkpoint) -> bytes:
-    """Load saved tables into the servers. Raises `CheckpointError` for other tables than these, before any row is changed."""
+    """Load saved tables into the servers.
+
+    Raises `CheckpointError` for other tables than these, before any row is changed.
+    """
     names = sorted(name for name in found.more if name.startswith(PREFIX))
     try:
-        heads = {name[: len(PREFIX) + 3]: found.part(name).unpack()["head"] for name in names if name.endswith("-00000")}
+        heads = {
+            name[: len(PREFIX) + 3]: found.part(name).unpack()["head"]
+            for name in names
+            if name.endswith("-00000")
+        }
         saved = [_form(head["name"], head["spec"]) for head in heads.values()]
     except UNREADABLE as error:
         raise CheckpointError(
-            f"{found.path.name}: what it has of sparse tables is not what a run saves ({error}); use another one"
+            f"{found.path.name}: what it has of sparse tables is not what a run saves ({error}); "
+            "use another one"
         ) from error
     here = [_form(table.name, table.lookup.spec.plain()) for table in kept]
     if saved != here:
         raise CheckpointError(
-            f"the checkpoint has the sparse tables {', '.join(saved) or 'none'}, and here are {', '.join(here) or 'none'}: build the same "
+            f"the checkpoint has the sparse tables {', '.join(saved) or 'none'}, and here are "
+            f"{', '.join(here) or 'none'}: build the same "
             "model and optimizers as in the run that saved it"
         )
     for table, (prefix, head) in zip(kept, heads.items(), strict=True):

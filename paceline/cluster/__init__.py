@@ -1,1 +1,3 @@
-"""Machines and places: discovery of launchers, the topology of the job, and how workers are started."""
+"""Machines and places: discovery of launchers, the topology of the job, and how workers are
+started.
+"""

@@ -1,4 +1,7 @@
-"""Discovers the place of this process in its job: each launcher recognises its own workers. The only reader of the environment."""
+"""Discovers the place of this process in its job: each launcher recognises its own workers.
+
+The only reader of the environment.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ _NEEDED = -(2**63)  # stands for "no default"
 
 @dataclass(frozen=True)
 class JobStart:
-    """One start of a job that may start again: the run that earlier ones have opened, and why they ended; empty for the first."""
+    """One start of a job that may start again: the run that earlier ones have opened, and why
+    they ended; empty for the first.
+    """
 
     folder: str | None = None
     seed: int = 0
@@ -46,7 +51,9 @@ class JobStart:
 
 
 class CallPlace(NamedTuple):
-    """The place of a worker in a call by `pl.launch`: two descriptors that it inherits, and its number among the workers of the call."""
+    """The place of a worker in a call by `pl.launch`: two descriptors that it inherits, and its
+    number among the workers of the call.
+    """
 
     file: int  # what is to be called
     channel: int  # where to tell of it
@@ -66,8 +73,9 @@ class CallPlace(NamedTuple):
 class Place:
     """The place of one worker in its job, as its launcher gives it.
 
-    `hosts` and `host_rank` count what the launcher calls a node (`store.hosts` finds out who shares a machine);
-    `host_rank` is None where the launcher doesn't say. `meeting` is the (host, port) of torch's store.
+    `hosts` and `host_rank` count what the launcher calls a node (`store.hosts` finds out who shares
+    a machine); `host_rank` is None where the launcher doesn't say. `meeting` is the (host, port) of
+    torch's store.
     """
 
     rank: int = 0
@@ -76,11 +84,13 @@ class Place:
     local_size: int = 1
     host_rank: int | None = 0
     hosts: int = 1
-    launcher: str = "alone"  # "paceline" | "torchrun" | "slurm" | "openmpi" | "mpich" | "pmi" | "alone"
+    # "paceline" | "torchrun" | "slurm" | "openmpi" | "mpich" | "pmi" | "alone"
+    launcher: str = "alone"
     meeting: tuple[str, int] | None = None
     agent_store: bool = False  # a store is already served at the meeting point (torchrun)
     store_fd: int | None = None  # the listening socket that rank 0 inherits (paceline run)
-    report_fd: int | None = None  # where a worker of `paceline run` says that it joined, closed or failed
+    # where a worker of `paceline run` says that it joined, closed or failed
+    report_fd: int | None = None
     attempt: int = 0  # counts the restarts by a launcher that keeps its store
     one_machine: bool = False  # the launcher knows that all of its hosts are this machine
     secret: bytes | None = None
@@ -89,29 +99,36 @@ class Place:
     mesh: str | None = None  # the workers as a grid, in text
     cut: str | None = None  # cuts in text that replace the script's own
     shares: str | None = None  # shares in text that replace the script's own
-    layout: str | None = None  # the folder for what each worker would hold, which is written instead of training
+    # the folder for what each worker would hold, which is written instead of training
+    layout: str | None = None
     cluster: str | None = None  # the file of the measured cluster, in place of what the script says
-    straggler: str | None = None  # what is done about slow workers, in place of what the script says
+    # what is done about slow workers, in place of what the script says
+    straggler: str | None = None
     report_to: str | None = None  # where the run is reported to, in place of what the script says
     folder: str | None = None  # where run folders go, in place of what the script says
     most_steps: int | None = None  # after so many steps training stops
     most_seconds: float | None = None  # and so long after its first step
-    servers: int | None = None  # of a strategy that doesn't say how many it wants; None: one on each host
+    # of a strategy that doesn't say how many it wants; None: one on each host
+    servers: int | None = None
     interface: str | None = None  # override: a name or an IP address
     deadline: float | None = None  # seconds
     hostname: str = "localhost"
     progress: str | None = None  # the page where this worker says how far it is (paceline run)
-    worker: int | None = None  # its number, where losses are survived (`paceline run --min-workers`)
+    # its number, where losses are survived (`paceline run --min-workers`)
+    worker: int | None = None
     orders_fd: int | None = None  # the pipe through which views and questions come (paceline run)
     joining: bool = False  # the others train already
     min_workers: int = 1  # fewer don't train, where losses are survived
     run: tuple[str, int] | None = None  # the folder and the seed of the run that it joins
-    stack_fd: int | None = None  # where its stack is written when the launcher asks for it (paceline run)
+    # where its stack is written when the launcher asks for it (paceline run)
+    stack_fd: int | None = None
     job: str | None = None  # what tells its job from all others (paceline run)
     job_start: JobStart | None = None  # where the job may start again (`paceline run --restarts`)
     call: CallPlace | None = None  # of a worker that carries out a call (`pl.launch`)
-    bar: bool = False  # whether a bar may be drawn: by its launcher (paceline run), or by a process that is alone
-    status_every: float | None = None  # seconds between two lines on the run's progress; infinite: none
+    # whether a bar may be drawn: by its launcher (paceline run), or by a process that is alone
+    bar: bool = False
+    # seconds between two lines on the run's progress; infinite: none
+    status_every: float | None = None
     breaks: bool = True  # whether the terminal breaks lines anew when it becomes narrower
     timings: Timings = DEFAULTS
 
@@ -122,7 +139,9 @@ def environment() -> dict[str, str]:
 
 
 def discover(environ: Environ | None = None) -> Place:
-    """Return the place of this process, from what its launcher left in the environment; `PlaceError` where that makes no sense."""
+    """Return the place of this process, from what its launcher left in the environment;
+    `PlaceError` where that makes no sense.
+    """
     surroundings = environment() if environ is None else environ
     recognised = (recognise(surroundings) for recognise in _LAUNCHERS)
     place = next((found for found in recognised if found is not None), None) or _alone(surroundings)
@@ -131,12 +150,16 @@ def discover(environ: Environ | None = None) -> Place:
 
 
 def timings(environ: Environ | None = None) -> Timings:
-    """Get the timings of this process: the defaults, but for what PACELINE_TIMINGS holds, which is there for tests."""
+    """Get the timings of this process: the defaults, but for what PACELINE_TIMINGS holds, which
+    is there for tests.
+    """
     text = (environment() if environ is None else environ).get("PACELINE_TIMINGS")
     try:
         return parse(text) if text else DEFAULTS
     except ValueError as error:
-        raise PlaceError(f"PACELINE_TIMINGS can't be used ({error}); it is there for tests: unset it") from error
+        raise PlaceError(
+            f"PACELINE_TIMINGS can't be used ({error}); it is there for tests: unset it"
+        ) from error
 
 
 def fixed_port(*parts: object) -> int:
@@ -149,7 +172,9 @@ def expand(nodelist: str) -> Iterator[str]:
     """Expand the host names of a Slurm list: `a[01-03,7],b` is a01 a02 a03 a7 b."""
     for entry in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist):
         parts = re.split(r"\[([^\]]*)\]", entry.strip())
-        choices = [list(_numbers(part)) if index % 2 else [part] for index, part in enumerate(parts)]
+        choices = [
+            list(_numbers(part)) if index % 2 else [part] for index, part in enumerate(parts)
+        ]
         yield from ("".join(pieces) for pieces in itertools.product(*choices))
 
 
@@ -157,7 +182,10 @@ def _numbers(ranges: str) -> Iterator[str]:
     for part in ranges.split(","):
         low, _, high = part.partition("-")
         if not low.isdigit() or (high and not high.isdigit()):
-            raise PlaceError(f"[{ranges}] in a Slurm node list can't be read: set MASTER_ADDR to the host of rank 0")
+            raise PlaceError(
+                f"[{ranges}] in a Slurm node list can't be read: set MASTER_ADDR to the host of "
+                "rank 0"
+            )
         for number in range(int(low), int(high or low) + 1):
             yield str(number).zfill(len(low))
 
@@ -174,7 +202,9 @@ def _paceline(environ: Environ) -> Place | None:
         store_fd=_integer(environ, "PACELINE_STORE_FD", None),
         report_fd=_integer(environ, "PACELINE_REPORT_FD", None),
         one_machine=environ.get("PACELINE_ONE_MACHINE") == "1",
-        secret=None if descriptor is None else secrets.borrow(_integer(environ, "PACELINE_SECRET_FD")),
+        secret=None
+        if descriptor is None
+        else secrets.borrow(_integer(environ, "PACELINE_SECRET_FD")),
         worker=_integer(environ, "PACELINE_WORKER", None),
         orders_fd=_integer(environ, "PACELINE_ORDERS_FD", None),
         joining=environ.get("PACELINE_JOINING") == "1",
@@ -191,7 +221,9 @@ def _paceline(environ: Environ) -> Place | None:
 
 def job_start(environ: Environ) -> JobStart | None:
     """Return which start of its job this is; None where the job never starts again."""
-    return JobStart.load(environ["PACELINE_JOB_START"]) if environ.get("PACELINE_JOB_START") else None
+    return (
+        JobStart.load(environ["PACELINE_JOB_START"]) if environ.get("PACELINE_JOB_START") else None
+    )
 
 
 def _run(environ: Environ) -> tuple[str, int] | None:
@@ -228,22 +260,42 @@ def _torch_variables(environ: Environ, launcher: str) -> Place:
 
 
 def _slurm(environ: Environ) -> Place | None:
-    """Recognise tasks that srun started itself; not a batch script, and not what mpirun started through srun."""
+    """Recognise tasks that srun started itself; not a batch script, and not what mpirun started
+    through srun.
+    """
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
-    if "SLURM_PROCID" not in environ or (step is None and "SLURM_STEP_NODELIST" not in environ) or "OMPI_COMM_WORLD_RANK" in environ:
+    if (
+        "SLURM_PROCID" not in environ
+        or (step is None and "SLURM_STEP_NODELIST" not in environ)
+        or "OMPI_COMM_WORLD_RANK" in environ
+    ):
         return None
     rank = _integer(environ, "SLURM_PROCID")
     if environ.get("PMI_RANK", str(rank)) != str(rank):
         return None
     size = _integer(environ, "SLURM_STEP_NUM_TASKS", None) or _integer(environ, "SLURM_NTASKS")
-    hosts = _integer(environ, "SLURM_STEP_NUM_NODES", None) or _integer(environ, "SLURM_NNODES", None)
+    hosts = _integer(environ, "SLURM_STEP_NUM_NODES", None) or _integer(
+        environ, "SLURM_NNODES", None
+    )
     host_rank = _integer(environ, "SLURM_NODEID", 0)
-    nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", environ.get("SLURM_JOB_NODELIST", "")))
+    nodes = environ.get(
+        "SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
+    )
     names = list(itertools.islice(expand(nodes), size + 1))
     hosts = hosts or max(1, len(names))
-    place = Place(rank, size, _integer(environ, "SLURM_LOCALID", 0), _tasks(environ, host_rank, size, hosts), host_rank, hosts, "slurm")
+    place = Place(
+        rank,
+        size,
+        _integer(environ, "SLURM_LOCALID", 0),
+        _tasks(environ, host_rank, size, hosts),
+        host_rank,
+        hosts,
+        "slurm",
+    )
     job = (environ.get("SLURM_JOB_ID", environ.get("SLURM_JOBID", "")), step)
-    return replace(place, meeting=_meeting(environ, place, names[0] if names else None, ("slurm", *job)))
+    return replace(
+        place, meeting=_meeting(environ, place, names[0] if names else None, ("slurm", *job))
+    )
 
 
 def _tasks(environ: Environ, host_rank: int, size: int, hosts: int) -> int:
@@ -257,57 +309,90 @@ def _tasks(environ: Environ, host_rank: int, size: int, hosts: int) -> int:
     if size % hosts == 0:
         return size // hosts
     raise PlaceError(
-        f"Slurm says that {size} tasks run on {hosts} nodes, but not how many on which: set SLURM_TASKS_PER_NODE, or start with torchrun"
+        f"Slurm says that {size} tasks run on {hosts} nodes, but not how many on which: "
+        "set SLURM_TASKS_PER_NODE, or start with torchrun"
     )
 
 
 def _openmpi(environ: Environ) -> Place | None:
     if "OMPI_COMM_WORLD_RANK" not in environ:
         return None
-    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    names = (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    )
     return _mpi(environ, "openmpi", names, ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"))
 
 
 def _mpich(environ: Environ) -> Place | None:
     if "PMI_RANK" not in environ or "MPI_LOCALRANKID" not in environ:
         return None
-    return _mpi(environ, "mpich", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ("PMI_JOBID",))
+    return _mpi(
+        environ,
+        "mpich",
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        ("PMI_JOBID",),
+    )
 
 
 def _pmi(environ: Environ) -> Place | None:
     if "PMI_RANK" not in environ or "PMI_SIZE" not in environ:
         return None
-    return _mpi(environ, "pmi", ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"), ("PMI_JOBID", "PMI_ID"))
+    return _mpi(
+        environ,
+        "pmi",
+        ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+        ("PMI_JOBID", "PMI_ID"),
+    )
 
 
-def _mpi(environ: Environ, launcher: str, names: tuple[str, str, str, str], jobs: tuple[str, ...]) -> Place:
+def _mpi(
+    environ: Environ, launcher: str, names: tuple[str, str, str, str], jobs: tuple[str, ...]
+) -> Place:
     rank, size = _integer(environ, names[0]), _integer(environ, names[1])
     local_rank, local_size = _integer(environ, names[2], None), _integer(environ, names[3], None)
     if local_rank is None or local_size is None:
         if size > 1:
             lacking = " and ".join(name for name in names[2:] if name not in environ)
-            raise PlaceError(f"{names[0]} is set, but {lacking} isn't: set it to the rank on this host, or start the workers with torchrun")
+            raise PlaceError(
+                f"{names[0]} is set, but {lacking} isn't: set it to the rank on this host, or "
+                "start the workers with torchrun"
+            )
         local_rank, local_size = 0, 1
-    hosts = _integer(environ, "OMPI_MCA_orte_num_nodes", None) or math.ceil(size / max(1, local_size))
-    hosts = 1 if local_size == size else max(2, hosts)  # Open MPI counts the nodes of the allocation
+    hosts = _integer(environ, "OMPI_MCA_orte_num_nodes", None) or math.ceil(
+        size / max(1, local_size)
+    )
+    # Open MPI counts the nodes of the allocation
+    hosts = 1 if local_size == size else max(2, hosts)
     place = Place(rank, size, local_rank, local_size, 0 if hosts == 1 else None, hosts, launcher)
     job = next((environ[name] for name in jobs if name in environ), None)
     # All ranks of one host have the same parent: mpirun, or its deputy.
     return replace(place, meeting=_meeting(environ, place, None, (launcher, job or os.getppid())))
 
 
-def _meeting(environ: Environ, place: Place, first: str | None, job: tuple[object, ...]) -> tuple[str, int] | None:
-    """Return the meeting point: MASTER_ADDR and MASTER_PORT if set; else the first host (this one if alone), and the job's own port."""
+def _meeting(
+    environ: Environ, place: Place, first: str | None, job: tuple[object, ...]
+) -> tuple[str, int] | None:
+    """Return the meeting point: MASTER_ADDR and MASTER_PORT if set; else the first host (this
+    one if alone), and the job's own port.
+    """
     if place.size == 1:
         return None
     host = environ.get("MASTER_ADDR") or ("127.0.0.1" if place.hosts == 1 else first)
     if host is None:
         raise PlaceError(
-            f"{place.size} workers run on {place.hosts} hosts, and {place.launcher} doesn't say where the first one is: "
-            "set MASTER_ADDR to the address of rank 0's host, and MASTER_PORT to a port that is free there, for every worker"
+            f"{place.size} workers run on {place.hosts} hosts, and {place.launcher} doesn't say "
+            "where the first one is: "
+            "set MASTER_ADDR to the address of rank 0's host, and MASTER_PORT to a port that is "
+            "free there, for every worker"
         )
     if place.hosts > 1 and place.launcher != "slurm" and "MASTER_PORT" not in environ:
-        raise PlaceError(f"MASTER_ADDR is {host}, but MASTER_PORT isn't set: set it to a port that is free there, for every worker")
+        raise PlaceError(
+            f"MASTER_ADDR is {host}, but MASTER_PORT isn't set: set it to a port that is free "
+            "there, for every worker"
+        )
     return host, _integer(environ, "MASTER_PORT", None) or fixed_port(*job)
 
 
@@ -318,7 +403,8 @@ def _master(environ: Environ) -> tuple[str, int] | None:
     if environ["WORLD_SIZE"] == "1":
         return None
     raise PlaceError(
-        f"RANK and WORLD_SIZE={environ['WORLD_SIZE']} are set, but {' and '.join(lacking)} not: set them, or start with torchrun"
+        f"RANK and WORLD_SIZE={environ['WORLD_SIZE']} are set, but {' and '.join(lacking)} not: "
+        "set them, or start with torchrun"
     )
 
 
@@ -326,7 +412,8 @@ def _alone(environ: Environ) -> Place:
     for present, absent in (("WORLD_SIZE", "RANK"), ("RANK", "WORLD_SIZE")):
         if environ.get(present, "1") not in {"0", "1"} and absent not in environ:
             raise PlaceError(
-                f"{present}={environ[present]} is set, but {absent} isn't: set both, remove both, or start with torchrun or `paceline run`"
+                f"{present}={environ[present]} is set, but {absent} isn't: "
+                "set both, remove both, or start with torchrun or `paceline run`"
             )
     return Place(bar=capable(environ), breaks=reflows(environ))
 
@@ -337,7 +424,9 @@ def _personal(place: Place, environ: Environ) -> Place:
     deadline = environ.get("PACELINE_DEADLINE")
     return replace(
         place,
-        secret=place.secret if text is None or place.secret is not None else secrets.parse(text, "PACELINE_SECRET"),
+        secret=place.secret
+        if text is None or place.secret is not None
+        else secrets.parse(text, "PACELINE_SECRET"),
         run_name=environ.get("PACELINE_NAME") or None,
         sync=environ.get("PACELINE_SYNC") or None,
         mesh=environ.get("PACELINE_MESH") or None,
@@ -349,7 +438,9 @@ def _personal(place: Place, environ: Environ) -> Place:
         report_to=environ.get("PACELINE_REPORT_TO") or None,
         folder=environ.get("PACELINE_FOLDER") or None,
         most_steps=_count(environ, "PACELINE_STEPS", "steps after which training stops"),
-        most_seconds=seconds(environ["PACELINE_SECONDS"], "PACELINE_SECONDS") if environ.get("PACELINE_SECONDS") else None,
+        most_seconds=seconds(environ["PACELINE_SECONDS"], "PACELINE_SECONDS")
+        if environ.get("PACELINE_SECONDS")
+        else None,
         servers=_count(environ, "PACELINE_SERVERS", "parameter servers"),
         interface=environ.get("PACELINE_INTERFACE") or None,
         deadline=None if deadline is None else seconds(deadline, "PACELINE_DEADLINE"),
@@ -380,7 +471,13 @@ def seconds(text: str, name: str) -> float:
 
 
 def _pause(text: str | None) -> float | None:
-    return None if not text else math.inf if text == str(math.inf) else seconds(text, "PACELINE_STATUS_EVERY")
+    return (
+        None
+        if not text
+        else math.inf
+        if text == str(math.inf)
+        else seconds(text, "PACELINE_STATUS_EVERY")
+    )
 
 
 def _check(place: Place) -> None:
@@ -392,7 +489,8 @@ def _check(place: Place) -> None:
     ):
         if not 0 <= value < limit:
             raise PlaceError(
-                f"{place.launcher} says: {name} {value}, of {limit}; it has to be 0 to {limit - 1}. Look at what sets these variables"
+                f"{place.launcher} says: {name} {value}, of {limit}; "
+                f"it has to be 0 to {limit - 1}. Look at what sets these variables"
             )
 
 
@@ -404,7 +502,8 @@ def _integer(environ: Environ, name: str, default: int | None = _NEEDED) -> int 
     if not environ.get(name):
         if default == _NEEDED:
             raise PlaceError(
-                f"{name} isn't set, though others of its launcher are: set it, or start the workers with torchrun or `paceline run`"
+                f"{name} isn't set, though others of its launcher are: "
+                "set it, or start the workers with torchrun or `paceline run`"
             )
         return default
     try:
@@ -413,4 +512,11 @@ def _integer(environ: Environ, name: str, default: int | None = _NEEDED) -> int 
         raise PlaceError(f"{name}={environ[name]} isn't a whole number") from None
 
 
-_LAUNCHERS: tuple[Callable[[Environ], Place | None], ...] = (_paceline, _torchrun, _slurm, _openmpi, _mpich, _pmi)
+_LAUNCHERS: tuple[Callable[[Environ], Place | None], ...] = (
+    _paceline,
+    _torchrun,
+    _slurm,
+    _openmpi,
+    _mpich,
+    _pmi,
+)

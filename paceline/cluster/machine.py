@@ -1,4 +1,6 @@
-"""Facts of this machine: the cores that this process may really use, its memory, and its fingerprint."""
+"""Facts of this machine: the cores that this process may really use, its memory, and its
+fingerprint.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _UNLIMITED = 1 << 60  # bytes: control groups of version 1 say so much where not
 
 
 def cores(proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> int:
-    """Count the cores, at least 1: what the affinity mask and the CPU quotas of all enclosing cgroups (v1 and v2) leave."""
+    """Count the cores, at least 1: what the affinity mask and the CPU quotas of all enclosing
+    cgroups (v1 and v2) leave.
+    """
     share = quota(proc, mount)
     return max(1, allowed() if share is None else min(allowed(), math.ceil(share)))
 
@@ -31,7 +35,9 @@ def allowed() -> int:
 
 
 def quota(proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> float | None:
-    """Return the smallest CPU quota that holds for this process, in cores; None where nothing limits it."""
+    """Return the smallest CPU quota that holds for this process, in cores; None where nothing
+    limits it.
+    """
     try:
         lines = proc.read_text().splitlines()
     except OSError:
@@ -43,29 +49,43 @@ def quota(proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> float
             quotas += [_limit(folder / "cpu.max") for folder in _enclosing(mount, path)]
         elif "cpu" in controllers.split(","):
             for name in (controllers, "cpu"):
-                quotas += [_limit(folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us") for folder in _enclosing(mount / name, path)]
+                quotas += [
+                    _limit(folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us")
+                    for folder in _enclosing(mount / name, path)
+                ]
     limits = [limit for limit in quotas if limit is not None]
     return min(limits) if limits else None
 
 
 def memory(source: Path = Path("/proc/meminfo"), kind: str = "MemAvailable") -> int | None:
-    """Return the number of bytes available without swapping, or of another line; None where the system doesn't say."""
+    """Return the number of bytes available without swapping, or of another line; None where the
+    system doesn't say.
+    """
     try:
-        lines = [line.split() for line in source.read_text().splitlines() if line.startswith(f"{kind}:")]
+        lines = [
+            line.split() for line in source.read_text().splitlines() if line.startswith(f"{kind}:")
+        ]
     except OSError:
         return None
     return 1024 * int(lines[0][1]) if lines else None
 
 
 class MemorySize(NamedTuple):
-    """Bytes of memory that this process may have in all, and that are free; 0 where the system doesn't say."""
+    """Bytes of memory that this process may have in all, and that are free; 0 where the system
+    doesn't say.
+    """
 
     total: int
     free: int
 
 
-def memory_size(source: Path = Path("/proc/meminfo"), proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> MemorySize:
-    """Return the memory of this machine, or what the limits of all enclosing cgroups (v1 and v2) leave of it.
+def memory_size(
+    source: Path = Path("/proc/meminfo"),
+    proc: Path = Path("/proc/self/cgroup"),
+    mount: Path = _MOUNT,
+) -> MemorySize:
+    """Return the memory of this machine, or what the limits of all enclosing cgroups (v1 and v2)
+    leave of it.
 
     What a cgroup holds of files counts as free where the kernel would drop it before anything else.
     """
@@ -76,7 +96,9 @@ def memory_size(source: Path = Path("/proc/meminfo"), proc: Path = Path("/proc/s
 
 
 class ProcessorClock(NamedTuple):
-    """How fast the clocks of the processor go now, and at most (hertz, 0 where the system doesn't say), and what chooses that."""
+    """How fast the clocks of the processor go now, and at most (hertz, 0 where the system
+    doesn't say), and what chooses that.
+    """
 
     now: float
     highest: float
@@ -85,10 +107,16 @@ class ProcessorClock(NamedTuple):
 
 def clock(folder: Path = _PROCESSORS) -> ProcessorClock:
     """Return the clock of the fastest core now: the one that computes, where others rest."""
-    cores = [path for path in folder.glob("cpu[0-9]*/cpufreq") if (path / "scaling_cur_freq").exists()]
+    cores = [
+        path for path in folder.glob("cpu[0-9]*/cpufreq") if (path / "scaling_cur_freq").exists()
+    ]
     try:
-        now = max((1e3 * int((core / "scaling_cur_freq").read_text()) for core in cores), default=0.0)
-        highest = max((1e3 * int((core / "cpuinfo_max_freq").read_text()) for core in cores), default=0.0)
+        now = max(
+            (1e3 * int((core / "scaling_cur_freq").read_text()) for core in cores), default=0.0
+        )
+        highest = max(
+            (1e3 * int((core / "cpuinfo_max_freq").read_text()) for core in cores), default=0.0
+        )
         governors = sorted({(core / "scaling_governor").read_text().strip() for core in cores})
     except (OSError, ValueError):
         return ProcessorClock(0.0, 0.0, "")
@@ -98,14 +126,20 @@ def clock(folder: Path = _PROCESSORS) -> ProcessorClock:
 def processor(source: Path = Path("/proc/cpuinfo")) -> str:
     """Return the name of the processor's model; empty where the system doesn't say."""
     try:
-        lines = [line.partition(":")[2].strip() for line in source.read_text().splitlines() if line.startswith("model name")]
+        lines = [
+            line.partition(":")[2].strip()
+            for line in source.read_text().splitlines()
+            if line.startswith("model name")
+        ]
     except OSError:
         return ""
     return lines[0] if lines else ""
 
 
 def boot() -> str:
-    """Return what is the same for all processes of this machine until it is started again, also in containers."""
+    """Return what is the same for all processes of this machine until it is started again, also
+    in containers.
+    """
     try:
         mark = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -114,7 +148,9 @@ def boot() -> str:
 
 
 def fingerprint() -> str:
-    """Return the fingerprint of the machine, as far as sharing memory goes; equal for processes of one user that see the same /dev/shm."""
+    """Return the fingerprint of the machine, as far as sharing memory goes; equal for processes
+    of one user that see the same /dev/shm.
+    """
     parts = [str(os.geteuid())]
     if sys.platform.startswith("linux"):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -126,19 +162,31 @@ def fingerprint() -> str:
 
 
 def allow_descriptors(needed: int) -> None:
-    """Let this process, and those that it starts, have so many descriptors (open files, sockets); `ResourceError` where that can't be."""
-    soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    """Let this process, and those that it starts, have so many descriptors (open files,
+    sockets); `ResourceError` where that can't be.
+    """
+    soft, hard = (
+        math.inf if limit == resource.RLIM_INFINITY else limit
+        for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
     if hard < needed:
         raise ResourceError(
-            f"each process of this job may need {needed} descriptors (open files, sockets), and the limit is {hard}: say "
-            f"`ulimit -n {needed}` before, or have the limit raised (LimitNOFILE= of systemd, --ulimit nofile= of docker, limits.conf)"
+            f"each process of this job may need {needed} descriptors (open files, sockets), and "
+            f"the limit is {hard}: say "
+            f"`ulimit -n {needed}` before, or have the limit raised (LimitNOFILE= of systemd, "
+            "--ulimit nofile= of docker, limits.conf)"
         )
     if soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (needed, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        )
 
 
 def _enclosing(root: Path, path: str) -> list[Path]:
-    """Return the cgroup and all that enclose it. In a container the path may not exist below the mount: the root is looked at anyway."""
+    """Return the cgroup and all that enclose it.
+
+    In a container the path may not exist below the mount: the root is looked at anyway.
+    """
     inner = Path(path.lstrip("/"))
     return [root / inner, *(root / parent for parent in inner.parents)]
 
@@ -164,7 +212,10 @@ def _memory_limits(proc: Path, mount: Path) -> Iterator[tuple[int, int]]:
         if not controllers:
             names, root = ("memory.max", "memory.current", "inactive_file"), mount
         elif "memory" in controllers.split(","):
-            names, root = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"), mount / "memory"
+            names, root = (
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+                mount / "memory",
+            )
         else:
             continue
         for folder in _enclosing(root, path):
@@ -178,4 +229,7 @@ def _memory_limits(proc: Path, mount: Path) -> Iterator[tuple[int, int]]:
 
 def _counted(file: Path, name: str) -> int:
     """Return the number beside a name in a file of such lines; 0 where it isn't there."""
-    return next((int(line.split()[1]) for line in file.read_text().splitlines() if line.split()[0] == name), 0)
+    return next(
+        (int(line.split()[1]) for line in file.read_text().splitlines() if line.split()[0] == name),
+        0,
+    )

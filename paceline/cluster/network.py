@@ -1,4 +1,6 @@
-"""Addresses of this machine: found by asking the kernel for the route, never guessed from a name alone."""
+"""Addresses of this machine: found by asking the kernel for the route, never guessed from a name
+alone.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,17 @@ from paceline.cluster.topology import Interface
 from paceline.errors import PlaceError
 
 _SIOCGIFCONF, _SIOCGIFNETMASK, _SIOCETHTOOL = 0x8912, 0x891B, 0x8946  # linux/sockios.h
-_SETTINGS = struct.Struct("=IIIHBBBBBBIIHBBIII")  # struct ethtool_cmd; the speed (Mbit/s) is in two halves
+# struct ethtool_cmd; the speed (Mbit/s) is in two halves
+_SETTINGS = struct.Struct("=IIIHBBBBBBIIHBBIII")
 _GET_SETTINGS, _UNKNOWN_SPEED = 1, 0xFFFF_FFFF
 _IFREQ_BYTES = 40  # struct ifreq on 64-bit Linux: 16 of name, 24 of address
 _MOST_INTERFACES = 256
 
 
 def interfaces() -> dict[str, str]:
-    """Return the IPv4 address of each interface of this machine that is up; empty where the kernel can't be asked (not Linux)."""
+    """Return the IPv4 address of each interface of this machine that is up; empty where the
+    kernel can't be asked (not Linux).
+    """
     if not sys.platform.startswith("linux"):
         return {}
     room = array.array("B", bytes(_MOST_INTERFACES * _IFREQ_BYTES))
@@ -47,10 +52,14 @@ def described() -> tuple[Interface, ...]:
             if loopback(address):
                 continue
             try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFNETMASK, struct.pack("16s24x", name.encode()))
+                answer = fcntl.ioctl(
+                    probe.fileno(), _SIOCGIFNETMASK, struct.pack("16s24x", name.encode())
+                )
             except OSError:  # it has gone since it was listed
                 continue
-            network = ipaddress.ip_network(f"{address}/{socket.inet_ntoa(answer[20:24])}", strict=False)
+            network = ipaddress.ip_network(
+                f"{address}/{socket.inet_ntoa(answer[20:24])}", strict=False
+            )
             found.append(Interface(name, address, str(network), 1e6 * _megabits(probe, name)))
     return tuple(found)
 
@@ -59,7 +68,11 @@ def _megabits(probe: socket.socket, name: str) -> int:
     """Ask the driver of an interface for its speed; 0 where it doesn't say."""
     settings = array.array("B", _SETTINGS.pack(_GET_SETTINGS, *[0] * 17))
     try:
-        fcntl.ioctl(probe.fileno(), _SIOCETHTOOL, struct.pack("16sP16x", name.encode(), settings.buffer_info()[0]))
+        fcntl.ioctl(
+            probe.fileno(),
+            _SIOCETHTOOL,
+            struct.pack("16sP16x", name.encode(), settings.buffer_info()[0]),
+        )
     except OSError:
         return 0
     fields = _SETTINGS.unpack(settings.tobytes())
@@ -68,7 +81,9 @@ def _megabits(probe: socket.socket, name: str) -> int:
 
 
 def resolve(host: str) -> list[str]:
-    """Return the IP addresses of `host`, IPv4 first; raises `PlaceError` when the name means nothing here."""
+    """Return the IP addresses of `host`, IPv4 first; raises `PlaceError` when the name means
+    nothing here.
+    """
     try:
         entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
@@ -86,7 +101,9 @@ def loopback(address: str) -> bool:
 
 
 def literal(host: str) -> bool:
-    """Whether `host` itself says that it means this machine only: localhost or a loopback address."""
+    """Whether `host` itself says that it means this machine only: localhost or a loopback
+    address.
+    """
     if host == "localhost":
         return True
     try:
@@ -119,26 +136,36 @@ def family(address: str) -> socket.AddressFamily:
 
 
 def route(address: str) -> str:
-    """Return the local IP address that packets to this IP address would leave from; nothing is sent."""
+    """Return the local IP address that packets to this IP address would leave from; nothing is
+    sent.
+    """
     with socket.socket(family(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))
         except OSError as error:
-            raise PlaceError(f"{socket.gethostname()} has no route to {address} ({error.strerror}): {advice()}") from error
+            raise PlaceError(
+                f"{socket.gethostname()} has no route to {address} ({error.strerror}): {advice()}"
+            ) from error
         return str(probe.getsockname()[0])
 
 
 def override(interface: str) -> str:
-    """Return the IP address that an override means: an interface's name, or an address of this machine."""
+    """Return the IP address that an override means: an interface's name, or an address of this
+    machine.
+    """
     known = interfaces()
     if interface in known:
         return known[interface]
     try:
         ipaddress.ip_address(interface)
     except ValueError:
-        raise PlaceError(f"PACELINE_INTERFACE={interface} is no interface of {socket.gethostname()}: {advice()}") from None
+        raise PlaceError(
+            f"PACELINE_INTERFACE={interface} is no interface of {socket.gethostname()}: {advice()}"
+        ) from None
     if not local(interface):
-        raise PlaceError(f"PACELINE_INTERFACE={interface} is no address of {socket.gethostname()}: {advice()}")
+        raise PlaceError(
+            f"PACELINE_INTERFACE={interface} is no address of {socket.gethostname()}: {advice()}"
+        )
     return interface
 
 
@@ -151,12 +178,20 @@ def carrier(address: str) -> str | None:
 
 def advice() -> str:
     """Return advice on the variable to set, with the interfaces that there are."""
-    known = ", ".join(f"{name} ({address})" for name, address in interfaces().items() if not loopback(address))
-    return f"set PACELINE_INTERFACE to the interface that reaches the other hosts; here: {known or 'only loopback'}"
+    known = ", ".join(
+        f"{name} ({address})" for name, address in interfaces().items() if not loopback(address)
+    )
+    return (
+        "set PACELINE_INTERFACE to the interface that reaches the other hosts; here: "
+        f"{known or 'only loopback'}"
+    )
 
 
 def listen(address: str, port: int = 0, *, backlog: int = 512) -> socket.socket:
-    """Open a socket that listens on this address only (port 0: any free one). Not inherited by children unless made so."""
+    """Open a socket that listens on this address only (port 0: any free one).
+
+    Not inherited by children unless made so.
+    """
     server = socket.socket(family(address), socket.SOCK_STREAM)
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -169,7 +204,9 @@ def listen(address: str, port: int = 0, *, backlog: int = 512) -> socket.socket:
 
 
 def reserve(address: str) -> socket.socket:
-    """Reserve a port for MASTER_PORT that stays ours: bound but not listening, so that a worker can still bind it (SO_REUSEADDR)."""
+    """Reserve a port for MASTER_PORT that stays ours: bound but not listening, so that a worker
+    can still bind it (SO_REUSEADDR).
+    """
     reserved = socket.socket(family(address), socket.SOCK_STREAM)
     try:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -181,7 +218,9 @@ def reserve(address: str) -> socket.socket:
 
 
 def unacknowledged(connection: socket.socket) -> int:
-    """Return how many of the bytes sent on a TCP connection the other side's system has not acknowledged."""
+    """Return how many of the bytes sent on a TCP connection the other side's system has not
+    acknowledged.
+    """
     count = array.array("i", [0])
     fcntl.ioctl(connection, termios.TIOCOUTQ, count)
     return count[0]

@@ -15,9 +15,12 @@ from paceline.errors import SecretError
 MAC_BYTES = 32
 _SHORTEST = 16
 _LONGEST = 4096
-COMMAND = """(umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > paceline.secret)"""
+COMMAND = (
+    """(umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > paceline.secret)"""
+)
 _ADVICE = (
-    f"make one with\n    {COMMAND}\ncopy it to every host, and pass --secret-file paceline.secret (or set PACELINE_SECRET to its content)"
+    f"make one with\n    {COMMAND}\ncopy it to every host, and pass --secret-file paceline.secret "
+    "(or set PACELINE_SECRET to its content)"
 )
 
 
@@ -32,10 +35,15 @@ def missing(why: str) -> SecretError:
 
 
 def parse(text: str, source: str) -> bytes:
-    """Parse the secret written in `text` (surrounding blanks don't count); `source` names it in errors."""
+    """Parse the secret written in `text` (surrounding blanks don't count); `source` names it in
+    errors.
+    """
     secret = text.strip().encode()
     if not _SHORTEST <= len(secret) <= _LONGEST:
-        raise missing(f"the secret in {source} has {len(secret)} characters, and {_SHORTEST} to {_LONGEST} are needed")
+        raise missing(
+            f"the secret in {source} has {len(secret)} characters, and {_SHORTEST} to {_LONGEST} "
+            "are needed"
+        )
     return secret
 
 
@@ -49,11 +57,13 @@ def read(path: str | Path) -> bytes:
         raise missing(f"the secret file {path} can't be read ({error.strerror})") from error
     if state.st_uid not in {os.geteuid(), 0}:
         raise SecretError(
-            f"the secret file {path} belongs to user {state.st_uid}, not to you ({os.geteuid()}): make a copy of your own, mode 0600"
+            f"the secret file {path} belongs to user {state.st_uid}, not to you ({os.geteuid()}): "
+            "make a copy of your own, mode 0600"
         )
     if state.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise SecretError(
-            f"the secret file {path} has mode {stat.S_IMODE(state.st_mode):04o}, so others can use it: run `chmod 600 {path}`"
+            f"the secret file {path} has mode {stat.S_IMODE(state.st_mode):04o}, so others can use "
+            f"it: run `chmod 600 {path}`"
         )
     try:
         text = raw.decode()
@@ -63,7 +73,9 @@ def read(path: str | Path) -> bytes:
 
 
 def lend(secret: bytes) -> int:
-    """Make a descriptor that holds the secret, for children to inherit; it has no name in any file system."""
+    """Make a descriptor that holds the secret, for children to inherit; it has no name in any
+    file system.
+    """
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("paceline-secret", os.MFD_CLOEXEC)
     else:
@@ -79,13 +91,16 @@ def borrow(descriptor: int) -> bytes:
         return os.pread(descriptor, _LONGEST, 0)
     except OSError as error:
         raise SecretError(
-            f"descriptor {descriptor} (PACELINE_SECRET_FD) can't be read ({error.strerror}): this process was started by a worker, "
+            f"descriptor {descriptor} (PACELINE_SECRET_FD) can't be read ({error.strerror}): "
+            "this process was started by a worker, "
             "not by `paceline run`; remove the variables PACELINE_* and RANK from its environment"
         ) from error
 
 
 def sign(secret: bytes, *parts: bytes) -> bytes:
-    """Compute HMAC-SHA256 over the parts, each with its length, so that no two lists of parts look alike."""
+    """Compute HMAC-SHA256 over the parts, each with its length, so that no two lists of parts
+    look alike.
+    """
     mac = hmac.new(secret, digestmod=hashlib.sha256)
     for part in parts:
         mac.update(len(part).to_bytes(8, "big"))
@@ -94,7 +109,9 @@ def sign(secret: bytes, *parts: bytes) -> bytes:
 
 
 def derive(secret: bytes, purpose: str, nbytes: int = 32) -> bytes:
-    """Derive a key for one purpose, which tells nothing of the secret or of other keys: HKDF with SHA-256, without a salt (RFC 5869)."""
+    """Derive a key for one purpose, which tells nothing of the secret or of other keys: HKDF
+    with SHA-256, without a salt (RFC 5869).
+    """
     extracted = hmac.digest(bytes(hashlib.sha256().digest_size), secret, "sha256")
     derived, block = b"", b""
     for index in range(1, -(-nbytes // hashlib.sha256().digest_size) + 1):

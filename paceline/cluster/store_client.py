@@ -1,6 +1,7 @@
 """Clients of torch's store that wait for an answer so many seconds at most.
 
-By themselves they wait for ever, and hear no signal, where the process that serves the store is stopped, or cut off from here.
+By themselves they wait for ever, and hear no signal, where the process that serves the store is
+stopped, or cut off from here.
 """
 
 from __future__ import annotations
@@ -36,11 +37,16 @@ def connect(host: str, port: int, seconds: float) -> TCPStore:
 
     def make() -> None:
         try:
-            made.append(TCPStore(host, port, None, False, timedelta(seconds=seconds), wait_for_workers=False))
+            made.append(
+                TCPStore(
+                    host, port, None, False, timedelta(seconds=seconds), wait_for_workers=False
+                )
+            )
         except DistError as error:
             made.append(error)
 
-    thread = threading.Thread(target=make, name="paceline store", daemon=True)  # it stays in torch where nobody answers
+    # it stays in torch where nobody answers
+    thread = threading.Thread(target=make, name="paceline store", daemon=True)
     thread.start()
     thread.join(seconds)
     if not made:
@@ -51,7 +57,9 @@ def connect(host: str, port: int, seconds: float) -> TCPStore:
 
 
 def limit(store: TorchStore, seconds: float) -> None:
-    """Have this process's clients of a store that is served over TCP wait so many seconds for an answer, and then raise `DistError`."""
+    """Have this process's clients of a store that is served over TCP wait so many seconds for an
+    answer, and then raise `DistError`.
+    """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if not isinstance(store, TCPStore):
@@ -59,11 +67,17 @@ def limit(store: TorchStore, seconds: float) -> None:
     whole, rest = divmod(seconds, 1)
     for connection in _connections_to(store):
         with connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(whole), int(1e6 * rest)))
+            connection.setsockopt(
+                socket.SOL_SOCKET,
+                socket.SO_RCVTIMEO,
+                struct.pack("@ll", int(whole), int(1e6 * rest)),
+            )
 
 
 class EndOfServer:
-    """Sees when the server of a store ends, by a copy of a client's connection, which outlives the client."""
+    """Sees when the server of a store ends, by a copy of a client's connection, which outlives
+    the client.
+    """
 
     def __init__(self, store: TCPStore) -> None:
         copies = [*_connections_to(store)]
@@ -72,13 +86,17 @@ class EndOfServer:
             other.close()
 
     def wait(self, seconds: float) -> None:
-        """Return when the server has ended, and after so many seconds in any case. It can be called once."""
+        """Return when the server has ended, and after so many seconds in any case.
+
+        It can be called once.
+        """
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
             return
         try:
             poll = select.poll()
-            poll.register(descriptor, select.POLLIN)  # nobody reads from it any more, so that what comes is its end
+            # nobody reads from it any more, so that what comes is its end
+            poll.register(descriptor, select.POLLIN)
             poll.poll(1e3 * seconds)
         finally:
             os.close(descriptor)
@@ -95,7 +113,8 @@ def _connections_to(store: TCPStore) -> Iterator[socket.socket]:
         with contextlib.suppress(OSError):  # one that is not connected, or is closed meanwhile
             if connection.family in (socket.AF_INET, socket.AF_INET6):
                 address, port, *_ = connection.getpeername()
-                found = port == store.port and address.removeprefix("::ffff:") in addresses  # torch has sockets for both versions of IP
+                # torch has sockets for both versions of IP
+                found = port == store.port and address.removeprefix("::ffff:") in addresses
         if found:
             yield connection
         else:
@@ -103,7 +122,9 @@ def _connections_to(store: TCPStore) -> Iterator[socket.socket]:
 
 
 def _connections() -> Iterator[socket.socket]:
-    """Yield copies of all sockets of this process; of none where the system doesn't list them (not Linux)."""
+    """Yield copies of all sockets of this process; of none where the system doesn't list them
+    (not Linux).
+    """
     folder = "/proc/self/fd"
     for descriptor in os.listdir(folder) if os.path.isdir(folder) else ():
         with contextlib.suppress(OSError):  # closed meanwhile

@@ -1,4 +1,6 @@
-"""The file of a measured cluster, `cluster.json`: a `Topology` as JSON, with the version of its form."""
+"""The file of a measured cluster, `cluster.json`: a `Topology` as JSON, with the version of its
+form.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ T = TypeVar("T")
 
 def dump(topology: Topology) -> str:
     """Write a topology as text for `load`."""
-    return json.dumps({"form": FORM, "version": VERSION, **asdict(topology)}, indent=1, allow_nan=False) + "\n"
+    return (
+        json.dumps(
+            {"form": FORM, "version": VERSION, **asdict(topology)}, indent=1, allow_nan=False
+        )
+        + "\n"
+    )
 
 
 def load(text: str, source: str = "the text") -> Topology:
@@ -27,24 +34,33 @@ def load(text: str, source: str = "the text") -> Topology:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{source} is no JSON ({error}): measure the cluster with `paceline probe`, which writes such a file") from error
+        raise UsageError(
+            f"{source} is no JSON ({error}): measure the cluster with `paceline probe`, which "
+            "writes such a file"
+        ) from error
     if not isinstance(content, dict) or content.get("form") != FORM:
         raise UsageError(f"{source} is no measured cluster: `paceline probe` writes one")
     if content.get("version") != VERSION:
         raise UsageError(
-            f"{source} has the form of version {content.get('version')!r}, and this paceline reads {VERSION}: measure again with "
+            f"{source} has the form of version {content.get('version')!r}, and this paceline reads "
+            f"{VERSION}: measure again with "
             "`paceline probe`"
         )
     try:
         hosts = tuple(_host(each) for each in content["hosts"])
         topology = Topology(hosts, tuple(_made(HostLink, each) for each in content["links"]))
-        if sorted(rank for host in hosts for rank in host.ranks) != [*range(topology.size)] or not all(host.ranks for host in hosts):
+        if sorted(rank for host in hosts for rank in host.ranks) != [
+            *range(topology.size)
+        ] or not all(host.ranks for host in hosts):
             raise ValueError("its ranks are not those of a job")
         if any(len(host.devices) not in (0, len(host.ranks)) for host in hosts):
             raise ValueError("its workers have other devices")
         return topology
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"{source} isn't whole ({type(error).__name__}: {error}): measure again with `paceline probe`") from error
+        raise UsageError(
+            f"{source} isn't whole ({type(error).__name__}: {error}): measure again with `paceline "
+            "probe`"
+        ) from error
 
 
 def write(path: Path, topology: Topology) -> None:
@@ -52,7 +68,9 @@ def write(path: Path, topology: Topology) -> None:
     try:
         path.write_text(dump(topology), encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{path} can't be written ({error.strerror}): name another file with --out") from error
+        raise UsageError(
+            f"{path} can't be written ({error.strerror}): name another file with --out"
+        ) from error
 
 
 def read(path: Path) -> Topology:
@@ -60,27 +78,45 @@ def read(path: Path) -> Topology:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} can't be read ({error}): measure the cluster with `paceline probe --out {path}`") from error
+        raise UsageError(
+            f"{path} can't be read ({error}): measure the cluster with `paceline probe --out "
+            f"{path}`"
+        ) from error
     return load(text, str(path))
 
 
 def check_target(path: Path) -> None:
-    """Raise `UsageError` for a file that a measurement shouldn't be written to: before anything is measured."""
+    """Raise `UsageError` for a file that a measurement shouldn't be written to: before anything
+    is measured.
+    """
     if not path.parent.is_dir():
-        raise UsageError(f"--out {path}: there is no folder {path.parent}; make it, or name another file")
+        raise UsageError(
+            f"--out {path}: there is no folder {path.parent}; make it, or name another file"
+        )
     if path.is_dir():
-        raise UsageError(f"--out {path} is a folder: name a file in it, such as {path / 'cluster.json'}")
+        raise UsageError(
+            f"--out {path} is a folder: name a file in it, such as {path / 'cluster.json'}"
+        )
     if path.exists():
         try:
             read(path)
         except UsageError as error:
-            raise UsageError(f"--out {path} would replace a file that isn't a measured cluster of this version: name another") from error
+            raise UsageError(
+                f"--out {path} would replace a file that isn't a measured cluster of this version: "
+                "name another"
+            ) from error
 
 
 def _host(given: Mapping[str, Any]) -> HostRanks:
-    devices = tuple(_made(Device, each | {"speeds": tuple(_made(DeviceSpeed, one) for one in each["speeds"])}) for each in given["devices"])
+    devices = tuple(
+        _made(Device, each | {"speeds": tuple(_made(DeviceSpeed, one) for one in each["speeds"])})
+        for each in given["devices"]
+    )
     interfaces = tuple(_made(Interface, each) for each in given["interfaces"])
-    return _made(HostRanks, {**given, "ranks": tuple(given["ranks"]), "devices": devices, "interfaces": interfaces})
+    return _made(
+        HostRanks,
+        {**given, "ranks": tuple(given["ranks"]), "devices": devices, "interfaces": interfaces},
+    )
 
 
 def _made(kind: type[T], given: Mapping[str, Any]) -> T:
@@ -95,11 +131,17 @@ def _made(kind: type[T], given: Mapping[str, Any]) -> T:
 
 
 def _suits(value: Any, wanted: Any) -> bool:
-    """Whether a value is of the kind that a field is annotated with, and, if it is a number, one that may be measured."""
+    """Whether a value is of the kind that a field is annotated with, and, if it is a number, one
+    that may be measured.
+    """
     if get_origin(wanted) is tuple:
         return all(_suits(each, get_args(wanted)[0]) for each in value)
     if get_args(wanted):
         return any(_suits(value, part) for part in get_args(wanted))
     if type(value) in (int, float):
-        return wanted in (int, float) and isinstance(value, int if wanted is int else (int, float)) and 0 <= value < LARGEST
+        return (
+            wanted in (int, float)
+            and isinstance(value, int if wanted is int else (int, float))
+            and 0 <= value < LARGEST
+        )
     return type(value) is wanted

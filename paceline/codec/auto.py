@@ -13,7 +13,8 @@ from paceline.formatting import spell
 
 @dataclass(frozen=True)
 class auto:
-    """Exact at first; after a dozen steps the best of `candidates`, if it promises steps that are 1.1 times as fast. Announced in one line.
+    """Exact at first; after a dozen steps the best of `candidates`, if it promises steps that are
+    1.1 times as fast. Announced in one line.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.auto((pl.half(), pl.int8(), pl.int4()))))
 
@@ -26,7 +27,9 @@ class auto:
 
     def __post_init__(self) -> None:
         if not isinstance(self.candidates, tuple) or not self.candidates:
-            raise UsageError(f"{self!r}: give candidates as a tuple of codecs, such as auto((half(), int8()))")
+            raise UsageError(
+                f"{self!r}: give candidates as a tuple of codecs, such as auto((half(), int8()))"
+            )
         for candidate in self.candidates:
             lift(candidate)
 

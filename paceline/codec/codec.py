@@ -1,13 +1,18 @@
-"""Codecs: the sum of a group through a coding, the same bits on every rank; what is lost may be kept as a residual and sent later.
+"""Codecs: the sum of a group through a coding, the same bits on every rank; what is lost may be
+kept as a residual and sent later.
 
-    gathered    every rank sends its message to all, all decode and add them in rank order            n payloads, one stage
-    scattered   each piece goes to the rank that owns it; that one adds, encodes the sum again,       2 payloads, two stages
+    gathered    every rank sends its message to all, all decode and add them in rank order
+                n payloads, one stage
+    scattered   each piece goes to the rank that owns it; that one adds, encodes the sum again,
+                2 payloads, two stages
                 and sends it to all
 
-    error_feedback   x + residual is sent, and the new residual is what of that did not arrive (Seide et al. 2014, Karimireddy et al. 2019)
+    error_feedback   x + residual is sent, and the new residual is what of that did not arrive
+                     (Seide et al. 2014, Karimireddy et al. 2019)
 
-A codec is plain data. Its state is made by `init`, handed to `sum`, and given back changed, so that it can be saved, and so that a step
-that failed leaves it as it was. `sum` is a generator: what it yields is awaited, one stage further (see `comm/hierarchy/executor.py`).
+A codec is plain data. Its state is made by `init`, handed to `sum`, and given back changed, so that
+it can be saved, and so that a step that failed leaves it as it was. `sum` is a generator: what it
+yields is awaited, one stage further (see `comm/hierarchy/executor.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +38,8 @@ class Sum(NamedTuple):
     """The result of a sum: the total, and how to subtract what has arrived."""
 
     total: Tensor  # the same bits on every rank
-    settle: Callable[[Tensor], None]  # subtracts this rank's part of the total from a tensor, perhaps the one that was given
+    # subtracts this rank's part of the total from a tensor, perhaps the one that was given
+    settle: Callable[[Tensor], None]
     state: State
 
 
@@ -42,10 +48,11 @@ Way = Generator[Work[Any], Any, Sum]
 
 @dataclass(frozen=True)
 class Wire:
-    """The groups that a codec sends through, one of the same ranks for each stage; and the circumstances of this sum.
+    """The groups that a codec sends through, one of the same ranks for each stage; and the
+    circumstances of this sum.
 
-    `scale` is what gradients are multiplied by (of a GradScaler): residuals are kept without it. `step` counts the sums before this one.
-    `draw` is the source of random draws.
+    `scale` is what gradients are multiplied by (of a GradScaler): residuals are kept without it.
+    `step` counts the sums before this one. `draw` is the source of random draws.
     """
 
     groups: tuple[Group, ...]
@@ -64,7 +71,10 @@ class Wire:
 
 
 class Codec(Protocol):
-    """A way to sum 1-D float32 tensors over a group. Each holds tensors of some shapes, one after the other. Equal ones are the same."""
+    """A way to sum 1-D float32 tensors over a group.
+
+    Each holds tensors of some shapes, one after the other. Equal ones are the same.
+    """
 
     def __hash__(self) -> int: ...
 
@@ -74,7 +84,9 @@ class Codec(Protocol):
         ...
 
     def choose(self, name: str, shape: Size) -> Codec:
-        """Choose the codec for a tensor with this name and shape: itself, unless it decides by those."""
+        """Choose the codec for a tensor with this name and shape: itself, unless it decides by
+        those.
+        """
         ...
 
     def init(self, shapes: Sequence[Size], device: torch.device) -> State:
@@ -82,7 +94,10 @@ class Codec(Protocol):
         ...
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
-        """Sum `x` over all ranks, which call it with the same shapes. `x` and `state` stay as they are."""
+        """Sum `x` over all ranks, which call it with the same shapes.
+
+        `x` and `state` stay as they are.
+        """
         ...
 
 
@@ -94,13 +109,17 @@ class Summing(Protocol):
 
 
 def lift(given: Codec | Coding) -> Codec:
-    """Make a codec of a codec or coding: `exact()` is the group's own sum; others are gathered if they are sparse, else scattered."""
+    """Make a codec of a codec or coding: `exact()` is the group's own sum; others are gathered
+    if they are sparse, else scattered.
+    """
     if isinstance(given, Summing):
         return given
     if isinstance(given, exact):
         return plain()
     if not hasattr(given, "layout"):
-        raise UsageError(f"a codec is wanted, such as int8() or error_feedback(topk(0.01)), got {given!r}")
+        raise UsageError(
+            f"a codec is wanted, such as int8() or error_feedback(topk(0.01)), got {given!r}"
+        )
     return gathered(given) if _sparse(given) else scattered(given)
 
 
@@ -121,14 +140,20 @@ class plain(_Simple):
     stages = 1
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
-        start = wire.group.all_reduce_agreed if isinstance(wire.group, UncheckedAllReduce) else wire.group.all_reduce
+        start = (
+            wire.group.all_reduce_agreed
+            if isinstance(wire.group, UncheckedAllReduce)
+            else wire.group.all_reduce
+        )
         total = yield start(x)
         return Sum(total, lambda y: _take(y, x), state)
 
 
 @dataclass(frozen=True)
 class gathered(_Simple):
-    """Every rank gets every message: n payloads come in. Best for few ranks, and for codings whose sum is no smaller, such as topk.
+    """Every rank gets every message: n payloads come in.
+
+    Best for few ranks, and for codings whose sum is no smaller, such as topk.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.gathered(pl.int8())))
     """
@@ -144,13 +169,16 @@ class gathered(_Simple):
         everyones = yield wire.group.all_gather(whole)
         total = torch.empty_like(x)
         for rank, theirs in enumerate(everyones):
-            (self.coding.add if rank else self.coding.decode)(parts(self.coding, x.numel(), theirs), total)
+            (self.coding.add if rank else self.coding.decode)(
+                parts(self.coding, x.numel(), theirs), total
+            )
         return Sum(total, lambda y: self.coding.add(message, y, minus=True), state)
 
 
 @dataclass(frozen=True)
 class scattered(_Simple):
-    """Every rank adds one piece and sends the sum, encoded again, to all: two payloads, for any number of ranks.
+    """Every rank adds one piece and sends the sum, encoded again, to all: two payloads, for any
+    number of ranks.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.scattered(pl.int4())))
 
@@ -173,7 +201,9 @@ class scattered(_Simple):
         theirs = yield wire.group.all_to_all([whole for whole, _ in mine])
         owned = torch.empty_like(cut[me])
         for rank, whole in enumerate(theirs):
-            (self.coding.add if rank else self.coding.decode)(parts(self.coding, owned.numel(), whole), owned)
+            (self.coding.add if rank else self.coding.decode)(
+                parts(self.coding, owned.numel(), whole), owned
+            )
         again, message = room(self.coding, owned.numel(), x.device)
         self.coding.encode(owned, message, wire.draw)
         sums = yield wire.after(1).group.all_gather(again)
@@ -197,8 +227,9 @@ class error_feedback:
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.error_feedback(pl.topk(0.01))))
 
-    The sum of all that arrived, plus what is kept, is the sum of all that was given. When the total isn't finite (a GradScaler will skip
-    the step) nothing is kept of it. State: a residual as large as the tensors.
+    The sum of all that arrived, plus what is kept, is the sum of all that was given. When the total
+    isn't finite (a GradScaler will skip the step) nothing is kept of it. State: a residual as large
+    as the tensors.
     """
 
     codec: Codec | Coding
@@ -218,7 +249,10 @@ class error_feedback:
 
     def init(self, shapes: Sequence[Size], device: torch.device) -> State:
         numel = sum(map(math.prod, shapes))
-        return {"residual": torch.zeros(numel, dtype=torch.float32, device=device), "inner": lift(self.codec).init(shapes, device)}
+        return {
+            "residual": torch.zeros(numel, dtype=torch.float32, device=device),
+            "inner": lift(self.codec).init(shapes, device),
+        }
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
         left = torch.add(x, state["residual"], alpha=wire.scale)
@@ -276,7 +310,8 @@ class named:
 
 @dataclass(frozen=True)
 class where:
-    """Uses `then` for tensors for which `predicate` holds, `otherwise` for the others: `where(smaller(10_000), exact(), int8())`.
+    """Uses `then` for tensors for which `predicate` holds, `otherwise` for the others:
+    `where(smaller(10_000), exact(), int8())`.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.where(pl.smaller(10_000), pl.exact(), pl.int8())))
     """
@@ -289,7 +324,10 @@ class where:
 
     def __post_init__(self) -> None:
         if not isinstance(self.predicate, Predicate):
-            raise UsageError(f"where wants a predicate first, such as smaller(10_000) or named('*.bias'), got {self.predicate!r}")
+            raise UsageError(
+                "where wants a predicate first, such as smaller(10_000) or named('*.bias'), got "
+                f"{self.predicate!r}"
+            )
         lift(self.then), lift(self.otherwise)
 
     @property
@@ -297,7 +335,9 @@ class where:
         return max(lift(self.then).stages, lift(self.otherwise).stages)
 
     def choose(self, name: str, shape: Size) -> Codec:
-        return lift(self.then if self.predicate.holds(name, shape) else self.otherwise).choose(name, shape)
+        return lift(self.then if self.predicate.holds(name, shape) else self.otherwise).choose(
+            name, shape
+        )
 
     def init(self, shapes: Sequence[Size], device: torch.device) -> State:
         raise AssertionError("where has to choose first")
@@ -329,10 +369,15 @@ class after:
         return max(lift(self.codec).stages, lift(self.before).stages)
 
     def choose(self, name: str, shape: Size) -> Codec:
-        return after(self.steps, lift(self.codec).choose(name, shape), lift(self.before).choose(name, shape))
+        return after(
+            self.steps, lift(self.codec).choose(name, shape), lift(self.before).choose(name, shape)
+        )
 
     def init(self, shapes: Sequence[Size], device: torch.device) -> State:
-        return {"codec": lift(self.codec).init(shapes, device), "before": lift(self.before).init(shapes, device)}
+        return {
+            "codec": lift(self.codec).init(shapes, device),
+            "before": lift(self.before).init(shapes, device),
+        }
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
         part, codec = ("codec", self.codec) if wire.step >= self.steps else ("before", self.before)
@@ -347,11 +392,16 @@ def finite(x: Tensor) -> bool:
 
 def keeps(state: State) -> bool:
     """Whether a state holds a residual somewhere."""
-    return any(key == "residual" or (isinstance(value, dict) and keeps(value)) for key, value in state.items())
+    return any(
+        key == "residual" or (isinstance(value, dict) and keeps(value))
+        for key, value in state.items()
+    )
 
 
 def residuals(state: State) -> State:
-    """Return the residuals of a state, which this rank alone keeps: all else is the same on all ranks."""
+    """Return the residuals of a state, which this rank alone keeps: all else is the same on all
+    ranks.
+    """
     return {
         key: residuals(value) if isinstance(value, dict) else value
         for key, value in state.items()
@@ -362,12 +412,14 @@ def residuals(state: State) -> State:
 def alike(state: State, other: State) -> bool:
     """Whether two states hold residuals of the same tensors, so that they can be merged."""
     return state.keys() == other.keys() and all(
-        alike(value, other[key]) if isinstance(value, dict) else value.shape == other[key].shape for key, value in state.items()
+        alike(value, other[key]) if isinstance(value, dict) else value.shape == other[key].shape
+        for key, value in state.items()
     )
 
 
 def merge(states: Sequence[State]) -> State:
-    """Merge states into one of a rank that goes on for several, itself first: it sends later what they kept; all else is the first one's.
+    """Merge states into one of a rank that goes on for several, itself first: it sends later what
+    they kept; all else is the first one's.
 
     Residuals are parts of a sum, so their sum is what has to survive when ranks leave.
     """
@@ -377,7 +429,9 @@ def merge(states: Sequence[State]) -> State:
         if key == "residual":
             merged[key] = torch.stack([state[key].to(value) for state in states]).sum(0)
         else:
-            merged[key] = merge([state[key] for state in states]) if isinstance(value, dict) else value
+            merged[key] = (
+                merge([state[key] for state in states]) if isinstance(value, dict) else value
+            )
     return merged
 
 
@@ -385,7 +439,13 @@ def fresh(state: State) -> State:
     """Make the state of a rank that has joined those with `state`: it has kept nothing yet."""
     made: State = {}
     for key, value in state.items():
-        made[key] = torch.zeros_like(value) if key == "residual" else fresh(value) if isinstance(value, dict) else value
+        made[key] = (
+            torch.zeros_like(value)
+            if key == "residual"
+            else fresh(value)
+            if isinstance(value, dict)
+            else value
+        )
     return made
 
 

@@ -1,4 +1,5 @@
-"""Codings: one tensor, smaller, and back: local, without state, and of a size that is known before there is a value.
+"""Codings: one tensor, smaller, and back: local, without state, and of a size that is known before
+there is a value.
 
     x (1-D float32)  --encode-->  message: parts of fixed dtypes and lengths  --decode-->  about x
 
@@ -8,8 +9,9 @@
                                   /   \\      |
                              levels scales indices
 
-Messages of a coding have one layout for one length, so the receiver knows how much comes. Decoding multiplies and then adds, never
-both at once: processors that fuse the two give other bits, and every rank has to get the same.
+Messages of a coding have one layout for one length, so the receiver knows how much comes. Decoding
+multiplies and then adds, never both at once: processors that fuse the two give other bits, and
+every rank has to get the same.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ from torch import Generator, Tensor
 from paceline.errors import UsageError
 from paceline.formatting import spell
 
-SPAN = 128 << 10  # elements that are worked on together, so that what lies between stays in the cache
+# elements that are worked on together, so that what lies between stays in the cache
+SPAN = 128 << 10
 NARROWED = "through a codec float64 travels as float32"  # announced once by a strategy
 Message = Sequence[Tensor]
 
 
 class WirePart(NamedTuple):
-    """A part of a message; `values` says that it holds numbers that another coding may make smaller."""
+    """A part of a message; `values` says that it holds numbers that another coding may make
+    smaller.
+    """
 
     dtype: torch.dtype
     numel: int
@@ -43,14 +48,20 @@ class WirePart(NamedTuple):
 
 
 class Coding(Protocol):
-    """A way to write a tensor in fewer bytes. All tensors are contiguous, 1-D and float32, on any device."""
+    """A way to write a tensor in fewer bytes.
+
+    All tensors are contiguous, 1-D and float32, on any device.
+    """
 
     def layout(self, numel: int) -> tuple[WirePart, ...]:
         """Return the parts of the message of a tensor of `numel` elements, widest dtype first."""
         ...
 
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
-        """Write `x` into the parts of `message`. Random numbers come from `draw` (None: torch's own generator)."""
+        """Write `x` into the parts of `message`.
+
+        Random numbers come from `draw` (None: torch's own generator).
+        """
         ...
 
     def decode(self, message: Message, out: Tensor) -> None:
@@ -67,7 +78,9 @@ def nbytes(coding: Coding, numel: int) -> int:
     return _end(coding.layout(numel))
 
 
-def room(coding: Coding, numel: int, device: torch.device | str = "cpu") -> tuple[Tensor, list[Tensor]]:
+def room(
+    coding: Coding, numel: int, device: torch.device | str = "cpu"
+) -> tuple[Tensor, list[Tensor]]:
     """Make an empty message: all its bytes in one tensor, and its parts in there."""
     whole = torch.empty(nbytes(coding, numel), dtype=torch.uint8, device=device)
     return whole, parts(coding, numel, whole)
@@ -84,15 +97,21 @@ def parts(coding: Coding, numel: int, whole: Tensor) -> list[Tensor]:
 
 
 def spans(x: Tensor, unit: int = 1) -> Iterator[tuple[int, int]]:
-    """Cut a tensor into (start, stop) of stretches to work on, multiples of `unit`; on a GPU all at once."""
+    """Cut a tensor into (start, stop) of stretches to work on, multiples of `unit`; on a GPU all
+    at once.
+    """
     width = max(1, SPAN // unit) * unit if x.device.type == "cpu" else max(1, x.numel())
     for start in range(0, x.numel(), width):
         yield start, min(start + width, x.numel())
 
 
 def seeded(turn: int, number: int, worker: int, device: torch.device | str = "cpu") -> Generator:
-    """Make what a coding draws from: the same in each run for a turn, the number of a bucket or unit, and the worker that sends it."""
-    return Generator(device=device).manual_seed(((turn * 1_000_003 + number) * 65_537 + worker) % (1 << 63))
+    """Make what a coding draws from: the same in each run for a turn, the number of a bucket or
+    unit, and the worker that sends it.
+    """
+    return Generator(device=device).manual_seed(
+        ((turn * 1_000_003 + number) * 65_537 + worker) % (1 << 63)
+    )
 
 
 @dataclass(frozen=True)
@@ -119,7 +138,9 @@ class exact:
 
 @dataclass(frozen=True)
 class compose:
-    """Applies `inner` to the values that `outer` leaves: `compose(topk(0.01), int8())`. Takes any number of codings, from left to right.
+    """Applies `inner` to the values that `outer` leaves: `compose(topk(0.01), int8())`.
+
+    Takes any number of codings, from left to right.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.error_feedback(pl.compose(pl.topk(0.01), pl.int8()))))
     """
@@ -132,9 +153,14 @@ class compose:
     def __post_init__(self) -> None:
         for coding in (self.outer, self.inner):
             if not hasattr(coding, "layout"):
-                raise UsageError(f"compose joins codings, such as topk(0.01) and int8(), got {coding!r}")
+                raise UsageError(
+                    f"compose joins codings, such as topk(0.01) and int8(), got {coding!r}"
+                )
         if not any(part.values for part in self.outer.layout(1)):
-            raise UsageError(f"{self.outer!r} leaves no values that {self.inner!r} could make smaller; put it last")
+            raise UsageError(
+                f"{self.outer!r} leaves no values that {self.inner!r} could make smaller; "
+                "put it last"
+            )
 
     def layout(self, numel: int) -> tuple[WirePart, ...]:
         wire_parts: list[WirePart] = []
@@ -154,8 +180,12 @@ class compose:
     def add(self, message: Message, out: Tensor, *, minus: bool = False) -> None:
         self.outer.add(self._opened(message, out.numel()), out, minus=minus)
 
-    def _between(self, numel: int, message: Message) -> tuple[list[tuple[Tensor, Message]], list[Tensor]]:
-        """Return (values, the parts of `message` that hold them in the end) of each part with values; and a message of `outer`."""
+    def _between(
+        self, numel: int, message: Message
+    ) -> tuple[list[tuple[Tensor, Message]], list[Tensor]]:
+        """Return (values, the parts of `message` that hold them in the end) of each part with
+        values; and a message of `outer`.
+        """
         given: list[tuple[Tensor, Message]] = []
         between, at = [], 0
         for part in self.outer.layout(numel):

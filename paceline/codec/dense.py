@@ -1,10 +1,13 @@
 """Codings that keep every element and spend fewer bits on it: half, bfloat16, int8, int4, sign.
 
-int8, int4 and sign cut a tensor into blocks of `block` elements, the last one may be shorter, with a float32 scale each:
+int8, int4 and sign cut a tensor into blocks of `block` elements, the last one may be shorter, with
+a float32 scale each:
 
     int8   x = level x scale,  level -127..127       scale = largest of the block / 127
-    int4   x = level x scale,  level -7..7           scale = largest of the block / 7,  two levels a byte
-    sign   x = +-scale                               scale = mean of |x| in the block,  eight signs a byte  (Seide et al. 2014)
+    int4   x = level x scale,  level -7..7           scale = largest of the block / 7,  two levels a
+                                                     byte
+    sign   x = +-scale                               scale = mean of |x| in the block,  eight signs
+                                                     a byte  (Seide et al. 2014)
 
 A value that is not finite makes its whole block not finite: it is never lost.
 """
@@ -57,7 +60,8 @@ class half(_NarrowFloat):
         limit = torch.finfo(torch.float16).max
         for start, stop in spans(x):
             into = message[0][start:stop].copy_(x[start:stop])
-            if not bool(torch.isfinite(into.sum(dtype=torch.float32))):  # rare: too large, or not finite to begin with
+            # rare: too large, or not finite to begin with
+            if not bool(torch.isfinite(into.sum(dtype=torch.float32))):
                 piece = x[start:stop]
                 into.copy_(torch.where(piece.isinf(), piece, piece.clamp(-limit, limit)))
 
@@ -77,14 +81,18 @@ class bfloat16(_NarrowFloat):
 
 
 class _Blocks:
-    """The common part of codings in blocks: `_write` and `_read` work on some rows, one block each."""
+    """The common part of codings in blocks: `_write` and `_read` work on some rows, one block
+    each.
+    """
 
     block: int
     packed: int = 1  # levels in a byte
 
     def layout(self, numel: int) -> tuple[WirePart, ...]:
         kind = torch.int8 if self.packed == 1 else torch.uint8
-        return WirePart(torch.float32, -(-numel // self.block)), WirePart(kind, -(-numel // self.packed))
+        return WirePart(torch.float32, -(-numel // self.block)), WirePart(
+            kind, -(-numel // self.packed)
+        )
 
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
         for rows, scales, levels in self._rows(x, message):
@@ -104,7 +112,9 @@ class _Blocks:
             (rows.sub_ if minus else rows.add_)(piece)
 
     def _rows(self, x: Tensor, message: Message) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Iterate over whole blocks as rows, with their scales and levels; then the shorter block, as a row of its own."""
+        """Iterate over whole blocks as rows, with their scales and levels; then the shorter
+        block, as a row of its own.
+        """
         scales, levels = message
         whole = x.numel() // self.block * self.block
         for start, stop in spans(x[:whole], self.block):
@@ -150,7 +160,8 @@ class int8(_Levels):
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.int8(rounding="stochastic")))
 
-    `rounding="stochastic"` rounds up or down by chance, so that the expectation is the value itself (QSGD, Alistarh et al. 2017).
+    `rounding="stochastic"` rounds up or down by chance, so that the expectation is the value itself
+    (QSGD, Alistarh et al. 2017).
     """
 
     block: int = 1024
@@ -182,7 +193,8 @@ class int4(_Levels):
 
     def _write(self, rows: Tensor, scales: Tensor, levels: Tensor, draw: Generator | None) -> None:
         level = self._levels(rows, scales, draw).nan_to_num_().add_(8).to(torch.uint8)
-        cut = levels.shape[1]  # the first half of a block is in the low bits, the second in the high ones
+        # the first half of a block is in the low bits, the second in the high ones
+        cut = levels.shape[1]
         levels.copy_(level[:, :cut])
         high = level[:, cut:]
         levels[:, : high.shape[1]].bitwise_or_(high.bitwise_left_shift(4))
@@ -196,12 +208,14 @@ class int4(_Levels):
 
 @dataclass(frozen=True)
 class sign(_Blocks):
-    """One bit an element: its sign; and for each `block` of them the mean of their sizes (1-bit SGD, Seide et al. 2014).
+    """One bit an element: its sign; and for each `block` of them the mean of their sizes (1-bit
+    SGD, Seide et al. 2014).
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.error_feedback(pl.sign())))
 
-    With SGD it needs `error_feedback` around it, with Adam it does as well without. The smaller the blocks, the less the small
-    drown among the large. `gathered(sign())` is the mean of all signs; the default, scattered, is the sign of that again.
+    With SGD it needs `error_feedback` around it, with Adam it does as well without. The smaller the
+    blocks, the less the small drown among the large. `gathered(sign())` is the mean of all signs;
+    the default, scattered, is the sign of that again.
     """
 
     block: int = 64
@@ -222,7 +236,9 @@ class sign(_Blocks):
         levels.copy_(eights.mul(BITS).bitwise_right_shift_(56))
 
     def _read(self, scales: Tensor, levels: Tensor, rows: Tensor) -> None:
-        signs = torch.index_select(_signs(str(levels.device)), 0, levels.reshape(-1).int()).view(levels.shape[0], -1)
+        signs = torch.index_select(_signs(str(levels.device)), 0, levels.reshape(-1).int()).view(
+            levels.shape[0], -1
+        )
         torch.mul(signs[:, : rows.shape[1]], scales.unsqueeze(1), out=rows)
 
 
@@ -235,4 +251,6 @@ def _signs(device: str) -> Tensor:
 
 def _check_block(coding: object, block: int, multiple: int) -> None:
     if not isinstance(block, int) or block < multiple or block % multiple:
-        raise UsageError(f"{coding!r}: block is {block!r}, and has to be a multiple of {multiple} above 0")
+        raise UsageError(
+            f"{coding!r}: block is {block!r}, and has to be a multiple of {multiple} above 0"
+        )

@@ -1,9 +1,12 @@
-"""Low rank: matrices are summed as the product of two thin ones (PowerSGD, Vogels et al. 2019, algorithms 1 and 2).
+"""Low rank: matrices are summed as the product of two thin ones (PowerSGD, Vogels et al. 2019,
+algorithms 1 and 2).
 
-    M (n x m), mine      P = M Q (n x r)      P summed, made orthonormal      Q = M' P (m x r)      Q summed      total = P Q'
+    M (n x m), mine      P = M Q (n x r)      P summed, made orthonormal      Q = M' P (m x r)
+                                              Q summed      total = P Q'
 
-Q of the last sum is where the next one begins (warm start): one step of power iteration a step of training. Each rank's next Q is the
-summed one, never its own: with a lossy coding inside replicas would drift apart otherwise.
+Q of the last sum is where the next one begins (warm start): one step of power iteration a step of
+training. Each rank's next Q is the summed one, never its own: with a lossy coding inside replicas
+would drift apart otherwise.
 """
 
 from __future__ import annotations
@@ -35,12 +38,14 @@ class _Matrices(NamedTuple):
 
 @dataclass(frozen=True)
 class powersgd:
-    """Sums matrices with rank `rank`; a tensor of more dimensions is one with its first against all others. `inner` is how P and Q travel.
+    """Sums matrices with rank `rank`; a tensor of more dimensions is one with its first against all
+    others. `inner` is how P and Q travel.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.error_feedback(pl.powersgd(rank=4))))
 
-    Vectors, and matrices that would not become smaller, travel with P as they are. Loses so much that it needs `error_feedback` around it.
-    On processors of different kinds the products may differ in their last bits.
+    Vectors, and matrices that would not become smaller, travel with P as they are. Loses so much
+    that it needs `error_feedback` around it. On processors of different kinds the products may
+    differ in their last bits.
     """
 
     rank: int
@@ -51,9 +56,15 @@ class powersgd:
     def __post_init__(self) -> None:
         inner = lift(self.inner)
         if isinstance(inner, where):
-            raise UsageError(f"{self!r}: where chooses between tensors, and P and Q are no tensors of the model; put it around powersgd")
+            raise UsageError(
+                f"{self!r}: where chooses between tensors, and P and Q are no tensors of the "
+                "model; put it around powersgd"
+            )
         if keeps(inner.init([Size((2, 2))], torch.device("cpu"))):
-            raise UsageError(f"{self!r}: what error_feedback keeps of P and Q means nothing for the next ones; put it around powersgd")
+            raise UsageError(
+                f"{self!r}: what error_feedback keeps of P and Q means nothing for the next ones; "
+                "put it around powersgd"
+            )
         if self.rank < 1:
             raise UsageError(f"{self!r}: rank is {self.rank}, and has to be 1 or more")
 
@@ -70,20 +81,37 @@ class powersgd:
         numel = sum(cut.matrix[1] for cut in cuts if cut.matrix) * self.rank
         q = torch.randn(numel, generator=generator, dtype=torch.float32).to(device)
         inner = lift(self.inner)
-        return {"q": q, "inner p": inner.init(self._thin(cuts, 0), device), "inner q": inner.init(self._thin(cuts, 1), device)}
+        return {
+            "q": q,
+            "inner p": inner.init(self._thin(cuts, 0), device),
+            "inner q": inner.init(self._thin(cuts, 1), device),
+        }
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
         cuts, inner = self._cuts(shapes), lift(self.inner)
         whole = [x[cut.start : cut.stop] for cut in cuts]
         q = self._views(cuts, state["q"], 1)
-        p = torch.cat([(part.view(cut.matrix) @ q[cut]).view(-1) if cut.matrix else part for cut, part in zip(cuts, whole, strict=True)])
+        p = torch.cat(
+            [
+                (part.view(cut.matrix) @ q[cut]).view(-1) if cut.matrix else part
+                for cut, part in zip(cuts, whole, strict=True)
+            ]
+        )
         summed = yield from inner.sum(p, self._thin(cuts, 0), state["inner p"], wire)
         if not finite(summed.total):  # on all ranks
             return Sum(torch.full_like(x, math.nan), lambda y: None, state)
-        basis = {cut: torch.linalg.qr(view).Q for cut, view in self._views(cuts, summed.total, 0).items()}
-        mine = [(part.view(cut.matrix).t() @ basis[cut]).reshape(-1) for cut, part in zip(cuts, whole, strict=True) if cut.matrix]
+        basis = {
+            cut: torch.linalg.qr(view).Q for cut, view in self._views(cuts, summed.total, 0).items()
+        }
+        mine = [
+            (part.view(cut.matrix).t() @ basis[cut]).reshape(-1)
+            for cut, part in zip(cuts, whole, strict=True)
+            if cut.matrix
+        ]
         back = torch.cat(mine) if mine else x.new_empty(0)
-        turned = yield from inner.sum(back, self._thin(cuts, 1), state["inner q"], wire.after(inner.stages))
+        turned = yield from inner.sum(
+            back, self._thin(cuts, 1), state["inner q"], wire.after(inner.stages)
+        )
         total = torch.empty_like(x)
         self._lay(cuts, total, basis, turned.total, summed.total)
 
@@ -93,7 +121,9 @@ class powersgd:
             summed.settle(rest)
             self._lay(cuts, y, basis, back - left, p - rest, minus=True)
 
-        return Sum(total, settle, {"q": turned.total, "inner p": summed.state, "inner q": turned.state})
+        return Sum(
+            total, settle, {"q": turned.total, "inner p": summed.state, "inner q": turned.state}
+        )
 
     # ---- layout
 
@@ -108,7 +138,9 @@ class powersgd:
         return cuts
 
     def _thin(self, cuts: Sequence[_Matrices], side: int) -> list[Size]:
-        """Return the shapes of the tensors that travel: P with the tensors that are no matrices (side 0), or Q (side 1)."""
+        """Return the shapes of the tensors that travel: P with the tensors that are no matrices
+        (side 0), or Q (side 1).
+        """
         sizes = []
         for cut in cuts:
             if cut.matrix:
@@ -130,15 +162,31 @@ class powersgd:
         return views
 
     def _lay(
-        self, cuts: Sequence[_Matrices], out: Tensor, basis: dict[_Matrices, Tensor], q: Tensor, p: Tensor, *, minus: bool = False
+        self,
+        cuts: Sequence[_Matrices],
+        out: Tensor,
+        basis: dict[_Matrices, Tensor],
+        q: Tensor,
+        p: Tensor,
+        *,
+        minus: bool = False,
     ) -> None:
-        """Write P Q' where matrices are, and what travelled with P where the rest is; or subtract it."""
+        """Write P Q' where matrices are, and what travelled with P where the rest is; or
+        subtract it.
+        """
         turned, at = self._views(cuts, q, 1), 0
         for cut in cuts:
             part = out[cut.start : cut.stop]
             if cut.matrix:
                 product = part.view(cut.matrix)
-                torch.addmm(product, basis[cut], turned[cut].t(), beta=int(minus), alpha=-1 if minus else 1, out=product)
+                torch.addmm(
+                    product,
+                    basis[cut],
+                    turned[cut].t(),
+                    beta=int(minus),
+                    alpha=-1 if minus else 1,
+                    out=product,
+                )
                 at += cut.matrix[0] * self.rank
             else:
                 rest = p[at : at + cut.stop - cut.start]

@@ -3,7 +3,8 @@
     topk      values  indices       the largest, where they are
     randomk   values  seed          any, drawn in a way that the seed says
 
-Both lose so much that they need `error_feedback` around them, which sends later what was dropped now.
+Both lose so much that they need `error_feedback` around them, which sends later what was dropped
+now.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from paceline.formatting import spell, unknown
 
 Threshold = Literal["exact", "sampled"]
 SAMPLE = 16 << 10  # elements from which the threshold is guessed
-MARGIN = 1.25  # so many times the wanted number is hoped for beyond the guessed threshold, then the best of them are taken
+# so many times the wanted number is hoped for beyond the guessed threshold, then the best of them
+# are taken
+MARGIN = 1.25
 
 
 class _Picked:
@@ -30,7 +33,10 @@ class _Picked:
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
-            raise UsageError(f"{self!r}: fraction is {self.fraction!r}, and has to be above 0 and at most 1 (1 % is 0.01)")
+            raise UsageError(
+                f"{self!r}: fraction is {self.fraction!r}, and has to be above 0 and at most 1 (1 "
+                "% is 0.01)"
+            )
 
     def _count(self, numel: int) -> int:
         return min(numel, max(1, round(self.fraction * numel))) if numel else 0
@@ -43,17 +49,21 @@ class _Picked:
 
     def add(self, message: Message, out: Tensor, *, minus: bool = False) -> None:
         if out.numel():
-            out.index_add_(0, self._where(message, out.numel()), message[0].neg() if minus else message[0])
+            out.index_add_(
+                0, self._where(message, out.numel()), message[0].neg() if minus else message[0]
+            )
 
 
 @dataclass(frozen=True)
 class topk(_Picked):
-    """Keeps the `fraction` of largest size, with their indices: eight bytes for each (Deep Gradient Compression, Lin et al. 2018).
+    """Keeps the `fraction` of largest size, with their indices: eight bytes for each (Deep Gradient
+    Compression, Lin et al. 2018).
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.error_feedback(pl.topk(0.01))))
 
-    `threshold="sampled"` finds them several times faster: a sample says from which size on elements count, so a few of the largest may be
-    missed where sizes are spread unevenly. What it picks depends on the values alone, not on chance.
+    `threshold="sampled"` finds them several times faster: a sample says from which size on elements
+    count, so a few of the largest may be missed where sizes are spread unevenly. What it picks
+    depends on the values alone, not on chance.
     """
 
     fraction: float
@@ -87,7 +97,10 @@ class topk(_Picked):
         if self.threshold == "exact" or stride == 1 or rank >= sample.numel():
             return torch.topk(x.abs(), count, sorted=False).indices
         least = torch.topk(sample, rank, sorted=False).values.min()
-        few = [torch.nonzero((x[start:stop].abs() < least).logical_not_()).view(-1).add_(start) for start, stop in spans(x)]
+        few = [
+            torch.nonzero((x[start:stop].abs() < least).logical_not_()).view(-1).add_(start)
+            for start, stop in spans(x)
+        ]
         chosen = torch.cat(few)  # what is not a number is not less
         if chosen.numel() > count:
             chosen = chosen[torch.topk(x[chosen].abs(), count, sorted=False).indices]
@@ -99,11 +112,13 @@ class topk(_Picked):
 
 @dataclass(frozen=True)
 class randomk(_Picked):
-    """Keeps a random `fraction` of the elements, other ones each time: four bytes for each, and eight for the seed (Stich et al. 2018).
+    """Keeps a random `fraction` of the elements, other ones each time: four bytes for each, and
+    eight for the seed (Stich et al. 2018).
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.error_feedback(pl.randomk(0.1))))
 
-    One is drawn from each stretch of 1 / fraction elements. They are sent as they are, not scaled up.
+    One is drawn from each stretch of 1 / fraction elements. They are sent as they are, not scaled
+    up.
     """
 
     fraction: float
@@ -125,7 +140,8 @@ class randomk(_Picked):
     def _where(self, message: Message, numel: int) -> Tensor:
         seed, values = message
         count = values.numel()
-        generator = torch.Generator().manual_seed(int(seed))  # on the processor: a GPU draws other numbers
+        # on the processor: a GPU draws other numbers
+        generator = torch.Generator().manual_seed(int(seed))
         edges = torch.arange(count + 1, dtype=torch.int64) * numel // max(1, count)
         width = edges[1:] - edges[:-1]
         chance = torch.rand(count, generator=generator, dtype=torch.float64)

@@ -1,11 +1,13 @@
-"""The words of codecs: each class of this folder that is written as a call, found in the text of the modules.
+"""The words of codecs: each class of this folder that is written as a call, found in the text of
+the modules.
 
     class int8(_Levels):         a class whose name is public,
         ...
-        __repr__ = spell         and which is written as the call that makes it: the word int8, "paceline.codec.dense:int8"
+        __repr__ = spell         and which is written as the call that makes it: the word int8,
+                                 "paceline.codec.dense:int8"
 
-Defining such a class is all that the notation and the servers need to know it. Modules are read, not imported: they import torch, and a
-launcher that checks a strategy does without.
+Defining such a class is all that the notation and the servers need to know it. Modules are read,
+not imported: they import torch, and a launcher that checks a strategy does without.
 """
 
 from __future__ import annotations

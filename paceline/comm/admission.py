@@ -1,10 +1,12 @@
-"""Admits connections to a server's port: only processes that hold the workers' key, and strangers take hardly any room.
+"""Admits connections to a server's port: only processes that hold the workers' key, and strangers
+take hardly any room.
 
     accepted ---> [ ... ] at most `MOST` that have proved nothing: with too many the oldest is closed; none may take long
     key shown --> ZeroMQ asks (ZAP, RFC 27), as CURVE by itself lets in everybody who knows the server's public key
 
-What a stranger may send before it has shown a key is limited by what a frame may have, which is why messages travel in small ones.
-"""
+What a stranger may send before it has shown a key is limited by what a frame may have, which is why
+messages travel in small ones.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -21,25 +23,36 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 MOST = 128  # connections that have proved nothing
-_ACKNOWLEDGED = slice(120, 128)  # of Linux's struct tcp_info: how many bytes the other side has taken (tcpi_bytes_acked)
-_READY = 280  # bytes that a server has sent to a client that is let in: 64 of greeting, 170 of WELCOME, then READY; a refused one gets 12
+# of Linux's struct tcp_info: how many bytes the other side has taken (tcpi_bytes_acked)
+_ACKNOWLEDGED = slice(120, 128)
+# bytes that a server has sent to a client that is let in: 64 of greeting, 170 of WELCOME, then
+# READY; a refused one gets 12
+_READY = 280
 
 
 class ConnectionGuard:
-    """A thread that answers ZeroMQ's authentication requests and counts strangers; it calls `refused` for connections with another key."""
+    """A thread that answers ZeroMQ's authentication requests and counts strangers; it calls
+    `refused` for connections with another key.
+    """
 
-    def __init__(self, context: zmq.Context[Any], allowed: bytes, refused: Callable[[str], None]) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], allowed: bytes, refused: Callable[[str], None]
+    ) -> None:
         self._socket = context.socket(zmq.REP)
         self._socket.linger = 0
         self._socket.bind("inproc://zeromq.zap.01")
         self._allowed, self._refused = z85.decode(allowed), refused
         self._monitors: list[zmq.Socket[Any]] = []
-        self._open: dict[int, int] = {}  # connections that may have proved nothing, the oldest first: descriptor, and the kernel's number
+        # connections that may have proved nothing, the oldest first: descriptor, and the kernel's
+        # number
+        self._open: dict[int, int] = {}
         self._thread: threading.Thread | None = None
 
     def watch(self, listening: zmq.Socket[Any]) -> None:
         """Count the connections accepted on this listening socket. Call before `start`."""
-        self._monitors.append(listening.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED))
+        self._monitors.append(
+            listening.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        )
 
     def start(self) -> None:
         """Begin to answer; until then new connections wait."""
@@ -64,9 +77,13 @@ class ConnectionGuard:
         version, request, _, address, _, mechanism, *credentials = self._socket.recv_multipart()
         right = mechanism == b"CURVE" and credentials == [self._allowed]
         if not right:
-            self._refused(f"{address.decode(errors='replace')} has not the key of this job's workers")
+            self._refused(
+                f"{address.decode(errors='replace')} has not the key of this job's workers"
+            )
         status, text = (b"200", b"OK") if right else (b"400", b"no key of this job")
-        self._socket.send_multipart([version, request, status, text, b"worker" if right else b"", b""])
+        self._socket.send_multipart(
+            [version, request, status, text, b"worker" if right else b"", b""]
+        )
 
     def _count(self, monitor: zmq.Socket[Any]) -> None:
         event = parse_monitor_message(monitor.recv_multipart())
@@ -84,7 +101,9 @@ class ConnectionGuard:
             _hang_up(oldest, self._open.pop(oldest))
 
     def leave(self) -> None:
-        """Close the sockets of a guard that has not begun: the context is about to be terminated, and waits for them."""
+        """Close the sockets of a guard that has not begun: the context is about to be
+        terminated, and waits for them.
+        """
         if self._thread is None:
             self._close()
 
@@ -104,7 +123,9 @@ def _unproved(descriptor: int, inode: int) -> bool:
     if connection is None:
         return False
     with connection:
-        taken = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.stop)[_ACKNOWLEDGED]
+        taken = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.stop)[
+            _ACKNOWLEDGED
+        ]
     return int.from_bytes(taken, sys.byteorder) < _READY
 
 
@@ -116,7 +137,9 @@ def _hang_up(descriptor: int, inode: int) -> None:
 
 
 def _borrow(descriptor: int, inode: int) -> socket.socket | None:
-    """Borrow a connection of ZeroMQ's, which stays open; None where it is closed, or its descriptor is another's by now."""
+    """Borrow a connection of ZeroMQ's, which stays open; None where it is closed, or its
+    descriptor is another's by now.
+    """
     try:
         connection = socket.socket(fileno=os.dup(descriptor))
     except OSError:

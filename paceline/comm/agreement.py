@@ -1,7 +1,9 @@
-"""Calls that all workers have to make, compared by name: a worker that makes another call is named before anything moves.
+"""Calls that all workers have to make, compared by name: a worker that makes another call is named
+before anything moves.
 
-Where losses are survived (`recovery` is set), the living make a call again in which a worker was lost. No call ends before all have begun
-it, so two workers never differ by more than one completed call: the result that one has got is handed to those that were cut off.
+Where losses are survived (`recovery` is set), the living make a call again in which a worker was
+lost. No call ends before all have begun it, so two workers never differ by more than one completed
+call: the result that one has got is handed to those that were cut off.
 """
 
 from __future__ import annotations
@@ -33,18 +35,24 @@ class CallResult(Generic[T]):
         self.value = value
 
 
-Recovery = Callable[[PacelineError], CallResult[Any] | None]  # brings the living together in a new group; what others got, if any did
+# brings the living together in a new group; what others got, if any did
+Recovery = Callable[[PacelineError], CallResult[Any] | None]
 
 
 class Lockstep:
-    """Whether workers make the same calls at the same time. `entering`, where they don't, brings them together before a call of all."""
+    """Whether workers make the same calls at the same time.
+
+    `entering`, where they don't, brings them together before a call of all.
+    """
 
     def __init__(self) -> None:
         self.entering: Callable[[], None] | None = None
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Mark that all workers are here, though they are not in lockstep: the code inside may make a call of all."""
+        """Mark that all workers are here, though they are not in lockstep: the code inside may
+        make a call of all.
+        """
         entering, self.entering = self.entering, None
         try:
             yield
@@ -52,7 +60,9 @@ class Lockstep:
             self.entering = entering
 
     def part(self, entering: Callable[[], None]) -> None:
-        """Let workers leave lockstep: `entering` is called before the next call of all, and brings them together."""
+        """Let workers leave lockstep: `entering` is called before the next call of all, and
+        brings them together.
+        """
         self.entering = entering
 
     def enter(self) -> None:
@@ -71,20 +81,25 @@ class Agreement:
     `step` gives the current step and `hosts` the host of each rank, for messages.
     """
 
-    def __init__(self, group: Group, *, step: Callable[[], int] = lambda: 0, hosts: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, group: Group, *, step: Callable[[], int] = lambda: 0, hosts: tuple[str, ...] = ()
+    ) -> None:
         self.group = group
         self._step = step
         self._sightings = Sightings(hosts, _names(group))
-        self.origins = tuple(range(group.size))  # the members' ranks at the start; a worker that joined later has a number of its own
+        # the members' ranks at the start; a worker that joined later has a number of its own
+        self.origins = tuple(range(group.size))
         self.highest = group.size - 1  # of all origins that there have been: none is given twice
         self.calls = 0  # completed
         self.last: Any = None  # what the last of them gave, where losses are survived
         self.recovery: Recovery | None = None
-        self.since: float | None = None  # when the call under way, or a wait for some of the others, began here
+        # when the call under way, or a wait for some of the others, began here
+        self.since: float | None = None
         self.what = ""  # the last call, in words
         self.ended: deque[float] = deque(maxlen=64)  # when the last calls were completed
         self._inside = False
-        self._tally: Callable[[], list[int | None]] | None = None  # the step, and how often optimizers stepped in the last and in this
+        # the step, and how often optimizers stepped in the last and in this
+        self._tally: Callable[[], list[int | None]] | None = None
         self.lockstep = Lockstep()
 
     @property
@@ -103,11 +118,14 @@ class Agreement:
         return self.group.size == 1
 
     def compare(self, what: str, body: bytes) -> list[bytes]:
-        """Return, as `meet` does, the `body` of every worker that runs the same script on the same data."""
+        """Return, as `meet` does, the `body` of every worker that runs the same script on the
+        same data.
+        """
         return self.meet(what, body)
 
     def attempt(self, act: Callable[[], T], what: str = "") -> T:
-        """Make a call of all workers: `act`, called again in a new group where a worker was lost, unless others hand over its result.
+        """Make a call of all workers: `act`, called again in a new group where a worker was lost,
+        unless others hand over its result.
 
         `what`: its name, where `act` doesn't begin with a meeting.
         """
@@ -124,9 +142,11 @@ class Agreement:
         return result.value
 
     def settle(self, act: Callable[[], T], what: str = "", *, apart: bool = False) -> T:
-        """Make a call whose result is too large to hand over, or can't be made twice: when it returns, all have what `act` gave them.
+        """Make a call whose result is too large to hand over, or can't be made twice: when it
+        returns, all have what `act` gave them.
 
-        Raises `CallDiscarded` on all of them where a worker was lost before that. `apart`: `act` itself doesn't wait.
+        Raises `CallDiscarded` on all of them where a worker was lost before that. `apart`: `act`
+        itself doesn't wait.
         """
         mine: list[T] = []
 
@@ -141,12 +161,17 @@ class Agreement:
             return self.attempt(act, what)
         self._name(what)
         if self._attempt(whole) is None:
-            raise CallDiscarded("a worker was lost in this call")  # as if it had not been made: a worker that joins later doesn't make it
+            # as if it had not been made: a worker that joins later doesn't make it
+            raise CallDiscarded("a worker was lost in this call")
         self._complete(None)
         return mine[0]
 
-    def repeat(self, act: Callable[[], T], discard: Callable[[], None] = lambda: None, what: str = "") -> T:
-        """Make a call as `settle` does, again after each loss until it is settled; call `discard` before each repetition."""
+    def repeat(
+        self, act: Callable[[], T], discard: Callable[[], None] = lambda: None, what: str = ""
+    ) -> T:
+        """Make a call as `settle` does, again after each loss until it is settled; call
+        `discard` before each repetition.
+        """
         while True:
             try:
                 return self.settle(act, what)
@@ -154,7 +179,9 @@ class Agreement:
                 discard()
 
     def wait(self, act: Callable[[], T], what: str) -> T:
-        """Run `act`, which waits for some of the workers and is no call of all; observers see the wait while it lasts."""
+        """Run `act`, which waits for some of the workers and is no call of all; observers see
+        the wait while it lasts.
+        """
         if self._inside:
             return act()
         self._name(what)
@@ -178,7 +205,9 @@ class Agreement:
                 self.since = None if since is None else time.monotonic()
 
     def compare_steps(self, tally: Callable[[], list[int | None]]) -> None:
-        """Compare at each meeting what `tally` gives: the step, and how often optimizers stepped in the last one and in this one."""
+        """Compare at each meeting what `tally` gives: the step, and how often optimizers stepped
+        in the last one and in this one.
+        """
         self._tally = tally
 
     def recover_by(self, recovery: Recovery) -> None:
@@ -204,7 +233,9 @@ class Agreement:
         return result
 
     def _attempt(self, act: Callable[[], T]) -> CallResult[T] | None:
-        """Make the call once; return its result from here or elsewhere, None if a worker was lost and no worker completed it."""
+        """Make the call once; return its result from here or elsewhere, None if a worker was
+        lost and no worker completed it.
+        """
         assert self.recovery is not None
         self._inside, self.since = True, time.monotonic()
         try:
@@ -226,7 +257,8 @@ class Agreement:
         self.highest = max(self.highest, *origins)
 
     def meet(self, what: str, body: bytes = b"", *, where: str = "") -> list[bytes]:
-        """Return every rank's `body`, once all ranks have come to `what` at the same step; raises `Mismatch` on all if some came elsewhere.
+        """Return every rank's `body`, once all ranks have come to `what` at the same step; raises
+        `Mismatch` on all if some came elsewhere.
 
         `where` is not compared; it says in messages how this rank got here.
         """
@@ -242,7 +274,9 @@ class Agreement:
             taken = None if self._tally is None else self._tally()
             answers = self.group.agree(msgpack.packb((what, step, where, body, taken)))
         except DeadlineExceeded as error:
-            raise DeadlineExceeded(self._sightings.missing(self.group.rank, what, step, error.missing), error.missing) from error
+            raise DeadlineExceeded(
+                self._sightings.missing(self.group.rank, what, step, error.missing), error.missing
+            ) from error
         heads = [msgpack.unpackb(answer) for answer in answers]
         if any(head[0] != what or head[1] != step for head in heads):
             raise Mismatch(self._sightings.apart(heads, self._places()))
@@ -252,7 +286,9 @@ class Agreement:
         return [head[3] for head in heads]
 
     def tell(self, what: str, make: Callable[[], bytes]) -> bytes:
-        """Call `make` on the first worker alone, and give its result on every worker; its error raises there, `Mismatch` elsewhere."""
+        """Call `make` on the first worker alone, and give its result on every worker; its error
+        raises there, `Mismatch` elsewhere.
+        """
         return self.attempt(lambda: self._tell(what, make))
 
     def _tell(self, what: str, make: Callable[[], bytes]) -> bytes:
@@ -261,7 +297,10 @@ class Agreement:
         if self.group.rank != 0:
             answer = self._meet(what, b"", "")[0]
             if answer[:1] != b"+":
-                raise Mismatch(f"the first worker failed at {what} with {answer[1:].decode()}; its own traceback says more")
+                raise Mismatch(
+                    f"the first worker failed at {what} with {answer[1:].decode()}; "
+                    "its own traceback says more"
+                )
             return answer[1:]
         try:
             self.since = None  # the others wait for this worker, and not the other way round
@@ -274,32 +313,48 @@ class Agreement:
         return body
 
     def locate(self, error: BaseException | None, wider: Agreement | None = None) -> None:
-        """Add to the error of a wait at which step it happened and where the others were last seen, unless it says so already.
+        """Add to the error of a wait at which step it happened and where the others were last seen,
+        unless it says so already.
 
         `wider` knows of workers that are not of this agreement.
         """
-        absent = error.missing if isinstance(error, DeadlineExceeded) else error.ranks if isinstance(error, WorkerLost) else ()
+        absent = (
+            error.missing
+            if isinstance(error, DeadlineExceeded)
+            else error.ranks
+            if isinstance(error, WorkerLost)
+            else ()
+        )
         if wider is not None and not self._sightings.knows(absent):
             wider.locate(error)
         elif error is not None and absent and not isinstance(error.__cause__, DeadlineExceeded):
-            error.add_note(f"This was at step {self._step()}: {self._sightings.whereabouts(absent)}")
+            error.add_note(
+                f"This was at step {self._step()}: {self._sightings.whereabouts(absent)}"
+            )
 
     def _places(self) -> list[str]:
-        """Return where in its script each rank is; all ranks know that they have come apart, and ask each other."""
+        """Return where in its script each rank is; all ranks know that they have come apart, and
+        ask each other.
+        """
         mine = callsite.place()
         try:
             return [answer.decode() for answer in self.group.agree(mine.encode())]
         except PacelineError:
-            return [mine if rank == self.group.rank else "" for rank in range(self.group.size)]  # a worker has gone meanwhile
+            # a worker has gone meanwhile
+            return [mine if rank == self.group.rank else "" for rank in range(self.group.size)]
 
 
 class SliceAgreement(Agreement):
-    """The agreement of a slice of the workers of a mesh: all slices run the same script on the same data, and each meets by itself.
+    """The agreement of a slice of the workers of a mesh: all slices run the same script on the same
+    data, and each meets by itself.
 
-    What one worker tells all is told by the first of `everyone`, so that it is the same in all slices.
+    What one worker tells all is told by the first of `everyone`, so that it is the same in all
+    slices.
     """
 
-    def __init__(self, group: Group, everyone: Agreement, *, step: Callable[[], int], hosts: tuple[str, ...]) -> None:
+    def __init__(
+        self, group: Group, everyone: Agreement, *, step: Callable[[], int], hosts: tuple[str, ...]
+    ) -> None:
         super().__init__(group, step=step, hosts=hosts)
         self._everyone = everyone
 
@@ -314,10 +369,13 @@ class SliceAgreement(Agreement):
         return self._everyone.tell(what, make)
 
 
-def act_together(agreement: Agreement, what: str, act: Callable[[], bytes], failure: type[PacelineError]) -> list[bytes]:
+def act_together(
+    agreement: Agreement, what: str, act: Callable[[], bytes], failure: type[PacelineError]
+) -> list[bytes]:
     """Let every worker `act`, and return what all have got, by rank. Collective.
 
-    Where some fail with `failure`, all raise it: those their own, and the others the one of the first of them.
+    Where some fail with `failure`, all raise it: those their own, and the others the one of the
+    first of them.
     """
     own: PacelineError | None = None
     try:

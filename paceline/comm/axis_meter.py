@@ -1,7 +1,9 @@
-"""Measures what a worker exchanges along one axis of a mesh, and shows the exchange that it stands still for.
+"""Measures what a worker exchanges along one axis of a mesh, and shows the exchange that it stands
+still for.
 
 tensor   | compute | sum | compute | sum |          it stands still in each exchange
-shard    | compute . . . . . . | wait | compute     an exchange is on its way while it computes; for the rest of it, it stands still
+shard    | compute . . . . . . | wait | compute     an exchange is on its way while it computes; for
+                                                    the rest of it, it stands still
 """
 
 from __future__ import annotations
@@ -20,14 +22,17 @@ T = TypeVar("T")
 
 
 class AxisMeter:
-    """The exchanges of one worker along `axis`, in groups that nothing else uses while it trains."""
+    """The exchanges of one worker along `axis`, in groups that nothing else uses while it
+    trains.
+    """
 
     def __init__(self, axis: str, trace: Trace | None = None) -> None:
         self.axis = axis
         self.seconds = 0.0  # for which this worker has stood still, waits for others included
         self.since: float | None = None  # when the wait under way has begun (`time.monotonic`)
         self.calls = 0  # steps in which something was exchanged
-        self.ended: deque[float] = deque(maxlen=64)  # when the last exchange of each of the last ones was over
+        # when the last exchange of each of the last ones was over
+        self.ended: deque[float] = deque(maxlen=64)
         self._trace = (Trace(0) if trace is None else trace).along(axis)
         self._name, self._step, self._counted = "", 0, -1
         self._groups: list[Group | Pairs] = []
@@ -66,7 +71,9 @@ class AxisMeter:
             self._trace.record(name, "exchange", started, self._stop(started))
 
     def wait(self, work: Work[T], name: str, begun: int) -> T:
-        """Wait for the end of an exchange that has `begun` before (`time.perf_counter_ns`), and measure the wait."""
+        """Wait for the end of an exchange that has `begun` before (`time.perf_counter_ns`), and
+        measure the wait.
+        """
         if work.done():
             found, self._name = work.wait(), name
             self._note()

@@ -22,11 +22,14 @@ class BucketShape(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    kind: Hashable = None  # parameters of different kinds share no bucket; where one is given they lie there without gaps
+    # parameters of different kinds share no bucket; where one is given they lie there without gaps
+    kind: Hashable = None
 
     @classmethod
     def of(cls, parameter: Tensor) -> BucketShape:
-        """Return the shape and strides of a parameter; contiguous strides where its own overlap or have holes."""
+        """Return the shape and strides of a parameter; contiguous strides where its own overlap
+        or have holes.
+        """
         dense = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
         return cls(tuple(parameter.shape), tuple(dense.stride()), parameter.dtype, parameter.device)
 
@@ -39,7 +42,9 @@ class BucketShape(NamedTuple):
 
     @property
     def lying(self) -> tuple[int, ...]:
-        """The size in the order in which the elements lie in memory: dimensions with large strides first."""
+        """The size in the order in which the elements lie in memory: dimensions with large
+        strides first.
+        """
         order = sorted(range(len(self.size)), key=lambda dim: -self.stride[dim])
         return tuple(self.size[dim] for dim in order)
 
@@ -51,7 +56,9 @@ class BucketShape(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """A flat tensor, the parameters that lie in it (their numbers), and the view of each with the parameter's strides."""
+    """A flat tensor, the parameters that lie in it (their numbers), and the view of each with
+    the parameter's strides.
+    """
 
     flat: Tensor
     members: tuple[int, ...]
@@ -60,13 +67,22 @@ class Bucket(NamedTuple):
     def over(self, flat: Tensor) -> list[Tensor]:
         """Return the views of the members in another flat tensor of the same length."""
         start = self.flat.storage_offset()
-        return [flat.as_strided(view.size(), view.stride(), flat.storage_offset() + view.storage_offset() - start) for view in self.views]
+        return [
+            flat.as_strided(
+                view.size(), view.stride(), flat.storage_offset() + view.storage_offset() - start
+            )
+            for view in self.views
+        ]
 
 
-def cut(shapes: Sequence[BucketShape], order: Iterable[int], limit: int, first: int | None = None) -> list[list[int]]:
-    """Cut the parameter numbers in `order` into runs of one dtype, device and kind of at most `limit` bytes (the first: `first` bytes).
+def cut(
+    shapes: Sequence[BucketShape], order: Iterable[int], limit: int, first: int | None = None
+) -> list[list[int]]:
+    """Cut the parameter numbers in `order` into runs of one dtype, device and kind of at most
+    `limit` bytes (the first: `first` bytes).
 
-    A parameter above the limit has a bucket of its own. Kinds that alternate fill buckets of their own side by side.
+    A parameter above the limit has a bucket of its own. Kinds that alternate fill buckets of their
+    own side by side.
     """
     runs: list[list[int]] = []
     open_runs: dict[Hashable, tuple[list[int], int]] = {}
@@ -85,7 +101,9 @@ def cut(shapes: Sequence[BucketShape], order: Iterable[int], limit: int, first: 
 
 
 def build(
-    shapes: Sequence[BucketShape], runs: Sequence[Sequence[int]], empty: Callable[[int, torch.dtype, torch.device], Tensor]
+    shapes: Sequence[BucketShape],
+    runs: Sequence[Sequence[int]],
+    empty: Callable[[int, torch.dtype, torch.device], Tensor],
 ) -> list[Bucket]:
     """Allocate the buckets with `empty(numel, dtype, device)`; all zero at first."""
     buckets = []
@@ -96,14 +114,18 @@ def build(
         views, at = [], 0
         for member in run:
             shape = shapes[member]
-            views.append(torch.as_strided(flat, shape.size, shape.stride, flat.storage_offset() + at))
+            views.append(
+                torch.as_strided(flat, shape.size, shape.stride, flat.storage_offset() + at)
+            )
             at += shape.room
         buckets.append(Bucket(flat, tuple(run), tuple(views)))
     return buckets
 
 
 def stretches(bucket: Bucket, below: int) -> list[slice]:
-    """Return where in the bucket members of fewer than `below` elements lie side by side, the gaps behind them included."""
+    """Return where in the bucket members of fewer than `below` elements lie side by side, the
+    gaps behind them included.
+    """
     begin, found = bucket.flat.storage_offset(), list[slice]()
     starts = [*(view.storage_offset() - begin for view in bucket.views), bucket.flat.numel()]
     for view, start, stop in zip(bucket.views, starts, starts[1:], strict=False):
@@ -126,14 +148,18 @@ def put(view: Tensor, x: Tensor, scale: float) -> None:
 
 
 def scaled(grad: Tensor, scale: float) -> Tensor:
-    """Return a gradient times its weight, as a tensor of our own; zeros for weight 0 (0 x nan is nan)."""
+    """Return a gradient times its weight, as a tensor of our own; zeros for weight 0 (0 x nan is
+    nan).
+    """
     if scale == 0.0:
         return torch.zeros_like(grad)
     return grad if scale == 1.0 else grad.mul_(scale)
 
 
 def weighted(grad: Tensor, weight: float) -> Tensor:
-    """Multiply a gradient that others hold too by its weight; give zeros for weight 0 (0 x nan is nan)."""
+    """Multiply a gradient that others hold too by its weight; give zeros for weight 0 (0 x nan
+    is nan).
+    """
     if weight == 0.0:
         return torch.zeros_like(grad)
     return grad if weight == 1.0 else grad * weight

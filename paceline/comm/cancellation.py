@@ -1,4 +1,6 @@
-"""Cancels the waits of some groups from another thread; the other workers are not told, as they learn of the new view by themselves."""
+"""Cancels the waits of some groups from another thread; the other workers are not told, as they
+learn of the new view by themselves.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from paceline.errors import PacelineError
 
 
 class CancelScope:
-    """Ends every wait of the groups made with it, and of those made with it later, when `trip` is called."""
+    """Ends every wait of the groups made with it, and of those made with it later, when `trip`
+    is called.
+    """
 
     def __init__(self) -> None:
         self.error: PacelineError | None = None

@@ -1,4 +1,6 @@
-"""Fingerprints of collective calls, as a short text and its digest: ranks compare them before anything moves."""
+"""Fingerprints of collective calls, as a short text and its digest: ranks compare them before
+anything moves.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ MOVING = "in memory that may move"  # a place of which ranks tell each other mor
 class CallFingerprint(NamedTuple):
     """One collective call as its rank made it; all but `flaw` has to be the same on every rank.
 
-    `flaw` says what is wrong with this rank's arguments: then every rank raises UsageError, not just this one. `place`: where this rank's
-    tensor lies, if that decides on the way: see `OWN`.
+    `flaw` says what is wrong with this rank's arguments: then every rank raises UsageError, not
+    just this one. `place`: where this rank's tensor lies, if that decides on the way: see `OWN`.
     """
 
     kind: str
@@ -36,21 +38,32 @@ class CallFingerprint(NamedTuple):
 
     def __str__(self) -> str:
         name = f" of {self.name!r}" if self.name is not None else ""
-        tensor = f" ({str(self.dtype).removeprefix('torch.')} [{', '.join(map(str, self.shape))}])" if self.shape is not None else ""
+        tensor = (
+            f" ({str(self.dtype).removeprefix('torch.')} [{', '.join(map(str, self.shape))}])"
+            if self.shape is not None
+            else ""
+        )
         detail = f", {self.detail}" if self.detail else ""
         return f"{self.kind}{name}{tensor}{detail}"
 
 
 @lru_cache(maxsize=65_536)
 def digest(call: CallFingerprint) -> bytes:
-    """Return the fingerprint of `call`, flaw and place included; cached, as the same calls come back at every step."""
+    """Return the fingerprint of `call`, flaw and place included; cached, as the same calls come
+    back at every step.
+    """
     return blake2b(f"{call}\0{call.flaw}\0{call.place}".encode(), digest_size=DIGEST).digest()
 
 
-def sides(texts: Sequence[str], names: Sequence[int] | None = None, lines: Sequence[str] = ()) -> str:
-    """Describe who is where: `rank 0 at barrier; ranks 1, 2 at all_reduce of 'w'`. `names`: what the ranks are called (in a subgroup).
+def sides(
+    texts: Sequence[str], names: Sequence[int] | None = None, lines: Sequence[str] = ()
+) -> str:
+    """Describe who is where: `rank 0 at barrier; ranks 1, 2 at all_reduce of 'w'`.
 
-    `lines`: where in its script each rank is, as ` (train.py:12)`; those of one side stand together.
+    `names`: what the ranks are called (in a subgroup).
+
+    `lines`: where in its script each rank is, as ` (train.py:12)`; those of one side stand
+    together.
     """
     by_text: dict[str, tuple[list[str], dict[str, None]]] = {}
     for rank, (text, line) in enumerate(zip(texts, lines or [""] * len(texts), strict=True)):
@@ -66,15 +79,21 @@ def _side(ranks: list[str], text: str, places: list[str]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} at {text}{where}"
 
 
-def compare(calls: Sequence[tuple[str, str]], names: Sequence[int] | None = None, lines: Sequence[str] = ()) -> None:
-    """Raise what all ranks have to raise about their calls, given as (text, flaw) in rank order; nothing if they agree.
+def compare(
+    calls: Sequence[tuple[str, str]], names: Sequence[int] | None = None, lines: Sequence[str] = ()
+) -> None:
+    """Raise what all ranks have to raise about their calls, given as (text, flaw) in rank order;
+    nothing if they agree.
 
     `lines`: where in its script each rank is (`caller.place`), if that is known.
     """
     texts = [text for text, _ in calls]
     if any(text != texts[0] for text in texts):
         where = sides(texts, names, lines)
-        raise Mismatch(f"workers have come apart: {where}. Every worker has to make the same collective calls in the same order")
+        raise Mismatch(
+            f"workers have come apart: {where}. Every worker has to make the same collective calls "
+            "in the same order"
+        )
     flaws = [(rank, flaw) for rank, (_, flaw) in enumerate(calls) if flaw]
     if flaws:
         rank, flaw = flaws[0]
@@ -86,11 +105,16 @@ def on_device(x: Tensor) -> str:
     return "" if x.device.type == "cpu" else f" on {x.device.type}"
 
 
-def reducing(kind: str, x: Tensor, op: str, name: str | None, out: Tensor | None = None) -> CallFingerprint:
+def reducing(
+    kind: str, x: Tensor, op: str, name: str | None, out: Tensor | None = None
+) -> CallFingerprint:
     """Make the fingerprint of a reduction of `x`."""
     flaw = dense_flaw(x) or ("" if out is None else overlap_flaw(out))
     if out is not None and (out.shape != x.shape or out.dtype != x.dtype or out.device != x.device):
-        flaw = f"out is {out.dtype} {list(out.shape)} on {out.device}, which has to be as x: {x.dtype} {list(x.shape)} on {x.device}"
+        flaw = (
+            f"out is {out.dtype} {list(out.shape)} on {out.device}, which has to be as x: "
+            f"{x.dtype} {list(x.shape)} on {x.device}"
+        )
     elif op not in OPS:
         flaw = f"op={op!r} is unknown; there are {', '.join(OPS)}"
     return CallFingerprint(kind, name, tuple(x.shape), x.dtype, f"{op}{on_device(x)}", flaw)
@@ -104,18 +128,29 @@ def rows(kind: str, x: Tensor, name: str | None) -> CallFingerprint:
 
 def rooted(x: Tensor, root: int, size: int, name: str | None) -> CallFingerprint:
     """Make the fingerprint of a broadcast of `x` from `root`."""
-    flaw = (dense_flaw(x) or overlap_flaw(x)) if 0 <= root < size else f"root={root} is not a rank; there are 0..{size - 1}"
-    return CallFingerprint("broadcast", name, tuple(x.shape), x.dtype, f"root {root}{on_device(x)}", flaw)
+    flaw = (
+        (dense_flaw(x) or overlap_flaw(x))
+        if 0 <= root < size
+        else f"root={root} is not a rank; there are 0..{size - 1}"
+    )
+    return CallFingerprint(
+        "broadcast", name, tuple(x.shape), x.dtype, f"root {root}{on_device(x)}", flaw
+    )
 
 
 def dealing(xs: Sequence[Tensor], size: int, name: str | None) -> CallFingerprint:
     """Make the fingerprint of an all_to_all of `xs`."""
     if len(xs) != size:
-        return CallFingerprint("all_to_all", name, flaw=f"{len(xs)} tensors for {size} ranks; give one for each rank")
+        return CallFingerprint(
+            "all_to_all", name, flaw=f"{len(xs)} tensors for {size} ranks; give one for each rank"
+        )
     call = rows("all_to_all", xs[0], name)
     for rank, x in enumerate(xs):
         if rows("all_to_all", x, name)[:5] != call[:5]:
-            flaw = f"the tensor for rank {rank} is {x.dtype} {list(x.shape)}, the one for rank 0 {xs[0].dtype} {list(xs[0].shape)}"
+            flaw = (
+                f"the tensor for rank {rank} is {x.dtype} {list(x.shape)}, the one for rank 0 "
+                f"{xs[0].dtype} {list(xs[0].shape)}"
+            )
             return call._replace(flaw=f"{flaw}; only the first dim may differ")
     return call
 
@@ -133,16 +168,23 @@ def parcel(x: Tensor) -> str:
     return f"{x.numel()} x {str(x.dtype).removeprefix('torch.')}"
 
 
-def exchanging(sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int, size: int) -> CallFingerprint:
+def exchanging(
+    sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int, size: int
+) -> CallFingerprint:
     """Make the fingerprint of an exchange; its messages are compared pair by pair."""
-    flaws = [f"rank {peer} does not exist; there are 0..{size - 1}" for peer, _ in (*sends, *recvs) if not 0 <= peer < size]
+    flaws = [
+        f"rank {peer} does not exist; there are 0..{size - 1}"
+        for peer, _ in (*sends, *recvs)
+        if not 0 <= peer < size
+    ]
     flaws += [flaw for _, x in (*sends, *recvs) if (flaw := dense_flaw(x))]
     flaws += [flaw for _, x in recvs if (flaw := overlap_flaw(x))]
     return CallFingerprint("exchange", detail=f"tag {tag}", flaw=flaws[0] if flaws else "")
 
 
 def matching(sides: Sequence[Sequence[Sequence[tuple[int, str]]]], names: Sequence[int]) -> None:
-    """Raise Mismatch where one rank sends what the other doesn't expect; `sides` are each rank's (sends, recvs) as (peer, parcel).
+    """Raise Mismatch where one rank sends what the other doesn't expect; `sides` are each rank's
+    (sends, recvs) as (peer, parcel).
 
     `names`: what the ranks are called.
     """
@@ -152,7 +194,10 @@ def matching(sides: Sequence[Sequence[Sequence[tuple[int, str]]]], names: Sequen
             right = [text for peer, text in recvs if peer == source]
             if left != right:
                 offers, expects = ", ".join(left) or "nothing", ", ".join(right) or "nothing"
-                raise Mismatch(f"exchange: rank {names[source]} sends {offers} to rank {names[to]}, which expects {expects}")
+                raise Mismatch(
+                    f"exchange: rank {names[source]} sends {offers} to rank {names[to]}, which "
+                    f"expects {expects}"
+                )
 
 
 def objects(obj: Any, name: str | None) -> tuple[str, CallFingerprint]:
@@ -161,16 +206,27 @@ def objects(obj: Any, name: str | None) -> tuple[str, CallFingerprint]:
         return json.dumps(obj), CallFingerprint("gather_objects", name)
     except (TypeError, ValueError) as error:
         return "", CallFingerprint(
-            "gather_objects", name, flaw=f"{type(obj).__name__} is not JSON (dict, list, str, int, float, bool, None): {error}"
+            "gather_objects",
+            name,
+            flaw=(
+                f"{type(obj).__name__} is not JSON (dict, list, str, int, float, bool, None): "
+                f"{error}"
+            ),
         )
 
 
 def dense_flaw(x: Tensor) -> str:
     """Return what keeps `x` from being exchanged, if anything does."""
     if x.layout is not torch.strided:
-        return f"a tensor of layout {x.layout} can't be exchanged; exchange its values and indices, or x.to_dense()"
+        return (
+            f"a tensor of layout {x.layout} can't be exchanged; exchange its values and indices, "
+            "or x.to_dense()"
+        )
     if x.is_meta:
-        return "a tensor on the device meta has no values that could be exchanged; make it on another device"
+        return (
+            "a tensor on the device meta has no values that could be exchanged; "
+            "make it on another device"
+        )
     return "a quantized tensor can't be exchanged; exchange x.int_repr()" if x.is_quantized else ""
 
 
@@ -179,5 +235,8 @@ def overlap_flaw(x: Tensor) -> str:
     if x.layout is not torch.strided or x.is_contiguous():
         return ""
     if any(length > 1 and not stride for length, stride in zip(x.shape, x.stride(), strict=True)):
-        return "elements of a tensor that was expanded share memory, so no result can be written there; give x.clone()"
+        return (
+            "elements of a tensor that was expanded share memory, so no result can be written "
+            "there; give x.clone()"
+        )
     return ""

@@ -41,14 +41,22 @@ class Traffic:
 
 
 class Work(Protocol[T_co]):
-    """Handle of an operation under way. Each waiter gets its error once, one of ours; dropping an unwaited Work keeps its buffers alive."""
+    """Handle of an operation under way.
+
+    Each waiter gets its error once, one of ours; dropping an unwaited Work keeps its buffers alive.
+    """
 
     def wait(self, timeout: float | None = None) -> T_co:
-        """Wait for the result and give it; at most `timeout` seconds (None: the group's deadline)."""
+        """Wait for the result and give it; at most `timeout` seconds (None: the group's
+        deadline).
+        """
         ...
 
     def done(self) -> bool:
-        """Whether `wait` would return or raise at once. Never blocks, and may push the operation forward."""
+        """Whether `wait` would return or raise at once.
+
+        Never blocks, and may push the operation forward.
+        """
         ...
 
     def exception(self) -> BaseException | None:
@@ -75,11 +83,13 @@ class Finished:
 
 
 class Group(Protocol):
-    """Workers that move in lockstep. Every call is collective: all ranks make it, in the same order.
+    """Workers that move in lockstep.
+
+    Every call is collective: all ranks make it, in the same order.
 
     Calls are checked before anything moves: a difference in operation, name, shape or dtype raises
-    `Mismatch` on every rank, with both sides named. A wait past the deadline raises `DeadlineExceeded`
-    naming the ranks that are missing.
+    `Mismatch` on every rank, with both sides named. A wait past the deadline raises
+    `DeadlineExceeded` naming the ranks that are missing.
     """
 
     rank: int  # of this worker, 0 <= rank < size
@@ -96,23 +106,39 @@ class Group(Protocol):
         """Seconds spent waiting for ranks that came later."""
         ...
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
-        """Send each (to, tensor) and fill each (from, tensor); all ranks call it, lists may be empty."""
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        *,
+        tag: int = 0,
+    ) -> Work[None]:
+        """Send each (to, tensor) and fill each (from, tensor); all ranks call it, lists may be
+        empty.
+        """
         ...
 
-    def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
-        """Reduce every rank's `x` (same shape, dtype), bit-equal on all ranks; into `out` (may be `x`), else a new tensor.
+    def all_reduce(
+        self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None
+    ) -> Work[Tensor]:
+        """Reduce every rank's `x` (same shape, dtype), bit-equal on all ranks; into `out` (may be
+        `x`), else a new tensor.
 
         This begins it: `all_reduce(x).wait()` is the tensor.
         """
         ...
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
-        """Reduce `x`, flattened and cut as `pieces(numel, size)` says; return the reduction of piece `rank` (1-D)."""
+        """Reduce `x`, flattened and cut as `pieces(numel, size)` says; return the reduction of
+        piece `rank` (1-D).
+        """
         ...
 
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
-        """Gather every rank's `x`, in rank order. Shapes may differ in the first dim; dtypes and the other dims may not."""
+        """Gather every rank's `x`, in rank order.
+
+        Shapes may differ in the first dim; dtypes and the other dims may not.
+        """
         ...
 
     def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
@@ -120,7 +146,10 @@ class Group(Protocol):
         ...
 
     def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
-        """Send xs[r] to rank r; return what every rank sent here, in rank order. Shapes may differ in the first dim."""
+        """Send xs[r] to rank r; return what every rank sent here, in rank order.
+
+        Shapes may differ in the first dim.
+        """
         ...
 
     def barrier(self, *, name: str | None = None) -> Work[None]:
@@ -128,18 +157,24 @@ class Group(Protocol):
         ...
 
     def gather_objects(self, obj: Any, *, name: str | None = None) -> list[Any]:
-        """Gather every rank's `obj` (JSON: dict, list, str, int, float, bool, None), in rank order."""
+        """Gather every rank's `obj` (JSON: dict, list, str, int, float, bool, None), in rank
+        order.
+        """
         ...
 
     def agree(self, payload: bytes) -> list[bytes]:
-        """Gather every rank's payload (any length, not compared), on a control channel that never mixes with tensor traffic.
+        """Gather every rank's payload (any length, not compared), on a control channel that never
+        mixes with tensor traffic.
 
-        Blocks until all have called it. A few microseconds inside a host; safe beside pending tensor operations.
+        Blocks until all have called it. A few microseconds inside a host; safe beside pending
+        tensor operations.
         """
         ...
 
     def sub(self, ranks: Sequence[int]) -> Group | None:
-        """Make the group of these ranks (None on the others); all ranks of this group call it with the same list."""
+        """Make the group of these ranks (None on the others); all ranks of this group call it
+        with the same list.
+        """
         ...
 
     def global_rank(self, rank: int) -> int:
@@ -147,11 +182,16 @@ class Group(Protocol):
         ...
 
     def empty(self, shape: Sequence[int], dtype: dtype) -> Tensor:
-        """Allocate memory that this group exchanges fastest (registered, shared inside a host); collective, same arguments on all ranks."""
+        """Allocate memory that this group exchanges fastest (registered, shared inside a host);
+        collective, same arguments on all ranks.
+        """
         ...
 
     def close(self) -> None:
-        """Leave in good order, and free threads, sockets and memory. Calling it twice is harmless."""
+        """Leave in good order, and free threads, sockets and memory.
+
+        Calling it twice is harmless.
+        """
         ...
 
     def abort(self) -> None:
@@ -161,50 +201,77 @@ class Group(Protocol):
 
 @runtime_checkable
 class UncheckedAllReduce(Protocol):
-    """A group that can all-reduce what all ranks are known to agree on, without comparing it first: buckets, whose layout was agreed."""
+    """A group that can all-reduce what all ranks are known to agree on, without comparing it
+    first: buckets, whose layout was agreed.
+    """
 
-    def all_reduce_agreed(self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None) -> Work[Tensor]:
+    def all_reduce_agreed(
+        self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None
+    ) -> Work[Tensor]:
         """Reduce as `Group.all_reduce` does, without finding differences between ranks."""
         ...
 
 
 @runtime_checkable
 class UncheckedReduceScatter(Protocol):
-    """A group that compares calls while it waits for all ranks, and can reduce-scatter what they are known to agree on without that."""
+    """A group that compares calls while it waits for all ranks, and can reduce-scatter what they
+    are known to agree on without that.
+    """
 
     def reduce_scatter_agreed(self, x: Tensor, *, op: Op = "sum") -> Work[Tensor]:
-        """Reduce as `Group.reduce_scatter` does, without finding differences between ranks. Never blocks."""
+        """Reduce as `Group.reduce_scatter` does, without finding differences between ranks.
+
+        Never blocks.
+        """
         ...
 
 
 @runtime_checkable
 class ConnectsAhead(Protocol):
-    """A group that makes connections at the first call that needs them, if ranks wait for each other in it, or when it is told to."""
+    """A group that makes connections at the first call that needs them, if ranks wait for each
+    other in it, or when it is told to.
+    """
 
     def connect(self) -> None:
-        """Make them, for calls in which ranks don't wait. Collective; not needed, as those calls have a longer way without them."""
+        """Make them, for calls in which ranks don't wait.
+
+        Collective; not needed, as those calls have a longer way without them.
+        """
         ...
 
 
 @runtime_checkable
 class WritesResults(Protocol):
-    """A group that can write what it gathers and reduces into tensors that the caller has already, without a copy between."""
+    """A group that can write what it gathers and reduces into tensors that the caller has
+    already, without a copy between.
+    """
 
-    def all_gather_into(self, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
-        """Gather every rank's `x` into `outs`, one contiguous tensor for each rank, of the shape and dtype of `x`."""
+    def all_gather_into(
+        self, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None
+    ) -> Work[list[Tensor]]:
+        """Gather every rank's `x` into `outs`, one contiguous tensor for each rank, of the shape
+        and dtype of `x`.
+        """
         ...
 
-    def reduce_scatter_into(self, x: Tensor, out: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
-        """Reduce `x` and write piece `rank` to `out`, contiguous and 1-D, as long as `pieces` says."""
+    def reduce_scatter_into(
+        self, x: Tensor, out: Tensor, *, op: Op = "sum", name: str | None = None
+    ) -> Work[Tensor]:
+        """Reduce `x` and write piece `rank` to `out`, contiguous and 1-D, as long as `pieces`
+        says.
+        """
         ...
 
 
 @runtime_checkable
 class MovesMemory(Protocol):
-    """A group that reduces in place fastest where it may move the memory of tensors, which keep their storage."""
+    """A group that reduces in place fastest where it may move the memory of tensors, which keep
+    their storage.
+    """
 
     def all_reduce_moving(self, x: Tensor, *, op: Op = "sum", may_move: bool) -> Work[Tensor]:
-        """Reduce `x` in place as `Group.all_reduce` does; all ranks call this one, or all of them that.
+        """Reduce `x` in place as `Group.all_reduce` does; all ranks call this one, or all of them
+        that.
 
         Its memory may move where `may_move` is true on all ranks: nobody else has its address.
         """
@@ -212,31 +279,48 @@ class MovesMemory(Protocol):
 
 
 def begun(*written: Tensor) -> bool:
-    """Whether an operation that begins here, and writes to these tensors, has to go on in inference mode.
+    """Whether an operation that begins here, and writes to these tensors, has to go on in inference
+    mode.
 
-    It may go on in another thread, or in a wait after the mode has ended; torch lets nothing write to tensors of that mode outside of it.
+    It may go on in another thread, or in a wait after the mode has ended; torch lets nothing write
+    to tensors of that mode outside of it.
     """
     return torch.is_inference_mode_enabled() or any(x.is_inference() for x in written)
 
 
 def as_begun(inference: bool) -> AbstractContextManager[Any]:
-    """Go on with an operation, without gradients, in the mode that `begun` gave: what is new belongs to that mode, too."""
-    return torch.no_grad() if inference == torch.is_inference_mode_enabled() else _in_mode(inference)
+    """Go on with an operation, without gradients, in the mode that `begun` gave: what is new
+    belongs to that mode, too.
+    """
+    return (
+        torch.no_grad() if inference == torch.is_inference_mode_enabled() else _in_mode(inference)
+    )
 
 
 @contextmanager
 def _in_mode(inference: bool) -> Iterator[None]:
-    with torch.inference_mode(inference), torch.no_grad():  # in this order: the first alone brings gradients back
+    # in this order: the first alone brings gradients back
+    with torch.inference_mode(inference), torch.no_grad():
         yield
 
 
-def gather_into(group: Group, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
-    """Gather every rank's `x` into `outs`, as `WritesResults` has it, if the group can write there; else the result lies elsewhere."""
-    return group.all_gather_into(x, outs, name=name) if isinstance(group, WritesResults) else group.all_gather(x, name=name)
+def gather_into(
+    group: Group, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None
+) -> Work[list[Tensor]]:
+    """Gather every rank's `x` into `outs`, as `WritesResults` has it, if the group can write
+    there; else the result lies elsewhere.
+    """
+    return (
+        group.all_gather_into(x, outs, name=name)
+        if isinstance(group, WritesResults)
+        else group.all_gather(x, name=name)
+    )
 
 
 def pieces(numel: int, size: int) -> list[tuple[int, int]]:
-    """Cut `numel` elements into (start, stop) of each rank's piece: contiguous, sizes differ by at most one, the first ones are larger."""
+    """Cut `numel` elements into (start, stop) of each rank's piece: contiguous, sizes differ by
+    at most one, the first ones are larger.
+    """
     base, extra = divmod(numel, size)
     starts = [r * base + min(r, extra) for r in range(size + 1)]
     return list(pairwise(starts))

@@ -1,14 +1,15 @@
 """Messages of tensors between any two workers of a group, of any shapes, while both compute.
 
     rank 0                                       rank 1
-    pairs.send(1, lane=0, head, [x]) ----+       pairs.receive(0, lane=0).wait()   -> PairMessage(head, [x])
+    pairs.send(1, lane=0, head, [x]) ----+       pairs.receive(0, lane=0).wait()   ->
+                                                 PairMessage(head, [x])
     pairs.send(1, lane=7, head, [y]) --+ |
                                        | +-->    messages of one source and one lane come in the order in which they were sent;
                                        +---->    lanes don't hold each other up
 
-A message arrives without the help of its sender, and whether or not the receiver has asked for it yet: so no order of sends and receives
-makes workers wait for each other.
-"""
+A message arrives without the help of its sender, and whether or not the receiver has asked for it
+yet: so no order of sends and receives makes workers wait for each other.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -45,23 +46,37 @@ class Pairs(Protocol):
         """Bytes that this rank has sent, headers included."""
         ...
 
-    def send(self, to: int, lane: int, head: Mapping[str, Any], tensors: Sequence[Tensor] = (), *, what: str = "") -> Work[None]:
-        """Send a head (JSON) and tensors of any device, dtype and shape to rank `to`, without waiting for it.
+    def send(
+        self,
+        to: int,
+        lane: int,
+        head: Mapping[str, Any],
+        tensors: Sequence[Tensor] = (),
+        *,
+        what: str = "",
+    ) -> Work[None]:
+        """Send a head (JSON) and tensors of any device, dtype and shape to rank `to`, without
+        waiting for it.
 
-        The Work is done when the tensors may be written to again, which takes no receiver; its error tells that the receiver is gone.
-        `what` is what errors call the message. Raises `UsageError` for what can't be sent.
+        The Work is done when the tensors may be written to again, which takes no receiver; its
+        error tells that the receiver is gone. `what` is what errors call the message. Raises
+        `UsageError` for what can't be sent.
         """
         ...
 
     def receive(self, source: int, lane: int, *, what: str = "") -> Work[PairMessage]:
-        """Receive the next message of rank `source` on this lane; its tensors are contiguous, and the caller's own.
+        """Receive the next message of rank `source` on this lane; its tensors are contiguous, and
+        the caller's own.
 
         Waits raise `DeadlineExceeded` and `WorkerLost`, which name `what`, the rank and its host.
         """
         ...
 
     def close(self) -> None:
-        """Leave: who waits for messages of this rank gets `WorkerLost` after those that were sent. Calling it twice is harmless."""
+        """Leave: who waits for messages of this rank gets `WorkerLost` after those that were sent.
+
+        Calling it twice is harmless.
+        """
         ...
 
     def abort(self) -> None:
@@ -78,16 +93,23 @@ class MakesPairs(Protocol):
         ...
 
 
-def pairs(group: Group, *, device: torch.device | str = "cpu", hostnames: Sequence[str] | None = None) -> Pairs:
-    """Connect the workers of `group` in pairs. Collective. Tensors come out on `device`; what ends the group ends the pairs.
+def pairs(
+    group: Group, *, device: torch.device | str = "cpu", hostnames: Sequence[str] | None = None
+) -> Pairs:
+    """Connect the workers of `group` in pairs.
 
-    `hostnames`: what errors call the host of each rank (None: as its machine calls itself). Inside a host messages go through shared
-    memory, between hosts over TCP connections that begin with a proof of the job's secret.
+    Collective. Tensors come out on `device`; what ends the group ends the pairs.
+
+    `hostnames`: what errors call the host of each rank (None: as its machine calls itself). Inside
+    a host messages go through shared memory, between hosts over TCP connections that begin with a
+    proof of the job's secret.
     """
     flat = group.flat if isinstance(group, HostsGroup) else group
     if isinstance(flat, MakesPairs):
         return flat.make_pairs(torch.device(device))
-    told = group.gather_objects([platform.node(), platform.machine() in ORDERED_STORES and futex.available()], name="pairs")
+    told = group.gather_objects(
+        [platform.node(), platform.machine() in ORDERED_STORES and futex.available()], name="pairs"
+    )
     setting = PairSetting(
         rank=group.rank,
         names=tuple(group.global_rank(rank) for rank in range(group.size)),
@@ -106,10 +128,21 @@ def _fitted(setting: PairSetting, group: Group, flat: Group) -> PairSetting:
     inner = group.inner if isinstance(group, HostsGroup) else flat
     if isinstance(inner, SharedGroup):
         watch = inner.segment.watch
-        setting = replace(setting, deadline=watch.deadline, broken=lambda: watch.broken, busy=watch.busy)
+        setting = replace(
+            setting, deadline=watch.deadline, broken=lambda: watch.broken, busy=watch.busy
+        )
     if isinstance(flat, TorchGroup):
         inside = setting.broken
-        return replace(setting, deadline=flat.deadline, hosts=flat.hosts, broken=lambda: flat.broken or inside(), meeting=flat.reserve())
+        return replace(
+            setting,
+            deadline=flat.deadline,
+            hosts=flat.hosts,
+            broken=lambda: flat.broken or inside(),
+            meeting=flat.reserve(),
+        )
     if not isinstance(flat, SharedGroup | SoloGroup):
-        raise UsageError(f"workers of a {type(flat).__name__} can't be connected in pairs; use a group that paceline has made")
+        raise UsageError(
+            f"workers of a {type(flat).__name__} can't be connected in pairs; "
+            "use a group that paceline has made"
+        )
     return setting

@@ -1,6 +1,8 @@
-"""The rules of reductions that every group obeys: which operations each dtype has, and how they round.
+"""The rules of reductions that every group obeys: which operations each dtype has, and how they
+round.
 
-float16 and bfloat16 are summed and multiplied in float32. A mean is the sum divided by the number of ranks, once, at the end.
+float16 and bfloat16 are summed and multiplied in float32. A mean is the sum divided by the number
+of ranks, once, at the end.
 """
 
 from __future__ import annotations
@@ -34,19 +36,35 @@ def admit(op: str, kind: dtype) -> Op:
     if op not in OPS:
         raise UsageError(f"op={op!r} is unknown; there are {', '.join(OPS)}")
     if kind not in DTYPES:
-        raise UsageError(f"{kind} can't be reduced; convert it to one of {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}")
+        raise UsageError(
+            f"{kind} can't be reduced; "
+            f"convert it to one of {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}"
+        )
     if kind == torch.bool and op not in ("min", "max"):
-        raise UsageError(f"a {op} of bool is not defined; use op='max' for any, op='min' for all, or convert to int64 to count")
+        raise UsageError(
+            f"a {op} of bool is not defined; use op='max' for any, op='min' for all, or convert to "
+            "int64 to count"
+        )
     if op == "mean" and not (kind.is_floating_point or kind.is_complex):
-        raise UsageError(f"a mean of {kind} would not be exact; convert to a floating type, or use op='sum'")
+        raise UsageError(
+            f"a mean of {kind} would not be exact; convert to a floating type, or use op='sum'"
+        )
     if kind.is_complex and op in ("min", "max"):
-        raise UsageError(f"a {op} of {kind} is not defined; reduce the absolute value, or view_as_real")
+        raise UsageError(
+            f"a {op} of {kind} is not defined; reduce the absolute value, or view_as_real"
+        )
     return op
 
 
 def wide(kind: dtype, op: str) -> dtype:
-    """Return the dtype in which partial results of `kind` are held: float32 for the halves where they are added or multiplied."""
-    return torch.float32 if kind in (torch.float16, torch.bfloat16) and op in ("sum", "mean", "product") else kind
+    """Return the dtype in which partial results of `kind` are held: float32 for the halves where
+    they are added or multiplied.
+    """
+    return (
+        torch.float32
+        if kind in (torch.float16, torch.bfloat16) and op in ("sum", "mean", "product")
+        else kind
+    )
 
 
 def combine(op: str, total: Tensor, x: Tensor) -> Tensor:
@@ -64,11 +82,14 @@ def finish(op: str, total: Tensor, size: int) -> Tensor:
     """Return the result, in place, once all `size` contributions are in `total`."""
     if op != "mean":
         return total
-    return total.div_(size) if size & (size - 1) else total.mul_(1.0 / size)  # the same of a power of two, in half the time
+    # the same of a power of two, in half the time
+    return total.div_(size) if size & (size - 1) else total.mul_(1.0 / size)
 
 
 def reduce(op: str, parts: Sequence[Tensor]) -> Tensor:
-    """Return the reduction of `parts` in their order, as a new contiguous tensor of their dtype: the plain version, oracle of others."""
+    """Return the reduction of `parts` in their order, as a new contiguous tensor of their dtype:
+    the plain version, oracle of others.
+    """
     first = parts[0].detach()
     total = torch.empty(first.shape, dtype=wide(first.dtype, op), device=first.device).copy_(first)
     for part in parts[1:]:
@@ -77,6 +98,8 @@ def reduce(op: str, parts: Sequence[Tensor]) -> Tensor:
 
 
 def crossing(source: Tensor, out: Tensor) -> bool:
-    """Whether `out` overlaps `source` without being the same: then sums would overwrite values still to be read."""
+    """Whether `out` overlaps `source` without being the same: then sums would overwrite values
+    still to be read.
+    """
     nbytes = source.numel() * source.element_size()
     return source.data_ptr() != out.data_ptr() and abs(source.data_ptr() - out.data_ptr()) < nbytes

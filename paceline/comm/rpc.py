@@ -1,15 +1,18 @@
-"""Remote procedure calls between processes that come and go, over ZeroMQ: a header in msgpack, and tensors as they lie in memory.
+"""Remote procedure calls between processes that come and go, over ZeroMQ: a header in msgpack, and
+tensors as they lie in memory.
 
     RpcClient (a worker)                                       RpcServer (a server)
     call(kind, body, tensors)    [head][tensor][tensor] --->   receive() -> RpcMessage
     wait(number) -> RpcMessage      <--- [head][tensor] ...       answer(message, ...)
 
-Between hosts they are encrypted (CURVE), with keys that are derived from the job's secret for each role, and a guard lets in only clients
-with the key of the workers. Tensors travel in small frames there: a stranger, too, may have one begun. Inside a host they go through a
-socket file that only its owner can open, each in one frame.
+Between hosts they are encrypted (CURVE), with keys that are derived from the job's secret for each
+role, and a guard lets in only clients with the key of the workers. Tensors travel in small frames
+there: a stranger, too, may have one begun. Inside a host they go through a socket file that only
+its owner can open, each in one frame.
 
-Nothing that comes is believed: a header has at most `HEAD_BYTES`, nests at most `DEPTH` deep, and says what form each tensor has before one
-is made of it; what is cut short, repeated or no message at all is refused with a line in the log, and the receiver lives on.
+Nothing that comes is believed: a header has at most `HEAD_BYTES`, nests at most `DEPTH` deep, and
+says what form each tensor has before one is made of it; what is cut short, repeated or no message
+at all is refused with a line in the log, and the receiver lives on.
 """
 
 from __future__ import annotations
@@ -56,7 +59,9 @@ class RpcKeys(NamedTuple):
 
 
 def keys(secret: bytes, job: str) -> RpcKeys:
-    """Derive the keys shared by all processes that know the secret: one pair for the servers of this job, one for its workers."""
+    """Derive the keys shared by all processes that know the secret: one pair for the servers of
+    this job, one for its workers.
+    """
 
     def pair(role: str) -> tuple[bytes, bytes]:
         private = z85.encode(derive(secret, f"paceline {job} {role}"))
@@ -69,8 +74,8 @@ def keys(secret: bytes, job: str) -> RpcKeys:
 class RpcMessage:
     """A message from one process to another.
 
-    `number` counts what `sender` has sent to this receiver, from 1 on; an answer has the number of what it answers. Tensors that have
-    come lie in memory of their own, on the CPU.
+    `number` counts what `sender` has sent to this receiver, from 1 on; an answer has the number of
+    what it answers. Tensors that have come lie in memory of their own, on the CPU.
     """
 
     kind: str
@@ -83,32 +88,55 @@ class RpcMessage:
     route: bytes = b""  # the way back
 
     def dump(self, frame: int | None = None) -> list[Any]:
-        """Write as frames: the header, and the memory of each tensor, not copied; in frames of so many bytes, or one for each.
+        """Write as frames: the header, and the memory of each tensor, not copied; in frames of so
+        many bytes, or one for each.
 
-        Raises `MalformedMessage` if the header would be too large: a client that asks for too much at a time gets that as its answer.
+        Raises `MalformedMessage` if the header would be too large: a client that asks for too much
+        at a time gets that as its answer.
         """
         forms = [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in self.tensors]
-        head = msgpack.packb([self.kind, self.number, self.sender, self.view, self.step, self.body, forms])
+        head = msgpack.packb(
+            [self.kind, self.number, self.sender, self.view, self.step, self.body, forms]
+        )
         if len(head) > HEAD_BYTES:
-            raise MalformedMessage(f"a header of {len(head)} bytes (message {self.kind}) would be refused: send tensors, or less")
-        return [head, *(part for x in self.tensors for part in wire_format.cut(raw(x).numpy().data, frame))]
+            raise MalformedMessage(
+                f"a header of {len(head)} bytes (message {self.kind}) would be refused: "
+                "send tensors, or less"
+            )
+        return [
+            head,
+            *(part for x in self.tensors for part in wire_format.cut(raw(x).numpy().data, frame)),
+        ]
 
     @classmethod
-    def load(cls, frames: Sequence[Any], route: bytes = b"", frame: int | None = None) -> RpcMessage:
-        """Read frames (anything with the buffer protocol), which `dump` has made. Raises `MalformedMessage`."""
+    def load(
+        cls, frames: Sequence[Any], route: bytes = b"", frame: int | None = None
+    ) -> RpcMessage:
+        """Read frames (anything with the buffer protocol), which `dump` has made.
+
+        Raises `MalformedMessage`.
+        """
         kind, numbers, body, forms = _head(memoryview(frames[0]) if frames else memoryview(b""))
         counts = [1 if frame is None else max(1, -(-form.nbytes // frame)) for form in forms]
         if sum(counts) != len(frames) - 1:
-            raise MalformedMessage(f"its header tells of {len(forms)} tensors in {sum(counts)} frames, and {len(frames) - 1} came")
+            raise MalformedMessage(
+                f"its header tells of {len(forms)} tensors in {sum(counts)} frames, and "
+                f"{len(frames) - 1} came"
+            )
         parts = iter([memoryview(part) for part in frames[1:]])
-        tensors = tuple(wire_format.tensor(form, [*islice(parts, count)]) for form, count in zip(forms, counts, strict=True))
+        tensors = tuple(
+            wire_format.tensor(form, [*islice(parts, count)])
+            for form, count in zip(forms, counts, strict=True)
+        )
         number, sender, view, step = numbers
         return cls(kind, number, sender, view, step, body, tensors, route)
 
 
 def _head(frame: memoryview) -> tuple[str, list[int], dict[str, Any], list[TensorForm]]:
     if not 0 < frame.nbytes <= HEAD_BYTES:
-        raise MalformedMessage(f"its header has {frame.nbytes} bytes, and 1 to {HEAD_BYTES} are possible")
+        raise MalformedMessage(
+            f"its header has {frame.nbytes} bytes, and 1 to {HEAD_BYTES} are possible"
+        )
     try:
         header = msgpack.unpackb(frame, strict_map_key=True)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
@@ -116,7 +144,9 @@ def _head(frame: memoryview) -> tuple[str, list[int], dict[str, Any], list[Tenso
     if not isinstance(header, list) or len(header) != 7:
         raise MalformedMessage("its header is not of seven parts")
     kind, *numbers, body, forms = header
-    if not isinstance(kind, str) or any(type(number) is not int or not 0 <= number < 1 << 63 for number in numbers):
+    if not isinstance(kind, str) or any(
+        type(number) is not int or not 0 <= number < 1 << 63 for number in numbers
+    ):
         raise MalformedMessage("its header begins with something else than a kind and four numbers")
     if not isinstance(body, dict) or not _shallow(body, DEPTH):
         raise MalformedMessage(f"the body of its header is no map, or nests more than {DEPTH} deep")
@@ -128,7 +158,9 @@ def _head(frame: memoryview) -> tuple[str, list[int], dict[str, Any], list[Tenso
 def _shallow(value: Any, depth: int) -> bool:
     if not isinstance(value, dict | list):
         return True
-    return depth > 0 and all(_shallow(part, depth - 1) for part in (value.values() if isinstance(value, dict) else value))
+    return depth > 0 and all(
+        _shallow(part, depth - 1) for part in (value.values() if isinstance(value, dict) else value)
+    )
 
 
 def _tune(socket: zmq.Socket[Any], largest: int, timings: ServerTimings) -> None:
@@ -141,9 +173,10 @@ def _tune(socket: zmq.Socket[Any], largest: int, timings: ServerTimings) -> None
 class RpcServer:
     """A server's end: any process with the key may call.
 
-    Listens on each of the `hosts` (addresses, each at a port that is free: TCP, encrypted) and at `path` (a socket file in a folder that
-    only its owner can enter). `largest` is what a tensor may have, in bytes. `say` gets what was refused, `LOUD` times for each sort.
-    Everything is called from one thread.
+    Listens on each of the `hosts` (addresses, each at a port that is free: TCP, encrypted) and at
+    `path` (a socket file in a folder that only its owner can enter). `largest` is what a tensor may
+    have, in bytes. `say` gets what was refused, `LOUD` times for each sort. Everything is called
+    from one thread.
     """
 
     LOUD = 20
@@ -161,7 +194,8 @@ class RpcServer:
         self._context: zmq.Context[Any] = zmq.Context()
         self._timings = timings
         self._say, self._said, self._largest = say, 0, largest
-        self._heard: dict[bytes, tuple[int, int]] = {}  # by connection: who speaks there, and the last number
+        # by connection: who speaks there, and the last number
+        self._heard: dict[bytes, tuple[int, int]] = {}
         self._guard = ConnectionGuard(self._context, keys.worker[0], self._refuse)
         self.nbytes = 0  # bytes of all messages received
         self.sent = 0  # bytes of all answers
@@ -173,7 +207,11 @@ class RpcServer:
         try:
             for host in hosts:
                 socket = self._open(FRAME)
-                socket.curve_server, socket.curve_secretkey, socket.zap_domain = True, keys.server[1], _DOMAIN.encode()
+                socket.curve_server, socket.curve_secretkey, socket.zap_domain = (
+                    True,
+                    keys.server[1],
+                    _DOMAIN.encode(),
+                )
                 socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without its guard no client gets in
                 socket.ipv6, socket.backlog = ":" in host, 512
                 self._guard.watch(socket)
@@ -195,12 +233,16 @@ class RpcServer:
         self._sockets.append(socket)
         _tune(socket, largest, self._timings)
         socket.router_mandatory = True
-        socket.sndhwm = UNREAD  # answers are as many as was asked, and their tensors are not copied: no worker's may be dropped
+        # answers are as many as was asked, and their tensors are not copied: no worker's may be
+        # dropped
+        socket.sndhwm = UNREAD
         self._poller.register(socket, zmq.POLLIN)
         return socket
 
     def receive(self, seconds: float) -> RpcMessage | None:
-        """Receive the next message; None if there is none within so many seconds, or if it was refused."""
+        """Receive the next message; None if there is none within so many seconds, or if it was
+        refused.
+        """
         ready = self._poller.poll(round(1000 * seconds))
         if not ready:
             return None
@@ -215,15 +257,22 @@ class RpcServer:
             self._refuse(f"a message was refused: {error}")
             return None
         self.nbytes += sum(len(frame) for frame in frames)
-        sender, last = self._heard.pop(way, (message.sender, 0))  # and put in again: the first is the one silent for the longest
+        # and put in again: the first is the one silent for the longest
+        sender, last = self._heard.pop(way, (message.sender, 0))
         self._heard[way] = sender, max(message.number, last)
         if len(self._heard) > _SENDERS:
             del self._heard[next(iter(self._heard))]
-        if message.sender != sender:  # or one worker could have something kept for any number of them
-            self._refuse(f"a message was refused: {message.sender} speaks over the connection of {sender}")
+        # or one worker could have something kept for any number of them
+        if message.sender != sender:
+            self._refuse(
+                f"a message was refused: {message.sender} speaks over the connection of {sender}"
+            )
             return None
         if message.number <= last:
-            self._refuse(f"a message was refused: number {message.number} of {message.sender} has come before")
+            self._refuse(
+                f"a message was refused: number {message.number} of {message.sender} has come "
+                "before"
+            )
             return None
         return message
 
@@ -231,17 +280,31 @@ class RpcServer:
         """Return the number of bytes of a frame on this way; None: as large as tensors are."""
         return None if self.addresses[way[0]].startswith("ipc:") else FRAME
 
-    def answer(self, message: RpcMessage, kind: str, body: Mapping[str, Any] | None = None, tensors: Sequence[Tensor] = ()) -> bool:
-        """Answer a message; False if its sender is gone, or reads nothing. The tensors have to stay as they are until they have arrived.
+    def answer(
+        self,
+        message: RpcMessage,
+        kind: str,
+        body: Mapping[str, Any] | None = None,
+        tensors: Sequence[Tensor] = (),
+    ) -> bool:
+        """Answer a message; False if its sender is gone, or reads nothing.
+
+        The tensors have to stay as they are until they have arrived.
 
         Raises `MalformedMessage` if the answer is none that can be sent.
         """
-        said = RpcMessage(kind, message.number, 0, message.view, message.step, body or {}, tuple(tensors))
+        said = RpcMessage(
+            kind, message.number, 0, message.view, message.step, body or {}, tuple(tensors)
+        )
         frames = said.dump(self._frame(message.route))
         try:
-            self._sockets[message.route[0]].send_multipart([message.route[1:], *frames], zmq.DONTWAIT, copy=False)
+            self._sockets[message.route[0]].send_multipart(
+                [message.route[1:], *frames], zmq.DONTWAIT, copy=False
+            )
         except zmq.Again:
-            self._refuse(f"an answer to {message.sender} was dropped: it has not read {UNREAD} others")
+            self._refuse(
+                f"an answer to {message.sender} was dropped: it has not read {UNREAD} others"
+            )
             return False
         except zmq.ZMQError:
             return False
@@ -256,7 +319,9 @@ class RpcServer:
     def _refuse(self, text: str) -> None:
         self._said += 1
         if self._said <= self.LOUD:
-            self._say(text + (" (more of the kind are not shown)" if self._said == self.LOUD else ""))
+            self._say(
+                text + (" (more of the kind are not shown)" if self._said == self.LOUD else "")
+            )
 
     @property
     def refused(self) -> int:
@@ -281,9 +346,12 @@ def _check_folder(folder: str) -> None:
 
 
 class RpcClient:
-    """A worker's connection to one server. `who` is what the server is called in messages. For any thread, one at a time.
+    """A worker's connection to one server.
 
-    With `alert` a connection that has broken, or over which nothing has come for so many seconds, ends all waits with `ServerLost`.
+    `who` is what the server is called in messages. For any thread, one at a time.
+
+    With `alert` a connection that has broken, or over which nothing has come for so many seconds,
+    ends all waits with `ServerLost`.
     """
 
     def __init__(
@@ -306,15 +374,24 @@ class RpcClient:
         _tune(self._socket, largest if self.near else FRAME, timings)
         self._socket.ipv6 = "[" in address
         if not self.near:
-            self._socket.curve_serverkey, (self._socket.curve_publickey, self._socket.curve_secretkey) = keys.server[0], keys.worker
+            (
+                self._socket.curve_serverkey,
+                (self._socket.curve_publickey, self._socket.curve_secretkey),
+            ) = keys.server[0], keys.worker
         self._monitor: zmq.Socket[Any] | None = None
         if alert is not None:
-            self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = round(250 * alert), round(1000 * alert)
-            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = (
+                round(250 * alert),
+                round(1000 * alert),
+            )
+            self._monitor = self._socket.get_monitor_socket(
+                zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            )
         self._socket.connect(address)
         self._lock = threading.RLock()
         self._found: dict[int, RpcMessage] = {}
-        self._sent: dict[int, tuple[Tensor, ...]] = {}  # what waits for its answer: its memory may be on its way still
+        # what waits for its answer: its memory may be on its way still
+        self._sent: dict[int, tuple[Tensor, ...]] = {}
         self._stood = False  # whether the connection does, as far as the monitor has told
         self._broken: PacelineError | None = None
         self.cancel_scope: CancelScope | None = None  # ends waits while it has tripped
@@ -331,14 +408,18 @@ class RpcClient:
         tensors: Sequence[Tensor] = (),
         seconds: float,
     ) -> int:
-        """Send a message, and give its number. The tensors have to stay as they are until `wait` has returned.
+        """Send a message, and give its number.
+
+        The tensors have to stay as they are until `wait` has returned.
 
         Raises `DeadlineExceeded` when the server has taken nothing for so many seconds.
         """
         with self._lock:
             self._number += 1
             kept = tuple(tensors)
-            frames = RpcMessage(kind, self._number, self._sender, view, step, body or {}, kept).dump(self._frame)
+            frames = RpcMessage(
+                kind, self._number, self._sender, view, step, body or {}, kept
+            ).dump(self._frame)
             self._poll(zmq.POLLOUT, time.monotonic() + seconds, f"takes no {kind}", seconds)
             self._socket.send_multipart(frames, copy=False)
             self._sent[self._number] = kept
@@ -348,7 +429,8 @@ class RpcClient:
     def wait(self, number: int, seconds: float) -> RpcMessage:
         """Wait for the answer to message `number`.
 
-        Raises `DeadlineExceeded` when none comes in time, `Mismatch` if it was refused, and what `end` was called with.
+        Raises `DeadlineExceeded` when none comes in time, `Mismatch` if it was refused, and what
+        `end` was called with.
         """
         return self._wait(number, time.monotonic() + seconds, seconds)
 
@@ -357,9 +439,13 @@ class RpcClient:
             while number not in self._found:
                 self._poll(zmq.POLLIN, end, f"has not answered message {number}", seconds)
                 try:
-                    answer = RpcMessage.load(self._socket.recv_multipart(copy=False), b"", self._frame)
+                    answer = RpcMessage.load(
+                        self._socket.recv_multipart(copy=False), b"", self._frame
+                    )
                 except MalformedMessage as error:
-                    raise Mismatch(f"{self.who} answered with something else than a message: {error}") from error
+                    raise Mismatch(
+                        f"{self.who} answered with something else than a message: {error}"
+                    ) from error
                 if self._sent.pop(answer.number, None) is not None:
                     self._found[answer.number] = answer
             answer = self._found.pop(number)
@@ -393,10 +479,14 @@ class RpcClient:
     def gone(self) -> bool:
         """Whether the connection has ended: no answer can be waited for any more."""
         while self._broken is None and self._monitor is not None and self._monitor.poll(0):
-            stood = parse_monitor_message(self._monitor.recv_multipart())["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            stood = (
+                parse_monitor_message(self._monitor.recv_multipart())["event"]
+                == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            )
             if self._stood and not stood:
                 self._broken = ServerLost(f"{self.who} is gone")
-            self._stood = stood  # what breaks before that is tried again: too many may have called at a time
+            # what breaks before that is tried again: too many may have called at a time
+            self._stood = stood
         return self._broken is not None
 
     def forget(self) -> None:

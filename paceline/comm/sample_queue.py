@@ -1,4 +1,6 @@
-"""The queue from which workers that are not in lockstep take their samples, and by which they send notes to the first worker."""
+"""The queue from which workers that are not in lockstep take their samples, and by which they
+send notes to the first worker.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,17 @@ from typing import Protocol
 
 
 class SampleQueue(Protocol):
-    """Deals the global batches of an epoch piece by piece to workers that are ready for more; passes notes to the first worker."""
+    """Deals the global batches of an epoch piece by piece to workers that are ready for more;
+    passes notes to the first worker.
+    """
 
     open: bool  # an epoch is under way
     paused: bool  # all have stopped taking samples, to come together: `begin` goes on
 
     def pause(self) -> None:
-        """Stop dealing: all workers end their turns and come together; the remaining samples are for later."""
+        """Stop dealing: all workers end their turns and come together; the remaining samples are
+        for later.
+        """
         ...
 
     def begin(self, epoch: int, first: int, sizes: Sequence[int]) -> None:
@@ -22,7 +28,9 @@ class SampleQueue(Protocol):
         ...
 
     def take(self, most: int) -> tuple[int, int, int] | None:
-        """Take at most `most` samples: the number of their global batch, the first, and the one after the last; None: no more."""
+        """Take at most `most` samples: the number of their global batch, the first, and the one
+        after the last; None: no more.
+        """
         ...
 
     def leave(self) -> None:
@@ -30,9 +38,13 @@ class SampleQueue(Protocol):
         ...
 
     def together(self) -> AbstractContextManager[None]:
-        """Mark that all workers are here, in the middle of an epoch: the code inside may make a call of all."""
+        """Mark that all workers are here, in the middle of an epoch: the code inside may make a
+        call of all.
+        """
         ...
 
     def post(self, body: bytes, *, stop: bool = False) -> list[tuple[int, bytes]]:
-        """Send a note to the first worker, perhaps with the wish that all stop; return, on that worker, the notes received by rank."""
+        """Send a note to the first worker, perhaps with the wish that all stop; return, on that
+        worker, the notes received by rank.
+        """
         ...

@@ -1,10 +1,14 @@
-"""All-reduce as plain data: which rank sends which chunk to whom in which round. Built, proved, priced and drawn without a process.
+"""All-reduce as plain data: which rank sends which chunk to whom in which round.
+
+Built, proved, priced and drawn without a process.
 
 ring(3): chunks travel right; first every chunk gathers its sum, then the sums go round
 
           round 0   round 1   round 2   round 3
-rank 0    0 +> 1    2 +> 1    1 -> 1    0 -> 1          0 +> 1   sends chunk 0 to rank 1, which adds it
-rank 1    1 +> 2    0 +> 2    2 -> 2    1 -> 2          1 -> 1   sends chunk 1 to rank 1, which keeps it
+rank 0    0 +> 1    2 +> 1    1 -> 1    0 -> 1          0 +> 1   sends chunk 0 to rank 1, which adds
+                                                                 it
+rank 1    1 +> 2    0 +> 2    2 -> 2    1 -> 2          1 -> 1   sends chunk 1 to rank 1, which
+                                                                 keeps it
 rank 2    2 +> 0    1 +> 0    0 -> 0    2 -> 0
 """
 
@@ -18,11 +22,14 @@ from paceline.errors import UsageError
 from paceline.formatting import counted
 
 PIECES = 8  # that an uneven schedule cuts a tensor into
-History = tuple["History | int", ...]  # how a value came about: the ranks and partial sums that it is the sum of, in order
+# how a value came about: the ranks and partial sums that it is the sum of, in order
+History = tuple["History | int", ...]
 
 
 class Move(NamedTuple):
-    """One transfer: `src` sends its `chunk` to `dst`, which adds it to its own, or (`add` false) keeps it in place of its own."""
+    """One transfer: `src` sends its `chunk` to `dst`, which adds it to its own, or (`add` false)
+    keeps it in place of its own.
+    """
 
     src: int
     dst: int
@@ -31,7 +38,8 @@ class Move(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """An all-reduce of `size` ranks: `chunks` are fractions of the tensor; all moves of a round start from the state before it.
+    """An all-reduce of `size` ranks: `chunks` are fractions of the tensor; all moves of a round
+    start from the state before it.
 
     What a rank receives in one round is added together with its own part in the order of ranks.
     """
@@ -50,7 +58,8 @@ class LinkSpeed(NamedTuple):
 
 
 class ScheduleNetwork(NamedTuple):
-    """What a schedule is priced on: the host of each rank; all ranks of a host share its link to the others.
+    """What a schedule is priced on: the host of each rank; all ranks of a host share its link to
+    the others.
 
     `between` is every host's link, unless `links` has that of each host.
     """
@@ -66,7 +75,8 @@ class ScheduleNetwork(NamedTuple):
 
 
 def direct(size: int) -> Schedule:
-    """Exchange everything with everyone, the naive way: one round, (n-1) times the tensor from each.
+    """Exchange everything with everyone, the naive way: one round, (n-1) times the tensor from
+    each.
 
     0 <-+> 1
     0 <-+> 2      (all pairs at once)
@@ -77,20 +87,31 @@ def direct(size: int) -> Schedule:
 
 
 def ring(size: int) -> Schedule:
-    """Reduce-scatter and all-gather round a ring: 2(n-1) rounds, 2(n-1)/n of the tensor from each. Patarasuk and Yuan, 2009.
+    """Reduce-scatter and all-gather round a ring: 2(n-1) rounds, 2(n-1)/n of the tensor from each.
+
+    Patarasuk and Yuan, 2009.
 
     0 -+> 1 -+> 2 -+> 0     rank r sends chunk r-t in round t; n-1 rounds
     0 --> 1 --> 2 --> 0     then chunk r+1-t;                  n-1 rounds
     """
-    add = [[Move(r, (r + 1) % size, (r - t) % size, True) for r in range(size)] for t in range(size - 1)]
-    keep = [[Move(r, (r + 1) % size, (r + 1 - t) % size, False) for r in range(size)] for t in range(size - 1)]
+    add = [
+        [Move(r, (r + 1) % size, (r - t) % size, True) for r in range(size)]
+        for t in range(size - 1)
+    ]
+    keep = [
+        [Move(r, (r + 1) % size, (r + 1 - t) % size, False) for r in range(size)]
+        for t in range(size - 1)
+    ]
     return Schedule("ring", size, _even(size), _rounds(add + keep))
 
 
 def owners(size: int) -> Schedule:
-    """Give every rank a chunk: all send it their parts, and it sends the sum to all. Two rounds, 2(n-1)/n of the tensor from each.
+    """Give every rank a chunk: all send it their parts, and it sends the sum to all.
 
-    1, 2 +> 0    0, 2 +> 1    0, 1 +> 2      (n^2 messages at once: for few ranks, and the only one of little traffic
+    Two rounds, 2(n-1)/n of the tensor from each.
+
+    1, 2 +> 0    0, 2 +> 1    0, 1 +> 2      (n^2 messages at once: for few ranks, and the only one
+                                             of little traffic
     0 -> 1, 2    1 -> 0, 2    2 -> 0, 1       whose sums are in rank order and never sent unrounded)
     """
     add = [Move(src, dst, dst, True) for src in range(size) for dst in range(size) if src != dst]
@@ -108,42 +129,60 @@ def tree(size: int) -> Schedule:
        3   4
     """
     edges = [((child - 1) // 2, child) for child in range(1, size)]
-    levels = [list(level) for _, level in groupby(edges, key=lambda edge: (edge[1] + 1).bit_length())]
+    levels = [
+        list(level) for _, level in groupby(edges, key=lambda edge: (edge[1] + 1).bit_length())
+    ]
     up = [[Move(child, parent, 0, True) for parent, child in level] for level in reversed(levels)]
     down = [[Move(parent, child, 0, False) for parent, child in level] for level in levels]
     return Schedule("tree", size, (1.0,), _rounds(up + down))
 
 
 def halving_doubling(size: int) -> Schedule:
-    """Swap halves between pairs of ranks, then quarters, ..., and back: 2 log2(n) rounds, 2(n-1)/n of the tensor from each. Thakur 2005.
+    """Swap halves between pairs of ranks, then quarters, ..., and back: 2 log2(n) rounds, 2(n-1)/n
+    of the tensor from each. Thakur 2005.
 
-    4 ranks:   0 <-> 2   1 <-> 3   halves          6 ranks: first 4 +> 0 and 5 +> 1 (the extra ones fold in),
+    4 ranks:   0 <-> 2   1 <-> 3   halves          6 ranks: first 4 +> 0 and 5 +> 1 (the extra ones
+                                                   fold in),
                0 <-> 1   2 <-> 3   quarters                 then as 4 ranks,
                and the same way back                        last 0 -> 4 and 1 -> 5
     """
     power = 1 << (size.bit_length() - 1)
     distances = [power >> k for k in range(1, power.bit_length())]
     halving = [
-        [Move(r, r ^ d, c, True) for r in range(power) for c in range(power) if c // (2 * d) == r // (2 * d) and (c ^ r) & d]
+        [
+            Move(r, r ^ d, c, True)
+            for r in range(power)
+            for c in range(power)
+            if c // (2 * d) == r // (2 * d) and (c ^ r) & d
+        ]
         for d in distances
     ]
-    doubling = [[Move(r, r ^ d, c, False) for r in range(power) for c in range(r // d * d, r // d * d + d)] for d in reversed(distances)]
+    doubling = [
+        [Move(r, r ^ d, c, False) for r in range(power) for c in range(r // d * d, r // d * d + d)]
+        for d in reversed(distances)
+    ]
     fold = [Move(r, r - power, c, True) for r in range(power, size) for c in range(power)]
     unfold = [Move(r - power, r, c, False) for r in range(power, size) for c in range(power)]
-    return Schedule("halving-doubling", size, _even(power), _rounds([fold, *halving, *doubling, unfold]))
+    return Schedule(
+        "halving-doubling", size, _even(power), _rounds([fold, *halving, *doubling, unfold])
+    )
 
 
 def uneven(rates: Sequence[float], pieces: int | None = None) -> Schedule:
-    """Give every rank a chunk in proportion to what the rate of its link has to spare, piece after piece, as pieces overlap in rounds.
+    """Give every rank a chunk in proportion to what the rate of its link has to spare, piece after
+    piece, as pieces overlap in rounds.
 
-        rates 4, 4, 1: rank 2 owns nothing            round 0       1                  2                      3
+        rates 4, 4, 1: rank 2 owns nothing            round 0       1                  2
+                                                                    3
         (one piece of three is shown)      piece 0    1, 2 +> 0     0 -> 1, 2
                                                       0, 2 +> 1     1 -> 0, 2
-                                           piece 1                  as piece 0 before                  ...
+                                           piece 1                  as piece 0 before
+                                                                    ...
 
-    A rank that owns a part f of the tensor sends and receives 1 + (n-2) f of it, while with `owners` and `ring` each has 2 - 2/n: the
-    slowest link has as little as half of that to carry. Where all rates are alike, or with two ranks, these are `owners` in one piece.
-    `pieces` may say how many there are: one is right where other tensors are under way at the same time.
+    A rank that owns a part f of the tensor sends and receives 1 + (n-2) f of it, while with
+    `owners` and `ring` each has 2 - 2/n: the slowest link has as little as half of that to carry.
+    Where all rates are alike, or with two ranks, these are `owners` in one piece. `pieces` may say
+    how many there are: one is right where other tensors are under way at the same time.
     """
     parts = fractions(rates)
     size, owning = len(rates), [rank for rank, part in enumerate(parts) if part > 0]
@@ -151,16 +190,23 @@ def uneven(rates: Sequence[float], pieces: int | None = None) -> Schedule:
     rounds: list[list[Move]] = [[] for _ in range(pieces + 1)]
     for piece in range(pieces):
         for place, owner in enumerate(owning):
-            chunk, others = piece * len(owning) + place, [rank for rank in range(size) if rank != owner]
+            chunk, others = (
+                piece * len(owning) + place,
+                [rank for rank in range(size) if rank != owner],
+            )
             rounds[piece] += [Move(src, owner, chunk, True) for src in others]
             rounds[piece + 1] += [Move(owner, dst, chunk, False) for dst in others]
-    return Schedule("uneven", size, tuple(parts[owner] / pieces for owner in owning) * pieces, _rounds(rounds))
+    return Schedule(
+        "uneven", size, tuple(parts[owner] / pieces for owner in owning) * pieces, _rounds(rounds)
+    )
 
 
 def fractions(rates: Sequence[float]) -> list[float]:
-    """Return which part of a tensor each rank owns in `uneven`, so that all links are busy for the same time as far as that can be.
+    """Return which part of a tensor each rank owns in `uneven`, so that all links are busy for the
+    same time as far as that can be.
 
-    A link of rate b is busy for (1 + (n-2) f) / b: where that is T for all, f is (T b - 1) / (n-2), and nothing where that is below 0.
+    A link of rate b is busy for (1 + (n-2) f) / b: where that is T for all, f is (T b - 1) / (n-2),
+    and nothing where that is below 0.
     """
     size = len(rates)
     if size < 3 or min(rates) <= 0:
@@ -176,12 +222,14 @@ def fractions(rates: Sequence[float]) -> list[float]:
 
 
 def hierarchical(hosts: Sequence[int], between: Callable[[int], Schedule] = ring) -> Schedule:
-    """Add up at the first rank of each host; those exchange by the schedule `between`, and hand the result out: one copy per host.
+    """Add up at the first rank of each host; those exchange by the schedule `between`, and hand the
+    result out: one copy per host.
 
         hosts [0, 1, 0, 1]:   2 +> 0    0 <-ring-> 1    0 -> 2
                               3 +> 1                    1 -> 3
 
-    `hosts` is the host of each rank: what goes between hosts depends on how many there are, not on where the ranks are.
+    `hosts` is the host of each rank: what goes between hosts depends on how many there are, not on
+    where the ranks are.
     """
     first: dict[int, int] = {}
     for rank, host in enumerate(hosts):
@@ -192,20 +240,28 @@ def hierarchical(hosts: Sequence[int], between: Callable[[int], Schedule] = ring
     rest = [(rank, first[host]) for rank, host in enumerate(hosts) if rank != first[host]]
     gather = [Move(rank, leader, c, True) for rank, leader in rest for c in chunks]
     spread = [Move(leader, rank, c, False) for rank, leader in rest for c in chunks]
-    middle = [[Move(leaders[m.src], leaders[m.dst], m.chunk, m.add) for m in moves] for moves in outer.rounds]
+    middle = [
+        [Move(leaders[m.src], leaders[m.dst], m.chunk, m.add) for m in moves]
+        for moves in outer.rounds
+    ]
     name = f"hierarchical({outer.name})"
     return Schedule(name, len(hosts), outer.chunks, _rounds([gather, *middle, spread]))
 
 
 def _uneven_hosts(hosts: Sequence[int], rates: Sequence[float]) -> Schedule:
-    places = list(dict.fromkeys(hosts))  # in the order in which `hierarchical` has their first ranks
+    # in the order in which `hierarchical` has their first ranks
+    places = list(dict.fromkeys(hosts))
     if len(places) == 1:
         return uneven([1.0] * len(hosts))
     known = [rates[host] if rates else 1.0 for host in places]
-    return uneven(known) if len(places) == len(hosts) else hierarchical(hosts, lambda _: uneven(known))
+    return (
+        uneven(known) if len(places) == len(hosts) else hierarchical(hosts, lambda _: uneven(known))
+    )
 
 
-ScheduleName = Literal["direct", "ring", "owners", "tree", "halving-doubling", "hierarchical", "uneven"]
+ScheduleName = Literal[
+    "direct", "ring", "owners", "tree", "halving-doubling", "hierarchical", "uneven"
+]
 SCHEDULES: dict[str, Callable[[Sequence[int], Sequence[float]], Schedule]] = {
     "direct": lambda hosts, _: direct(len(hosts)),
     "ring": lambda hosts, _: ring(len(hosts)),
@@ -215,20 +271,27 @@ SCHEDULES: dict[str, Callable[[Sequence[int], Sequence[float]], Schedule]] = {
     "hierarchical": lambda hosts, _: hierarchical(hosts),
     "uneven": _uneven_hosts,
 }
-"""Builders by name; each takes the host of every rank (`[0] * n` for one host), and the rate of each host's link (empty: all alike)."""
+"""Builders by name; each takes the host of every rank (`[0] * n` for one host), and the rate of
+each host's link (empty: all alike).
+"""
 
 
 def build(name: str, hosts: Sequence[int], rates: Sequence[float] = ()) -> Schedule:
-    """Build the schedule `name` for ranks on `hosts`, whose links have these rates (none: all alike).
+    """Build the schedule `name` for ranks on `hosts`, whose links have these rates (none: all
+    alike).
 
-    Raises `UsageError` when there is none of that name, or there aren't as many rates above 0 as hosts.
+    Raises `UsageError` when there is none of that name, or there aren't as many rates above 0 as
+    hosts.
     """
     if name not in SCHEDULES:
         raise UsageError(f"there is no schedule {name!r}; there are {', '.join(SCHEDULES)}")
     if not hosts:
         raise UsageError("a schedule is for at least one rank")
     if rates and (len(rates) != max(hosts) + 1 or min(rates) <= 0):
-        raise UsageError(f"rates of links are {list(rates)}; give one above 0 for each of the {max(hosts) + 1} hosts")
+        raise UsageError(
+            f"rates of links are {list(rates)}; give one above 0 for each of the {max(hosts) + 1} "
+            "hosts"
+        )
     return SCHEDULES[name](hosts, rates)
 
 
@@ -244,7 +307,9 @@ def carried(schedule: Schedule) -> list[list[frozenset[int]]]:
 
 
 def check(schedule: Schedule) -> None:
-    """Prove that every rank ends with every contribution exactly once, added in the same order; `AssertionError` says where it fails."""
+    """Prove that every rank ends with every contribution exactly once, added in the same order;
+    `AssertionError` says where it fails.
+    """
     size, count = schedule.size, len(schedule.chunks)
     assert abs(sum(schedule.chunks) - 1) < 1e-9, f"chunks add up to {sum(schedule.chunks)}"
     everyone = set(range(size))
@@ -252,27 +317,43 @@ def check(schedule: Schedule) -> None:
     for step, moves in enumerate(schedule.rounds):
         before = [list(row) for row in state]
         assert len(set(moves)) == len(moves), f"round {step} makes a move twice"
-        for (dst, chunk), group in groupby(sorted(moves, key=lambda m: (m.dst, m.chunk, m.src)), key=lambda m: (m.dst, m.chunk)):
+        for (dst, chunk), group in groupby(
+            sorted(moves, key=lambda m: (m.dst, m.chunk, m.src)), key=lambda m: (m.dst, m.chunk)
+        ):
             into = list(group)
             assert all(m.src != dst for m in into), f"round {step}: rank {dst} sends to itself"
             if not all(m.add for m in into):
-                assert len(into) == 1, f"round {step}: chunk {chunk} of rank {dst} is kept and changed at once"
-                assert _ranks(before[into[0].src][chunk]) == sorted(everyone), f"round {step}: {into[0]} is kept before it is complete"
+                assert len(into) == 1, (
+                    f"round {step}: chunk {chunk} of rank {dst} is kept and changed at once"
+                )
+                assert _ranks(before[into[0].src][chunk]) == sorted(everyone), (
+                    f"round {step}: {into[0]} is kept before it is complete"
+                )
                 state[dst][chunk] = before[into[0].src][chunk]
                 continue
-            terms = sorted([(m.src, before[m.src][chunk]) for m in into] + [(dst, before[dst][chunk])])
+            terms = sorted(
+                [(m.src, before[m.src][chunk]) for m in into] + [(dst, before[dst][chunk])]
+            )
             state[dst][chunk] = tuple(term for _, term in terms)
             contributors = _ranks(state[dst][chunk])
-            assert len(contributors) == len(set(contributors)), f"round {step}: rank {dst} counts {contributors} in chunk {chunk}"
+            assert len(contributors) == len(set(contributors)), (
+                f"round {step}: rank {dst} counts {contributors} in chunk {chunk}"
+            )
     for rank in range(size):
         for chunk in range(count):
             contributors = _ranks(state[rank][chunk])
-            assert contributors == sorted(everyone), f"rank {rank} ends with {contributors} in chunk {chunk}"
-            assert state[rank][chunk] == state[0][chunk], f"rank {rank} adds chunk {chunk} up in another order than rank 0"
+            assert contributors == sorted(everyone), (
+                f"rank {rank} ends with {contributors} in chunk {chunk}"
+            )
+            assert state[rank][chunk] == state[0][chunk], (
+                f"rank {rank} adds chunk {chunk} up in another order than rank 0"
+            )
 
 
 def seconds(schedule: Schedule, nbytes: int, network: ScheduleNetwork) -> float:
-    """Price the all-reduce of `nbytes`: every round takes its slowest link, sending and receiving at once."""
+    """Price the all-reduce of `nbytes`: every round takes its slowest link, sending and
+    receiving at once.
+    """
     total = 0.0
     for moves in schedule.rounds:
         out: dict[tuple[str, int], float] = {}
@@ -280,7 +361,9 @@ def seconds(schedule: Schedule, nbytes: int, network: ScheduleNetwork) -> float:
         for move in moves:
             load = nbytes * schedule.chunks[move.chunk]
             a, b = network.hosts[move.src], network.hosts[move.dst]
-            source, target = (("rank", move.src), ("rank", move.dst)) if a == b else (("host", a), ("host", b))
+            source, target = (
+                (("rank", move.src), ("rank", move.dst)) if a == b else (("host", a), ("host", b))
+            )
             out[source] = out.get(source, 0.0) + load
             into[target] = into.get(target, 0.0) + load
         total += max(
@@ -310,10 +393,20 @@ def draw(schedule: Schedule) -> str:
     heads = [f"round {number}" for number in range(len(schedule.rounds))]
     widths = [max(len(head), *(len(row[i]) for row in cells)) for i, head in enumerate(heads)]
     label = len(f"rank {schedule.size - 1}")
-    lines = [" " * label + "".join(f" | {head:<{width}}" for head, width in zip(heads, widths, strict=True))]
+    lines = [
+        " " * label
+        + "".join(f" | {head:<{width}}" for head, width in zip(heads, widths, strict=True))
+    ]
     for rank, row in enumerate(cells):
-        lines.append(f"{f'rank {rank}':<{label}}" + "".join(f" | {cell:<{width}}" for cell, width in zip(row, widths, strict=True)))
-    counts = [(schedule.size, "rank"), (len(schedule.chunks), "chunk"), (len(schedule.rounds), "round")]
+        lines.append(
+            f"{f'rank {rank}':<{label}}"
+            + "".join(f" | {cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        )
+    counts = [
+        (schedule.size, "rank"),
+        (len(schedule.chunks), "chunk"),
+        (len(schedule.rounds), "round"),
+    ]
     title = f"{schedule.name}: " + ", ".join(counted(number, word) for number, word in counts)
     legend = "0 +> 1: sends chunk 0 to rank 1, which adds it; 0 -> 1: which keeps it"
     return "\n".join([title, legend, "", *(line.rstrip() for line in lines)])

@@ -9,7 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.fingerprint import choosing, compare, dealing, exchanging, matching, objects, parcel, reducing, rooted, rows
+from paceline.comm.fingerprint import (
+    choosing,
+    compare,
+    dealing,
+    exchanging,
+    matching,
+    objects,
+    parcel,
+    reducing,
+    rooted,
+    rows,
+)
 from paceline.comm.group import Finished, Group, Op, Traffic, Work, as_begun, begun
 from paceline.comm.reduction import admit
 from paceline.errors import UsageError
@@ -24,18 +35,29 @@ class SoloGroup:
         self.waited = 0.0
         self._global = rank
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        *,
+        tag: int = 0,
+    ) -> Work[None]:
         """Deliver messages to oneself."""
         call = exchanging(sends, recvs, tag, 1)
         compare([(str(call), call.flaw)])
-        matching([[[(to, parcel(x)) for to, x in sends], [(source, parcel(x)) for source, x in recvs]]], (self._global,))
+        matching(
+            [[[(to, parcel(x)) for to, x in sends], [(source, parcel(x)) for source, x in recvs]]],
+            (self._global,),
+        )
         arrived = [x.detach().clone(memory_format=torch.contiguous_format) for _, x in sends]
         with as_begun(begun(*(into for _, into in recvs))):
             for (_, into), x in zip(recvs, arrived, strict=True):
                 into.detach().copy_(x.view(into.shape))
         return Finished()
 
-    def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
+    def all_reduce(
+        self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None
+    ) -> Work[Tensor]:
         """Copy `x`, which is the sum of one."""
         _check(reducing("all_reduce", x, op, name, out).flaw)
         admit(op, x.dtype)

@@ -10,7 +10,8 @@ from paceline.comm.group import Traffic
 class TrafficMeter:
     """The traffic of one rank; `hosts` is the host of each rank (None: all on one).
 
-    Native collectives don't tell what they send: they are counted by the algorithm that they are known to use.
+    Native collectives don't tell what they send: they are counted by the algorithm that they are
+    known to use.
     """
 
     def __init__(self, rank: int, size: int, hosts: Sequence[int] | None = None) -> None:
@@ -33,7 +34,9 @@ class TrafficMeter:
             self.sent(to, nbytes)
 
     def ring(self, nbytes: int, *, laps: int = 2) -> None:
-        """Count a ring over `nbytes`: (n-1)/n of it go to the next rank in each lap; an all-reduce has two, a reduce-scatter one."""
+        """Count a ring over `nbytes`: (n-1)/n of it go to the next rank in each lap; an
+        all-reduce has two, a reduce-scatter one.
+        """
         self.sent((self._rank + 1) % self._size, laps * (self._size - 1) * nbytes // self._size)
 
     def choose(self, ranks: Sequence[int]) -> list[int]:

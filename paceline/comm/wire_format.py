@@ -1,4 +1,7 @@
-"""The wire format of tensors: a form in the header and the frames behind it. Nothing received is believed before it is checked."""
+"""The wire format of tensors: a form in the header and the frames behind it.
+
+Nothing received is believed before it is checked.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,14 @@ DIMS = 16  # of a tensor
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(
+            torch.float64,
+            torch.float32,
+            torch.float16,
+            torch.bfloat16,
+            torch.complex64,
+            torch.complex128,
+        ),
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     )
 }
@@ -40,12 +50,22 @@ class TensorForm(NamedTuple):
 
 def read(form: Any) -> TensorForm:
     """Read a tensor's form from a header. Raises `MalformedMessage`."""
-    if not isinstance(form, list) or len(form) != 2 or not isinstance(form[0], str) or form[0] not in DTYPES:
+    if (
+        not isinstance(form, list)
+        or len(form) != 2
+        or not isinstance(form[0], str)
+        or form[0] not in DTYPES
+    ):
         raise MalformedMessage("a tensor in its header has no dtype that is known")
     dtype, shape = form
-    if not isinstance(shape, list) or len(shape) > DIMS or any(type(length) is not int or length < 0 for length in shape):
+    if (
+        not isinstance(shape, list)
+        or len(shape) > DIMS
+        or any(type(length) is not int or length < 0 for length in shape)
+    ):
         raise MalformedMessage("a tensor in its header has no shape")
-    if math.prod(max(length, 1) for length in shape) >= 1 << 48:  # torch counts strides of what is empty, too
+    # torch counts strides of what is empty, too
+    if math.prod(max(length, 1) for length in shape) >= 1 << 48:
         raise MalformedMessage("a tensor in its header is larger than any could be")
     return TensorForm(dtype, tuple(shape))
 
@@ -61,7 +81,9 @@ def tensor(form: TensorForm, frames: Sequence[memoryview]) -> Tensor:
     """Make the tensor of that form which lies in these frames. Raises `MalformedMessage`."""
     dtype, came = DTYPES[form.name], sum(frame.nbytes for frame in frames)
     if form.nbytes != came:
-        raise MalformedMessage(f"a tensor {form.name}{list(form.shape)} needs {form.nbytes} bytes, and {came} came")
+        raise MalformedMessage(
+            f"a tensor {form.name}{list(form.shape)} needs {form.nbytes} bytes, and {came} came"
+        )
     if not came:
         return torch.empty(form.shape, dtype=dtype)
     if len(frames) == 1 and not frames[0].readonly:

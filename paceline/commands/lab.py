@@ -16,14 +16,21 @@ from paceline.cluster.launcher.request import check_cluster
 from paceline.commands.watch import watched
 from paceline.unequal.probe.dtypes import check as check_dtypes
 
-app = typer.Typer(help="A cluster on this machine: hosts, slow links and faults.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="A cluster on this machine: hosts, slow links and faults.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
-UNMEASURED: Final = {"PACELINE_CLUSTER": ""}  # for what measures a cluster: that may be another one than that of a file
+# for what measures a cluster: that may be another one than that of a file
+UNMEASURED: Final = {"PACELINE_CLUSTER": ""}
 PROBE: Final = Path(__file__).parents[1] / "bench" / "probe.py"
 
 
 def probing(dtypes: str, out: Path, *, here: bool) -> tuple[str, ...]:
-    """Return the arguments of the script that measures a cluster; `here` says that the file will be written on this host."""
+    """Return the arguments of the script that measures a cluster; `here` says that the file will
+    be written on this host.
+    """
     check_dtypes(dtypes.split(","))
     if here:
         topology_file.check_target(out)
@@ -31,7 +38,9 @@ def probing(dtypes: str, out: Path, *, here: bool) -> tuple[str, ...]:
 
 
 class ScriptLast(TyperCommand):
-    """A command whose options may come before and after its first argument, but not after its second, the script."""
+    """A command whose options may come before and after its first argument, but not after its
+    second, the script.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         before, positional = self._options(ctx, args)
@@ -54,13 +63,19 @@ def run_in_lab(
     script: options.Script,
     args: options.Arguments = None,
     *,
-    fault: Annotated[list[str] | None, typer.Option(help="What is to go wrong, such as 'kill(rank=2, step=5)'; may be repeated.")] = None,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(help="What is to go wrong, such as 'kill(rank=2, step=5)'; may be repeated."),
+    ] = None,
     sync: options.Sync = None,
     mesh: options.Mesh = None,
     cut: options.Cut = None,
     shares: options.Shares = None,
     name: options.Name = None,
-    placement: Annotated[str | None, typer.Option(help="How ranks are dealt to hosts; default: what the cluster says.")] = None,
+    placement: Annotated[
+        str | None,
+        typer.Option(help="How ranks are dealt to hosts; default: what the cluster says."),
+    ] = None,
     min_workers: options.MinWorkers = None,
     restarts: options.Restarts = 0,
     patience: options.Patience = 600.0,
@@ -110,7 +125,9 @@ def probe_in_lab(
 
     args = probing(dtypes, out, here=True)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        start = LabRequest(str(PROBE), (*args, "--quiet", "--folder", folder), environ=UNMEASURED, show=True)
+        start = LabRequest(
+            str(PROBE), (*args, "--quiet", "--folder", folder), environ=UNMEASURED, show=True
+        )
         code = terminal.run(cluster, None, start, kept=False)
     if code == 0:
         typer.echo(describe(topology_file.read(out)))
@@ -125,14 +142,21 @@ def check_lab() -> None:
     raise typer.Exit(terminal.check())
 
 
-@app.command("shell", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+@app.command(
+    "shell", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True}
+)
 def shell_in_lab(
     host: Annotated[str, typer.Argument(help="Name or number of a host of the lab that runs.")],
     command: Annotated[
-        list[str] | None, typer.Argument(help="A command for a shell there, quoted as for ssh; default: the shell itself.")
+        list[str] | None,
+        typer.Argument(
+            help="A command for a shell there, quoted as for ssh; default: the shell itself."
+        ),
     ] = None,
     *,
-    identity: Annotated[str | None, typer.Option("--lab", help="Which lab, if several run.")] = None,
+    identity: Annotated[
+        str | None, typer.Option("--lab", help="Which lab, if several run.")
+    ] = None,
 ) -> None:
     """Open a shell in a host of a lab that runs, or run a command there."""
     from paceline.lab import terminal

@@ -15,10 +15,19 @@ from paceline.observe.watch.process import WatchedJob
 
 def watch(
     folder: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="A run: its folder, or its name in runs; default: the newest.")
+        Path | None,
+        typer.Argument(
+            metavar="RUN", help="A run: its folder, or its name in runs; default: the newest."
+        ),
     ] = None,
     *,
-    listen: Annotated[str, typer.Option(metavar="[HOST:]PORT", help="Where the page is served; default: a free port of loopback.")] = "0",
+    listen: Annotated[
+        str,
+        typer.Option(
+            metavar="[HOST:]PORT",
+            help="Where the page is served; default: a free port of loopback.",
+        ),
+    ] = "0",
     secret_file: options.SecretFile = None,
 ) -> None:
     """Serve a page that shows a run while it trains, from any machine that sees its folder."""

@@ -1,4 +1,5 @@
-"""Shares by speed, as plain data: how long each worker takes for so many units, and the split whose slowest worker is soonest done.
+"""Shares by speed, as plain data: how long each worker takes for so many units, and the split whose
+slowest worker is soonest done.
 
 seconds              curve of rank 0: fixed 10 ms, then 2 ms for a sample        batch 45
  |          . rank 1       curve of rank 1: fixed 10 ms, then 4 ms               30 -> 70 ms
@@ -24,7 +25,10 @@ _HALVINGS: Final = 100  # of an interval of seconds, after which floats can't te
 
 @dataclass(frozen=True)
 class SpeedCurve:
-    """Seconds of a worker's turn: `fixed`, and `per_unit` for each unit. Raises `DataError` for a worker without speed."""
+    """Seconds of a worker's turn: `fixed`, and `per_unit` for each unit.
+
+    Raises `DataError` for a worker without speed.
+    """
 
     fixed: float
     per_unit: float
@@ -32,7 +36,8 @@ class SpeedCurve:
     def __post_init__(self) -> None:
         if not (0 < self.per_unit < math.inf and 0 <= self.fixed < math.inf):
             raise DataError(
-                f"{self.per_unit} s for a sample, and {self.fixed} s besides, is no speed: leave out a worker that doesn't move"
+                f"{self.per_unit} s for a sample, and {self.fixed} s besides, is no speed: "
+                "leave out a worker that doesn't move"
             )
 
     def __call__(self, units: float) -> float:
@@ -56,9 +61,15 @@ def balance(batch: int, curves: Sequence[SpeedCurve]) -> tuple[int, ...]:
     everybody = int(batch >= len(curves))
     shares = [max(int(part), everybody) for part in _parts(batch, curves)]
     while sum(shares) > batch:  # slow workers have got a sample that others have to give
-        longest = max((rank for rank in range(len(shares)) if shares[rank] > everybody), key=lambda rank: curves[rank](shares[rank]))
+        longest = max(
+            (rank for rank in range(len(shares)) if shares[rank] > everybody),
+            key=lambda rank: curves[rank](shares[rank]),
+        )
         shares[longest] -= 1
-    waiting = [(curve(share + 1), rank) for rank, (curve, share) in enumerate(zip(curves, shares, strict=True))]
+    waiting = [
+        (curve(share + 1), rank)
+        for rank, (curve, share) in enumerate(zip(curves, shares, strict=True))
+    ]
     heapq.heapify(waiting)
     for _ in range(batch - sum(shares)):
         rank = waiting[0][1]
@@ -68,7 +79,9 @@ def balance(batch: int, curves: Sequence[SpeedCurve]) -> tuple[int, ...]:
 
 
 def _parts(total: float, curves: Sequence[SpeedCurve], least: float = 0.0) -> tuple[float, ...]:
-    """Return the parts, not whole, of workers that are all done at the same time, and `least` for all."""
+    """Return the parts, not whole, of workers that are all done at the same time, and `least`
+    for all.
+    """
 
     def until(seconds: float) -> tuple[float, ...]:
         return tuple(max(curve.units(seconds), least) for curve in curves)
@@ -84,7 +97,10 @@ def _parts(total: float, curves: Sequence[SpeedCurve], least: float = 0.0) -> tu
 
 
 class SpeedShares:
-    """A policy of shares by speed: samples of a global batch -> those of each rank. `per_sample`: units of a usual sample."""
+    """A policy of shares by speed: samples of a global batch -> those of each rank.
+
+    `per_sample`: units of a usual sample.
+    """
 
     def __init__(self, curves: Sequence[SpeedCurve], per_sample: float = 1.0) -> None:
         self.curves, self.per_sample = tuple(curves), per_sample
@@ -101,36 +117,60 @@ class SpeedShares:
     def parts(self, total: float) -> tuple[float, ...]:
         """Return the ideal part of each rank in `total` units, which need not be whole.
 
-        Everybody has that of a usual sample if there are enough, as in `balance`: who has nothing to do is not measured, and never comes
-        back.
+        Everybody has that of a usual sample if there are enough, as in `balance`: who has nothing
+        to do is not measured, and never comes back.
         """
         size = len(self.curves)
-        least = min(self.per_sample, total / size) if round(total / self.per_sample) >= size else 0.0
+        least = (
+            min(self.per_sample, total / size) if round(total / self.per_sample) >= size else 0.0
+        )
         found = _parts(total, self.curves, least)
         whole = math.fsum(found)
-        return tuple(part * total / whole for part in found) if whole > 0 else tuple(total / len(found) for _ in found)
+        return (
+            tuple(part * total / whole for part in found)
+            if whole > 0
+            else tuple(total / len(found) for _ in found)
+        )
 
 
 class WorkerSpeeds:
-    """The curves of all workers that were measured, by their numbers (`Agreement.origins`), and the host of each."""
+    """The curves of all workers that were measured, by their numbers (`Agreement.origins`), and
+    the host of each.
+    """
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[str, SpeedCurve]] = {}
         self.per_sample = 1.0  # units
 
-    def learn(self, origins: Sequence[int], hosts: Sequence[str], curves: Sequence[SpeedCurve], per_sample: float = 1.0) -> None:
-        """Take note of the speeds of the present workers, in units of which a usual sample has so many."""
+    def learn(
+        self,
+        origins: Sequence[int],
+        hosts: Sequence[str],
+        curves: Sequence[SpeedCurve],
+        per_sample: float = 1.0,
+    ) -> None:
+        """Take note of the speeds of the present workers, in units of which a usual sample has
+        so many.
+        """
         self.per_sample = per_sample
-        self.known.update({origin: (host, curve) for origin, host, curve in zip(origins, hosts, curves, strict=True)})
+        self.known.update(
+            {
+                origin: (host, curve)
+                for origin, host, curve in zip(origins, hosts, curves, strict=True)
+            }
+        )
 
     def of(self, origins: Sequence[int], hosts: Sequence[str]) -> tuple[SpeedCurve, ...] | None:
         """Return the curves of the present workers; None where nothing was measured.
 
-        A newcomer is as fast as those who were on its host, and are gone; else as the others there; else as all are in the mean.
+        A newcomer is as fast as those who were on its host, and are gone; else as the others there;
+        else as all are in the mean.
         """
         if not self.known:
             return None
-        return tuple(self._guess(origin, host, origins) for origin, host in zip(origins, hosts, strict=True))
+        return tuple(
+            self._guess(origin, host, origins) for origin, host in zip(origins, hosts, strict=True)
+        )
 
     def _guess(self, origin: int, host: str, origins: Sequence[int]) -> SpeedCurve:
         if origin in self.known:
@@ -138,15 +178,23 @@ class WorkerSpeeds:
         there = {other: curve for other, (name, curve) in self.known.items() if name == host}
         gone = [curve for other, curve in there.items() if other not in origins]
         alike = gone or list(there.values()) or [curve for _, curve in self.known.values()]
-        return SpeedCurve(sum(curve.fixed for curve in alike) / len(alike), sum(curve.per_unit for curve in alike) / len(alike))
+        return SpeedCurve(
+            sum(curve.fixed for curve in alike) / len(alike),
+            sum(curve.per_unit for curve in alike) / len(alike),
+        )
 
     def state_dict(self, origins: Sequence[int]) -> dict[str, Any]:
         """Return the speeds for `load_state_dict`; `origins` are the present workers."""
-        curves = [[origin, host, curve.fixed, curve.per_unit] for origin, (host, curve) in sorted(self.known.items())]
+        curves = [
+            [origin, host, curve.fixed, curve.per_unit]
+            for origin, (host, curve) in sorted(self.known.items())
+        ]
         return {"origins": list(origins), "curves": curves, "per_sample": self.per_sample}
 
     def load_state_dict(self, state: Mapping[str, Any], origins: Sequence[int]) -> None:
-        """Begin with saved speeds, if the workers are as many: the first is as fast as the first was, and so on."""
+        """Begin with saved speeds, if the workers are as many: the first is as fast as the first
+        was, and so on.
+        """
         if len(state["origins"]) != len(origins):
             return
         self.per_sample = state["per_sample"]

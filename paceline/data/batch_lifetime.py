@@ -17,7 +17,9 @@ _ITEMS = (list, tuple)
 
 
 def lent(batch: Any) -> Lent:
-    """Make references to the tensors and arrays of `batch`, which a caller's list holds: none to those that a data set has itself."""
+    """Make references to the tensors and arrays of `batch`, which a caller's list holds: none to
+    those that a data set has itself.
+    """
     references: Lent = []
     if sys.getrefcount(batch) <= _WHOLE:
         _collect(batch, references, _FRESH)
@@ -26,7 +28,8 @@ def lent(batch: Any) -> Lent:
 
 def alive(batch: Lent) -> bool:
     """Whether a tensor of the batch is still held."""
-    for reference in batch:  # noqa: SIM110  # asked in each turn: a generator costs more than the loop
+    # asked in each turn: a generator costs more than the loop
+    for reference in batch:  # noqa: SIM110
         if reference() is not None:
             return True
     return False
@@ -34,14 +37,19 @@ def alive(batch: Lent) -> bool:
 
 def places(batch: Lent) -> set[int]:
     """Return the addresses of the batch's tensors that are still held."""
-    return set(memory(value for value in (reference() for reference in batch) if isinstance(value, Tensor)))
+    return set(
+        memory(value for value in (reference() for reference in batch) if isinstance(value, Tensor))
+    )
 
 
 def memory(values: Iterable[Any]) -> Iterator[int]:
-    """Yield the addresses of the tensors among these values, and of those in dicts, lists and tuples of them."""
+    """Yield the addresses of the tensors among these values, and of those in dicts, lists and
+    tuples of them.
+    """
     for value in values:
         if isinstance(value, Tensor):
-            if value.layout is torch.strided and value.numel() and torch._C._has_storage(value):  # what vmap makes has none
+            # what vmap makes has none
+            if value.layout is torch.strided and value.numel() and torch._C._has_storage(value):
                 yield value.untyped_storage().data_ptr()
         elif isinstance(value, Mapping):
             yield from memory(value.values())
@@ -64,7 +72,9 @@ def _collect(value: Any, references: Lent, most: int) -> None:
 
 
 def _held_by_one_list() -> tuple[int, int]:
-    """Count the references that `lent` sees to a batch that a list alone holds, and `_collect` to a tensor in it."""
+    """Count the references that `lent` sees to a batch that a list alone holds, and `_collect`
+    to a tensor in it.
+    """
     counts: list[int] = []
 
     def count(value: Any) -> None:

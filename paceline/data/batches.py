@@ -18,20 +18,27 @@ ADVICE = "give the rows as tensors in dicts, lists, tuples, named tuples or data
 
 
 def rows(batch: Any, *, missing: int | None = None) -> int:
-    """Return the size of dim 0 that all tensors of `batch` share; if there is none, `missing`. Raises `DataError` without that."""
+    """Return the size of dim 0 that all tensors of `batch` share; if there is none, `missing`.
+
+    Raises `DataError` without that.
+    """
     sizes = {leaf.shape[0] for leaf in _leaves(batch) if leaf.ndim > 0}
     if len(sizes) != 1:
         if missing is not None:
             return missing
         said = "no tensor with rows" if not sizes else f"tensors of {sorted(sizes)} rows"
-        raise DataError(f"a batch has {said} in it, and can't be cut along dim 0: {ADVICE}, all with the same number of rows")
+        raise DataError(
+            f"a batch has {said} in it, and can't be cut along dim 0: {ADVICE}, all with the same "
+            "number of rows"
+        )
     return int(sizes.pop())
 
 
 def cut(batch: Any, start: int, stop: int, count: int) -> Any:
     """Return rows `start` to `stop` of a batch of `count` rows.
 
-    Tensors, arrays, lists of `count` plain values and tuples of `count` strings are cut; all else is kept."""
+    Tensors, arrays, lists of `count` plain values and tuples of `count` strings are cut; all else
+    is kept."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor | np.ndarray):
@@ -42,7 +49,9 @@ def cut(batch: Any, start: int, stop: int, count: int) -> Any:
 
 
 def _is_column(value: Any) -> bool:
-    """Whether these are values of one kind, by row: lists are, and tuples of strings, as torch's own collate function makes them."""
+    """Whether these are values of one kind, by row: lists are, and tuples of strings, as torch's
+    own collate function makes them.
+    """
     plain = (str, bytes, int, float, bool, type(None)) if type(value) is list else (str, bytes)
     return type(value) in (list, tuple) and all(isinstance(item, plain) for item in value)
 
@@ -54,7 +63,9 @@ def attributes(batch: Any) -> dict[str, Any] | None:
     return {name: value for name, value in vars(batch).items() if not callable(value)}
 
 
-def tokens(key: str | int, *, ignore: int = -100, shift: bool | None = None) -> Callable[[Any], float]:
+def tokens(
+    key: str | int, *, ignore: int = -100, shift: bool | None = None
+) -> Callable[[Any], float]:
     """Weigh each batch by its labels that count, for a loss that is the mean over these.
 
     >>> by_tokens = pl.tokens("labels")  # loader = run.prepare(loader, weigh=by_tokens)
@@ -80,7 +91,8 @@ def tokens(key: str | int, *, ignore: int = -100, shift: bool | None = None) -> 
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             has = f"a {type(batch).__qualname__} with {', '.join(map(repr, parts)) or 'no parts'}"
             raise DataError(
-                f"pl.tokens({key!r}) found no tensor of integers at {key!r} in a batch, which is {has}: "
+                f"pl.tokens({key!r}) found no tensor of integers at {key!r} in a batch, which is "
+                f"{has}: "
                 "say at which name or place it has its labels"
             )
         counted, inputs = labels != ignore, parts.get("input_ids")
@@ -95,7 +107,12 @@ def tokens(key: str | int, *, ignore: int = -100, shift: bool | None = None) -> 
 def unevenly_ignored(batch: Any) -> Any | None:
     """Return where labels are that losses ignore, not as many in each sample; None if nowhere."""
     for key, value in _items(batch):
-        if isinstance(value, Tensor) and value.dtype == torch.int64 and value.ndim and value.numel():
+        if (
+            isinstance(value, Tensor)
+            and value.dtype == torch.int64
+            and value.ndim
+            and value.numel()
+        ):
             ignored = value == IGNORED
             counts = ignored.reshape(len(value), -1).sum(1)
             alike = len(counts) > 1 and bool((counts == counts[0]).all())  # of one it isn't known
@@ -108,7 +125,9 @@ def _items(batch: Any) -> Iterable[tuple[Any, Any]]:
     """Return what lies in a batch directly, each with its name or place."""
     if isinstance(batch, Mapping):
         return batch.items()
-    return enumerate(batch) if isinstance(batch, list | tuple) else (attributes(batch) or {}).items()
+    return (
+        enumerate(batch) if isinstance(batch, list | tuple) else (attributes(batch) or {}).items()
+    )
 
 
 def _mapped(batch: Any, leaf: Callable[[Any], Any]) -> Any:
@@ -136,7 +155,11 @@ def _leaves(batch: Any) -> Iterator[Tensor | np.ndarray[Any, Any]]:
         yield batch
         return
     inner = (
-        batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else (attributes(batch) or {}).values()
+        batch.values()
+        if isinstance(batch, Mapping)
+        else batch
+        if isinstance(batch, list | tuple)
+        else (attributes(batch) or {}).values()
     )
     for value in inner:
         yield from _leaves(value)

@@ -1,12 +1,16 @@
-"""Dealing by cost, where samples differ: workers get equal sums of costs, or sums in proportion to their parts, instead of equal counts.
+"""Dealing by cost, where samples differ: workers get equal sums of costs, or sums in proportion to
+their parts, instead of equal counts.
 
-costs, the largest first     11 9 8 | 7 6 5 | 4 3 3 2 2 1 1      each to whom has least with it: large ones and small ones for everybody
+costs, the largest first     11 9 8 | 7 6 5 | 4 3 3 2 2 1 1      each to whom has least with it:
+                                                                 large ones and small ones for
+                                                                 everybody
                              11     9     8
                               5     6     7
                               3     3     4
                               2 1   2     1        sums 22 20 20
 
-padded to the longest        1 1 2 2 3 3 4 | 5 6 7 | 8 9 | 11      cut at consecutive places: what is alike goes together
+padded to the longest        1 1 2 2 3 3 4 | 5 6 7 | 8 9 | 11      cut at consecutive places: what
+                                                                   is alike goes together
 count x longest                         28      21    18   11
 
 """
@@ -37,7 +41,9 @@ HALVINGS = 40  # of the range in which the least is that a worker has to have
 
 
 class PaddedCost:
-    """The cost of samples of which a worker pads all to the longest: together they take their count times the largest cost."""
+    """The cost of samples of which a worker pads all to the longest: together they take their
+    count times the largest cost.
+    """
 
     def __init__(self, cost: Cost) -> None:
         self._cost = cost
@@ -47,15 +53,17 @@ class PaddedCost:
 
 
 def padded(cost: Cost) -> PaddedCost:
-    """Say that a worker's samples are padded to the longest of them, for `run.prepare(loader, cost=pl.padded(len))`.
+    """Say that a worker's samples are padded to the longest of them, for `run.prepare(loader,
+    cost=pl.padded(len))`.
 
     >>> import paceline as pl
     >>> by_length = pl.padded(len)      # loader = run.prepare(loader, cost=by_length)
     >>> by_length("abc")
     3
 
-    What a worker has to do is then the count of its samples times the largest of their costs. Samples of like costs are dealt to one
-    worker, and few of them where they are large, so that little is padded and workers are done at the same time.
+    What a worker has to do is then the count of its samples times the largest of their costs.
+    Samples of like costs are dealt to one worker, and few of them where they are large, so that
+    little is padded and workers are done at the same time.
 
     Raises `DataError` for what is no function.
     """
@@ -65,16 +73,18 @@ def padded(cost: Cost) -> PaddedCost:
 
 
 def deal_by_cost(costs: Sequence[float], parts: Sequence[float]) -> list[list[int]]:
-    """Return the places of the samples of each rank, by rising cost, so that sums of costs are in proportion to `parts`.
+    """Return the places of the samples of each rank, by rising cost, so that sums of costs are in
+    proportion to `parts`.
 
-    The largest are dealt first, each to the rank that has least with it (LPT: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969),
-    so counts are in proportion as well, as far as costs allow it: what a sample takes beside its cost is even, too. A rank whose part is
-    zero gets none.
+    The largest are dealt first, each to the rank that has least with it (LPT: Graham, "Bounds on
+    Multiprocessing Timing Anomalies", 1969), so counts are in proportion as well, as far as costs
+    allow it: what a sample takes beside its cost is even, too. A rank whose part is zero gets none.
     """
     ranks = [rank for rank, part in enumerate(parts) if part > 0]
     shares, sums = np.array([parts[rank] for rank in ranks]), np.zeros(len(ranks))
     loads = [_Load(parts[rank]) for rank in ranks]
-    trifle = TRIFLE * math.fsum(costs) / max(len(costs), 1) or 1.0  # so that samples of no cost are dealt evenly, too
+    # so that samples of no cost are dealt evenly, too
+    trifle = TRIFLE * math.fsum(costs) / max(len(costs), 1) or 1.0
     for place in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
         least = int(np.argmin((sums + costs[place]) / shares))
         sums[least] += costs[place] + trifle
@@ -89,13 +99,17 @@ def deal_by_cost(costs: Sequence[float], parts: Sequence[float]) -> list[list[in
 
 
 def deal_padded(costs: Sequence[float], parts: Sequence[float]) -> list[list[int]]:
-    """Return the places of the samples of each rank, by rising cost, so that the largest count times largest cost, over the part, is least.
+    """Return the places of the samples of each rank, by rising cost, so that the largest count
+    times largest cost, over the part, is least.
 
-    Samples are cut at consecutive places of their order by cost, and larger parts get larger samples. A rank whose part is zero gets none.
+    Samples are cut at consecutive places of their order by cost, and larger parts get larger
+    samples. A rank whose part is zero gets none.
     """
     order = sorted(range(len(costs)), key=lambda place: costs[place])
     rising = [costs[place] for place in order]
-    ranks = sorted((rank for rank, part in enumerate(parts) if part > 0), key=lambda rank: parts[rank])
+    ranks = sorted(
+        (rank for rank, part in enumerate(parts) if part > 0), key=lambda rank: parts[rank]
+    )
     below, enough = 0.0, len(costs) * max(costs, default=0.0) / min(parts[rank] for rank in ranks)
     for _ in range(HALVINGS):
         middle = (below + enough) / 2
@@ -112,12 +126,17 @@ def deal_padded(costs: Sequence[float], parts: Sequence[float]) -> list[list[int
 
 
 def _cut(rising: Sequence[float], mosts: Sequence[float]) -> list[int] | None:
-    """Return the places between which each has at most so much, by count times largest; None if some are left. Each gets one at least."""
+    """Return the places between which each has at most so much, by count times largest; None if
+    some are left. Each gets one at least.
+    """
     cuts = [0]
     for later, most in zip(range(len(mosts) - 1, -1, -1), mosts, strict=True):
         start = cuts[-1]
         last = max(len(rising) - later, min(start + 1, len(rising)))
-        cuts.append(bisect_right(range(start, last), most, key=lambda at: (at + 1 - start) * rising[at]) + start)
+        cuts.append(
+            bisect_right(range(start, last), most, key=lambda at: (at + 1 - start) * rising[at])
+            + start
+        )
     return cuts if cuts[-1] == len(rising) else None
 
 
@@ -134,14 +153,18 @@ class _Load:
 
 
 def _level(loads: Sequence[_Load]) -> None:
-    """Let samples change places, or move, until each worker has at most `ABOVE` its part, or nothing gets better by it.
+    """Let samples change places, or move, until each worker has at most `ABOVE` its part, or
+    nothing gets better by it.
 
-    A worker that nothing makes lighter, as one sample may be more than its part, is left as it is, and the rest is levelled without it.
+    A worker that nothing makes lighter, as one sample may be more than its part, is left as it is,
+    and the rest is levelled without it.
     """
     order = list(loads)
     for _ in range(EXCHANGES * len(loads)):
         order.sort(key=lambda load: load.cost / load.part)
-        most = ABOVE * math.fsum(load.cost for load in order) / math.fsum(load.part for load in order)
+        most = (
+            ABOVE * math.fsum(load.cost for load in order) / math.fsum(load.part for load in order)
+        )
         if order[-1].cost <= most * order[-1].part:
             return
         if not any(_exchange(order[-1], light) for light in order[:-1]):
@@ -149,8 +172,11 @@ def _level(loads: Sequence[_Load]) -> None:
 
 
 def _exchange(heavy: _Load, light: _Load) -> bool:
-    """Give a sample of the one to the other, or exchange it for a smaller one, whichever levels them best. False where nothing does."""
-    wanted = (heavy.cost * light.part - light.cost * heavy.part) / (heavy.part + light.part)  # to be moved, so that both are level
+    """Give a sample of the one to the other, or exchange it for a smaller one, whichever levels
+    them best. False where nothing does.
+    """
+    # to be moved, so that both are level
+    wanted = (heavy.cost * light.part - light.cost * heavy.part) / (heavy.part + light.part)
     best: tuple[float, tuple[float, int], tuple[float, int] | None] | None = None
     last = -1.0
     for sample in heavy.samples:
@@ -177,7 +203,9 @@ def _exchange(heavy: _Load, light: _Load) -> bool:
 
 
 class BatchDeal(NamedTuple):
-    """A global batch that is dealt by cost: the places in it of each rank's samples, and what they cost."""
+    """A global batch that is dealt by cost: the places in it of each rank's samples, and what
+    they cost.
+    """
 
     places: list[list[int]]
     costs: list[float]  # of each rank's samples together
@@ -190,19 +218,31 @@ class BatchDeal(NamedTuple):
     def of(self, batch: Any, rank: int) -> Any:
         """Return the indices of one rank's samples, where `batch` has those of the global batch."""
         places = self.places[rank]
-        return batch[places] if isinstance(batch, Tensor | np.ndarray) else [batch[place] for place in places]
+        return (
+            batch[places]
+            if isinstance(batch, Tensor | np.ndarray)
+            else [batch[place] for place in places]
+        )
 
 
-def deal_batch(costs: Sequence[float], parts: Callable[[float], Sequence[float]], *, pads: bool = False) -> BatchDeal:
-    """Deal a global batch with these costs. `parts` are those of each rank in a sum of costs; `pads`: each worker pads to the longest."""
+def deal_batch(
+    costs: Sequence[float], parts: Callable[[float], Sequence[float]], *, pads: bool = False
+) -> BatchDeal:
+    """Deal a global batch with these costs.
+
+    `parts` are those of each rank in a sum of costs; `pads`: each worker pads to the longest.
+    """
     known = costs if any(costs) else [1.0] * len(costs)  # of no cost at all: by count
     places = (deal_padded if pads else deal_by_cost)(known, parts(math.fsum(known)))
     theirs = [[costs[place] for place in of] for of in places]
-    return BatchDeal(places, [len(of) * max(of, default=0.0) if pads else math.fsum(of) for of in theirs])
+    return BatchDeal(
+        places, [len(of) * max(of, default=0.0) if pads else math.fsum(of) for of in theirs]
+    )
 
 
 class SampleCosts:
-    """The costs of the samples of a data set: each is asked for once, by one of the workers, which tells the others.
+    """The costs of the samples of a data set: each is asked for once, by one of the workers, which
+    tells the others.
 
     `pads`: each worker pads its samples to the longest.
     """
@@ -218,36 +258,55 @@ class SampleCosts:
     def learn(self, batches: Sequence[Any], agreement: Agreement) -> None:
         """Find out what the samples of these batches cost. Collective.
 
-        Raises `DataError` for a cost that is no number, zero or more, and for a batch that costs nothing.
+        Raises `DataError` for a cost that is no number, zero or more, and for a batch that costs
+        nothing.
         """
         keys = list(dict.fromkeys(_key(index) for batch in batches for index in batch))
         mine = np.fromiter((key in self._known for key in keys), dtype=bool, count=len(keys))
-        told = [np.frombuffer(body, dtype=bool) for body in agreement.meet("costs known", mine.tobytes())]
+        told = [
+            np.frombuffer(body, dtype=bool)
+            for body in agreement.meet("costs known", mine.tobytes())
+        ]
         if not all(known.all() for known in told):
             self._exchange(keys, told, agreement)
         for batch in batches:
             if len(batch) and not any(self.of(batch)):
                 raise DataError(
-                    f"cost= gives 0 for all samples of a batch, as for sample {batch[0]!r}: let a cost be what a sample takes, above zero"
+                    f"cost= gives 0 for all samples of a batch, as for sample {batch[0]!r}: "
+                    "let a cost be what a sample takes, above zero"
                 )
 
-    def _exchange(self, keys: Sequence[Any], told: Sequence[np.ndarray[Any, np.dtype[np.bool_]]], agreement: Agreement) -> None:
-        """Ask for what nobody knows, each worker for some of it, and tell what some know to the others."""
+    def _exchange(
+        self,
+        keys: Sequence[Any],
+        told: Sequence[np.ndarray[Any, np.dtype[np.bool_]]],
+        agreement: Agreement,
+    ) -> None:
+        """Ask for what nobody knows, each worker for some of it, and tell what some know to the
+        others.
+        """
         rank, size = agreement.group.rank, agreement.group.size
         owners, unknown = list[int | None](), 0
         for place in range(len(keys)):
             knowing = [other for other in range(size) if told[other][place]]
-            owners.append(None if len(knowing) == size else knowing[0] if knowing else unknown % size)
+            owners.append(
+                None if len(knowing) == size else knowing[0] if knowing else unknown % size
+            )
             unknown += not knowing
         before, mine, failed = rng.shared_state(), list[float](), ""
         try:
-            mine += [self._ask(key) for key, owner in zip(keys, owners, strict=True) if owner == rank]
+            mine += [
+                self._ask(key) for key, owner in zip(keys, owners, strict=True) if owner == rank
+            ]
         except DataError as error:
             failed = str(error)
         finally:
-            if rng.mark(rng.shared_state()) != rng.mark(before):  # samples are drawn anew when they are trained on
+            # samples are drawn anew when they are trained on
+            if rng.mark(rng.shared_state()) != rng.mark(before):
                 rng.put_shared(before)
-        bodies = agreement.meet("costs", failed.encode() if failed else struct.pack(f"<{len(mine) + 1}d", 0.0, *mine))
+        bodies = agreement.meet(
+            "costs", failed.encode() if failed else struct.pack(f"<{len(mine) + 1}d", 0.0, *mine)
+        )
         for body in bodies:
             if body[:1] != b"\0":  # what a worker says in the place of its costs
                 raise DataError(body.decode())
@@ -263,9 +322,14 @@ class SampleCosts:
         try:
             cost = float(self._cost(sample))
         except Exception as error:  # a script's own function may raise anything
-            raise DataError(f"cost= failed on sample {key!r}: {type(error).__name__}: {error}") from error
+            raise DataError(
+                f"cost= failed on sample {key!r}: {type(error).__name__}: {error}"
+            ) from error
         if not 0 <= cost < math.inf:
-            raise DataError(f"cost= gives {cost} for sample {key!r}: a cost is a number, zero or more, such as a length")
+            raise DataError(
+                f"cost= gives {cost} for sample {key!r}: a cost is a number, zero or more, such as "
+                "a length"
+            )
         return cost
 
 
@@ -277,7 +341,8 @@ def _key(index: Any) -> Any:
         hash(index)
     except TypeError:
         raise DataError(
-            f"cost= is kept by index, and this loader's sampler gives a {type(index).__qualname__}, which can't be looked up: "
+            "cost= is kept by index, and this loader's sampler gives a "
+            f"{type(index).__qualname__}, which can't be looked up: "
             "let it give numbers or strings"
         ) from None
     return index

@@ -1,8 +1,11 @@
-"""Dynamic dealing of map-style data, where workers are not in lockstep: each takes its next samples when it is ready for them.
+"""Dynamic dealing of map-style data, where workers are not in lockstep: each takes its next samples
+when it is ready for them.
 
-    global batches   | 0: a a a b b b c c c | 1: a a a c c c a a a | 2: b b b ...        the first to ask gets the next piece
+    global batches   | 0: a a a b b b c c c | 1: a a a c c c a a a | 2: b b b ...        the first
+                     to ask gets the next piece
 
-All indices of an epoch are drawn before it begins, as long as they are not too many; then the workers meet for the next part of it.
+All indices of an epoch are drawn before it begins, as long as they are not too many; then the
+workers meet for the next part of it.
 """
 
 from __future__ import annotations
@@ -65,7 +68,9 @@ class QueueFeed(IndexFeed):
 
     @property
     def size(self) -> int:
-        """Number of samples of a global batch; of the first one here, where they are of many sizes."""
+        """Number of samples of a global batch; of the first one here, where they are of many
+        sizes.
+        """
         assert self.indices is not None
         return self.terms.loader.batch_size or len(self.indices.batch(self.indices.first) or [0])
 
@@ -76,7 +81,9 @@ class QueueFeed(IndexFeed):
 
 
 class DynamicPipeline(IndexedPipeline):
-    """The pipeline of a map-style data set that takes samples from a `SampleQueue`; in evaluation it deals as `IndexedPipeline` does."""
+    """The pipeline of a map-style data set that takes samples from a `SampleQueue`; in
+    evaluation it deals as `IndexedPipeline` does.
+    """
 
     def __init__(self, terms: LoaderSpec, sample_queue: SampleQueue) -> None:
         super().__init__(terms)
@@ -105,15 +112,20 @@ class DynamicPipeline(IndexedPipeline):
         if not self.terms.training:
             return
         indices, terms = self._found, self.terms
-        if not is_list(indices.batch(start)) or (terms.loader.batch_sampler is None and terms.loader.batch_size is None):
+        if not is_list(indices.batch(start)) or (
+            terms.loader.batch_sampler is None and terms.loader.batch_size is None
+        ):
             raise DataError(
-                "workers that are not in lockstep take pieces of batches, and each item of this data set is a whole batch "
-                "(batch_size=None): give the loader a batch size, or leave out staleness and backup_workers"
+                "workers that are not in lockstep take pieces of batches, and each item of this "
+                "data set is a whole batch "
+                "(batch_size=None): give the loader a batch size, or leave out staleness and "
+                "backup_workers"
             )
         shares = terms.shares(self._feed.size)
         if 0 in shares:
             raise UsageError(
-                f"the shares of a batch of {self._feed.size} are {shares}, and a worker that takes 0 samples never trains: give all some"
+                f"the shares of a batch of {self._feed.size} are {shares}, and a worker that takes "
+                "0 samples never trains: give all some"
             )
         self._feed.steps.clear()
         self._feed.latest = start - 1
@@ -128,7 +140,9 @@ class DynamicPipeline(IndexedPipeline):
         if first is None:
             return None
         taken = self._feed.steps.popleft()
-        return GlobalBatch(taken.samples, lambda: first, None, float(taken.samples), float(taken.whole))
+        return GlobalBatch(
+            taken.samples, lambda: first, None, float(taken.samples), float(taken.whole)
+        )
 
     def _first(self) -> SharePart | None:
         """Read the first part of the next piece; None where the epoch is over."""
@@ -149,7 +163,10 @@ class DynamicPipeline(IndexedPipeline):
         return part._replace(batch=data)
 
     def _further(self) -> bool:
-        """Meet for the next part of the epoch, as all have taken what there was. False at its end."""
+        """Meet for the next part of the epoch, as all have taken what there was.
+
+        False at its end.
+        """
         indices = self._found
         start = indices.high
         with self._sample_queue.together():
@@ -179,12 +196,18 @@ class DynamicPipeline(IndexedPipeline):
 
     def redeal(self, index: int) -> None:
         if self.terms.training:
-            raise UsageError("batches can't be dealt anew where workers are not in lockstep: call reshare between epochs")
+            raise UsageError(
+                "batches can't be dealt anew where workers are not in lockstep: "
+                "call reshare between epochs"
+            )
         super().redeal(index)
 
     def state(self, index: int) -> dict[str, Any]:
         if self.apart and not self._sample_queue.paused:
-            raise UsageError("where workers are not in lockstep they have no common place in an epoch: save between epochs")
+            raise UsageError(
+                "where workers are not in lockstep they have no common place in an epoch: "
+                "save between epochs"
+            )
         return super().state(self.place(index))
 
     def end(self) -> None:
@@ -195,14 +218,19 @@ class DynamicPipeline(IndexedPipeline):
 
 
 def check_terms(terms: LoaderSpec) -> None:
-    """Raise `UsageError` for terms that need all workers in every step, and `DataError` for a stream."""
+    """Raise `UsageError` for terms that need all workers in every step, and `DataError` for a
+    stream.
+    """
     if terms.weigh is not None:
         raise UsageError(
-            "weigh= has all workers add up the weights of each batch, and with staleness or backup_workers they are not in lockstep: "
+            "weigh= has all workers add up the weights of each batch, and with staleness or "
+            "backup_workers they are not in lockstep: "
             "leave it out (samples are the weights), or leave those out"
         )
     if isinstance(terms.loader.dataset, IterableDataset):
         raise DataError(
-            "a stream (IterableDataset) is dealt step by step to all workers, and with staleness or backup_workers they are not in "
-            "lockstep: use a data set with indices, or leave those out; or say train=False, if this loader is for evaluation"
+            "a stream (IterableDataset) is dealt step by step to all workers, and with staleness "
+            "or backup_workers they are not in "
+            "lockstep: use a data set with indices, or leave those out; "
+            "or say train=False, if this loader is for evaluation"
         )

@@ -1,8 +1,12 @@
-"""A batch of no rows, as a collate function would make it: derived from how its batches of one sample and of two differ.
+"""A batch of no rows, as a collate function would make it: derived from how its batches of one
+sample and of two differ.
 
-one sample     {"image": [1, 3, 8], "boxes": [[4, 4]],         "name": ("a",),     "n": 1, "anchors": [9, 4]}
-twice          {"image": [2, 3, 8], "boxes": [[4, 4], [4, 4]], "name": ("a", "a"), "n": 2, "anchors": [9, 4]}
-no rows        {"image": [0, 3, 8], "boxes": [],               "name": (),         "n": 0, "anchors": [9, 4]}
+one sample     {"image": [1, 3, 8], "boxes": [[4, 4]],         "name": ("a",),     "n": 1,
+                                                               "anchors": [9, 4]}
+twice          {"image": [2, 3, 8], "boxes": [[4, 4], [4, 4]], "name": ("a", "a"), "n": 2,
+               "anchors": [9, 4]}
+no rows        {"image": [0, 3, 8], "boxes": [],               "name": (),         "n": 0,
+                                                               "anchors": [9, 4]}
 """
 
 from __future__ import annotations
@@ -24,10 +28,11 @@ PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 
 def emptied(one: Any, two: Any, *, surely: bool = True) -> Any:
-    """Make `one` with no rows, where `one` is a batch of one sample and `two` of twice that sample: what grows between them are rows.
+    """Make `one` with no rows, where `one` is a batch of one sample and `two` of twice that sample:
+    what grows between them are rows.
 
-    Raises `DataError` for values that have changed otherwise, naming their type, and where nothing has grown; without `surely` that
-    returns `one`.
+    Raises `DataError` for values that have changed otherwise, naming their type, and where nothing
+    has grown; without `surely` that returns `one`.
     """
     emptier = _Emptier()
     try:
@@ -42,14 +47,20 @@ def emptied(one: Any, two: Any, *, surely: bool = True) -> Any:
 
 
 def collated_empty(collate: Collate, sample: Any, *, surely: bool = True) -> Any:
-    """Make what `collate` would make of no samples, from what it makes of this one; of copies, as it may change its samples."""
-    return emptied(collate([copy.copy(sample)]), collate([copy.copy(sample), copy.copy(sample)]), surely=surely)
+    """Make what `collate` would make of no samples, from what it makes of this one; of copies,
+    as it may change its samples.
+    """
+    return emptied(
+        collate([copy.copy(sample)]), collate([copy.copy(sample), copy.copy(sample)]), surely=surely
+    )
 
 
 def _unable(value: Any) -> DataError:
     return DataError(
-        f"a worker has an empty share of an evaluation batch, and a batch of no rows can't be made of a {type(value).__qualname__}: "
-        f"{ADVICE}; let every batch have at least one sample per worker; or say prepare(..., pad=True), and such a worker gets the first "
+        "a worker has an empty share of an evaluation batch, and a batch of no rows can't be made "
+        f"of a {type(value).__qualname__}: "
+        f"{ADVICE}; let every batch have at least one sample per worker; "
+        "or say prepare(..., pad=True), and such a worker gets the first "
         "sample of the batch"
     )
 
@@ -74,7 +85,9 @@ class _Emptier:
     def _tensor(self, one: Any, two: Any) -> Any:
         if isinstance(one, Tensor) and (one.is_nested or one.layout is not torch.strided):
             raise _unable(one)
-        differ = [dim for dim, (a, b) in enumerate(zip(one.shape, two.shape, strict=False)) if a != b]
+        differ = [
+            dim for dim, (a, b) in enumerate(zip(one.shape, two.shape, strict=False)) if a != b
+        ]
         if one.ndim != two.ndim or len(differ) > 1:
             raise _unable(one)
         if not differ:
@@ -83,7 +96,9 @@ class _Emptier:
         return one[(slice(None),) * dim + (slice(self._left(one, one.shape[dim], two.shape[dim])),)]
 
     def _left(self, value: Any, one: int, two: int) -> int:
-        """Return the length without rows: nothing is left of rows, and one of the edges between them."""
+        """Return the length without rows: nothing is left of rows, and one of the edges between
+        them.
+        """
         left = 2 * one - two
         if left < 0:
             raise _unable(value)

@@ -1,4 +1,6 @@
-"""Dealing of map-style data: this worker's share of each global batch's indices goes through a DataLoader like the user's own."""
+"""Dealing of map-style data: this worker's share of each global batch's indices goes through a
+DataLoader like the user's own.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,26 @@ from paceline.data.shares import spans
 from paceline.data.spec import GlobalBatch, LoaderSpec, Pipeline, SharePart, source, whole_rows
 from paceline.errors import DataError
 
-READ_WHOLE = "each item of the data set is a whole batch here (batch_size=None): every worker reads it all and takes its rows along dim 0"
-TWICE: Final = "twice"  # the sample that was asked for is asked for twice next, which shows what of a batch are rows
+READ_WHOLE = (
+    "each item of the data set is a whole batch here (batch_size=None): every worker reads it all "
+    "and takes its rows along dim 0"
+)
+# the sample that was asked for is asked for twice next, which shows what of a batch are rows
+TWICE: Final = "twice"
 
 
 class IndexFeed:
-    """The index lists of one worker, in the order in which its DataLoader asks for them; `dealt` remembers what was asked."""
+    """The index lists of one worker, in the order in which its DataLoader asks for them; `dealt`
+    remembers what was asked.
+    """
 
     def __init__(self, terms: LoaderSpec) -> None:
         self.terms = terms
         self.indices: EpochIndices | None = None
         self.dealt: deque[tuple[int, SharePart]] = deque()
         self.round = 0  # lists that were asked for in an earlier round are discarded
-        self.ghosts = True  # what is asked for where a share is empty, as the terms were when it was begun with
+        # what is asked for where a share is empty, as the terms were when it was begun with
+        self.ghosts = True
         self._step = 0
         self._waiting: deque[tuple[Any, SharePart]] = deque()
         self._deals: dict[int, BatchDeal] = {}  # by step, of those that are asked for or under way
@@ -85,7 +94,10 @@ class IndexFeed:
             return
         start, stop = spans(terms.shares(count))[terms.rank]
         twice = stop == start and not self.ghosts
-        yield batch[start:stop] if stop > start else batch[:1], SharePart(count, stop - start, TWICE if twice else None)
+        yield (
+            batch[start:stop] if stop > start else batch[:1],
+            SharePart(count, stop - start, TWICE if twice else None),
+        )
         if twice:
             yield [*batch[:1], *batch[:1]], SharePart(count, 0, None)
 
@@ -93,7 +105,10 @@ class IndexFeed:
         rank, dealt = self.terms.rank, self.deal(self._step, batch)
         share, count = len(dealt.places[rank]), len(batch)
         twice = not share and not self.ghosts
-        yield dealt.of(batch, rank) if share else batch[:1], SharePart(count, share, TWICE if twice else None, dealt.costs[rank])
+        yield (
+            dealt.of(batch, rank) if share else batch[:1],
+            SharePart(count, share, TWICE if twice else None, dealt.costs[rank]),
+        )
         if twice:
             yield [*batch[:1], *batch[:1]], SharePart(count, 0, None)
 
@@ -109,12 +124,15 @@ class IndexedPipeline(Pipeline):
         self._batches: Iterator[Any] | None = None
         self._asked = -1  # the step asked for last
         self._unread = False  # its part has not been read
-        self._held: tuple[int, tuple[SharePart, Any]] | None = None  # what was read ahead for `peek`, and its round
+        # what was read ahead for `peek`, and its round
+        self._held: tuple[int, tuple[SharePart, Any]] | None = None
         self.at_once: int | None = None  # as in `EpochIndices`
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
-        """Begin an epoch with the draws of a DataLoader, draw for draw: its base seed, then its sampler. In the middle of an epoch
-        draw the same order again, from the same generators, and skip."""
+        """Begin an epoch with the draws of a DataLoader, draw for draw: its base seed, then its
+        sampler. In the middle of an epoch draw the same order again, from the same generators, and
+        skip.
+        """
         terms, loader, order = self.terms, self.terms.loader, self.terms.order
         self.end()
         order.begin()
@@ -125,21 +143,35 @@ class IndexedPipeline(Pipeline):
             if state["shared"] is not None:
                 now = order.shared_state()
                 order.put_shared(state["shared"])
-        seeded = not (loader.persistent_workers and self._loader is not None) if state is None else bool(state["seeded"])
+        seeded = (
+            not (loader.persistent_workers and self._loader is not None)
+            if state is None
+            else bool(state["seeded"])
+        )
         origin = {"own": rng.own_state(loader), "shared": order.shared_state(), "seeded": seeded}
         with order.drawing():
             seeds = rng.of_readers(loader.generator, self.terms.rank)
             if seeded:
                 rng.draw_seed(loader.generator)
         depth, learn = self._depth(), partial(_learn, terms)
-        indices = EpochIndices(loader, terms.agreement, order, ahead=depth, origin=origin, start=start, at_once=self.at_once, learn=learn)
+        indices = EpochIndices(
+            loader,
+            terms.agreement,
+            order,
+            ahead=depth,
+            origin=origin,
+            start=start,
+            at_once=self.at_once,
+            learn=learn,
+        )
         self._indices = indices
         indices.prime(check)
         if now is not None:
             order.put_shared(now)
         if start == 0 and indices.batch(0) is None:
             raise DataError(
-                f"the loader has no batch: {_length(loader)} samples, batch size {loader.batch_size}, drop_last={loader.drop_last}. "
+                f"the loader has no batch: {_length(loader)} samples, batch size "
+                f"{loader.batch_size}, drop_last={loader.drop_last}. "
                 "Give more samples, a smaller batch size, or drop_last=False"
             )
         self._asked = start - 1
@@ -169,10 +201,13 @@ class IndexedPipeline(Pipeline):
         if self._feed.ghosts and not terms.ghosts and shares[terms.rank] == 0:
             self.redeal(index)
         self._unread = True
-        return GlobalBatch(count, self._part, source(shares), rows=None if dealt is None else dealt.places)
+        return GlobalBatch(
+            count, self._part, source(shares), rows=None if dealt is None else dealt.places
+        )
 
     def peek(self) -> Any:
-        whole = self.terms.loader.batch_sampler is None and not self._unread  # perhaps items that are whole batches
+        # perhaps items that are whole batches
+        whole = self.terms.loader.batch_sampler is None and not self._unread
         if whole or (not self._unread and self._found.batch(self._asked + 1) is None):
             return None
         if self._held is None or self._held[0] != self._feed.round:
@@ -204,7 +239,14 @@ class IndexedPipeline(Pipeline):
 
     def next_epoch(self) -> dict[str, Any]:
         seeded = not (self._loader is not None and self.terms.loader.persistent_workers)
-        return {"step": 0, "check": 0, "own": rng.own_state(self.terms.loader), "origin": None, "shared": None, "seeded": seeded}
+        return {
+            "step": 0,
+            "check": 0,
+            "own": rng.own_state(self.terms.loader),
+            "origin": None,
+            "shared": None,
+            "seeded": seeded,
+        }
 
     def end(self) -> None:
         self._batches = self._held = None
@@ -219,9 +261,14 @@ class IndexedPipeline(Pipeline):
         return self._indices
 
     def _depth(self) -> int:
-        """Return how many batches the deepest DataLoader of all workers reads ahead, and one for `peek`."""
+        """Return how many batches the deepest DataLoader of all workers reads ahead, and one for
+        `peek`.
+        """
         mine = self.terms.loader.num_workers * (self.terms.loader.prefetch_factor or 0)
-        depths: list[int] = [msgpack.unpackb(depth) for depth in self.terms.agreement.meet("read ahead", msgpack.packb(mine))]
+        depths: list[int] = [
+            msgpack.unpackb(depth)
+            for depth in self.terms.agreement.meet("read ahead", msgpack.packb(mine))
+        ]
         return max(depths) + 1
 
     def _open(self, seeds: torch.Generator) -> None:
@@ -254,15 +301,29 @@ class IndexedPipeline(Pipeline):
                 if made == self._feed.round:
                     return part, data if part.batch is not TWICE else self._emptied(data)
             elif reopened:
-                raise DataError("the data set ended an epoch by itself: StopIteration came out of its __getitem__")
+                raise DataError(
+                    "the data set ended an epoch by itself: StopIteration came out of its "
+                    "__getitem__"
+                )
             else:
                 reopened = True
                 self._open(rng.of_readers(self.terms.loader.generator, self.terms.rank))
 
 
-def like(loader: DataLoader[Any], feed: Any, seeds: torch.Generator, *, batched: bool, dataset: Any = None) -> DataLoader[Any]:
-    """Make a DataLoader that reads as `loader` does, where `feed` says; its base seed comes from `seeds`."""
-    index: dict[str, Any] = {"batch_sampler": feed} if batched else {"batch_size": None, "sampler": feed}
+def like(
+    loader: DataLoader[Any],
+    feed: Any,
+    seeds: torch.Generator,
+    *,
+    batched: bool,
+    dataset: Any = None,
+) -> DataLoader[Any]:
+    """Make a DataLoader that reads as `loader` does, where `feed` says; its base seed comes from
+    `seeds`.
+    """
+    index: dict[str, Any] = (
+        {"batch_sampler": feed} if batched else {"batch_size": None, "sampler": feed}
+    )
     return DataLoader(
         loader.dataset if dataset is None else dataset,
         num_workers=loader.num_workers,
@@ -293,8 +354,9 @@ def _length(loader: DataLoader[Any]) -> str:
 def _learn(terms: LoaderSpec, batches: list[Any]) -> None:
     """Find out what these batches cost, on all workers.
 
-    It knows nothing of a pipeline: one that knew itself by its indices, and so its DataLoader with the workers of that, would be left to
-    the garbage collector, which ends them in whatever thread it is called in.
+    It knows nothing of a pipeline: one that knew itself by its indices, and so its DataLoader with
+    the workers of that, would be left to the garbage collector, which ends them in whatever thread
+    it is called in.
     """
     if terms.by_cost and terms.costs is not None:
         terms.costs.learn(batches, terms.agreement)

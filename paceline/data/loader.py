@@ -1,4 +1,6 @@
-"""The loader that a script iterates: its worker's share of each global batch, the same global batches for any number of workers."""
+"""The loader that a script iterates: its worker's share of each global batch, the same global
+batches for any number of workers.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +47,16 @@ class Turn:
     scale: float  # the factor of this worker's gradients before they are summed over workers
     source: int | None = None  # where some worker has a ghost: the first one that has samples
     units: float = 0.0  # of work in this worker's share: its samples, or what they cost
-    rows: Sequence[Sequence[int]] | None = None  # of each rank, in this batch: where they don't lie in order of ranks
+    # of each rank, in this batch: where they don't lie in order of ranks
+    rows: Sequence[Sequence[int]] | None = None
 
 
 class LoaderObserver(Protocol):
     """Callbacks of a loader as it moves, in the thread that iterates it.
 
-    `epoch_asked` comes before all workers meet for an epoch. `generation` is asked before each step if the membership `changes`, and counts
-    how often it has changed: the loader deals to those that there are now, once all have come to the same step.
+    `epoch_asked` comes before all workers meet for an epoch. `generation` is asked before each step
+    if the membership `changes`, and counts how often it has changed: the loader deals to those that
+    there are now, once all have come to the same step.
     """
 
     changes: bool
@@ -108,21 +112,32 @@ def deal(
     sample_queue: SampleQueue | None = None,
     order: SampleOrder | None = None,
 ) -> ShareLoader:
-    """Deal `loader`, whose batch size is that of all workers together; called on all workers with the same arguments.
+    """Deal `loader`, whose batch size is that of all workers together; called on all workers with
+    the same arguments.
 
-    `shares`: None (equal), one number per rank (ratios), a policy (samples of a global batch -> shares), or "auto": by `speeds`, as far
-    as known. `weigh(batch)` is the weight of a batch where the loss is a mean over something else than samples.
-    `cost(sample)`: samples are dealt so that sums of these are in proportion to shares. `train` None: what torch.is_grad_enabled() is
-    at iter(). `pad`: an empty share is a ghost (the first sample of the batch) in evaluation, too, and not a batch of no rows. For streams:
-    each worker reads everything, or `shard="mine"` (the stream gives each rank its own samples).
-    `say` is called, once each, with surprising costs. `move` brings each
-    batch to a device. `sample_queue`: where workers not in lockstep take samples to train on from. `order`: that of several loaders.
+    `shares`: None (equal), one number per rank (ratios), a policy (samples of a global batch ->
+    shares), or "auto": by `speeds`, as far as known. `weigh(batch)` is the weight of a batch where
+    the loss is a mean over something else than samples. `cost(sample)`: samples are dealt so that
+    sums of these are in proportion to shares. `train` None: what torch.is_grad_enabled() is at
+    iter(). `pad`: an empty share is a ghost (the first sample of the batch) in evaluation, too, and
+    not a batch of no rows. For streams: each worker reads everything, or `shard="mine"` (the stream
+    gives each rank its own samples). `say` is called, once each, with surprising costs. `move`
+    brings each batch to a device. `sample_queue`: where workers not in lockstep take samples to
+    train on from. `order`: that of several loaders.
 
-    Raises `DataError` for a loader that can't be dealt: a DistributedSampler, a stream that shards itself, no length, no batch.
+    Raises `DataError` for a loader that can't be dealt: a DistributedSampler, a stream that shards
+    itself, no length, no batch.
     """
     check_loader(loader, loss, weigh)
     dealt = policy(shares, agreement.group.size)
-    options: dict[str, Any] = {"train": train, "pad": pad, "shard": shard, "say": say, "move": move, "order": order or SampleOrder()}
+    options: dict[str, Any] = {
+        "train": train,
+        "pad": pad,
+        "shard": shard,
+        "say": say,
+        "move": move,
+        "order": order or SampleOrder(),
+    }
     terms = LoaderSpec(loader, agreement, dealt, loss=loss, weigh=weigh, asked=shares, **options)
     if not agreement.alone:
         terms.outline()
@@ -138,15 +153,21 @@ def deal(
         check_stream(terms)
         return ShareLoader(terms, StreamPipeline(terms), hooks or NoObserver())
     if shard is not None:
-        raise DataError(f"shard={shard!r} is for streams, not for a {type(loader.dataset).__qualname__}: leave it out")
+        raise DataError(
+            f"shard={shard!r} is for streams, not for a {type(loader.dataset).__qualname__}: "
+            "leave it out"
+        )
     check_samplers(loader)
     return ShareLoader(
-        terms, IndexedPipeline(terms) if sample_queue is None else DynamicPipeline(terms, sample_queue), hooks or NoObserver()
+        terms,
+        IndexedPipeline(terms) if sample_queue is None else DynamicPipeline(terms, sample_queue),
+        hooks or NoObserver(),
     )
 
 
 class ShareLoader:
-    """An iterable over this worker's share of each global batch; everything else (`dataset`, `batch_size`, ...) is the user's DataLoader's.
+    """An iterable over this worker's share of each global batch; everything else (`dataset`,
+    `batch_size`, ...) is the user's DataLoader's.
 
     A step of `len()` is one global batch. `turn` is the present turn.
     """
@@ -155,7 +176,8 @@ class ShareLoader:
         self.terms = terms
         self.hooks = hooks
         self.turn: Turn | None = None
-        self.lent: Lent = []  # with the batch of the last turn of training, where there are several workers
+        # with the batch of the last turn of training, where there are several workers
+        self.lent: Lent = []
         self.epoch = 0  # the one under way, or the next
         self._pipeline = pipeline
         self._index = 0  # the step under way, or the next
@@ -171,7 +193,10 @@ class ShareLoader:
 
     def __len__(self) -> int:
         if self.terms.shard == "mine" and not self.terms.alone:
-            raise TypeError("the length of a stream that shards itself by rank is not known: no worker knows the others' parts")
+            raise TypeError(
+                "the length of a stream that shards itself by rank is not known: "
+                "no worker knows the others' parts"
+            )
         return len(self.terms.loader)
 
     def __getattr__(self, name: str) -> Any:
@@ -205,7 +230,8 @@ class ShareLoader:
         """The result of `len()`, None where it isn't known."""
         try:
             return len(self)
-        except (TypeError, NotImplementedError):  # what a sampler or a stream without a length raises
+        except (TypeError, NotImplementedError):
+            # what a sampler or a stream without a length raises
             return None
 
     @property
@@ -214,7 +240,9 @@ class ShareLoader:
         return self._open
 
     def reshare(self, shares: AskedShares) -> None:
-        """Deal by other shares from the next step on (from this one, with `again`); all workers call it in the same turn."""
+        """Deal by other shares from the next step on (from this one, with `again`); all workers
+        call it in the same turn.
+        """
         self.terms.reshare(shares)
         _compare(self.terms, "shares", [])
         self._stale = self._open
@@ -222,21 +250,28 @@ class ShareLoader:
             self._refresh()
 
     def again(self, shares: AskedShares = None) -> None:
-        """Have the present global batch again after this turn, by `shares` where they are given; all workers call it in the same turn.
+        """Have the present global batch again after this turn, by `shares` where they are given;
+        all workers call it in the same turn.
 
         Where the loop was left by `break`, the epoch has ended, and nothing comes again.
         """
         if self.turn is None:
-            raise DataError("again() repeats a global batch, and none is under way: call it inside the loop over the loader")
+            raise DataError(
+                "again() repeats a global batch, and none is under way: "
+                "call it inside the loop over the loader"
+            )
         if shares is not None:
             self.reshare(shares)
         self._again = self._open
 
     def regroup(self, agreement: Agreement, shares: AskedShares = None) -> None:
-        """Go on with other workers: the present global batch is dealt again, in the group of `agreement`, whose workers all call this."""
+        """Go on with other workers: the present global batch is dealt again, in the group of
+        `agreement`, whose workers all call this.
+        """
         self.terms.regroup(agreement, shares)
         facts = self._facts(self._pipeline.place(self._index))
-        _compare(self.terms, "epoch", facts)  # as a worker that joins in the middle of an epoch does
+        # as a worker that joins in the middle of an epoch does
+        _compare(self.terms, "epoch", facts)
         if self._open:
             self._again = self.turn is not None
             self._pipeline.regroup(self._index)
@@ -258,8 +293,14 @@ class ShareLoader:
         return changed
 
     def peek(self) -> Any:
-        """Return, in the loop body, this worker's part of the next batch as it was read, for early use; it stays the next."""
-        return self._pipeline.peek() if self._open and self.turn is not None and not self._ending else None
+        """Return, in the loop body, this worker's part of the next batch as it was read, for
+        early use; it stays the next.
+        """
+        return (
+            self._pipeline.peek()
+            if self._open and self.turn is not None and not self._ending
+            else None
+        )
 
     def finish(self) -> None:
         """End the epoch after the present turn; all workers call it in the same turn."""
@@ -270,18 +311,32 @@ class ShareLoader:
 
         Inside the loop body the present step counts as done; `redo=True` if it is to be done again.
         """
-        head = {"version": VERSION, "stream": isinstance(self._pipeline, StreamPipeline), "epoch": self.epoch, **self.terms.saved_speeds()}
+        head = {
+            "version": VERSION,
+            "stream": isinstance(self._pipeline, StreamPipeline),
+            "epoch": self.epoch,
+            **self.terms.saved_speeds(),
+        }
         if not self._open:
             return {**head, **(self._resumed or self._pipeline.next_epoch())}
         done = self.turn is not None and not redo and not self._again
-        return {**head, "training": self.terms.training, **self._pipeline.state(self._index + 1 if done else self._index)}
+        return {
+            **head,
+            "training": self.terms.training,
+            **self._pipeline.state(self._index + 1 if done else self._index),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Return to where `state_dict` was called, with any number of workers; the next iter() goes on there."""
-        if state.get("version") != VERSION or state["stream"] != isinstance(self._pipeline, StreamPipeline):
+        """Return to where `state_dict` was called, with any number of workers; the next iter()
+        goes on there.
+        """
+        if state.get("version") != VERSION or state["stream"] != isinstance(
+            self._pipeline, StreamPipeline
+        ):
             kinds = ("a map-style data set", "a stream")
             raise DataError(
-                f"the state of a loader (version {state.get('version')}, of {kinds[bool(state.get('stream'))]}) does not fit this one "
+                f"the state of a loader (version {state.get('version')}, of "
+                f"{kinds[bool(state.get('stream'))]}) does not fit this one "
                 f"(version {VERSION}, of {kinds[isinstance(self._pipeline, StreamPipeline)]}): "
                 "load it into the loader that it was saved from"
             )
@@ -290,14 +345,22 @@ class ShareLoader:
         self._round += 1
         self.epoch = int(state["epoch"])
         self.terms.restore_speeds(state.get("speeds"))
-        self._resumed = {key: value for key, value in state.items() if key not in {"version", "stream", "epoch", "speeds"}}
+        self._resumed = {
+            key: value
+            for key, value in state.items()
+            if key not in {"version", "stream", "epoch", "speeds"}
+        }
 
     def leave_out(self, through: bool) -> None:
-        """Give nothing at the next iter(), where the script comes to a loop that it is `through` with in this epoch."""
+        """Give nothing at the next iter(), where the script comes to a loop that it is `through`
+        with in this epoch.
+        """
         self._left_out = through
 
     def begin_anew(self) -> None:
-        """Begin an evaluation from its start that the loaded state is in the middle of: the loop over its first samples is gone."""
+        """Begin an evaluation from its start that the loaded state is in the middle of: the loop
+        over its first samples is gone.
+        """
         if self._resumed is not None and not self._resumed.get("training", True):
             self._resumed = self._pipeline.first(self._resumed)
 
@@ -314,7 +377,10 @@ class ShareLoader:
                     self.lent = lent(held[0])
                 yield held.pop()  # held by the script alone from here on
                 if mine != self._round:
-                    raise DataError("a newer iter() of this loader has ended this one: a loader has one position")
+                    raise DataError(
+                        "a newer iter() of this loader has ended this one: "
+                        "a loader has one position"
+                    )
                 self.hooks.turn_ends(self)
                 if self._again or self._stale:
                     self._move()
@@ -334,7 +400,8 @@ class ShareLoader:
             step = None if self._ending else self._pipeline.step(self._index)
             step = step if step is None or self.terms.weigh is None else self._weighed(step)
             if step is None and self._pipeline.paused:
-                self._generation = self.hooks.generation(self)  # where all come together, and others are let in
+                # where all come together, and others are let in
+                self._generation = self.hooks.generation(self)
                 self.regroup(self.terms.agreement, self.terms.reshared())
             elif not (changes and self._follow()):  # no worker was lost meanwhile
                 return step
@@ -373,7 +440,9 @@ class ShareLoader:
             self._index = 0
 
     def _weighed(self, step: GlobalBatch) -> GlobalBatch:
-        """Return the step with the weights of this worker's part, which is read for it, and of all workers together."""
+        """Return the step with the weights of this worker's part, which is read for it, and of
+        all workers together.
+        """
         assert self.terms.weigh is not None
         part = step.take()
         weight = _weight(self.terms.weigh, part)
@@ -382,7 +451,9 @@ class ShareLoader:
         return replace(step, make=lambda: part, weight=weight, total=total)
 
     def _turn(self, step: GlobalBatch) -> tuple[Turn, list[Any]]:
-        """Return the turn of a global batch, and a list of this worker's part: what takes it out holds it alone."""
+        """Return the turn of a global batch, and a list of this worker's part: what takes it out
+        holds it alone.
+        """
         part, terms, whole = step.take(), self.terms, step.global_batch
         share, ghost = part.share, part.share == 0
         if terms.looks and terms.training:
@@ -390,7 +461,20 @@ class ShareLoader:
         weight, total = (share, whole) if step.weight is None else (step.weight, step.total)
         scale = 0.0 if ghost or not total else 1.0 if terms.loss == "sum" else weight / total
         units = float(share) if part.units is None else part.units
-        turn = Turn(self._index, self.epoch, whole, share, weight, total, ghost, terms.training, scale, step.source, units, step.rows)
+        turn = Turn(
+            self._index,
+            self.epoch,
+            whole,
+            share,
+            weight,
+            total,
+            ghost,
+            terms.training,
+            scale,
+            step.source,
+            units,
+            step.rows,
+        )
         return turn, [part.batch]
 
 
@@ -399,24 +483,39 @@ def _weight(weigh: Weigh, part: SharePart) -> float:
         return 0.0
     weight = float(weigh(part.batch))
     if not 0 <= weight < math.inf:
-        raise DataError(f"weigh gave {weight} for a batch of {part.share} samples: a weight is a number, zero or more")
+        raise DataError(
+            f"weigh gave {weight} for a batch of {part.share} samples: a weight is a number, zero "
+            "or more"
+        )
     return weight
 
 
 def _compare(terms: LoaderSpec, what: str, facts: list[Any]) -> None:
-    """Meet the others at `what`, and raise `DataError` where they deal on other terms, or have other data sets as an epoch begins."""
+    """Meet the others at `what`, and raise `DataError` where they deal on other terms, or have
+    other data sets as an epoch begins.
+    """
     if terms.agreement.alone:
         return
-    mine = [*facts, probe(terms.shares, terms.loader.batch_size), terms.loss, terms.shard, terms.cost_kind]
+    mine = [
+        *facts,
+        probe(terms.shares, terms.loader.batch_size),
+        terms.loss,
+        terms.shard,
+        terms.cost_kind,
+    ]
     names = [*("epoch", "step", "train")[: len(facts)], "shares", "loss", "shard", "cost="]
     body = msgpack.packb((mine, terms.outline() if facts else {}))
     others = [msgpack.unpackb(answer) for answer in terms.agreement.compare(what, body)]
     for rank, (other, _) in enumerate(others):
         for name, value, first in zip(names, other, others[0][0], strict=True):
             if value != first:
-                raise DataError(f"workers deal a loader on different terms: {name} is {value} on rank {rank} and {first} on rank 0")
+                raise DataError(
+                    f"workers deal a loader on different terms: {name} is {value} on rank {rank} "
+                    f"and {first} on rank 0"
+                )
     if different := difference([described for _, described in others]):
         raise DataError(
-            f"workers have different data sets, and the samples of one are dealt to all: {different}. Seed a random split alike on all "
+            "workers have different data sets, and the samples of one are dealt to all: "
+            f"{different}. Seed a random split alike on all "
             "workers, sort lists of files, and don't cut data by rank"
         )

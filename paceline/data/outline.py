@@ -1,6 +1,8 @@
-"""What of a data set can be compared between workers without reading a sample: its length, indices of a Subset, names of files.
+"""What of a data set can be compared between workers without reading a sample: its length, indices
+of a Subset, names of files.
 
-Workers on other hosts may keep the same files in other folders, so that the last part of a path counts alone.
+Workers on other hosts may keep the same files in other folders, so that the last part of a path
+counts alone.
 """
 
 from __future__ import annotations
@@ -40,14 +42,19 @@ Outline = dict[str, Entry]  # by expressions, such as `loader.dataset.indices`
 
 
 def outline(dataset: Any) -> Outline:
-    """Describe a data set by what lies in its attributes; nothing is said of what could as well differ between workers that are right."""
+    """Describe a data set by what lies in its attributes; nothing is said of what could as well
+    differ between workers that are right.
+    """
     found: Outline = {}
     _look(dataset, "loader.dataset", found, set(), DEPTH)
     return found
 
 
 def difference(outlines: Sequence[dict[str, Sequence[Any]]]) -> str | None:
-    """Say in what the data sets of workers differ, by rank; None where no difference is known. The same on all workers."""
+    """Say in what the data sets of workers differ, by rank; None where no difference is known.
+
+    The same on all workers.
+    """
     first: dict[str, tuple[int, Entry]] = {}
     for rank, described in enumerate(outlines):
         for name, (contents, order, decides) in described.items():
@@ -55,7 +62,10 @@ def difference(outlines: Sequence[dict[str, Sequence[Any]]]) -> str | None:
             if (contents, order) == entry[:2]:
                 continue
             if contents == entry.contents:
-                return f"{name} has the same names in another order on rank {rank} than on rank {other}"
+                return (
+                    f"{name} has the same names in another order on rank {rank} than on rank "
+                    f"{other}"
+                )
             if decides and entry.decides and name.startswith("len("):
                 return f"{name} is {contents} on rank {rank} and {entry.contents} on rank {other}"
             if decides and entry.decides:
@@ -82,9 +92,16 @@ def _look(data: Any, path: str, found: Outline, seen: set[int], depth: int) -> N
             if depth:
                 _look(value, where, found, seen, depth - 1)
         elif isinstance(value, Dataset):
-            if depth and not isinstance(value, IterableDataset) and count is not None and _length(value) == count:
+            if (
+                depth
+                and not isinstance(value, IterableDataset)
+                and count is not None
+                and _length(value) == count
+            ):
                 _look(value, where, found, seen, depth - 1)
-        elif id(value) not in seen and isinstance(value, list | tuple | range | np.ndarray | Tensor):
+        elif id(value) not in seen and isinstance(
+            value, list | tuple | range | np.ndarray | Tensor
+        ):
             seen.add(id(value))
             _note(where, _of(name, value, count, data), found)
 
@@ -99,7 +116,9 @@ def _of(name: str, values: Any, count: int | None, data: Any) -> Entry | None:
     if isinstance(values, np.ndarray | Tensor) and values.ndim != 1:
         return None
     of_samples = len(values) == count
-    if (name == "indices" and (of_samples or isinstance(data, Subset))) or (name == "cumulative_sizes" and isinstance(data, ConcatDataset)):
+    if (name == "indices" and (of_samples or isinstance(data, Subset))) or (
+        name == "cumulative_sizes" and isinstance(data, ConcatDataset)
+    ):
         entry = _of_numbers(values)
         if entry is not None:
             return entry
@@ -134,14 +153,22 @@ def _of_names(values: Sequence[Any], *, of_samples: bool) -> Entry | None:
     files = all(map(FILE.fullmatch, looked))
     if not (files or of_samples):
         return None
-    codes = np.fromiter((zlib.crc32(row.encode("utf-8", "surrogatepass")) for row in rows), np.uint32, len(rows))
+    codes = np.fromiter(
+        (zlib.crc32(row.encode("utf-8", "surrogatepass")) for row in rows), np.uint32, len(rows)
+    )
     distinct = 2 * len(np.unique(codes)) > len(codes)  # what is said again and again is no name
     decides = of_samples and distinct and (files or all(map(WORD.fullmatch, looked)))
-    return Entry(zlib.crc32(np.sort(codes).tobytes(), len(values)), zlib.crc32(codes.tobytes(), len(values)), decides)
+    return Entry(
+        zlib.crc32(np.sort(codes).tobytes(), len(values)),
+        zlib.crc32(codes.tobytes(), len(values)),
+        decides,
+    )
 
 
 def _rows(values: Sequence[Any]) -> list[str] | None:
-    """Return names and what stands beside them, as in the pairs (file, class) of an ImageFolder; None where these are no such rows."""
+    """Return names and what stands beside them, as in the pairs (file, class) of an ImageFolder;
+    None where these are no such rows.
+    """
     if not values or not all(issubclass(kind, list | tuple) for kind in set(map(type, values))):
         return None
     widths = set(map(len, values))

@@ -1,4 +1,6 @@
-"""The reader of a stream, which a DataLoader's worker runs: commands say which batch to read, and which share of it to make."""
+"""The reader of a stream, which a DataLoader's worker runs: commands say which batch to read,
+and which share of it to make.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ BRIEF = 256  # elements of a tensor that its mark looks at
 
 
 class ReadStart(NamedTuple):
-    """The start of a first read: batches that were consumed before, what the data set's state was, and the mark of those batches."""
+    """The start of a first read: batches that were consumed before, what the data set's state
+    was, and the mark of those batches.
+    """
 
     done: int
     state: Any
@@ -30,7 +34,11 @@ class ReadStart(NamedTuple):
 
 
 class ReadCommand(NamedTuple):
-    """A command to a reader. `number` counts its batches (-1: nothing to do); those before `oldest` aren't asked for any more."""
+    """A command to a reader.
+
+    `number` counts its batches (-1: nothing to do); those before `oldest` aren't asked for any
+    more.
+    """
 
     number: int
     oldest: int = 0
@@ -43,7 +51,9 @@ class ReadCommand(NamedTuple):
 
 
 class ReadResult(NamedTuple):
-    """The answer of a reader: the part of the rank that asks (or the one batch that the stream gave, uncut)."""
+    """The answer of a reader: the part of the rank that asks (or the one batch that the stream
+    gave, uncut).
+    """
 
     samples: int
     part: SharePart | None
@@ -57,7 +67,10 @@ NOTHING = ReadResult(0, None, None, 0, None, ended=True)
 
 
 class StreamReader(Dataset[Any]):
-    """A stream as a map from commands to batches. Attributes are those of the stream, to read and to set."""
+    """A stream as a map from commands to batches.
+
+    Attributes are those of the stream, to read and to set.
+    """
 
     _reading: ReadState
 
@@ -84,7 +97,8 @@ class ReadState:
         self.collate = collate
         self.drop_last = drop_last
         self._samples: Iterator[Any] | None = None
-        self._kept: dict[int, tuple[Any, int, Any]] = {}  # number -> what was read, mark, state after it
+        # number -> what was read, mark, state after it
+        self._kept: dict[int, tuple[Any, int, Any]] = {}
         self._read = 0  # batches read so far
         self._mark = 0  # of what was read so far
 
@@ -105,7 +119,9 @@ class ReadState:
         return ReadResult(len(samples), self._part(samples, command), None, mark, state)
 
     def _begin(self, start: ReadStart, batch: int | None) -> None:
-        """Read from the start, or from where the state says; without one, what was consumed is read again and left out."""
+        """Read from the start, or from where the state says; without one, what was consumed is
+        read again and left out.
+        """
         self._kept.clear()
         self._read, self._mark = start.done, start.mark
         if start.done == 0:
@@ -125,8 +141,10 @@ class ReadState:
                 self._kept.clear()
             if self._mark != start.mark:
                 raise DataError(
-                    "the stream does not give again what it gave before, so that it can't be resumed by counting: "
-                    "give it a state_dict and load_state_dict, or an order that depends on a fixed seed only"
+                    "the stream does not give again what it gave before, so that it can't be "
+                    "resumed by counting: "
+                    "give it a state_dict and load_state_dict, or an order that depends on a fixed "
+                    "seed only"
                 )
 
     def _read_on(self, batch: int | None) -> bool:
@@ -151,29 +169,48 @@ class ReadState:
         return True
 
     def _state(self, *, over: bool) -> Any:
-        """Return the stream's own state; None where it has none. `over`: it has ended, and its state may be that of its start again."""
+        """Return the stream's own state; None where it has none.
+
+        `over`: it has ended, and its state may be that of its start again.
+        """
         sources: list[tuple[Any, bool]] = [(self._samples, True), (self.stream, False)]
         for source, of_iterator in sources:
             if hasattr(source, "state_dict") and hasattr(source, "load_state_dict"):
-                return {"of_iterator": of_iterator, "state": copy.deepcopy(source.state_dict()), "over": over}
+                return {
+                    "of_iterator": of_iterator,
+                    "state": copy.deepcopy(source.state_dict()),
+                    "over": over,
+                }
         return None
 
     def _part(self, samples: list[Any], command: ReadCommand) -> SharePart:
-        shares = command.shares if len(samples) == command.batch else last_shares(command.shares, len(samples))
+        shares = (
+            command.shares
+            if len(samples) == command.batch
+            else last_shares(command.shares, len(samples))
+        )
         start, stop = spans(shares)[command.rank]
         if start == stop:
-            none = None if command.ghosts else collated_empty(self.collate, samples[0], surely=not command.train)
+            none = (
+                None
+                if command.ghosts
+                else collated_empty(self.collate, samples[0], surely=not command.train)
+            )
             return SharePart(len(samples), 0, self.collate(samples[:1]) if command.ghosts else none)
         return SharePart(len(samples), stop - start, self.collate(samples[start:stop]))
 
 
 def last_shares(shares: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Return the shares of a last batch of `count` samples, in proportion to those of the others."""
+    """Return the shares of a last batch of `count` samples, in proportion to those of the
+    others.
+    """
     return proportional(count, shares)
 
 
 def _marked(sample: Any, count: int, before: int) -> int:
-    """Return a number that tells one stream from another: of how many samples a batch has and of the first one, as far as possible."""
+    """Return a number that tells one stream from another: of how many samples a batch has and of
+    the first one, as far as possible.
+    """
     try:
         body = pack(_brief(sample))
     except DataError:

@@ -1,4 +1,6 @@
-"""Failures of readers: reads the next batch of a DataLoader, or names the reader (process) that has died instead."""
+"""Failures of readers: reads the next batch of a DataLoader, or names the reader (process) that
+has died instead.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,12 @@ ENDED_SECONDS = 2.0  # a broken connection is seen before the end of the process
 
 
 def read(batches: Iterator[Any], nothing: Any) -> Any:
-    """Read the next of `batches`, an iterator of a DataLoader; `nothing` at its end. Raises `DataError` where a reader has died.
+    """Read the next of `batches`, an iterator of a DataLoader; `nothing` at its end.
 
-    An error that a data set raises in a reader comes here as it is, with the reader alive or ended in order.
+    Raises `DataError` where a reader has died.
+
+    An error that a data set raises in a reader comes here as it is, with the reader alive or ended
+    in order.
     """
     try:
         return next(batches, nothing)
@@ -34,13 +39,18 @@ def read(batches: Iterator[Any], nothing: Any) -> Any:
 
 
 def _died(batches: Any, *, patient: bool) -> str | None:
-    """Describe a reader that ended in disorder; None where none did. `patient`: one of them has, or is about to."""
+    """Describe a reader that ended in disorder; None where none did.
+
+    `patient`: one of them has, or is about to.
+    """
     readers = list(getattr(batches, "_workers", ()))
     if patient and readers:
-        with contextlib.suppress(RuntimeError):  # torch's handler of SIGCHLD says by it that one has ended
+        # torch's handler of SIGCHLD says by it that one has ended
+        with contextlib.suppress(RuntimeError):
             ended = wait([reader.sentinel for reader in readers], ENDED_SECONDS)
             for reader in (reader for reader in readers if reader.sentinel in ended):
-                reader.join(ENDED_SECONDS)  # its files are closed, and in a moment it is a process no more
+                # its files are closed, and in a moment it is a process no more
+                reader.join(ENDED_SECONDS)
     dead = next(((index, reader) for index, reader in enumerate(readers) if reader.exitcode), None)
     if dead is None:
         return None
@@ -48,13 +58,16 @@ def _died(batches: Any, *, patient: bool) -> str | None:
     index, reader = dead
     name = type(getattr(batches, "_dataset", None)).__qualname__
     return (
-        f"reader {index} of {len(readers)} (pid {reader.pid}) of the DataLoader over {name} {_ending(reader.exitcode)} in the middle of "
+        f"reader {index} of {len(readers)} (pid {reader.pid}) of the DataLoader over {name} "
+        f"{_ending(reader.exitcode)} in the middle of "
         f"an epoch. {_advice(reader.exitcode)}"
     )
 
 
 def _quieten(batches: Any) -> None:
-    """Keep torch's handler of SIGCHLD from raising again what is known now, wherever this process is when the other readers end."""
+    """Keep torch's handler of SIGCHLD from raising again what is known now, wherever this
+    process is when the other readers end.
+    """
     if getattr(batches, "_worker_pids_set", False):
         signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]
         batches._worker_pids_set = False
@@ -72,9 +85,16 @@ def _ending(code: int) -> str:
 def _advice(code: int) -> str:
     if code == -signal.SIGKILL:
         return (
-            "Nobody but the kernel sends that when memory runs out (dmesg tells): give fewer num_workers, a smaller prefetch_factor or "
+            "Nobody but the kernel sends that when memory runs out (dmesg tells): "
+            "give fewer num_workers, a smaller prefetch_factor or "
             "smaller samples; in a container, more memory"
         )
     if code == -signal.SIGBUS:
-        return "Shared memory ran out: give fewer num_workers or a smaller prefetch_factor, or a larger /dev/shm"
-    return "Its own output tells more; with num_workers=0 the same happens in this process, with a traceback"
+        return (
+            "Shared memory ran out: give fewer num_workers or a smaller prefetch_factor, or a "
+            "larger /dev/shm"
+        )
+    return (
+        "Its own output tells more; with num_workers=0 the same happens in this process, with a "
+        "traceback"
+    )

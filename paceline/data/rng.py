@@ -1,4 +1,6 @@
-"""Random generators of samplers: found, kept and put back, so that the same order can be drawn again."""
+"""Random generators of samplers: found, kept and put back, so that the same order can be drawn
+again.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,20 @@ DEPTH = 4
 
 
 def shared_state() -> State:
-    """Return the state of the generators that the whole process shares: torch's, Python's and numpy's."""
-    return {"torch": torch.get_rng_state(), "python": _python(random.getstate()), "numpy": _listed(np.random.get_state(legacy=False))}
+    """Return the state of the generators that the whole process shares: torch's, Python's and
+    numpy's.
+    """
+    return {
+        "torch": torch.get_rng_state(),
+        "python": _python(random.getstate()),
+        "numpy": _listed(np.random.get_state(legacy=False)),
+    }
 
 
 def put_shared(state: State) -> None:
-    """Set the generators that the whole process shares to what `shared_state` gave, or a part of it."""
+    """Set the generators that the whole process shares to what `shared_state` gave, or a part of
+    it.
+    """
     if "torch" in state:
         torch.set_rng_state(state["torch"].clone())
     if "python" in state:
@@ -57,7 +67,10 @@ class SampleOrder:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Let torch draw from here. The process's generator moves along as long as it is here, too."""
+        """Let torch draw from here.
+
+        The process's generator moves along as long as it is here, too.
+        """
         process, before = torch.get_rng_state(), self._known
         torch.set_rng_state(before)
         try:
@@ -72,7 +85,9 @@ class SampleOrder:
         return {**shared_state(), "torch": self._known}
 
     def put_shared(self, state: State, *, together: bool = True) -> None:
-        """Set what `shared_state` gave, or a part of it; the process's too if it moves `together`."""
+        """Set what `shared_state` gave, or a part of it; the process's too if it moves
+        `together`.
+        """
         apart = not (together and torch.equal(torch.get_rng_state(), self._known))
         put_shared({name: part for name, part in state.items() if not (apart and name == "torch")})
         self._state = state["torch"].clone() if "torch" in state else self._state
@@ -91,7 +106,9 @@ class SampleOrder:
 
 
 def own_state(loader: DataLoader[Any]) -> State:
-    """Return the state of every generator that `loader` and its samplers hold, and of samplers that have a `state_dict`."""
+    """Return the state of every generator that `loader` and its samplers hold, and of samplers
+    that have a `state_dict`.
+    """
     state: State = {}
     for path, source in _sources(loader):
         if isinstance(source, torch.Generator):
@@ -108,11 +125,14 @@ def own_state(loader: DataLoader[Any]) -> State:
 
 
 def put_own(loader: DataLoader[Any], state: State) -> None:
-    """Set what `own_state` gave; raises `DataError` where this loader's samplers don't hold the same generators."""
+    """Set what `own_state` gave; raises `DataError` where this loader's samplers don't hold the
+    same generators.
+    """
     sources = dict(_sources(loader))
     if sources.keys() != state.keys():
         raise DataError(
-            f"the state of a loader was saved with the generators {sorted(state)}, and this one has {sorted(sources)}: "
+            f"the state of a loader was saved with the generators {sorted(state)}, and this one "
+            f"has {sorted(sources)}: "
             "build the loader with the same sampler, shuffle and generator"
         )
     for path, source in sources.items():
@@ -138,8 +158,9 @@ def twin(generator: torch.Generator | None) -> torch.Generator:
 def of_readers(generator: torch.Generator | None, rank: int) -> torch.Generator:
     """Make the generator that the DataLoader of a worker takes the seed of its readers from.
 
-    Readers of the first worker have the seeds of a plain DataLoader. Those of the others have other ones, also where `generator` is the
-    same on all workers, or else what augments one sample would augment those of all workers in the same way.
+    Readers of the first worker have the seeds of a plain DataLoader. Those of the others have other
+    ones, also where `generator` is the same on all workers, or else what augments one sample would
+    augment those of all workers in the same way.
     """
     seeds = twin(generator)
     if rank:
@@ -168,7 +189,9 @@ def _walk(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[s
     if value is None or id(value) in seen or depth == 0:
         return
     seen.add(id(value))
-    if isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState):
+    if isinstance(
+        value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+    ):
         yield path, value
     elif _draws(path, value):
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):

@@ -1,11 +1,13 @@
-"""The indices of an epoch: drawn by the first worker from the user's samplers, and sent ahead to all in chunks.
+"""The indices of an epoch: drawn by the first worker from the user's samplers, and sent ahead to
+all in chunks.
 
     turn             0 . . . . . . . C . . . . . . . 2C. . .
     met at 0         [ chunk 0       | chunk 1      ]
-    met at C                                         [ chunk 2      ]       C >= what any DataLoader prefetches
+    met at C                                         [ chunk 2      ]       C >= what any DataLoader
+                                                                    prefetches
 
-All workers meet at the same turns, and a DataLoader that runs ahead by C batches finds its indices there without waiting:
-no worker can wait for one that waits for it.
+All workers meet at the same turns, and a DataLoader that runs ahead by C batches finds its indices
+there without waiting: no worker can wait for one that waits for it.
 """
 
 from __future__ import annotations
@@ -33,9 +35,10 @@ CHUNK_INDICES = 65_536  # and about so many indices, where they are not
 class EpochIndices:
     """The global batches (of indices) of one epoch, by step.
 
-    Made on every worker with the same arguments. `ahead` is the deepest prefetch of any worker, in steps. `origin` is what the
-    generators were when this epoch began, and whether a base seed was drawn then; `start` is the first step that is wanted: the
-    same order is drawn again and skipped up to there. `at_once`: so many indices, about, are drawn at a time. `learn` is called on all
+    Made on every worker with the same arguments. `ahead` is the deepest prefetch of any worker, in
+    steps. `origin` is what the generators were when this epoch began, and whether a base seed was
+    drawn then; `start` is the first step that is wanted: the same order is drawn again and skipped
+    up to there. `at_once`: so many indices, about, are drawn at a time. `learn` is called on all
     workers with batches that have come, at the turns at which they meet.
     """
 
@@ -54,11 +57,15 @@ class EpochIndices:
         self.agreement = agreement
         self.origin = origin
         self._loader, self._order = loader, order
-        self._late = any(not type(each).__module__.startswith("torch.") for _, each in _samplers(loader))
+        self._late = any(
+            not type(each).__module__.startswith("torch.") for _, each in _samplers(loader)
+        )
         self._learn = learn
         self._ahead = ahead
         size = loader.batch_size or 1_024
-        self._chunk = max(1, ahead, min(CHUNK, CHUNK_INDICES // size) if at_once is None else at_once // 2 // size)
+        self._chunk = max(
+            1, ahead, min(CHUNK, CHUNK_INDICES // size) if at_once is None else at_once // 2 // size
+        )
         self._source: Iterator[Any] | None = None
         self._drawn = 0  # batches taken out of the source, on the worker that has one
         self._start = start
@@ -69,11 +76,15 @@ class EpochIndices:
         self._end: int | None = None
         self._fresh = True  # the generators are where they were when the epoch began
         self._wanted: int | None = None
-        self._states: dict[int, rng.State] = {}  # batches drawn -> the samplers' generators after that
+        # batches drawn -> the samplers' generators after that
+        self._states: dict[int, rng.State] = {}
         self._moved = 0
 
     def prime(self, check: int | None = None) -> None:
-        """Draw the first batches, in lockstep. `check`: the mark that the batches before the first one must have."""
+        """Draw the first batches, in lockstep.
+
+        `check`: the mark that the batches before the first one must have.
+        """
         self._wanted = check
         if check is not None:
             self._marks[self._start] = check
@@ -85,7 +96,9 @@ class EpochIndices:
         self._fresh = False
 
     def refill(self, step: int) -> None:
-        """Meet, where a chunk is due at `step`; called on every worker, at every step, before its batch is asked for."""
+        """Meet, where a chunk is due at `step`; called on every worker, at every step, before
+        its batch is asked for.
+        """
         for old in [known for known in self._batches if known < step]:
             del self._batches[old]
             del self._marks[old]
@@ -101,10 +114,15 @@ class EpochIndices:
         self._due = step + self._chunk
 
     def batch(self, step: int) -> Any | None:
-        """Return the global batch of a step: what the user's batch sampler gave. None where the epoch has ended before it. Never waits."""
+        """Return the global batch of a step: what the user's batch sampler gave.
+
+        None where the epoch has ended before it. Never waits.
+        """
         while step >= self._high and self._end is None:
             if not self.agreement.alone:
-                raise AssertionError(f"step {step} was asked for, and indices are here up to {self._high} only")
+                raise AssertionError(
+                    f"step {step} was asked for, and indices are here up to {self._high} only"
+                )
             self._keep(self._draw(1))
         return self._batches.get(step)
 
@@ -123,11 +141,15 @@ class EpochIndices:
         return [len(self._batches[step]) for step in sorted(self._batches)]
 
     def mark(self, step: int) -> int:
-        """Return a number that identifies the order of all batches before `step`, to be compared on resume."""
+        """Return a number that identifies the order of all batches before `step`, to be compared
+        on resume.
+        """
         return self._marks[step]
 
     def regroup(self, agreement: Agreement, step: int) -> None:
-        """Go on in another group from `step` on, whichever worker is the first there; every worker of it calls this at the same step."""
+        """Go on in another group from `step` on, whichever worker is the first there; every
+        worker of it calls this at the same step.
+        """
         self.agreement = agreement
         mark = self._marks[step]
         self._batches.clear()
@@ -137,10 +159,17 @@ class EpochIndices:
         self._wanted = mark
 
     def settle(self, step: int) -> None:
-        """End the epoch before `step`: generators that were drawn from for later batches go back, as if nothing had been drawn ahead."""
+        """End the epoch before `step`: generators that were drawn from for later batches go
+        back, as if nothing had been drawn ahead.
+        """
         later = [drawn for drawn in self._states if drawn > step]
         if later:
-            rng.put_own(self._loader, self._states[max((drawn for drawn in self._states if drawn <= step), default=min(later))])
+            rng.put_own(
+                self._loader,
+                self._states[
+                    max((drawn for drawn in self._states if drawn <= step), default=min(later))
+                ],
+            )
 
     def _draw(self, count: int) -> list[Any]:
         """Draw the next `count` global batches from the user's samplers, fewer at the end."""
@@ -163,7 +192,9 @@ class EpochIndices:
         return batches
 
     def _remember(self, drawn: int) -> None:
-        """Keep the state of the samplers' generators after so many batches, where they are drawn ahead and have moved."""
+        """Keep the state of the samplers' generators after so many batches, where they are drawn
+        ahead and have moved.
+        """
         if self.agreement.alone and not self._ahead:
             return
         state = rng.own_state(self._loader)
@@ -174,7 +205,8 @@ class EpochIndices:
 
     def _reopen(self) -> None:
         """Begin to draw, and skip what was drawn in this epoch before."""
-        again = self._fresh and self._source is not None  # what was drawn first got lost with a worker
+        # what was drawn first got lost with a worker
+        again = self._fresh and self._source is not None
         kept = None if self._fresh else self._order.shared_state()
         if kept is not None or again:
             rng.put_own(self._loader, self.origin["own"])
@@ -190,8 +222,10 @@ class EpochIndices:
             self._order.put_shared(kept)
         if self._wanted is not None and mark != self._wanted:
             raise DataError(
-                f"the sampler does not draw again the {self._high} batches drawn before: data set, batch size and seed have to be "
-                "what they were, and an order that depends on more than its generators needs a sampler with state_dict and load_state_dict"
+                f"the sampler does not draw again the {self._high} batches drawn before: "
+                "data set, batch size and seed have to be "
+                "what they were, and an order that depends on more than its generators needs a "
+                "sampler with state_dict and load_state_dict"
             )
 
     def _skip(self, count: int) -> int:
@@ -199,7 +233,9 @@ class EpochIndices:
         assert self._source is not None
         mark = 0
         for batch in islice(self._source, count):
-            mark = _marked(_sliceable(batch, of_samples=self._loader.batch_sampler is not None), mark)
+            mark = _marked(
+                _sliceable(batch, of_samples=self._loader.batch_sampler is not None), mark
+            )
         self._drawn = count
         return mark
 
@@ -212,7 +248,9 @@ class EpochIndices:
         shared = {name: (marks[name], after[name]) for name in moved}
         own = rng.own_state(self._loader)
         origin = self.origin if self._high == self._start else None
-        return pack((packed, len(batches) < count, origin, own, shared), what="the state of a sampler")
+        return pack(
+            (packed, len(batches) < count, origin, own, shared), what="the state of a sampler"
+        )
 
     def _accept(self, message: bytes, before: rng.State) -> None:
         packed, ended, origin, own, shared = unpack(message)
@@ -240,9 +278,12 @@ def check_samplers(loader: DataLoader[Any]) -> None:
     """Raise `DataError` where `loader` cuts its data by rank already, or can't tell its length."""
     for path, sampler in _samplers(loader):
         name = type(sampler).__qualname__
-        if "DistributedSampler" in name or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")):
+        if "DistributedSampler" in name or (
+            hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
+        ):
             raise DataError(
-                f"the loader's {path} is a {name}, which cuts the data by rank already: leave it out, and give shuffle=True or a plain "
+                f"the loader's {path} is a {name}, which cuts the data by rank already: "
+                "leave it out, and give shuffle=True or a plain "
                 "sampler; the loader's batch size is that of all workers together"
             )
         if type(sampler) in {SequentialSampler, RandomSampler}:
@@ -251,14 +292,17 @@ def check_samplers(loader: DataLoader[Any]) -> None:
                 len(data)
             except (TypeError, NotImplementedError):
                 raise DataError(
-                    f"the data set is a {type(data).__qualname__} without a length: give it __len__, or a sampler, "
+                    f"the data set is a {type(data).__qualname__} without a length: "
+                    "give it __len__, or a sampler, "
                     "or make it a torch.utils.data.IterableDataset"
                 ) from None
 
 
 def is_list(batch: Any) -> bool:
     """Whether what a sampler gave is a list of indices, to be cut, and not one index."""
-    return isinstance(batch, list | range) or (isinstance(batch, Tensor | np.ndarray) and batch.ndim == 1)
+    return isinstance(batch, list | range) or (
+        isinstance(batch, Tensor | np.ndarray) and batch.ndim == 1
+    )
 
 
 def _samplers(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
@@ -269,7 +313,11 @@ def _samplers(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
             continue
         yield path, sampler
         parts = getattr(sampler, "__dict__", {})
-        waiting += [(f"{path}.{name}", part, depth - 1) for name, part in parts.items() if depth and name.endswith("sampler")]
+        waiting += [
+            (f"{path}.{name}", part, depth - 1)
+            for name, part in parts.items()
+            if depth and name.endswith("sampler")
+        ]
 
 
 def _ordered(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -277,7 +325,9 @@ def _ordered(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def _sliceable(batch: Any, *, of_samples: bool) -> Any:
-    """Return a batch whose samples can be counted and cut: what a batch sampler gave, or a list of it."""
+    """Return a batch whose samples can be counted and cut: what a batch sampler gave, or a list
+    of it.
+    """
     if not of_samples or isinstance(batch, list | tuple | range | np.ndarray | Tensor):
         return batch
     return list(batch)
@@ -295,7 +345,11 @@ def _words(batch: Any) -> bytes | None:
 
 def _packed(batch: Any) -> bytes:
     words = _words(batch)
-    return b"i" + words if words is not None else b"p" + pack(batch, what=f"an index of the sampler ({type(batch).__qualname__})")
+    return (
+        b"i" + words
+        if words is not None
+        else b"p" + pack(batch, what=f"an index of the sampler ({type(batch).__qualname__})")
+    )
 
 
 def _unpacked(body: bytes) -> Any:
@@ -312,5 +366,6 @@ def _marked(batch: Any, before: int) -> int:
         try:
             words = pack(batch, what="an index")
         except DataError:
-            words = str(len(batch) if hasattr(batch, "__len__") else 1).encode()  # an index that only one worker can use
+            # an index that only one worker can use
+            words = str(len(batch) if hasattr(batch, "__len__") else 1).encode()
     return zlib.crc32(words, before)

@@ -1,7 +1,9 @@
-"""Serialization of plain values: indices, batches and states that travel between workers. Nothing is pickled.
+"""Serialization of plain values: indices, batches and states that travel between workers.
 
-None, bool, int, float, str, bytes, list, tuple, dict, numpy arrays and scalars, and tensors keep their types. Anything else
-raises `DataError`, which names the type.
+Nothing is pickled.
+
+None, bool, int, float, str, bytes, list, tuple, dict, numpy arrays and scalars, and tensors keep
+their types. Anything else raises `DataError`, which names the type.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def pack(value: Any, *, what: str = "this value") -> bytes:
             return msgpack.ExtType(BIG, str(part).encode())
         kind = f"{type(part).__module__}.{type(part).__qualname__}"
         raise DataError(
-            f"{what} holds a {kind}, which can't be sent to another worker; possible are tensors, numpy arrays and scalars, "
+            f"{what} holds a {kind}, which can't be sent to another worker; "
+            "possible are tensors, numpy arrays and scalars, "
             "dict, list, tuple, str, bytes, int, float, bool and None"
         )
 
@@ -69,7 +72,9 @@ def unpack(data: bytes) -> Any:
 
 def _tensor_bytes(tensor: Tensor) -> bytes:
     plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    body: bytes = msgpack.packb((str(tensor.dtype).removeprefix("torch."), list(tensor.shape), plain.numpy().tobytes()))
+    body: bytes = msgpack.packb(
+        (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), plain.numpy().tobytes())
+    )
     return body
 
 

@@ -13,30 +13,41 @@ from paceline.data.balance import SpeedShares
 from paceline.errors import DataError
 
 Shares = Callable[[int], tuple[int, ...]]
-"""A policy: the number of samples in a global batch -> how many of them each rank takes. It depends on nothing else."""
+"""A policy: the number of samples in a global batch -> how many of them each rank takes.
+
+It depends on nothing else.
+"""
 
 Auto = Literal["auto"]
 AskedShares = Shares | Sequence[float] | Auto | None
-"""Shares as a caller says them: a policy, one number per worker, by the speeds that are measured, or equal."""
+"""Shares as a caller says them: a policy, one number per worker, by the speeds that are
+measured, or equal.
+"""
 
 PROBES = (1, 2, 3, 7, 43, 64, 1000)
 FINE = 10_000  # samples of which shares are near enough to what a policy means
 
 
 def equal(batch: int, size: int) -> tuple[int, ...]:
-    """Return the shares of `size` workers in `batch` samples: they differ by at most one, and the first ones are larger."""
+    """Return the shares of `size` workers in `batch` samples: they differ by at most one, and
+    the first ones are larger.
+    """
     return tuple(stop - start for start, stop in pieces(batch, size))
 
 
 def proportional(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
-    """Return shares as near to `ratios` as integers can be (largest remainder; among equal remainders the first ranks win).
+    """Return shares as near to `ratios` as integers can be (largest remainder; among equal
+    remainders the first ranks win).
 
-    Where `batch` is the sum of integer ratios, the shares are the ratios. A ratio of zero gives an empty share.
+    Where `batch` is the sum of integer ratios, the shares are the ratios. A ratio of zero gives an
+    empty share.
     """
     exact = [Fraction(ratio) for ratio in ratios]
     whole = sum(exact)
     if whole <= 0 or any(ratio < 0 for ratio in exact):
-        raise DataError(f"shares are {list(ratios)}: they must be zero or more, and at least one above zero")
+        raise DataError(
+            f"shares are {list(ratios)}: they must be zero or more, and at least one above zero"
+        )
     parts = [batch * ratio / whole for ratio in exact]
     shares = [int(part) for part in parts]
     order = sorted(range(len(parts)), key=lambda rank: (shares[rank] - parts[rank], rank))
@@ -46,12 +57,17 @@ def proportional(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
 
 
 def policy(shares: AskedShares, size: int) -> Shares:
-    """Make the policy that `shares` means: None is `equal`, numbers are `proportional`, a callable is itself with its answers checked.
+    """Make the policy that `shares` means: None is `equal`, numbers are `proportional`, a callable
+    is itself with its answers checked.
 
-    "auto" is `equal` until speeds are known. Raises `DataError` where the number of shares is not `size`.
+    "auto" is `equal` until speeds are known. Raises `DataError` where the number of shares is not
+    `size`.
     """
     if isinstance(shares, str) and shares != "auto":
-        raise DataError(f"shares is {shares!r}: give 'auto', one number per worker, or a function of the batch size")
+        raise DataError(
+            f"shares is {shares!r}: give 'auto', one number per worker, or a function of the batch "
+            "size"
+        )
     if shares is None or shares == "auto":
         return lru_cache(maxsize=128)(partial(equal, size=size))
     if isinstance(shares, SpeedShares) and len(shares.curves) == size:
@@ -60,13 +76,18 @@ def policy(shares: AskedShares, size: int) -> Shares:
         return lru_cache(maxsize=128)(partial(_checked, shares, size))
     ratios = tuple(shares)
     if len(ratios) != size:
-        raise DataError(f"shares are {list(ratios)}, {len(ratios)} numbers for {size} workers: give one number per worker, in rank order")
+        raise DataError(
+            f"shares are {list(ratios)}, {len(ratios)} numbers for {size} workers: "
+            "give one number per worker, in rank order"
+        )
     proportional(0, ratios)
     return lru_cache(maxsize=128)(partial(proportional, ratios=ratios))
 
 
 def parts(shares: Shares, total: float) -> tuple[float, ...]:
-    """Return the part of each rank in `total` units of work that come in small pieces: what a policy's own `parts` says, if it has that."""
+    """Return the part of each rank in `total` units of work that come in small pieces: what a
+    policy's own `parts` says, if it has that.
+    """
     own = getattr(shares, "parts", None)
     if own is not None:
         return tuple(own(total))
@@ -74,7 +95,9 @@ def parts(shares: Shares, total: float) -> tuple[float, ...]:
 
 
 def spans(shares: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (start, stop) of each rank's samples in the global batch: contiguous, in rank order."""
+    """Return (start, stop) of each rank's samples in the global batch: contiguous, in rank
+    order.
+    """
     stops = [0]
     for share in shares:
         stops.append(stops[-1] + share)
@@ -82,7 +105,9 @@ def spans(shares: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def probe(shares: Shares, batch: int | None) -> list[list[float]]:
-    """Ask a policy for its shares of some batches, to be compared between workers; `batch` is the usual one, if there is one."""
+    """Ask a policy for its shares of some batches, to be compared between workers; `batch` is
+    the usual one, if there is one.
+    """
     if isinstance(shares, SpeedShares):
         return [*([curve.fixed, curve.per_unit] for curve in shares.curves), [shares.per_sample]]
     sizes = PROBES if batch is None else (batch, *PROBES)
@@ -91,7 +116,14 @@ def probe(shares: Shares, batch: int | None) -> list[list[float]]:
 
 def _checked(shares: Shares, size: int, batch: int) -> tuple[int, ...]:
     answer = tuple(shares(batch))
-    right = len(answer) == size and all(type(share) is int and share >= 0 for share in answer) and sum(answer) == batch
+    right = (
+        len(answer) == size
+        and all(type(share) is int and share >= 0 for share in answer)
+        and sum(answer) == batch
+    )
     if not right:
-        raise DataError(f"the shares of a batch of {batch} are {answer}: they must be {size} integers, zero or more, that sum to {batch}")
+        raise DataError(
+            f"the shares of a batch of {batch} are {answer}: they must be {size} integers, zero or "
+            f"more, that sum to {batch}"
+        )
     return answer

@@ -1,4 +1,6 @@
-"""The specification of a dealt loader: how its batches are shared, and the pipeline interface that delivers them step by step."""
+"""The specification of a dealt loader: how its batches are shared, and the pipeline interface
+that delivers them step by step.
+"""
 
 from __future__ import annotations
 
@@ -59,11 +61,15 @@ class LoaderSpec:
 
     @property
     def ghosts(self) -> bool:
-        """Whether a worker with an empty share gets the first sample as a ghost, and not no rows."""
+        """Whether a worker with an empty share gets the first sample as a ghost, and not no
+        rows.
+        """
         return (self.training and not self.idle) or self.pad
 
     def outline(self) -> Outline:
-        """Describe the data set as it was when this was called first: a script may change it later, on all workers alike."""
+        """Describe the data set as it was when this was called first: a script may change it
+        later, on all workers alike.
+        """
         if self._outline is None:
             self._outline = outline(self.loader.dataset)
         return self._outline
@@ -94,17 +100,26 @@ class LoaderSpec:
     def deal(self, batch: Any) -> BatchDeal:
         """Deal a global batch of indices by costs, which are known."""
         assert self.costs is not None
-        return deal_batch(self.costs.of(batch), lambda total: parts(self.shares, total), pads=self.costs.pads)
+        return deal_batch(
+            self.costs.of(batch), lambda total: parts(self.shares, total), pads=self.costs.pads
+        )
 
     def reshared(self) -> AskedShares:
-        """Return the requested shares, for the present workers: ratios and speeds go with their workers, and newcomers get the mean."""
+        """Return the requested shares, for the present workers: ratios and speeds go with their
+        workers, and newcomers get the mean.
+        """
         size, asked = self.agreement.group.size, self.asked
         if self.speeds is not None:
             curves = self.speeds.of(self.agreement.origins, self.agreement.hosts or ("",) * size)
-            return "auto" if curves is None else SpeedShares(curves, per_sample=self.speeds.per_sample)
+            return (
+                "auto" if curves is None else SpeedShares(curves, per_sample=self.speeds.per_sample)
+            )
         if asked is None or isinstance(asked, str) or callable(asked):
             if callable(asked) and len(asked(self.loader.batch_size or size)) != size:
-                self.announce(f"shares are given by a function that doesn't know of {size} workers: they are equal from now on")
+                self.announce(
+                    f"shares are given by a function that doesn't know of {size} workers: "
+                    "they are equal from now on"
+                )
                 return None
             return asked
         mean = sum(asked) / len(asked)
@@ -122,22 +137,28 @@ class LoaderSpec:
         return {"speeds": self.speeds.state_dict(self.agreement.origins)}
 
     def restore_speeds(self, state: Mapping[str, Any] | None) -> None:
-        """Deal by saved speeds from the next epoch on, where shares go by speed and the workers are as many."""
+        """Deal by saved speeds from the next epoch on, where shares go by speed and the workers
+        are as many.
+        """
         if self.speeds is not None and state is not None:
             self.speeds.load_state_dict(state, self.agreement.origins)
             self.reshare(self.reshared())
 
     def look(self, part: SharePart) -> None:
-        """Announce labels that a mean leaves out unevenly if samples are weights; for first batches."""
+        """Announce labels that a mean leaves out unevenly if samples are weights; for first
+        batches.
+        """
         self.looks -= 1
         if self.loss == "sum" or self.weigh is not None or self.alone or not part.share:
             return
         if (key := unevenly_ignored(part.batch)) is not None:
             self.looks = 0
             self.announce(
-                f"labels ({key!r} of a batch) that losses ignore ({IGNORED}) are not as many in each "
+                f"labels ({key!r} of a batch) that losses ignore ({IGNORED}) are not as many in "
+                "each "
                 "sample, and shares count by samples: if the loss is a mean over labels, give "
-                f"weigh=pl.tokens({key!r}) to run.prepare, or results depend on the number of workers"
+                f"weigh=pl.tokens({key!r}) to run.prepare, or results depend on the number of "
+                "workers"
             )
 
     def announce(self, text: str) -> None:
@@ -153,7 +174,10 @@ def source(shares: Sequence[int]) -> int | None:
 
 
 class SharePart(NamedTuple):
-    """A worker's part of a global batch: `share` of `whole` samples. An empty share is a ghost in training, and no rows in evaluation."""
+    """A worker's part of a global batch: `share` of `whole` samples.
+
+    An empty share is a ghost in training, and no rows in evaluation.
+    """
 
     whole: int
     share: int
@@ -163,36 +187,48 @@ class SharePart(NamedTuple):
 
 @dataclass(slots=True)
 class GlobalBatch:
-    """A global batch: how many samples it has, and this worker's part of it, which is made when it is taken."""
+    """A global batch: how many samples it has, and this worker's part of it, which is made when
+    it is taken.
+    """
 
     global_batch: int
     make: Callable[[], SharePart] | None  # None once the part was taken
     source: int | None  # as `source` says
     weight: float | None = None  # of this worker's part, where that isn't its samples
     total: float = 0.0  # of all workers
-    rows: Sequence[Sequence[int]] | None = None  # by rank: which rows are whose, where these don't lie in order
+    # by rank: which rows are whose, where these don't lie in order
+    rows: Sequence[Sequence[int]] | None = None
 
     def take(self) -> SharePart:
-        """Make this worker's part, and let go of it: the caller alone holds its batch. Called once."""
+        """Make this worker's part, and let go of it: the caller alone holds its batch.
+
+        Called once.
+        """
         make, self.make = self.make, None
         assert make is not None, "a part is taken once"
         return make()
 
 
 class Pipeline(Protocol):
-    """Reads the data of one loader, share by share. The calls marked * are made on all workers at the same step.
+    """Reads the data of one loader, share by share.
+
+    The calls marked * are made on all workers at the same step.
 
     `apart`, `paused` and `place` are here as they are in lockstep.
     """
 
     @property
     def apart(self) -> bool:
-        """Whether workers may be at different places of the epoch, where nothing can be called together."""
+        """Whether workers may be at different places of the epoch, where nothing can be called
+        together.
+        """
         return False
 
     @property
     def paused(self) -> bool:
-        """Whether workers have come together in the middle of the epoch, and `regroup` is to go on."""
+        """Whether workers have come together in the middle of the epoch, and `regroup` is to go
+        on.
+        """
         return False
 
     def place(self, index: int) -> int:
@@ -204,15 +240,22 @@ class Pipeline(Protocol):
         ...
 
     def step(self, index: int) -> GlobalBatch | None:
-        """*Return the global batch of a step, None where the epoch has ended. Steps are asked for in order, except after `redeal`."""
+        """*Return the global batch of a step, None where the epoch has ended.
+
+        Steps are asked for in order, except after `redeal`.
+        """
         ...
 
     def peek(self) -> Any:
-        """Return this worker's next batch of this epoch, read already; None where there is no more, or it can't be known yet."""
+        """Return this worker's next batch of this epoch, read already; None where there is no
+        more, or it can't be known yet.
+        """
         ...
 
     def redeal(self, index: int) -> None:
-        """Throw away what was read ahead; `index`, the last step or the one after it, is dealt next, by the present shares."""
+        """Throw away what was read ahead; `index`, the last step or the one after it, is dealt
+        next, by the present shares.
+        """
         ...
 
     def regroup(self, index: int) -> None:
@@ -220,7 +263,9 @@ class Pipeline(Protocol):
         ...
 
     def state(self, index: int) -> dict[str, Any]:
-        """Return the position of the data before step `index`, which is the last one asked for or the one after it."""
+        """Return the position of the data before step `index`, which is the last one asked for
+        or the one after it.
+        """
         ...
 
     def first(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -245,6 +290,8 @@ def whole_rows(terms: LoaderSpec, item: Any) -> GlobalBatch:
     def make() -> SharePart:
         if start == stop:
             return SharePart(count, 0, cut(item, 0, 1 if terms.ghosts else 0, count))
-        return SharePart(count, stop - start, item if stop - start == count else cut(item, start, stop, count))
+        return SharePart(
+            count, stop - start, item if stop - start == count else cut(item, start, stop, count)
+        )
 
     return GlobalBatch(count, make, source(shares))

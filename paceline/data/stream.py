@@ -1,7 +1,10 @@
-"""Dealing of streams, data that can only be read from its start: each reader reads every global batch and cuts the shares out of it.
+"""Dealing of streams, data that can only be read from its start: each reader reads every global
+batch and cuts the shares out of it.
 
-step t      one global batch = the next one of DataLoader worker t % W (as torch does it; those that have ended are left out)
-reader      keeps the samples of the batches that it has read ahead, so that they can be dealt again by other shares
+step t      one global batch = the next one of DataLoader worker t % W (as torch does it; those that
+            have ended are left out)
+reader      keeps the samples of the batches that it has read ahead, so that they can be dealt again
+            by other shares
 """
 
 from __future__ import annotations
@@ -57,10 +60,16 @@ class ReadCommands:
         if not asked:
             return ReadCommand(-1, self.oldest[worker])
         self._numbers[worker] += 1
-        return self._ask._replace(number=self._numbers[worker] - 1, oldest=self.oldest[worker], start=self._starts.pop(worker, None))
+        return self._ask._replace(
+            number=self._numbers[worker] - 1,
+            oldest=self.oldest[worker],
+            start=self._starts.pop(worker, None),
+        )
 
     def open(self, cursor: StreamPosition) -> None:
-        """Begin a new iterator of a DataLoader: its first command goes to the first worker, and all workers begin anew."""
+        """Begin a new iterator of a DataLoader: its first command goes to the first worker, and
+        all workers begin anew.
+        """
         self._slot = 0
         self.issued.clear()
         saved = zip(cursor.numbers, cursor.states, cursor.marks, strict=True)
@@ -69,7 +78,12 @@ class ReadCommands:
     def go(self, cursor: StreamPosition, ask: ReadCommand) -> None:
         """Go on where `cursor` is, with commands like `ask`; earlier commands are discarded."""
         self.round += 1
-        self._numbers, self._ended, self._next, self._ask = list(cursor.numbers), list(cursor.ended), cursor.worker, ask
+        self._numbers, self._ended, self._next, self._ask = (
+            list(cursor.numbers),
+            list(cursor.ended),
+            cursor.worker,
+            ask,
+        )
 
     def end(self, worker: int) -> None:
         """Note that the stream of a worker has ended: it gets no more commands."""
@@ -84,10 +98,15 @@ class StreamPipeline(Pipeline):
         self._workers = max(1, terms.loader.num_workers)
         self._commands = ReadCommands(self._workers)
         self._hands = _hands(terms)
-        self._reader = StreamReader(ReadState(terms.loader.dataset, terms.loader.collate_fn, drop_last=terms.loader.drop_last))
+        self._reader = StreamReader(
+            ReadState(
+                terms.loader.dataset, terms.loader.collate_fn, drop_last=terms.loader.drop_last
+            )
+        )
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
-        self._before = StreamPosition.at_start(self._workers)  # before the step that was asked for last
+        # before the step that was asked for last
+        self._before = StreamPosition.at_start(self._workers)
         self._after = self._before  # and after it
         self._index = 0
         self._ghosts = True  # what an empty share is, as it was asked for
@@ -102,7 +121,11 @@ class StreamPipeline(Pipeline):
         taken_up = state is not None and state["cursors"] is not None
         fresh = self._loader is None or not loader.persistent_workers
         seeded = fresh if state is None else bool(state["seeded"])
-        self._origin = {"own": rng.own_state(loader), "seeded": seeded, "seeds": self._seeds().get_state()}
+        self._origin = {
+            "own": rng.own_state(loader),
+            "seeded": seeded,
+            "seeds": self._seeds().get_state(),
+        }
         if taken_up and state is not None:
             self._origin["seeds"] = state["seeds"]
         if seeded and (loader.generator is not None or not taken_up):
@@ -129,7 +152,10 @@ class StreamPipeline(Pipeline):
         self._verify(index, ended=step is None)
         if step is None and index == 0:
             name = type(self.terms.loader.dataset).__qualname__
-            raise DataError(f"the stream {name} has no batch: it is empty, or shorter than one batch, with drop_last=True")
+            raise DataError(
+                f"the stream {name} has no batch: it is empty, or shorter than one batch, with "
+                "drop_last=True"
+            )
         return step
 
     def peek(self) -> Any:
@@ -142,7 +168,9 @@ class StreamPipeline(Pipeline):
 
     def regroup(self, index: int) -> None:
         if self.terms.shard == "mine":
-            raise DataError("a stream that shards itself can't go on in another group: load a saved state there")
+            raise DataError(
+                "a stream that shards itself can't go on in another group: load a saved state there"
+            )
         self._hands = _hands(self.terms)
         self.redeal(index)
 
@@ -155,7 +183,13 @@ class StreamPipeline(Pipeline):
 
     def next_epoch(self) -> dict[str, Any]:
         seeded = self._loader is None or not self.terms.loader.persistent_workers
-        return {"step": 0, "cursors": None, "own": rng.own_state(self.terms.loader), "seeded": seeded, "seeds": None}
+        return {
+            "step": 0,
+            "cursors": None,
+            "own": rng.own_state(self.terms.loader),
+            "seeded": seeded,
+            "seeds": None,
+        }
 
     def end(self) -> None:
         self._batches = None
@@ -189,17 +223,32 @@ class StreamPipeline(Pipeline):
             seeds = torch.Generator()
             seeds.set_state(self._origin["seeds"].clone())
             self._loader = like(loader, self._commands, seeds, batched=False, dataset=self._reader)
-        if any(count and state is None for count, state in zip(after.numbers, after.states, strict=True)):
-            self.terms.announce("the stream has no state_dict: it is resumed by reading and leaving out all samples before its position")
+        if any(
+            count and state is None
+            for count, state in zip(after.numbers, after.states, strict=True)
+        ):
+            self.terms.announce(
+                "the stream has no state_dict: it is resumed by reading and leaving out all "
+                "samples before its position"
+            )
         self._batches = iter(self._loader)
 
     def _ask(self) -> ReadCommand:
         batch, shares, rank = self._hands.asked()
         self._ghosts = self.terms.ghosts
-        return ReadCommand(0, batch=batch, shares=shares, rank=rank, ghosts=self.terms.ghosts, train=self.terms.training)
+        return ReadCommand(
+            0,
+            batch=batch,
+            shares=shares,
+            rank=rank,
+            ghosts=self.terms.ghosts,
+            train=self.terms.training,
+        )
 
     def _seeds(self) -> torch.Generator:
-        """Make the same base seed for all readers of one stream: shuffled by the seeds of DataLoader workers, it is the same for all."""
+        """Make the same base seed for all readers of one stream: shuffled by the seeds of
+        DataLoader workers, it is the same for all.
+        """
         with self._drawing():
             seeds = rng.twin(self.terms.loader.generator)
         if self.terms.shard != "mine":
@@ -210,20 +259,30 @@ class StreamPipeline(Pipeline):
         return seeds
 
     def _drawing(self) -> contextlib.AbstractContextManager[None]:
-        """Draw what is the same on all workers, but for readers that each have samples of their own."""
+        """Draw what is the same on all workers, but for readers that each have samples of their
+        own.
+        """
         mine = self.terms.shard == "mine"
         return contextlib.nullcontext() if mine else self.terms.order.drawing()
 
     def _verify(self, index: int, *, ended: bool) -> None:
         """Compare, now and then and at the end, that all workers have read the same."""
-        if self.terms.agreement.alone or self.terms.shard == "mine" or not (ended or index % COMPARED == COMPARED - 1):
+        if (
+            self.terms.agreement.alone
+            or self.terms.shard == "mine"
+            or not (ended or index % COMPARED == COMPARED - 1)
+        ):
             return
-        bodies = self.terms.agreement.compare("stream", msgpack.packb((self._after.marks, self._after.numbers, ended)))
+        bodies = self.terms.agreement.compare(
+            "stream", msgpack.packb((self._after.marks, self._after.numbers, ended))
+        )
         for rank, body in enumerate(bodies):
             if body != bodies[0]:
                 raise DataError(
-                    f"the stream is not the same on all workers: up to step {index} rank {rank} read other samples than rank 0. "
-                    'Shuffle by a seed that all workers have; or, if each rank is meant to have its own samples, pass shard="mine"'
+                    f"the stream is not the same on all workers: up to step {index} rank {rank} "
+                    "read other samples than rank 0. "
+                    "Shuffle by a seed that all workers have; or, if each rank is meant to have "
+                    'its own samples, pass shard="mine"'
                 )
 
 
@@ -232,13 +291,19 @@ def check_stream(terms: LoaderSpec) -> None:
     dataset = terms.loader.dataset
     name = type(dataset).__qualname__
     if terms.shard is not None and (wrong := unknown("shard", terms.shard, Sharding)):
-        raise DataError(f"{wrong} (mine: the stream gives each rank its own samples; none: it does not)")
+        raise DataError(
+            f"{wrong} (mine: the stream gives each rank its own samples; none: it does not)"
+        )
     if isinstance(dataset, IterDataPipe) and not terms.alone:
-        raise DataError(f"a {name} is a datapipe, which torch shards by itself: give a plain torch.utils.data.IterableDataset")
+        raise DataError(
+            f"a {name} is a datapipe, which torch shards by itself: "
+            "give a plain torch.utils.data.IterableDataset"
+        )
     sign = None if terms.shard is not None else _self_sharding(dataset, 3)
     if sign is not None:
         raise DataError(
-            f"the stream {name} shards itself by rank ({sign}): leave that out, and each worker takes its share of the whole; or pass "
+            f"the stream {name} shards itself by rank ({sign}): leave that out, and each worker "
+            "takes its share of the whole; or pass "
             'shard="mine" to keep it. If it does not shard, pass shard="none"'
         )
 
@@ -260,13 +325,21 @@ def _self_sharding(value: Any, depth: int) -> str | None:
     distributed = fields.get("_distributed")
     if getattr(distributed, "world_size", 1) > 1:
         return "split_dataset_by_node"
-    sizes = [name for name in ("world_size", "num_replicas") if type(fields.get(name)) is int and fields[name] > 1]
+    sizes = [
+        name
+        for name in ("world_size", "num_replicas")
+        if type(fields.get(name)) is int and fields[name] > 1
+    ]
     if sizes and type(fields.get("rank")) is int:
         return f"it holds a rank, and {sizes[0]}={fields[sizes[0]]}"
     for part in fields.values():
         parts = part if isinstance(part, list | tuple) else [part]
         for piece in parts if depth else []:
-            sign = None if isinstance(piece, torch.Tensor | torch.nn.Module) else _self_sharding(piece, depth - 1)
+            sign = (
+                None
+                if isinstance(piece, torch.Tensor | torch.nn.Module)
+                else _self_sharding(piece, depth - 1)
+            )
             if sign is not None:
                 return sign
     return None

@@ -16,14 +16,17 @@ from paceline.errors import DataError
 
 @dataclass
 class StreamPosition:
-    """The position in a stream: of each DataLoader worker the batches consumed, whether it has ended, its mark and what the stream says."""
+    """The position in a stream: of each DataLoader worker the batches consumed, whether it has
+    ended, its mark and what the stream says.
+    """
 
     numbers: list[int]
     ended: list[bool]
     marks: list[int]
     states: list[Any]
     worker: int = 0  # the reader of the next batch
-    every: list[dict[str, Any]] = field(default_factory=list)  # the cursors of all ranks, where they differ
+    # the cursors of all ranks, where they differ
+    every: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def at_start(cls, workers: int) -> StreamPosition:
@@ -32,21 +35,39 @@ class StreamPosition:
 
     def copy(self) -> StreamPosition:
         """Make another one, at the same place."""
-        return StreamPosition(list(self.numbers), list(self.ended), list(self.marks), list(self.states), self.worker, self.every)
+        return StreamPosition(
+            list(self.numbers),
+            list(self.ended),
+            list(self.marks),
+            list(self.states),
+            self.worker,
+            self.every,
+        )
 
     def dump(self) -> dict[str, Any]:
         """Write as plain values."""
-        return {"numbers": self.numbers, "ended": self.ended, "marks": self.marks, "states": self.states, "worker": self.worker}
+        return {
+            "numbers": self.numbers,
+            "ended": self.ended,
+            "marks": self.marks,
+            "states": self.states,
+            "worker": self.worker,
+        }
 
     def fill(self, saved: dict[str, Any]) -> None:
         """Go to where `dump` was called."""
         if len(saved["numbers"]) != len(self.numbers):
             raise DataError(
-                f"the state of a stream was saved with {len(saved['numbers'])} DataLoader workers, and there are {len(self.numbers)} here: "
+                f"the state of a stream was saved with {len(saved['numbers'])} DataLoader workers, "
+                f"and there are {len(self.numbers)} here: "
                 "each of them reads its own part of the stream, so give num_workers as it was"
             )
         self.numbers, self.ended = list(saved["numbers"]), list(saved["ended"])
-        self.marks, self.states, self.worker = list(saved["marks"]), list(saved["states"]), int(saved["worker"])
+        self.marks, self.states, self.worker = (
+            list(saved["marks"]),
+            list(saved["states"]),
+            int(saved["worker"]),
+        )
 
 
 Fetch = Callable[[], ReadResult | None]  # the next global batch; None at the end of the stream
@@ -61,7 +82,9 @@ class StreamAccess(Protocol):
         ...
 
     def asked(self) -> tuple[int | None, tuple[int, ...], int]:
-        """Return the samples to be read at a time (None: whole batches come), their shares, and whose share this worker's reader makes."""
+        """Return the samples to be read at a time (None: whole batches come), their shares, and
+        whose share this worker's reader makes.
+        """
         ...
 
     def step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:
@@ -101,7 +124,11 @@ class ReadAll:
         part, batch = dealt.part, self.terms.loader.batch_size
         assert part is not None
         shares = self.terms.shares(batch)
-        return GlobalBatch(dealt.samples, lambda: part, source(shares if dealt.samples == batch else last_shares(shares, dealt.samples)))
+        return GlobalBatch(
+            dealt.samples,
+            lambda: part,
+            source(shares if dealt.samples == batch else last_shares(shares, dealt.samples)),
+        )
 
     def saved(self, cursor: StreamPosition) -> list[dict[str, Any]]:
         return [cursor.dump()]
@@ -111,9 +138,15 @@ class ReadAll:
 
 
 class SelfSharded:
-    """Takes the samples that the stream gives each rank. Each step announces their number; a worker whose stream has ended gets ghosts."""
+    """Takes the samples that the stream gives each rank.
 
-    cost = 'shard="mine": each worker reads its own part, and the workers tell each other at every step how many samples they have'
+    Each step announces their number; a worker whose stream has ended gets ghosts.
+    """
+
+    cost = (
+        'shard="mine": each worker reads its own part, and the workers tell each other at every '
+        "step how many samples they have"
+    )
 
     def __init__(self, terms: LoaderSpec) -> None:
         self.terms = terms
@@ -127,7 +160,8 @@ class SelfSharded:
         shares = self.terms.shares(batch)
         if 0 in shares:
             raise DataError(
-                f'the shares of a batch of {batch} are {shares}: shard="mine" needs all above zero, or a part of the stream is never read'
+                f'the shares of a batch of {batch} are {shares}: shard="mine" needs all above '
+                "zero, or a part of the stream is never read"
             )
         mine = shares[self.terms.rank]
         return mine, (mine,), 0
@@ -135,7 +169,10 @@ class SelfSharded:
     def step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:
         dealt = fetch()
         part = self._part(dealt)
-        packed = pack((0 if part is None else part.share, cursor.dump(), any(cursor.numbers)), what="the stream's state")
+        packed = pack(
+            (0 if part is None else part.share, cursor.dump(), any(cursor.numbers)),
+            what="the stream's state",
+        )
         answers = [unpack(body) for body in self.terms.agreement.meet("shares of a stream", packed)]
         cursor.every = [dump for _, dump, _ in answers]
         shares = [share for share, _, _ in answers]
@@ -144,7 +181,8 @@ class SelfSharded:
         without = [rank for rank, (_, _, had) in enumerate(answers) if not had]
         if without:
             raise DataError(
-                f'shard="mine": the stream of rank {without[0]} has no batch at all; give fewer workers, or leave out the sharding'
+                f'shard="mine": the stream of rank {without[0]} has no batch at all; '
+                "give fewer workers, or leave out the sharding"
             )
         whole = sum(shares)
         mine = SharePart(whole, 0, self._ghost()) if part is None else part._replace(whole=whole)
@@ -156,7 +194,10 @@ class SelfSharded:
     def restored(self, cursor: StreamPosition, saved: list[dict[str, Any]]) -> None:
         size = self.terms.agreement.group.size
         if len(saved) != size:
-            raise DataError(f'shard="mine": the state was saved by {len(saved)} workers, and there are {size} here: give as many workers')
+            raise DataError(
+                f'shard="mine": the state was saved by {len(saved)} workers, and there are {size} '
+                "here: give as many workers"
+            )
         cursor.fill(saved[self.terms.rank])
         cursor.every = saved
 
@@ -191,13 +232,16 @@ class SelfSharded:
                 whole = loader.collate_fn(first)
                 self._none = cut(whole, 0, 0, rows(whole))
             else:
-                self._none = collated_empty(loader.collate_fn, first, surely=not self.terms.training)
+                self._none = collated_empty(
+                    loader.collate_fn, first, surely=not self.terms.training
+                )
         return self._none
 
 
 def _one(cursor: StreamPosition, saved: list[dict[str, Any]]) -> None:
     if len(saved) != 1:
         raise DataError(
-            f'the state was saved with shard="mine" by {len(saved)} workers: give shard="mine" and as many workers, or start anew'
+            f'the state was saved with shard="mine" by {len(saved)} workers: '
+            'give shard="mine" and as many workers, or start anew'
         )
     cursor.fill(saved[0])

@@ -1,4 +1,6 @@
-"""A run as its recovery sees it: what moves to new groups, and what a worker that joins is given."""
+"""A run as its recovery sees it: what moves to new groups, and what a worker that joins is
+given.
+"""
 
 from __future__ import annotations
 
@@ -38,22 +40,31 @@ VERSION = 2  # of the state that a joining worker is given
 def check_elastic(device: torch.device, abilities: Abilities) -> None:
     """Raise `UsageError` where a run can't go on when workers are lost."""
     if device.type == "cuda":
-        raise UsageError("runs on GPUs can't go on yet when workers are lost; leave out --min-workers, or say start(device='cpu')")
+        raise UsageError(
+            "runs on GPUs can't go on yet when workers are lost; leave out --min-workers, or say "
+            "start(device='cpu')"
+        )
     if abilities.recoverable is None:
         raise UsageError(
-            "with this strategy a run can't go on when workers are lost; leave out --min-workers: then --restarts has all start again"
+            "with this strategy a run can't go on when workers are lost; leave out --min-workers: "
+            "then --restarts has all start again"
         )
 
 
 def keepers(own: WorkerState, prepared: Prepared) -> list[ServerReplication]:
-    """Return what keeps servers and their copies: the optimizer's, and those of sparse tables, where they exist."""
+    """Return what keeps servers and their copies: the optimizer's, and those of sparse tables,
+    where they exist.
+    """
     keeping = own.abilities.keeping
     found = [None if keeping is None else keeping.copies, prepared.tables.copies]
     return [copies for copies in found if copies is not None]
 
 
 class ElasticRun:
-    """A run that goes on when workers are lost. `replicate`: how often buddies get copies of what only one worker has."""
+    """A run that goes on when workers are lost.
+
+    `replicate`: how often buddies get copies of what only one worker has.
+    """
 
     def __init__(
         self,
@@ -69,8 +80,20 @@ class ElasticRun:
         leaving: Departure,
         replicate: Replicate,
     ) -> None:
-        self._context, self._prepared, self._loop, self._own, self._comparer = context, prepared, loop, own, comparer
-        self._records, self._view, self._tally, self._leaving, self._replicate = records, view, tally, leaving, replicate
+        self._context, self._prepared, self._loop, self._own, self._comparer = (
+            context,
+            prepared,
+            loop,
+            own,
+            comparer,
+        )
+        self._records, self._view, self._tally, self._leaving, self._replicate = (
+            records,
+            view,
+            tally,
+            leaving,
+            replicate,
+        )
         assert own.abilities.recoverable is not None
         self._recoverable, self._remote = own.abilities.recoverable, own.abilities.remote
         self.buddies = BuddyReplication(context, own.abilities.unreplicated, loop, replicate)
@@ -83,9 +106,17 @@ class ElasticRun:
             reap(old)
 
     def _move(self, founded: ViewGroups) -> None:
-        """Move all that exchanges to the groups of a view. Collective; begun anew, in later groups, where a worker is lost meanwhile."""
+        """Move all that exchanges to the groups of a view.
+
+        Collective; begun anew, in later groups, where a worker is lost meanwhile.
+        """
         worker_context, context = founded.worker_context, self._context
-        context.regroup(founded.group, worker_context.cluster.where(), worker_context.native, worker_context.cancel_scope)
+        context.regroup(
+            founded.group,
+            worker_context.cluster.where(),
+            worker_context.native,
+            worker_context.cancel_scope,
+        )
         context.agreement.regroup(founded.group, worker_context.cluster.names(), founded.origins)
         self._view.move(worker_context)
         self._tally.doubt()
@@ -121,16 +152,26 @@ class ElasticRun:
         return self.buddies.fates(before)
 
     def servers_lost(self) -> list[str]:
-        return [name for keeper in keepers(self._own, self._prepared) for name in keeper.take_lost()]
+        return [
+            name for keeper in keepers(self._own, self._prepared) for name in keeper.take_lost()
+        ]
 
     def join_info(self) -> Any:
-        return {"sync": self._recoverable.join_info(), "tables": self._prepared.tables.join_info(), "leaving": self._leaving.join_info()}
+        return {
+            "sync": self._recoverable.join_info(),
+            "tables": self._prepared.tables.join_info(),
+            "leaving": self._leaving.join_info(),
+        }
 
     def form(self) -> str:
-        digest = hashlib.sha256(f"{VERSION} {self._replicate!r} {self._prepared.state.names}".encode())
+        digest = hashlib.sha256(
+            f"{VERSION} {self._replicate!r} {self._prepared.state.names}".encode()
+        )
         digest.update(self._prepared.tables.form().encode())
         for slot in self._prepared.slots:
-            digest.update(f"{slot.name} {tuple(slot.parameter.shape)} {slot.parameter.dtype}\n".encode())
+            digest.update(
+                f"{slot.name} {tuple(slot.parameter.shape)} {slot.parameter.dtype}\n".encode()
+            )
         return digest.hexdigest()
 
     def give(self) -> tuple[bytes, str]:
@@ -152,10 +193,14 @@ class ElasticRun:
         return self._hash(snapshot)
 
     def _hash(self, snapshot: Snapshot) -> str:
-        """Hash the state that must be equal on all workers: no buffers of each worker's own; where replicas diverge, the models alone."""
+        """Hash the state that must be equal on all workers: no buffers of each worker's own;
+        where replicas diverge, the models alone.
+        """
         parts = zip(self._prepared.state.names, self._prepared.state.parts, strict=True)
         models = {name: part for name, part in parts if isinstance(part, nn.Module)}
-        own = {f"{name}/{buffer}" for name, model in models.items() for buffer in own_buffers(model)}
+        own = {
+            f"{name}/{buffer}" for name, model in models.items() for buffer in own_buffers(model)
+        }
         tensors = {path: tensor for path, tensor in snapshot.tensors.items() if path not in own}
         if not self._own.sync.replicas_diverge:
             return Snapshot(0, snapshot.tree, tensors).sha256()
@@ -165,4 +210,8 @@ class ElasticRun:
     def parts(self) -> dict[str, Stateful]:
         """Return the state that a turn changes: all but loaders and progress."""
         state = self._prepared.state
-        return {name: part for name, part in zip(state.names, state.parts, strict=True) if not isinstance(part, ShareLoader | RunProgress)}
+        return {
+            name: part
+            for name, part in zip(state.names, state.parts, strict=True)
+            if not isinstance(part, ShareLoader | RunProgress)
+        }

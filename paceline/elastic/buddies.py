@@ -1,9 +1,13 @@
-"""Buddies: a worker's unreplicated state (residuals of a codec, changes since the last round) is copied to another worker, its buddy.
+"""Buddies: a worker's unreplicated state (residuals of a codec, changes since the last round) is
+copied to another worker, its buddy.
 
-    step            copied while training pauses    sent beside the next steps        whole in the buddy's memory
-    loss            the living say what they hold   the newest copy is taken over     all say what has become of it
+    step            copied while training pauses    sent beside the next steps        whole in the
+                                                    buddy's memory
+    loss            the living say what they hold   the newest copy is taken over     all say what
+                                                    has become of it
 
-How often copies are made follows from what they have cost so far; all workers decide it together, when they hand over their logs.
+How often copies are made follows from what they have cost so far; all workers decide it together,
+when they hand over their logs.
 """
 
 from __future__ import annotations
@@ -39,13 +43,21 @@ class Fate(NamedTuple):
 class BuddyReplication:
     """One worker's part in keeping copies.
 
-    `unreplicated` gives the state that only this worker has, and takes over that of lost workers. None: the strategy has no such state.
+    `unreplicated` gives the state that only this worker has, and takes over that of lost workers.
+    None: the strategy has no such state.
     """
 
-    def __init__(self, context: SyncContext, unreplicated: Unreplicated | None, loop: TrainingLoop, replicate: Replicate) -> None:
+    def __init__(
+        self,
+        context: SyncContext,
+        unreplicated: Unreplicated | None,
+        loop: TrainingLoop,
+        replicate: Replicate,
+    ) -> None:
         self._context, self._unreplicated, self._loop = context, unreplicated, loop
         self._auto, self._off = replicate == "auto", replicate == "off"
-        self.every = replicate if isinstance(replicate, int) else None  # steps from one copy to the next; None: not known yet
+        # steps from one copy to the next; None: not known yet
+        self.every = replicate if isinstance(replicate, int) else None
         self.shelf = CopyShelf()
         self.courier: Replicator | None = None
         self._on = False  # some worker has unreplicated state
@@ -54,8 +66,10 @@ class BuddyReplication:
         self._owners: set[int] = set()  # numbers of the workers that had unreplicated state
         self._fates: dict[int, Fate] = {}  # of lost workers, by number
         self._stalls: deque[float] = deque(maxlen=5)
-        self._steps: deque[float] = deque(maxlen=LATELY)  # seconds of those beside which nothing was on its way
-        self._last: float | None = None  # when the last one was over; None: something was on its way then
+        # seconds of those beside which nothing was on its way
+        self._steps: deque[float] = deque(maxlen=LATELY)
+        # when the last one was over; None: something was on its way then
+        self._last: float | None = None
 
     # ---- after each step
 
@@ -71,7 +85,9 @@ class BuddyReplication:
         self._last = time.perf_counter() if quiet else None
 
     def _due(self, step: int) -> bool:
-        return step == self._start or (self.every is not None and step > self._start and step % self.every == 0)
+        return step == self._start or (
+            self.every is not None and step > self._start and step % self.every == 0
+        )
 
     def _copy(self, courier: Replicator, step: int, began: float) -> None:
         if not courier.idle:  # the one before: copies are made too often, or a worker doesn't come
@@ -79,20 +95,29 @@ class BuddyReplication:
         while not courier.remarks.empty():
             self._context.announce(courier.remarks.get())
         if courier.works:
-            courier.start(None if self._unreplicated is None else self._unreplicated.unreplicated_state(), step)
+            courier.start(
+                None if self._unreplicated is None else self._unreplicated.unreplicated_state(),
+                step,
+            )
             self._stalls.append(time.perf_counter() - began)
         elif courier.broken is not None and not isinstance(courier.broken, LOSSES):
-            self._context.announce(f"buddies get no more copies until the workers are others: {courier.broken}")
+            self._context.announce(
+                f"buddies get no more copies until the workers are others: {courier.broken}"
+            )
 
     def depart(self) -> None:
-        """Wait until what is on its way to this worker's buddy has arrived, before this worker leaves."""
+        """Wait until what is on its way to this worker's buddy has arrived, before this worker
+        leaves.
+        """
         if self.courier is not None:
             self.courier.wait(self._context.timings.recovery.copy)
 
     # ---- where all workers meet
 
     def figures(self) -> Any:
-        """Return what `hear` needs of this worker: the costs of its copies, or whether it has something to copy."""
+        """Return what `hear` needs of this worker: the costs of its copies, or whether it has
+        something to copy.
+        """
         if self._off or not self._apart:
             return None
         if self.courier is None:
@@ -100,7 +125,11 @@ class BuddyReplication:
         courier = self.courier
         if not courier.seconds or not self._stalls or not self._steps:
             return None
-        return [self._start, *map(statistics.median, (self._stalls, courier.seconds, self._steps)), courier.nbytes]
+        return [
+            self._start,
+            *map(statistics.median, (self._stalls, courier.seconds, self._steps)),
+            courier.nbytes,
+        ]
 
     @property
     def _owns(self) -> bool:
@@ -113,18 +142,31 @@ class BuddyReplication:
         return len(set(self._context.hosts)) > 1 if self._auto else self._context.group.size > 1
 
     def hear(self, reports: Sequence[Any], names: tuple[int, ...]) -> None:
-        """Take in the `figures` of all workers, which have the numbers `names` and have just taken the same step."""
+        """Take in the `figures` of all workers, which have the numbers `names` and have just
+        taken the same step.
+        """
         self._names = names
         if sum(figures is True for figures in reports) > 1:
             if not self._on:
                 self._on, self._start = True, self._loop.steps + 1
-                self._owners = {name for name, figures in zip(names, reports, strict=True) if figures is True}
-            self._context.agreement.attempt(self._open, "a group for buddies")  # by what was told: all of them make it
-        elif self._auto and all(isinstance(figures, list) and figures[0] == self._start for figures in reports):  # since the last loss
-            self._pace([ReplicationTimes(*figures[1:4]) for figures in reports], max(figures[4] for figures in reports))
+                self._owners = {
+                    name for name, figures in zip(names, reports, strict=True) if figures is True
+                }
+            # by what was told: all of them make it
+            self._context.agreement.attempt(self._open, "a group for buddies")
+        elif self._auto and all(
+            isinstance(figures, list) and figures[0] == self._start for figures in reports
+        ):
+            # since the last loss
+            self._pace(
+                [ReplicationTimes(*figures[1:4]) for figures in reports],
+                max(figures[4] for figures in reports),
+            )
 
     def _pace(self, figures: Sequence[ReplicationTimes], nbytes: int) -> None:
-        """Copy less often where copies take more of the time than they may, and more often where they take far less."""
+        """Copy less often where copies take more of the time than they may, and more often where
+        they take far less.
+        """
         found = cadence(figures, AIM)
         if self.every is not None and cadence(figures) <= self.every and found > self.every // 2:
             return
@@ -132,8 +174,10 @@ class BuddyReplication:
         slowest = max(figures, key=lambda each: each.stall + each.transfer)
         often = "every step" if found == 1 else f"every {found} steps"
         self._context.announce(
-            f"buddy snapshots {often}: {nbytes / 1e6:.3g} MB, for which a step stands still for {slowest.stall:.3f} s and which are on "
-            f"their way for {slowest.transfer:.3f} s, beside steps of {slowest.step:.3f} s (at most {BUDGET:.0%} of the time)"
+            f"buddy snapshots {often}: {nbytes / 1e6:.3g} MB, for which a step stands still for "
+            f"{slowest.stall:.3f} s and which are on "
+            f"their way for {slowest.transfer:.3f} s, beside steps of {slowest.step:.3f} s (at "
+            f"most {BUDGET:.0%} of the time)"
         )
 
     def _open(self) -> None:
@@ -144,13 +188,18 @@ class BuddyReplication:
         group = context.group.sub(range(context.group.size))
         assert group is not None
         timings = context.timings.recovery
-        self.courier = Replicator(group, context.hosts, self._names, self.shelf, trace=context.trace, timings=timings)
+        self.courier = Replicator(
+            group, context.hosts, self._names, self.shelf, trace=context.trace, timings=timings
+        )
         context.extra_groups.append(self.courier)
 
     # ---- when the workers are others
 
     def regroup(self, names: tuple[int, ...]) -> None:
-        """Take over, with the new group of workers, what lost workers alone had. The strategy has its new groups by then. Collective."""
+        """Take over, with the new group of workers, what lost workers alone had.
+
+        The strategy has its new groups by then. Collective.
+        """
         if self._off:
             return
         courier, self.courier, self._last = self.courier, None, None
@@ -171,9 +220,19 @@ class BuddyReplication:
             self._open()
 
     def _tell(self) -> list[Any]:
-        """Exchange what each worker knows of copies, of their owners and of lost workers. Collective."""
+        """Exchange what each worker knows of copies, of their owners and of lost workers.
+
+        Collective.
+        """
         self._owners |= {self._names[self._context.group.rank]} if self._owns else set()
-        mine = [self._on, self.every, self._step, [*self.shelf.held.items()], [*self._owners], [*self._fates.items()]]
+        mine = [
+            self._on,
+            self.every,
+            self._step,
+            [*self.shelf.held.items()],
+            [*self._owners],
+            [*self._fates.items()],
+        ]
         answers = [msgpack.unpackb(body) for body in self._context.group.agree(msgpack.packb(mine))]
         for each in answers:
             self._owners |= {*each[4]}
@@ -182,42 +241,76 @@ class BuddyReplication:
 
     @property
     def _step(self) -> int:
-        """The step that training has reached: a turn whose gradients have been exchanged counts, even if it fails later."""
+        """The step that training has reached: a turn whose gradients have been exchanged counts,
+        even if it fails later.
+        """
         backward, steps = self._loop.backward, self._loop.steps
-        return steps + (self._loop.led is not None and backward.passes > 0 and not backward.transaction.failed)
+        return steps + (
+            self._loop.led is not None and backward.passes > 0 and not backward.transaction.failed
+        )
 
     def _inherit(self, answers: list[Any]) -> None:
-        """Let the holder of the newest copy of a lost worker's state take it over, once, and let all workers know."""
+        """Let the holder of the newest copy of a lost worker's state take it over, once, and let
+        all workers know.
+        """
         held = [dict(each[3]) for each in answers]
-        gone = sorted(({*self._owners} | {name for copies in held for name in copies}) - {*self._names} - self._fates.keys())
+        gone = sorted(
+            ({*self._owners} | {name for copies in held for name in copies})
+            - {*self._names}
+            - self._fates.keys()
+        )
         now = max(each[2] for each in answers)
         for name, rank in heirs(held, gone).items():
             if rank is None:
                 self._fates[name] = Fate(-1, 0, now)
             elif rank == self._context.group.rank:
                 step = self._take_over(name)
-                self._fates[name] = Fate(-1, 0, now) if step is None else Fate(self._names[rank], step, now)
+                self._fates[name] = (
+                    Fate(-1, 0, now) if step is None else Fate(self._names[rank], step, now)
+                )
         if gone:
             self._tell()
 
     def _take_over(self, name: int) -> int | None:
-        """Load the copy of a lost worker's state here. Returns the step of the copy, or None if none can be loaded."""
+        """Load the copy of a lost worker's state here.
+
+        Returns the step of the copy, or None if none can be loaded.
+        """
         mine = self._unreplicated
         copies = [] if mine is None else self.shelf.read(name, self._context.announce)
-        return next((step for step, state in copies if mine is not None and mine.load_unreplicated_state(state, step)), None)
+        return next(
+            (
+                step
+                for step, state in copies
+                if mine is not None and mine.load_unreplicated_state(state, step)
+            ),
+            None,
+        )
 
     def fates(self, before: Sequence[int]) -> str:
-        """Say in words what became of the unreplicated state of lost workers; empty if none. `before`: all workers, in rank order."""
-        texts, gone = [], [(rank, name) for rank, name in enumerate(before) if name not in self._names]
+        """Say in words what became of the unreplicated state of lost workers; empty if none.
+
+        `before`: all workers, in rank order.
+        """
+        texts, gone = (
+            [],
+            [(rank, name) for rank, name in enumerate(before) if name not in self._names],
+        )
         for rank, name in gone:
             if name not in self._fates:
                 continue
-            (keeper, step, now), whose = self._fates[name], f"rank {rank}" if len(gone) > 1 else "it"
+            (keeper, step, now), whose = (
+                self._fates[name],
+                f"rank {rank}" if len(gone) > 1 else "it",
+            )
             if keeper not in self._names:
                 texts.append(f"what {whose} alone had is lost")
                 continue
             ago = f"{now - step} step{'s' * (now - step != 1)} ago"
-            texts.append(f"what {whose} alone had is kept by rank {self._names.index(keeper)}, as of step {step} ({ago})")
+            texts.append(
+                f"what {whose} alone had is kept by rank {self._names.index(keeper)}, as of step "
+                f"{step} ({ago})"
+            )
             if any(fate.keeper == name and step <= fate.now for fate in self._fates.values()):
                 texts.append("what it had taken over since is lost")
         return "".join(f"; {text}" for text in texts)

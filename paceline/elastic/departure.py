@@ -1,8 +1,11 @@
-"""Leaving of a host that was asked to: first its servers' unique data is copied to other hosts, then it goes, between two turns.
+"""Leaving of a host that was asked to: first its servers' unique data is copied to other hosts,
+then it goes, between two turns.
 
     run.log             its workers say that they are asked to go
-    after that step     all meet, and start copies on hosts that stay of what only leaving hosts keep
-    some steps later    the copies are complete and count; the servers of the leaving host don't any more, and its workers go
+    after that step     all meet, and start copies on hosts that stay of what only leaving hosts
+                        keep
+    some steps later    the copies are complete and count; the servers of the leaving host don't any
+                        more, and its workers go
 
 If all hosts leave, or if copying takes too long, they go at once, and what they kept is lost.
 """
@@ -22,7 +25,8 @@ from paceline.sync.context import SyncContext
 class Departure:
     """One worker's part in a departure; the worker is one of these `members`.
 
-    `home` is its launcher, from which `orders` come; `keepers` returns the objects that look after servers.
+    `home` is its launcher, from which `orders` come; `keepers` returns the objects that look after
+    servers.
     """
 
     def __init__(
@@ -54,7 +58,9 @@ class Departure:
 
     @property
     def wish(self) -> int | None:
-        """Number of this worker if it is asked to leave, else None; sent to all workers with their logs."""
+        """Number of this worker if it is asked to leave, else None; sent to all workers with
+        their logs.
+        """
         return self._worker if self._orders.leaving else None
 
     def hear(self, wishes: Iterable[int | None]) -> None:
@@ -62,37 +68,63 @@ class Departure:
         self._asked |= {wish for wish in wishes if wish is not None}
 
     def regroup(self, members: tuple[int, ...], wishes: Iterable[int | None]) -> None:
-        """Go on among these members, with the wishes that a worker which has just joined has not heard."""
+        """Go on among these members, with the wishes that a worker which has just joined has not
+        heard.
+        """
         self._members = members
         self.hear(wishes)
 
     def join_info(self) -> list[int]:
-        """Return the numbers of the workers whose wish to leave all know of, for a worker that has just joined."""
+        """Return the numbers of the workers whose wish to leave all know of, for a worker that
+        has just joined.
+        """
         return sorted(self._asked)
 
     # ---- in lockstep
 
     def step_ended(self) -> None:
-        """Copy what leaving hosts keep, after each step while a host is to leave. Collective then."""
+        """Copy what leaving hosts keep, after each step while a host is to leave.
+
+        Collective then.
+        """
         if not self._asked.isdisjoint(self._members) and self._keepers():
-            leaving, staying, relieved = self._context.agreement.repeat(self._relieve, what="a host leaves")
+            leaving, staying, relieved = self._context.agreement.repeat(
+                self._relieve, what="a host leaves"
+            )
             for keeper in self._keepers() if relieved else ():
                 keeper.part(leaving)
             self._ready = self._home in leaving and (relieved or not staying or self._waited())
 
     def _relieve(self) -> tuple[set[str], set[str], bool]:
-        """Return which hosts leave, which stay, and whether the staying ones have copies of all that the leaving ones keep."""
+        """Return which hosts leave, which stay, and whether the staying ones have copies of all
+        that the leaving ones keep.
+        """
         agreement = self._context.agreement
         mine = [agreement.origins[agreement.group.rank], self._home, self._orders.leaving]
-        answers: list[Any] = [json.loads(body) for body in agreement.meet("a host leaves", json.dumps(mine).encode())]
-        hosts, leaving = {worker: home for worker, home, _ in answers}, {home for _, home, asked in answers if asked}
+        answers: list[Any] = [
+            json.loads(body) for body in agreement.meet("a host leaves", json.dumps(mine).encode())
+        ]
+        hosts, leaving = (
+            {worker: home for worker, home, _ in answers},
+            {home for _, home, asked in answers if asked},
+        )
         staying = {*hosts.values()} - leaving
-        return leaving, staying, bool(staying) and all([keeper.relieve(hosts, leaving) for keeper in self._keepers()])
+        return (
+            leaving,
+            staying,
+            bool(staying) and all([keeper.relieve(hosts, leaving) for keeper in self._keepers()]),
+        )
 
     def _waited(self) -> bool:
-        """Whether copying takes too long. Where workers find so at different times, the earlier ones count as lost."""
+        """Whether copying takes too long.
+
+        Where workers find so at different times, the earlier ones count as lost.
+        """
         now, patience = time.monotonic(), self._context.deadline
         self._since = now if self._since is None else self._since
         if now - self._since > patience:
-            self._context.announce(f"nobody has taken over within {patience:g} s what servers of this host keep: it leaves all the same")
+            self._context.announce(
+                f"nobody has taken over within {patience:g} s what servers of this host keep: "
+                "it leaves all the same"
+            )
         return now - self._since > patience

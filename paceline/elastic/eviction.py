@@ -1,8 +1,11 @@
-"""Eviction: a worker that makes the others wait again and again is asked to leave, between two turns.
+"""Eviction: a worker that makes the others wait again and again is asked to leave, between two
+turns.
 
 looks at five flushes each      1       2       3       4
-ranks that are late             2      2, 3     2             after three in a row rank 2 leaves; the turn that is under way is dealt
-                                                2 goes ->     again to the others, so that each sample still counts once
+ranks that are late             2      2, 3     2             after three in a row rank 2 leaves;
+                                                              the turn that is under way is dealt
+                                                2 goes ->     again to the others, so that each
+                                                              sample still counts once
 """
 
 from __future__ import annotations
@@ -20,33 +23,45 @@ WARNINGS = 3  # looks in a row in which a worker has to be late
 
 
 def check(abilities: Abilities) -> None:
-    """Raise `UsageError` where workers are not late for each other in the same steps, or have servers beside them."""
+    """Raise `UsageError` where workers are not late for each other in the same steps, or have
+    servers beside them.
+    """
     if abilities.remote is not None or abilities.sample_queue is not None:
         raise UsageError(
-            "straggler='evict' is for strategies without servers; with a parameter server, backup_workers=1 and straggler='drop' keep a "
+            "straggler='evict' is for strategies without servers; with a parameter server, "
+            "backup_workers=1 and straggler='drop' keep a "
             "slow worker from being waited for"
         )
 
 
 class WarningCount:
-    """Counts the looks in a row in which each worker was late; looks that share flushes with the one before don't count."""
+    """Counts the looks in a row in which each worker was late; looks that share flushes with the
+    one before don't count.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}  # by the number of the worker
         self._looks = 0
 
     def add(self, names: Sequence[int], judgement: Judgement) -> int | None:
-        """Take in a judgement over workers with these numbers. Returns the rank that has been late often enough, the latest of them."""
+        """Take in a judgement over workers with these numbers.
+
+        Returns the rank that has been late often enough, the latest of them.
+        """
         self._looks += 1
         if self._looks % FLUSHES:
             return None
-        self._counts = {names[rank]: self._counts.get(names[rank], 0) + 1 for rank in judgement.late}
+        self._counts = {
+            names[rank]: self._counts.get(names[rank], 0) + 1 for rank in judgement.late
+        }
         due = [rank for rank in judgement.late if self._counts[names[rank]] >= WARNINGS]
         return max(due, key=lambda rank: judgement.work[rank], default=None)
 
 
 class Eviction:
-    """Has a worker leave that is late in `WARNINGS` looks, the same one on all workers; never with fewer left than the job needs."""
+    """Has a worker leave that is late in `WARNINGS` looks, the same one on all workers; never
+    with fewer left than the job needs.
+    """
 
     def __init__(self, view: CurrentView, leaving: Departure, history: RunHistory) -> None:
         self._view, self._leaving, self._history = view, leaving, history
@@ -54,8 +69,12 @@ class Eviction:
         self._names: tuple[int, ...] = ()
         self._kept: set[int] = set()  # workers that would have had to leave, but are needed
 
-    def take(self, names: Sequence[int], judgement: Judgement | None, hosts: Sequence[str], me: int) -> None:
-        """Take in what the sensor has found, the same on all workers; `me`: the rank of this one."""
+    def take(
+        self, names: Sequence[int], judgement: Judgement | None, hosts: Sequence[str], me: int
+    ) -> None:
+        """Take in what the sensor has found, the same on all workers; `me`: the rank of this
+        one.
+        """
         if tuple(names) != self._names:
             self._names, self._counts = tuple(names), WarningCount()
         if judgement is None:
@@ -69,7 +88,9 @@ class Eviction:
         if len(names) <= needed:
             if names[rank] not in self._kept:
                 self._kept.add(names[rank])
-                self._history.tell(f"{why}, and stays: the job needs {needed} workers (--min-workers)")
+                self._history.tell(
+                    f"{why}, and stays: the job needs {needed} workers (--min-workers)"
+                )
             return
         self._history.tell(f"{why}: it leaves, and its samples are dealt to the others")
         if rank == me:

@@ -1,7 +1,9 @@
-"""The handover to workers that have less than others: the result of the last call, and to new workers the whole state.
+"""The handover to workers that have less than others: the result of the last call, and to new
+workers the whole state.
 
 rank 0   state -------------> rank 2 (new)     each new worker gets it from one that is near,
-rank 1   hash of its state    hash?            and has to come to the hash that most of the others have
+rank 1   hash of its state    hash?            and has to come to the hash that most of the others
+                                               have
 """
 
 from __future__ import annotations
@@ -33,25 +35,36 @@ class WholeState(Protocol):
 
 
 def hand_over_state(group: Group, hosts: Sequence[int], old: int, owner: WholeState) -> list[int]:
-    """Give the state to the workers from rank `old` on; returns the ranks that have another hash than most of the others. Collective.
+    """Give the state to the workers from rank `old` on; returns the ranks that have another hash
+    than most of the others. Collective.
 
-    `hosts`: the host of each rank. Raises `Mismatch` where what has come is not what most workers have.
+    `hosts`: the host of each rank. Raises `Mismatch` where what has come is not what most workers
+    have.
     """
     givers = {rank: nearest(rank, range(old), hosts) for rank in range(old, group.size)}
     body, digest = owner.give() if group.rank < old else (b"", "")
     mine = body if group.rank in givers.values() else b""
     heads = [json.loads(head) for head in group.agree(json.dumps([len(mine), digest]).encode())]
     sends = [(rank, byte_tensor(mine)) for rank, giver in givers.items() if giver == group.rank]
-    received = torch.empty(heads[givers[group.rank]][0], dtype=torch.uint8) if group.rank in givers else None
+    received = (
+        torch.empty(heads[givers[group.rank]][0], dtype=torch.uint8)
+        if group.rank in givers
+        else None
+    )
     group.exchange(sends, [] if received is None else [(givers[group.rank], received)]).wait()
     right, wrong = majority({rank: heads[rank][1] for rank in range(old)})
     if received is not None and owner.take(received.numpy().tobytes()) != right:
-        raise Mismatch(f"the state that rank {givers[group.rank]} handed over is not what most workers have")
+        raise Mismatch(
+            f"the state that rank {givers[group.rank]} handed over is not what most workers have"
+        )
     return list(wrong)
 
 
 def hand_over_result(group: Group, plan: RecoveryPlan, last: Any) -> CallResult[Any] | None:
-    """Hand the result of the last call to the workers that were cut off in it; None for the others. Collective."""
+    """Hand the result of the last call to the workers that were cut off in it; None for the others.
+
+    Collective.
+    """
     if not plan.behind:
         return None
     me = plan.members[group.rank]

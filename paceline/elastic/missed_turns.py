@@ -1,13 +1,17 @@
-"""Turns that a worker still takes as they were dealt before a loss, as others had taken them before they heard of it.
+"""Turns that a worker still takes as they were dealt before a loss, as others had taken them before
+they heard of it.
 
-Between two calls of all workers there may be turns without any: those of a round of local SGD, or of an evaluation. Workers that have the
-result of a call go on to the next, and hear there that a worker was lost; those that were cut off in the first are that many turns behind.
+Between two calls of all workers there may be turns without any: those of a round of local SGD, or
+of an evaluation. Workers that have the result of a call go on to the next, and hear there that a
+worker was lost; those that were cut off in the first are that many turns behind.
 
     step           4         5         6         7         8
     a     call k-1 |---------|---------|---------|---------| call k, in which a hears of the loss
-    b     cut off in call k-1: gets its result from a, and takes steps 5 to 8 as they were dealt; then all deal anew
+    b     cut off in call k-1: gets its result from a, and takes steps 5 to 8 as they were dealt;
+          then all deal anew
 
-So loaders, which ask before each turn who takes part, are told of the change when they have asked as often as those of the others.
+So loaders, which ask before each turn who takes part, are told of the change when they have asked
+as often as those of the others.
 """
 
 from __future__ import annotations
@@ -17,9 +21,11 @@ from collections.abc import Callable, Iterator
 
 
 class MissedTurns:
-    """How often the loaders of one worker have asked since it completed its last call, and how often they are still told what was before.
+    """How often the loaders of one worker have asked since it completed its last call, and how
+    often they are still told what was before.
 
-    `calls` returns how many calls this worker has completed; `answer` is what counts as the last answer before there is one.
+    `calls` returns how many calls this worker has completed; `answer` is what counts as the last
+    answer before there is one.
     """
 
     def __init__(self, calls: Callable[[], int], *, answer: int = 0) -> None:
@@ -34,7 +40,9 @@ class MissedTurns:
 
     @contextlib.contextmanager
     def admission(self) -> Iterator[None]:
-        """Mark that this worker lets others in, in calls that those who are behind have to make, too."""
+        """Mark that this worker lets others in, in calls that those who are behind have to make,
+        too.
+        """
         self.admits = True
         try:
             yield

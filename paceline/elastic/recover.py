@@ -1,13 +1,17 @@
-"""The plan after a loss: a function of the progress that all living workers report, so that all come to the same plan.
+"""The plan after a loss: a function of the progress that all living workers report, so that all
+come to the same plan.
 
-Workers make the same calls (exchanges, means, meetings) in the same order, and none ends anywhere before all have begun it:
+Workers make the same calls (exchanges, means, meetings) in the same order, and none ends anywhere
+before all have begun it:
 
     call           ... k-2    k-1      k            a, b: have completed k-1, and were cut off in k
-    a, b, d        ...  ok    ok       lost         c: was cut off in k-1, and gets its result from a
+    a, b, d        ...  ok    ok       lost         c: was cut off in k-1, and gets its result from
+                                                    a
     c              ...  ok    lost                  d: is dead
 
-Then all are at call k. If that lies in a turn of training whose gradients are not complete, the turn can't be completed any more: a part
-of its batch died. So all workers discard these gradients, no optimizer steps, and the same batch is dealt again.
+Then all are at call k. If that lies in a turn of training whose gradients are not complete, the
+turn can't be completed any more: a part of its batch died. So all workers discard these gradients,
+no optimizer steps, and the same batch is dealt again.
 """
 
 from __future__ import annotations
@@ -22,7 +26,9 @@ from paceline.errors import Mismatch, WorkerLost
 class WorkerProgress:
     """The progress of one worker: its completed calls, and the turn under way."""
 
-    origin: int  # its rank at the start, or its number when it was let in; -1: it has just come, and has no state
+    # its rank at the start, or its number when it was let in; -1: it has just come, and has no
+    # state
+    origin: int
     calls: int = 0  # that it has completed
     turn: int = 0  # the turn of training that is under way, from 1 on; 0: none
     asked: int = 0  # how often its loaders have asked who takes part, since its last completed call
@@ -44,26 +50,38 @@ class RecoveryPlan:
     behind: frozenset[int]  # those that get the result of the last call
     teller: int  # the origin that hands that result over
     turn: int  # the turn in which no exchange of gradients can be completed any more; 0: none
-    asked: int = 0  # how often loaders of those that are `behind` are still told what was before, as those of the others were
+    # how often loaders of those that are `behind` are still told what was before, as those of the
+    # others were
+    asked: int = 0
     admits: bool = False  # all let others in at their next turn, or find that nobody has come
 
 
 def decide(reaches: Mapping[int, WorkerProgress]) -> RecoveryPlan:
     """Decide the plan of the living.
 
-    Raises `WorkerLost` if no worker is left that has the state, and `Mismatch` if workers had come apart before.
+    Raises `WorkerLost` if no worker is left that has the state, and `Mismatch` if workers had come
+    apart before.
     """
     old = {worker: reach for worker, reach in reaches.items() if reach.origin >= 0}
     if not old:
-        raise WorkerLost("nobody who has the state of this run is left: resume it from a checkpoint")
+        raise WorkerLost(
+            "nobody who has the state of this run is left: resume it from a checkpoint"
+        )
     members = tuple(sorted(old, key=lambda worker: old[worker].origin))
     calls = max(reach.calls for reach in old.values())
     if any(reach.calls < calls - 1 for reach in old.values()):
         counts = ", ".join(f"{reach.calls} by rank {reach.origin}" for reach in old.values())
-        raise Mismatch(f"workers have come apart: they have completed different numbers of calls ({counts})")
+        raise Mismatch(
+            f"workers have come apart: they have completed different numbers of calls ({counts})"
+        )
     ahead = [worker for worker in members if old[worker].calls == calls]
     fresh = tuple(sorted(worker for worker in reaches if worker not in old))
     origins = tuple(old[worker].origin for worker in members)
-    turn, asked = max(old[worker].turn for worker in ahead), max(old[worker].asked for worker in ahead)
+    turn, asked = (
+        max(old[worker].turn for worker in ahead),
+        max(old[worker].asked for worker in ahead),
+    )
     admits = bool(fresh) or any(old[worker].admits for worker in ahead)
-    return RecoveryPlan(members, origins, fresh, calls, frozenset(members) - {*ahead}, ahead[0], turn, asked, admits)
+    return RecoveryPlan(
+        members, origins, fresh, calls, frozenset(members) - {*ahead}, ahead[0], turn, asked, admits
+    )

@@ -1,10 +1,14 @@
-"""Replicas of state that one worker alone has, in the memory of workers on other hosts: who keeps which, how often, and which are whole.
+"""Replicas of state that one worker alone has, in the memory of workers on other hosts: who keeps
+which, how often, and which are whole.
 
-    host 0   rank 0 ──┐                    a rank that has such state is an owner; the next host that has owners keeps its copy,
-    host 1   rank 2 <─┘ ──┐                and the last host's the first; on one host, the next owner does
+    host 0   rank 0 ──┐                    a rank that has such state is an owner; the next host
+                                           that has owners keeps its copy,
+    host 1   rank 2 <─┘ ──┐                and the last host's the first; on one host, the next
+                                           owner does
     host 2   rank 4     <─┘
 
-After Gemini (Wang et al., SOSP 2023). So two hosts may be lost at once, unless one keeps what the other has.
+After Gemini (Wang et al., SOSP 2023). So two hosts may be lost at once, unless one keeps what the
+other has.
 """
 
 from __future__ import annotations
@@ -42,20 +46,32 @@ def check(replicate: Replicate) -> None:
 
 
 def keepers(hosts: Mapping[int, int]) -> dict[int, int]:
-    """Return the keeper of each owner's copy; `hosts` are the hosts of the owners, by rank. None where there is one owner only."""
+    """Return the keeper of each owner's copy; `hosts` are the hosts of the owners, by rank.
+
+    None where there is one owner only.
+    """
     by_host: dict[int, list[int]] = {}
     for rank in sorted(hosts):
         by_host.setdefault(hosts[rank], []).append(rank)
     ring = [by_host[host] for host in sorted(by_host)]
     if len(ring) == 1:
         (alone,) = ring
-        return {rank: alone[(place + 1) % len(alone)] for place, rank in enumerate(alone)} if len(alone) > 1 else {}
+        return (
+            {rank: alone[(place + 1) % len(alone)] for place, rank in enumerate(alone)}
+            if len(alone) > 1
+            else {}
+        )
     following = [*ring[1:], *ring[:1]]
-    return {rank: there[place % len(there)] for here, there in zip(ring, following, strict=True) for place, rank in enumerate(here)}
+    return {
+        rank: there[place % len(there)]
+        for here, there in zip(ring, following, strict=True)
+        for place, rank in enumerate(here)
+    }
 
 
 def heirs(held: Sequence[Mapping[int, int]], gone: Iterable[int]) -> dict[int, int | None]:
-    """Return the rank with the newest copy of each owner that is gone, the first of several; None where no rank has one.
+    """Return the rank with the newest copy of each owner that is gone, the first of several; None
+    where no rank has one.
 
     `held`: of each rank, the steps of the copies that it keeps, by owner.
     """
@@ -75,7 +91,9 @@ class ReplicationTimes(NamedTuple):
 
 
 def cadence(figures: Sequence[ReplicationTimes], budget: float = BUDGET) -> int:
-    """Return the steps from one copy to the next, so that copies take at most `budget` of the time, even if a step hides none of it."""
+    """Return the steps from one copy to the next, so that copies take at most `budget` of the
+    time, even if a step hides none of it.
+    """
     spent = max(each.stall + each.transfer for each in figures)
     return max(1, math.ceil(spent / (budget * statistics.median(each.step for each in figures))))
 
@@ -97,10 +115,15 @@ class CopyLabel(NamedTuple):
 
     @classmethod
     def load(cls, data: bytes) -> CopyLabel:
-        """Read what `dump` has written. Raises `CheckpointError` for a label of another version of paceline."""
+        """Read what `dump` has written.
+
+        Raises `CheckpointError` for a label of another version of paceline.
+        """
         form, *fields = json.loads(data)
         if form != FORM:
-            raise CheckpointError(f"a copy of form {form!r} can't be kept, this version of paceline knows {FORM}")
+            raise CheckpointError(
+                f"a copy of form {form!r} can't be kept, this version of paceline knows {FORM}"
+            )
         step, tree, tensors, sums = fields
         return cls(step, tree, [(path, dtype, shape) for path, dtype, shape in tensors], sums)
 
@@ -133,15 +156,22 @@ class CopyLabel(NamedTuple):
     def unpack(self, room: Tensor) -> Any:
         """Make the state in `room`, as new objects."""
         views = zip(self.tensors, self.pieces(room), strict=True)
-        tensors = {path: shaped(piece, DTYPES[dtype], shape) for (path, dtype, shape), piece in views}
+        tensors = {
+            path: shaped(piece, DTYPES[dtype], shape) for (path, dtype, shape), piece in views
+        }
         return Snapshot(self.step, self.tree, tensors).unpack()
 
 
 def wrap(state: Any, step: int) -> tuple[CopyLabel, list[Tensor]]:
-    """Make the label of a copy of `state` as of `step`, and give the bytes of its tensors, where they are."""
+    """Make the label of a copy of `state` as of `step`, and give the bytes of its tensors, where
+    they are.
+    """
     snapshot = pack(state, step, copy=False)
     tensors = snapshot.tensors
-    described = [(path, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for path, tensor in tensors.items()]
+    described = [
+        (path, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        for path, tensor in tensors.items()
+    ]
     pieces = [raw(tensor) for tensor in tensors.values()]
     return CopyLabel(step, snapshot.tree, described, checksums(pieces)), pieces
 
@@ -158,9 +188,11 @@ class _CopyPlace:
 
 
 class CopyShelf:
-    """The copies that a worker keeps, by the names of their owners: of each the newest that is whole.
+    """The copies that a worker keeps, by the names of their owners: of each the newest that is
+    whole.
 
-    The next one comes beside it, into the memory of the one before: until it is whole, nothing of the newest is touched.
+    The next one comes beside it, into the memory of the one before: until it is whole, nothing of
+    the newest is touched.
     """
 
     def __init__(self) -> None:
@@ -171,13 +203,18 @@ class CopyShelf:
     def held(self) -> dict[int, int]:
         """The step of the newest copy of each owner."""
         with self._lock:
-            labels = {owner: [place.label for place in places if place.label is not None] for owner, places in self._places.items()}
+            labels = {
+                owner: [place.label for place in places if place.label is not None]
+                for owner, places in self._places.items()
+            }
         return {owner: copies[0].step for owner, copies in labels.items() if copies}
 
     def room(self, owner: int, label: CopyLabel) -> list[Tensor]:
         """Make room for the bytes of the next copy."""
         with self._lock:
-            places = self._places.setdefault(owner, [_CopyPlace(torch.empty(0, dtype=torch.uint8)) for _ in range(2)])
+            places = self._places.setdefault(
+                owner, [_CopyPlace(torch.empty(0, dtype=torch.uint8)) for _ in range(2)]
+            )
             places[1].label = None
             if places[1].room.numel() != label.nbytes:
                 places[1].room = torch.empty(label.nbytes, dtype=torch.uint8)
@@ -191,21 +228,35 @@ class CopyShelf:
                 place.label = label
                 self._places[owner] = [place, newest]
                 return None
-        kept = "there is no older one" if newest.label is None else f"the one as of step {newest.label.step} is kept"
-        return f"a copy as of step {label.step} was refused, its bytes are not those that were sent; {kept}"
+        kept = (
+            "there is no older one"
+            if newest.label is None
+            else f"the one as of step {newest.label.step} is kept"
+        )
+        return (
+            f"a copy as of step {label.step} was refused, its bytes are not those that were sent; "
+            f"{kept}"
+        )
 
     def forfeit(self, owner: int) -> None:
-        """Give up the copy under way: its bytes won't come, or may come at any time; that memory isn't used again."""
+        """Give up the copy under way: its bytes won't come, or may come at any time; that memory
+        isn't used again.
+        """
         with self._lock:
             self._places[owner][1] = _CopyPlace(torch.empty(0, dtype=torch.uint8))
 
     def read(self, owner: int, refused: Callable[[str], None]) -> Iterator[tuple[int, Any]]:
-        """Read (step, state) of each copy of `owner`, the newest first; `refused` is called for one that has changed since it came."""
+        """Read (step, state) of each copy of `owner`, the newest first; `refused` is called for
+        one that has changed since it came.
+        """
         for place in self._places.get(owner, []):
             if place.label is None:
                 continue
             if not place.label.whole(place.room):
-                refused(f"the copy as of step {place.label.step} has changed in this worker's memory since it came: it isn't used")
+                refused(
+                    f"the copy as of step {place.label.step} has changed in this worker's memory "
+                    "since it came: it isn't used"
+                )
                 continue
             yield place.label.step, place.label.unpack(place.room)
 
@@ -213,4 +264,6 @@ class CopyShelf:
         """Keep the copies of these owners, and forget all others."""
         wanted = {*owners}
         with self._lock:
-            self._places = {owner: places for owner, places in self._places.items() if owner in wanted}
+            self._places = {
+                owner: places for owner, places in self._places.items() if owner in wanted
+            }

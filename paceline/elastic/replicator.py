@@ -1,10 +1,12 @@
-"""Sends replicas to their keepers while training goes on: a thread of each worker, and a group of its own.
+"""Sends replicas to their keepers while training goes on: a thread of each worker, and a group of
+its own.
 
     rank 0   label ─┐          ┌─ label of rank 2   bytes to rank 2 ──────>   all whole? ─┐
     rank 1   none  ─┼─ agree ──┤                                                         ├─ agree
     rank 2   label ─┘          └─ label of rank 0   bytes to rank 0 ──────>   all whole? ─┘
 
-All workers send at the same steps. Of a copy that breaks off half-way nothing is kept, unless all of it had come: its last bytes show that.
+All workers send at the same steps. Of a copy that breaks off half-way nothing is kept, unless all
+of it had come: its last bytes show that.
 """
 
 from __future__ import annotations
@@ -41,9 +43,13 @@ class _Transfer:
 
 
 class Replicator:
-    """Sends copies over `group`, which it takes charge of. `hosts` and `names` are those of its ranks; copies that come go to `shelf`."""
+    """Sends copies over `group`, which it takes charge of.
 
-    waited = 0.0  # seconds that training has waited for others here: what it waits for is said in `wait`
+    `hosts` and `names` are those of its ranks; copies that come go to `shelf`.
+    """
+
+    # seconds that training has waited for others here: what it waits for is said in `wait`
+    waited = 0.0
 
     def __init__(
         self,
@@ -56,7 +62,12 @@ class Replicator:
         timings: RecoveryTimings = DEFAULTS.recovery,
     ) -> None:
         self._patience = timings.copy
-        self._group, self._hosts, self._names, self._shelf = group, tuple(hosts), tuple(names), shelf
+        self._group, self._hosts, self._names, self._shelf = (
+            group,
+            tuple(hosts),
+            tuple(names),
+            shelf,
+        )
         self._trace = Trace(0) if trace is None else trace
         self.traffic = Traffic()  # as of the last start
         self.broken: PacelineError | None = None
@@ -64,13 +75,15 @@ class Replicator:
         self.whole = 0  # the last step as of which all copies have come
         self.nbytes = 0  # of the last copy that this worker has sent
         self.seconds: deque[float] = deque(maxlen=5)  # that the last copies were on their way
-        self.remarks: queue.SimpleQueue[str] = queue.SimpleQueue()  # on copies that were refused, on all workers
+        # on copies that were refused, on all workers
+        self.remarks: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._job: _Transfer | None = None
         self._jobs: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="paceline courier", daemon=True)
         self._thread.start()
-        self._unregister = at_exit(self.close)  # a thread that is inside torch while Python ends takes the process down with it
+        # a thread that is inside torch while Python ends takes the process down with it
+        self._unregister = at_exit(self.close)
 
     # ---- the worker's calls
 
@@ -85,7 +98,9 @@ class Replicator:
         return self.broken is None and self._thread.is_alive()
 
     def start(self, state: Any, step: int) -> None:
-        """Send this worker's state (None: nothing); its tensors must stay as they are until the transfer has ended."""
+        """Send this worker's state (None: nothing); its tensors must stay as they are until the
+        transfer has ended.
+        """
         assert self.idle
         self.traffic = self._group.traffic + Traffic()
         self._job = _Transfer(state, step)
@@ -139,40 +154,77 @@ class Replicator:
 
     def _carry(self, job: _Transfer) -> None:
         label, pieces = (None, []) if job.state is None else wrap(job.state, job.step)
-        heads = [msgpack.unpackb(head) for head in self._group.agree(msgpack.packb([FORM, None if label is None else label.dump()]))]
+        heads = [
+            msgpack.unpackb(head)
+            for head in self._group.agree(
+                msgpack.packb([FORM, None if label is None else label.dump()])
+            )
+        ]
         began, me = time.perf_counter(), self._group.rank
-        owners = {rank: self._hosts[rank] for rank, (_, head) in enumerate(heads) if head is not None}
+        owners = {
+            rank: self._hosts[rank] for rank, (_, head) in enumerate(heads) if head is not None
+        }
         self.owners = frozenset(self._names[rank] for rank in owners)
         pairs = keepers(owners)
         odd = [owner for owner, keeper in pairs.items() if heads[owner][0] != heads[keeper][0]]
-        labels = {owner: CopyLabel.load(heads[owner][1]) for owner, keeper in pairs.items() if keeper == me and owner not in odd}
-        sends = [] if label is None or me not in pairs or me in odd else [(pairs[me], piece) for piece in (*pieces, label.end)]
+        labels = {
+            owner: CopyLabel.load(heads[owner][1])
+            for owner, keeper in pairs.items()
+            if keeper == me and owner not in odd
+        }
+        sends = (
+            []
+            if label is None or me not in pairs or me in odd
+            else [(pairs[me], piece) for piece in (*pieces, label.end)]
+        )
         self.nbytes = sum(piece.nbytes for _, piece in sends)
         remarks = self._receive(sends, labels)
         if me in odd:
             remarks.append(
-                f"rank {me} has copies of form {heads[me][0]}, rank {pairs[me]} can't keep them: its paceline is another version"
+                f"rank {me} has copies of form {heads[me][0]}, rank {pairs[me]} can't keep them: "
+                "its paceline is another version"
             )
         answers = [msgpack.unpackb(answer) for answer in self._group.agree(msgpack.packb(remarks))]
         self.seconds.append(time.perf_counter() - began)
         for remark in (remark for answer in answers for remark in answer):
             self.remarks.put(remark)
         if not any(answers):
-            self._shelf.keep(self._names[owner] for owner in labels)  # a keeper of other copies knows now that these are elsewhere
+            # a keeper of other copies knows now that these are elsewhere
+            self._shelf.keep(self._names[owner] for owner in labels)
             self.whole = job.step
 
     def _receive(self, sends: list[tuple[int, Tensor]], labels: dict[int, CopyLabel]) -> list[str]:
-        """Send this worker's copy, and put the one that comes on the shelf; return why copies were refused."""
+        """Send this worker's copy, and put the one that comes on the shelf; return why copies
+        were refused.
+        """
         ends = {owner: torch.zeros_like(label.end) for owner, label in labels.items()}
-        comes = [(owner, piece) for owner, label in labels.items() for piece in (*self._shelf.room(self._names[owner], label), ends[owner])]
-        exchange = self._group.exchange_agreed if isinstance(self._group, UncheckedExchange) else self._group.exchange
+        comes = [
+            (owner, piece)
+            for owner, label in labels.items()
+            for piece in (*self._shelf.room(self._names[owner], label), ends[owner])
+        ]
+        exchange = (
+            self._group.exchange_agreed
+            if isinstance(self._group, UncheckedExchange)
+            else self._group.exchange
+        )
         arrived: list[int] = []
         try:
-            exchange(sends, comes).wait(self._patience + sum(piece.nbytes for _, piece in (*sends, *comes)) / SLOWEST)
+            exchange(sends, comes).wait(
+                self._patience + sum(piece.nbytes for _, piece in (*sends, *comes)) / SLOWEST
+            )
             arrived = list(labels)
         finally:
-            arrived = arrived or [owner for owner, label in labels.items() if torch.equal(ends[owner], label.end)]
+            arrived = arrived or [
+                owner for owner, label in labels.items() if torch.equal(ends[owner], label.end)
+            ]
             for owner in labels.keys() - {*arrived}:
                 self._shelf.forfeit(self._names[owner])
-            refusals = {owner: self._shelf.put(self._names[owner], labels[owner]) for owner in arrived}
-        return [f"rank {self._group.rank}, of rank {owner}: {why}" for owner, why in refusals.items() if why is not None]
+            refusals = {
+                owner: self._shelf.put(self._names[owner], labels[owner]) for owner in arrived
+            }
+        return [
+            f"rank {self._group.rank}, of rank {owner}: {why}"
+            for owner, why in refusals.items()
+            if why is not None
+        ]

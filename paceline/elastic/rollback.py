@@ -1,4 +1,6 @@
-"""Rollback of a turn that failed: buffers, generators and kept objects, and the whole state where an optimizer had stepped."""
+"""Rollback of a turn that failed: buffers, generators and kept objects, and the whole state
+where an optimizer had stepped.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,35 @@ from paceline.state.snapshot import Snapshot, pack
 from paceline.state.versioned import Randomness, Stateful
 from paceline.sync.autograd import GradientTracker
 
-TRIED = 2  # turns at the beginning that copy the whole state, before it is known whether a turn exchanges after a step
+# turns at the beginning that copy the whole state, before it is known whether a turn exchanges
+# after a step
+TRIED = 2
 
 
 class Rollback:
-    """Goes back to the beginning of a turn. `parts` returns the state by name; names with `kept.` are the user's own objects.
+    """Goes back to the beginning of a turn.
 
-    A turn may step before its last exchange (GANs). Then the whole state is copied before the first step of each
-    turn, from the first such turn on.
+    `parts` returns the state by name; names with `kept.` are the user's own objects.
+
+    A turn may step before its last exchange (GANs). Then the whole state is copied before the first
+    step of each turn, from the first such turn on.
     """
 
     def __init__(
-        self, parts: Callable[[], Mapping[str, Stateful]], models: list[nn.Module], randomness: Randomness, backward: GradientTracker
+        self,
+        parts: Callable[[], Mapping[str, Stateful]],
+        models: list[nn.Module],
+        randomness: Randomness,
+        backward: GradientTracker,
     ) -> None:
-        self._parts, self._models, self._randomness, self._backward = parts, models, randomness, backward
-        self._buffers: list[tuple[Tensor, int | None, Tensor]] = []  # each with its version and a copy of its values
+        self._parts, self._models, self._randomness, self._backward = (
+            parts,
+            models,
+            randomness,
+            backward,
+        )
+        # each with its version and a copy of its values
+        self._buffers: list[tuple[Tensor, int | None, Tensor]] = []
         self._random: dict[str, Any] | None = None
         self._kept: Snapshot | None = None
         self._whole: Snapshot | None = None
@@ -39,7 +55,9 @@ class Rollback:
         self._again = False
 
     def begin(self, passes: int) -> None:
-        """Begin a turn. One that is dealt again begins with the generators as they were when it began at first.
+        """Begin a turn.
+
+        One that is dealt again begins with the generators as they were when it began at first.
 
         `passes`: how many exchanges of gradients the turn before had.
         """
@@ -54,17 +72,24 @@ class Rollback:
         known = {id(buffer): (version, values) for buffer, version, values in self._buffers}
         self._buffers = []
         for module in (module for model in self._models for module in model.modules()):
-            counted = not isinstance(module, _NormBase)  # torch's own statistics change without being counted
+            # torch's own statistics change without being counted
+            counted = not isinstance(module, _NormBase)
             for buffer in module.buffers(recurse=False):
                 version, values = known.get(id(buffer), (None, buffer))
-                if version is None or version != _version(buffer):  # masks and tables stay as they are: one copy is enough
+                # masks and tables stay as they are: one copy is enough
+                if version is None or version != _version(buffer):
                     version, values = _version(buffer) if counted else None, buffer.detach().clone()
                 self._buffers.append((buffer, version, values))
         kept = {name: part for name, part in self._parts().items() if name.startswith("kept.")}
-        self._kept = pack({name: part.state_dict() for name, part in kept.items()}) if kept else None
+        self._kept = (
+            pack({name: part.state_dict() for name, part in kept.items()}) if kept else None
+        )
 
     def stepping(self, *, elsewhere: bool = False) -> None:
-        """Prepare for an optimizer's step. `elsewhere`: the step may fail, and `stepped` is called once it hasn't."""
+        """Prepare for an optimizer's step.
+
+        `elsewhere`: the step may fail, and `stepped` is called once it hasn't.
+        """
         if self._stepped:
             self._split = self._split or elsewhere
             return
@@ -79,12 +104,16 @@ class Rollback:
             self._stepped, self._passes = True, self._backward.passes
 
     def back(self) -> None:
-        """Go back to the beginning of the turn, which has failed. Raises `WorkerLost` where no copy was made."""
+        """Go back to the beginning of the turn, which has failed.
+
+        Raises `WorkerLost` where no copy was made.
+        """
         self._again = True
         if self._stepped:
             if self._whole is None:
                 raise WorkerLost(
-                    "a worker was lost between two exchanges of a turn, after an optimizer had stepped, and no copy was made before, as no "
+                    "a worker was lost between two exchanges of a turn, after an optimizer had "
+                    "stepped, and no copy was made before, as no "
                     "turn had been like that: resume from a checkpoint"
                 )
             self._load(self._whole)

@@ -1,4 +1,6 @@
-"""Loss, arrival and departure of workers: what a run does about it before training, between two turns, and after a step."""
+"""Loss, arrival and departure of workers: what a run does about it before training, between two
+turns, and after a step.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ class Collector(Protocol):
 
 
 class Survival:
-    """Goes on when workers are lost. `save` writes a checkpoint; `depart` calls what it is given, and ends this worker."""
+    """Goes on when workers are lost.
+
+    `save` writes a checkpoint; `depart` calls what it is given, and ends this worker.
+    """
 
     def __init__(
         self,
@@ -48,13 +53,22 @@ class Survival:
         save: Callable[[], Path],
         depart: Callable[[Callable[[], None]], NoReturn],
     ) -> None:
-        self.recovery, self._leaving, self._view, self._loop, self._prepared = recovery, leaving, view, loop, prepared
+        self.recovery, self._leaving, self._view, self._loop, self._prepared = (
+            recovery,
+            leaving,
+            view,
+            loop,
+            prepared,
+        )
         self._collector, self._history, self._tally = collector, history, tally
         self._save, self._depart = save, depart
         self._joined = False
 
     def begin(self) -> None:
-        """Survive losses from here on, as all workers are about to train. A worker that joins while they train waits here to be let in."""
+        """Survive losses from here on, as all workers are about to train.
+
+        A worker that joins while they train waits here to be let in.
+        """
         checks.check_schedulers(self._prepared.optimizers, self._prepared.state.parts)
         if not self.recovery.fresh:
             self.recovery.arm()
@@ -70,14 +84,19 @@ class Survival:
         return joined
 
     def generation(self, loader: ShareLoader) -> int:
-        """Return how often the group of workers has changed. Between two turns of training, waiting workers are let in."""
+        """Return how often the group of workers has changed.
+
+        Between two turns of training, waiting workers are let in.
+        """
         recovery, dynamic = self.recovery, self._collector.sample_queue is not None
         if recovery.missed_turns.behind:
             return recovery.missed_turns.repeat()
         leaves = self._leaving.goes or (recovery.orders.leaving and dynamic)
         if leaves and loader.terms.training and self._loop.turn is None:
             self._depart(recovery.depart)
-        training = [other for other in self._prepared.loaders if other.terms.training and other.under_way]
+        training = [
+            other for other in self._prepared.loaders if other.terms.training and other.under_way
+        ]
         if training == [loader] and self._loop.turn is None and dynamic:
             self._collector.between(recovery)
         elif training == [loader] and self._loop.turn is None:
@@ -95,5 +114,8 @@ class Survival:
     def _wait_for_others(self) -> None:
         """Save, and wait until others come, as there are fewer workers than the job needs."""
         path, place = self._save(), self._view.worker.place
-        self._history.tell(f"{place.size} of {place.min_workers} workers are left: saved {path.name}, and waiting for others")
+        self._history.tell(
+            f"{place.size} of {place.min_workers} workers are left: saved {path.name}, and waiting "
+            "for others"
+        )
         self.recovery.wait()

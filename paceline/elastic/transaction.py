@@ -1,4 +1,5 @@
-"""The transaction of a step where losses are survived: a turn that failed is rolled back on all workers, as if it had never been.
+"""The transaction of a step where losses are survived: a turn that failed is rolled back on all
+workers, as if it had never been.
 
 exchange    a pass in which a worker was lost ends with zeros in p.grad, and the turn has failed
             after a loss no pass of the turn is exchanged (`StepState.exchange_closed`)
@@ -44,14 +45,17 @@ class RecoverableTransaction(PlainTransaction):
 
     recovers = True
 
-    def __init__(self, loop: LoopPosition, backward: GradientTracker, rollback: Rollback, tables: RunTables) -> None:
+    def __init__(
+        self, loop: LoopPosition, backward: GradientTracker, rollback: Rollback, tables: RunTables
+    ) -> None:
         super().__init__(backward.sync, backward.context)
         self._loop, self._backward, self._rollback, self._tables = loop, backward, rollback, tables
         self._step_state = backward.context.step_state
         self.failed = False
         self._lost: PacelineError | None = None  # in the pass under way
         self._grads: dict[int, Tensor] = {}  # of each parameter, before the first pass of the turn
-        self._carried: dict[int, Tensor] = {}  # of each parameter, what silent passes had left when the turn began
+        # of each parameter, what silent passes had left when the turn began
+        self._carried: dict[int, Tensor] = {}
 
     def begin(self, *, leads: bool, passes: int) -> None:
         self.failed = False
@@ -110,7 +114,10 @@ class RecoverableTransaction(PlainTransaction):
     def _check_turn(self, error: CallDiscarded) -> None:
         """Raise `WorkerLost` where the turn can't be dealt again."""
         if not self._step_state.exchange_closed:
-            text = "gradients that were exchanged outside of a loop over a prepared loader can't be had again"
+            text = (
+                "gradients that were exchanged outside of a loop over a prepared loader can't be "
+                "had again"
+            )
             raise WorkerLost(f"a worker was lost, and {text}: resume from a checkpoint") from error
 
     def _fail(self) -> None:
@@ -124,7 +131,9 @@ class RecoverableTransaction(PlainTransaction):
         if self._loop.leader is not None:
             self._rollback.stepping(elsewhere=remote)
 
-    def step(self, act: Callable[[], T], what: str, *, last: bool = False, apart: bool = False) -> T | None:
+    def step(
+        self, act: Callable[[], T], what: str, *, last: bool = False, apart: bool = False
+    ) -> T | None:
         if apart or not self._armed:
             found = super().step(act, what, apart=apart)
         else:

@@ -1,4 +1,6 @@
-"""The store of a view: each worker can serve one, the first member of a view does, and all members meet there."""
+"""The store of a view: each worker can serve one, the first member of a view does, and all
+members meet there.
+"""
 
 from __future__ import annotations
 
@@ -29,26 +31,53 @@ def serve(place: Place) -> Any:
     assert place.store_fd is not None and place.worker is not None
     descriptor = os.dup(place.store_fd)
     where, seconds = (address(place), place.worker % PORTS), timedelta(seconds=30)
-    return TCPStore(*where, None, True, seconds, wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor)
+    return TCPStore(
+        *where,
+        None,
+        True,
+        seconds,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=descriptor,
+    )
 
 
 def open_store(worker_context: WorkerContext, roster: Roster, cancel_scope: CancelScope) -> Store:
-    """Connect to the store of a view, until `cancel_scope` trips. Raises `WorkerLost` if it can't be reached."""
+    """Connect to the store of a view, until `cancel_scope` trips.
+
+    Raises `WorkerLost` if it can't be reached.
+    """
     first, place = roster.members[0], worker_context.place
     seconds = place.timings.recovery.connect
     try:
-        socket.create_connection((first.address, first.port), timeout=seconds).close()  # torch would be loud about it
+        # torch would be loud about it
+        socket.create_connection((first.address, first.port), timeout=seconds).close()
         before = sockets.leading(first.address, first.port)
-        client = TCPStore(first.address, first.port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
+        client = TCPStore(
+            first.address,
+            first.port,
+            None,
+            False,
+            timedelta(seconds=seconds),
+            wait_for_workers=False,
+        )
     except (OSError, DistError) as error:
-        raise WorkerLost(f"the store of view {roster.number} can't be reached: {str(error).splitlines()[0]}") from error
+        raise WorkerLost(
+            f"the store of view {roster.number} can't be reached: {str(error).splitlines()[0]}"
+        ) from error
     mine = sockets.leading(first.address, first.port) - before
     cancel_scope.add(lambda error: sockets.sever(mine))
-    return Store(client, place.secret, path="paceline", deadline=worker_context.deadline, start=roster.mark)
+    return Store(
+        client, place.secret, path="paceline", deadline=worker_context.deadline, start=roster.mark
+    )
 
 
 def moved(
-    worker_context: WorkerContext, roster: Roster, store: Store, members: tuple[int, ...], cancel_scope: CancelScope
+    worker_context: WorkerContext,
+    roster: Roster,
+    store: Store,
+    members: tuple[int, ...],
+    cancel_scope: CancelScope,
 ) -> WorkerContext:
     """Return this worker's place among these members of a view. Collective."""
     by_worker = {member.worker: member for member in roster.members}
@@ -67,4 +96,11 @@ def moved(
         meeting=(roster.members[0].address, roster.members[0].port),
         joining=False,
     )
-    return replace(worker_context, place=place, store=store, cluster=hosts(store, place), natives=0, cancel_scope=cancel_scope)
+    return replace(
+        worker_context,
+        place=place,
+        store=store,
+        cluster=hosts(store, place),
+        natives=0,
+        cancel_scope=cancel_scope,
+    )

@@ -1,6 +1,9 @@
-"""The lab: simulated clusters of hosts with links, processors and faults, on this machine. Knows the other parts; none of them knows it.
+"""The lab: simulated clusters of hosts with links, processors and faults, on this machine.
 
-The names below are imported when they are first used: reading a description or a fault needs nothing of Linux.
+Knows the other parts; none of them knows it.
+
+The names below are imported when they are first used: reading a description or a fault needs
+nothing of Linux.
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ if not TYPE_CHECKING:  # a checker is to see names that aren't there
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME_OF:
-            raise AttributeError(f"module 'paceline.lab' has no attribute {name!r}; it has {', '.join(__all__)}")
+            raise AttributeError(
+                f"module 'paceline.lab' has no attribute {name!r}; it has {', '.join(__all__)}"
+            )
         value = getattr(importlib.import_module(_HOME_OF[name]), name)
         globals()[name] = value  # the next use doesn't come here
         return value

@@ -1,4 +1,6 @@
-"""Control groups of version 1 and 2: how much of the processors and of the memory a host may use."""
+"""Control groups of version 1 and 2: how much of the processors and of the memory a host may
+use.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _ROUNDS: Final = 20  # in which all processes are moved, or more are started tha
 
 @dataclass(frozen=True)
 class Mounts:
-    """The kernel's lists of mounted file systems and of this process's groups: other files in tests."""
+    """The kernel's lists of mounted file systems and of this process's groups: other files in
+    tests.
+    """
 
     cgroup: Path = Path("/proc/self/cgroup")
     mountinfo: Path = Path("/proc/self/mountinfo")
@@ -30,7 +34,9 @@ class Mounts:
 
 @dataclass(frozen=True)
 class Base:
-    """The group of this process, or one above it, under which groups with this controller can be made."""
+    """The group of this process, or one above it, under which groups with this controller can be
+    made.
+    """
 
     controller: str
     version: int
@@ -38,13 +44,17 @@ class Base:
 
 
 def find(controller: str, mounts: Mounts | None = None) -> Base:
-    """Find out where groups with this controller (`cpu` or `memory`) can be made; `ResourceError` says why not."""
+    """Find out where groups with this controller (`cpu` or `memory`) can be made;
+    `ResourceError` says why not.
+    """
     mounts = mounts or Mounts()
     try:
         lines = [line.split(":", 2) for line in mounts.cgroup.read_text().splitlines()]
         table = [_mount(line) for line in mounts.mountinfo.read_text().splitlines()]
     except OSError as error:
-        raise ResourceError(f"control groups can't be looked up ({error}): quotas need Linux with /proc") from error
+        raise ResourceError(
+            f"control groups can't be looked up ({error}): quotas need Linux with /proc"
+        ) from error
     for _, controllers, path in lines:
         if controller in controllers.split(","):
             for kind, options, root, point in table:
@@ -54,13 +64,22 @@ def find(controller: str, mounts: Mounts | None = None) -> Base:
         if not controllers:
             for kind, _, root, point in table:
                 here = _below(point, root, path)
-                if kind == "cgroup2" and controller in _words(point / "cgroup.controllers", here / "cgroup.controllers"):
-                    return Base(controller, 2, _writable(_delegating(point, here, controller), controller))
-    raise ResourceError(f"this kernel offers no control group with the {controller} controller: mount /sys/fs/cgroup, or leave quotas out")
+                if kind == "cgroup2" and controller in _words(
+                    point / "cgroup.controllers", here / "cgroup.controllers"
+                ):
+                    return Base(
+                        controller, 2, _writable(_delegating(point, here, controller), controller)
+                    )
+    raise ResourceError(
+        f"this kernel offers no control group with the {controller} controller: "
+        "mount /sys/fs/cgroup, or leave quotas out"
+    )
 
 
 class Cgroup:
-    """The control groups of one host, one for each base (one in all if the bases are the same folder)."""
+    """The control groups of one host, one for each base (one in all if the bases are the same
+    folder).
+    """
 
     def __init__(self, name: str, bases: Iterable[Base]) -> None:
         self._bases = {base.controller: base for base in bases}
@@ -83,7 +102,8 @@ class Cgroup:
                 folder.mkdir()
             except OSError as error:
                 raise ResourceError(
-                    f"the control group {folder} can't be made ({error.strerror}): run as root, or without quotas"
+                    f"the control group {folder} can't be made ({error.strerror}): "
+                    "run as root, or without quotas"
                 ) from error
 
     def limit_processors(self, processors: float | None) -> None:
@@ -97,7 +117,10 @@ class Cgroup:
             _write(folder / "cpu.cfs_quota_us", str(-1 if quota is None else quota))
 
     def limit_memory(self, nbytes: int) -> None:
-        """Let the host use so many bytes at most; the kernel ends processes that want more. Swap isn't counted where that is off."""
+        """Let the host use so many bytes at most; the kernel ends processes that want more.
+
+        Swap isn't counted where that is off.
+        """
         folder = self._folders["memory"]
         if self._bases["memory"].version == 2:
             _write(folder / "memory.max", str(nbytes))
@@ -109,12 +132,18 @@ class Cgroup:
                 _write(folder / "memory.memsw.limit_in_bytes", str(nbytes))
 
     def entrances(self, controllers: Container[str] = ("cpu", "memory")) -> tuple[Path, ...]:
-        """Return the files to which a process writes its number so that these controllers limit it."""
-        wanted = [folder for controller, folder in self._folders.items() if controller in controllers]
+        """Return the files to which a process writes its number so that these controllers limit
+        it.
+        """
+        wanted = [
+            folder for controller, folder in self._folders.items() if controller in controllers
+        ]
         return tuple(folder / "cgroup.procs" for folder in dict.fromkeys(wanted))
 
     def admit(self, controller: str, living: Callable[[], Iterable[int]]) -> None:
-        """Let this controller limit processes that run already, and those that they start meanwhile."""
+        """Let this controller limit processes that run already, and those that they start
+        meanwhile.
+        """
         (entrance,) = self.entrances((controller,))
         for _ in range(_ROUNDS):
             outside = set(living()) - {int(pid) for pid in entrance.read_text().split()}
@@ -126,8 +155,14 @@ class Cgroup:
                 except ProcessLookupError:
                     continue  # it has ended
                 except OSError as error:
-                    raise ResourceError(f"process {process} can't be moved to {entrance.parent} ({error.strerror}): run as root") from error
-        raise ResourceError(f"processes are started faster than they can be moved to {entrance.parent}: set the quota before they run")
+                    raise ResourceError(
+                        f"process {process} can't be moved to {entrance.parent} "
+                        f"({error.strerror}): run as root"
+                    ) from error
+        raise ResourceError(
+            f"processes are started faster than they can be moved to {entrance.parent}: "
+            "set the quota before they run"
+        )
 
     def remove(self) -> None:
         """Remove the folders, once no process is inside. Calling it twice is harmless."""
@@ -148,13 +183,21 @@ def remove(folder: Path) -> None:
                 raise
             if time.monotonic() > end:
                 inside = (folder / "cgroup.procs").read_text().split()
-                raise ResourceError(f"the control group {folder} can't be removed: processes {', '.join(inside)} are inside") from error
+                raise ResourceError(
+                    f"the control group {folder} can't be removed: processes {', '.join(inside)} "
+                    "are inside"
+                ) from error
             time.sleep(0.01)
 
 
 def orphans(bases: Iterable[Base]) -> list[Path]:
-    """List all groups of this user's labs under these bases. Those of other users are theirs, also where no process is inside yet."""
-    return sorted({folder for base in bases for folder in base.folder.glob(f"{PREFIX}*") if _owned(folder)})
+    """List all groups of this user's labs under these bases.
+
+    Those of other users are theirs, also where no process is inside yet.
+    """
+    return sorted(
+        {folder for base in bases for folder in base.folder.glob(f"{PREFIX}*") if _owned(folder)}
+    )
 
 
 def _owned(folder: Path) -> bool:
@@ -173,7 +216,9 @@ def _mount(line: str) -> tuple[str, frozenset[str], str, Path]:
 
 
 def _below(point: Path, root: str, path: str) -> Path:
-    """Return the folder of a group whose hierarchy is mounted at `point`, from its group `root` on (in containers that isn't the first)."""
+    """Return the folder of a group whose hierarchy is mounted at `point`, from its group `root`
+    on (in containers that isn't the first).
+    """
     inner = Path(path)
     if inner.is_relative_to(root):
         return point / inner.relative_to(root)
@@ -181,7 +226,9 @@ def _below(point: Path, root: str, path: str) -> Path:
 
 
 def _delegating(point: Path, folder: Path, controller: str) -> Path:
-    """Return the nearest group of version 2, from here up, whose children have this controller, or may be given it (then they are)."""
+    """Return the nearest group of version 2, from here up, whose children have this controller,
+    or may be given it (then they are).
+    """
     candidate = folder
     while True:
         switch = candidate / "cgroup.subtree_control"
@@ -189,7 +236,8 @@ def _delegating(point: Path, folder: Path, controller: str) -> Path:
             return candidate
         if controller in _words(candidate / "cgroup.controllers"):
             try:
-                switch.write_text(f"+{controller}")  # refused while processes are inside, but in the first group
+                # refused while processes are inside, but in the first group
+                switch.write_text(f"+{controller}")
                 return candidate
             except OSError as error:
                 reason = error.strerror
@@ -197,7 +245,8 @@ def _delegating(point: Path, folder: Path, controller: str) -> Path:
             reason = "not handed down to it"
         if candidate == point or point not in candidate.parents:
             raise ResourceError(
-                f"no control group from {folder} up to {point} hands the {controller} controller on ({reason}): run as root outside of a "
+                f"no control group from {folder} up to {point} hands the {controller} controller "
+                f"on ({reason}): run as root outside of a "
                 "container, or through `systemd-run --scope -p Delegate=yes`"
             )
         candidate = candidate.parent
@@ -205,7 +254,9 @@ def _delegating(point: Path, folder: Path, controller: str) -> Path:
 
 def _writable(folder: Path, controller: str) -> Path:
     if not os.access(folder, os.W_OK):
-        raise ResourceError(f"the control group {folder} ({controller}) can't be written: quotas need root")
+        raise ResourceError(
+            f"the control group {folder} ({controller}) can't be written: quotas need root"
+        )
     return folder
 
 
@@ -221,4 +272,7 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text)
     except OSError as error:
-        raise ResourceError(f"{text} can't be written to {path} ({error.strerror}): choose another quota, or leave it out") from error
+        raise ResourceError(
+            f"{text} can't be written to {path} ({error.strerror}): choose another quota, or leave "
+            "it out"
+        ) from error

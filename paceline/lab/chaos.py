@@ -1,4 +1,5 @@
-"""Faults as data: what is to go wrong, where, and when; written the same way in Python, on the command line and in `repr`.
+"""Faults as data: what is to go wrong, where, and when; written the same way in Python, on the
+command line and in `repr`.
 
     verb    what happens                                                   undone
     kill    SIGKILL to one worker                                          never
@@ -11,8 +12,9 @@
             starts its launcher
     storm   faults drawn from a seed
 
-A fault comes when the worker it concerns (of a host, the first) has taken `step` steps and is about to begin the next: 0 is before the
-first. That worker is held there until the fault has been carried out.
+A fault comes when the worker it concerns (of a host, the first) has taken `step` steps and is about
+to begin the next: 0 is before the first. That worker is held there until the fault has been carried
+out.
 """
 
 from __future__ import annotations
@@ -32,12 +34,18 @@ from paceline.lab.description import spell as spell_rate
 
 
 class _Written:
-    """Gives a fault its notation as `repr`: the verb, which is the class's name in small letters, with all arguments but defaults."""
+    """Gives a fault its notation as `repr`: the verb, which is the class's name in small
+    letters, with all arguments but defaults.
+    """
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        given = [(field.name, getattr(self, field.name)) for field in fields if getattr(self, field.name) != field.default]
-        return f"{type(self).__name__.lower()}({', '.join(f'{name}={value!r}' for name, value in given)})"
+        given = [
+            (field.name, getattr(self, field.name))
+            for field in fields
+            if getattr(self, field.name) != field.default
+        ]
+        return f"{type(self).__name__.lower()}({', '.join(f'{name}={value!r}' for name, value in given)})"  # noqa: E501
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -61,7 +69,8 @@ class Kill(_Written):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Stop(_Written):
-    """Takes the processor from this rank's process, and its readers, for so many seconds (SIGSTOP, then SIGCONT).
+    """Takes the processor from this rank's process, and its readers, for so many seconds (SIGSTOP,
+    then SIGCONT).
 
     >>> cluster.run("train.py", faults=[lab.stop(rank=1, step=10, seconds=2.0)])
     """
@@ -89,8 +98,9 @@ class Slow(_Written):
 
     >>> cluster.run("train.py", faults=[lab.slow(host=1, factor=0.5, step=10)])
 
-    `factor` multiplies the quota of the cluster's description; a host without one counts as having as many cores as its workers have
-    threads, though not more than the machine has. Later ones replace earlier ones: they don't multiply.
+    `factor` multiplies the quota of the cluster's description; a host without one counts as having
+    as many cores as its workers have threads, though not more than the machine has. Later ones
+    replace earlier ones: they don't multiply.
     """
 
     host: int
@@ -101,11 +111,13 @@ class Slow(_Written):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Link(_Written):
-    """Changes the rate at which this host sends and receives ("10mbit", or bits per second), for so many seconds or to the end.
+    """Changes the rate at which this host sends and receives ("10mbit", or bits per second), for so
+    many seconds or to the end.
 
     >>> cluster.run("train.py", faults=[lab.link(host=1, bandwidth="10mbit", step=10, seconds=5.0)])
 
-    `bandwidth` is for both directions, `up` for what it sends, `down` for what it receives; the other one stays as it is.
+    `bandwidth` is for both directions, `up` for what it sends, `down` for what it receives; the
+    other one stays as it is.
     """
 
     host: int
@@ -119,22 +131,30 @@ class Link(_Written):
         super().__post_init__()
         sides = self.up is not None or self.down is not None
         if self.bandwidth is None and not sides:
-            raise UsageError(f"{self!r} changes nothing: give bandwidth='10mbit', or one of up and down")
+            raise UsageError(
+                f"{self!r} changes nothing: give bandwidth='10mbit', or one of up and down"
+            )
         if self.bandwidth is not None and sides:
-            raise UsageError(f"{self!r} has a bandwidth, which is that of both directions, and up or down besides: leave one out")
+            raise UsageError(
+                f"{self!r} has a bandwidth, which is that of both directions, and up or down "
+                "besides: leave one out"
+            )
         for name in ("bandwidth", "up", "down"):
             if getattr(self, name) is not None:
                 rate(getattr(self, name), f"{self!r}: {name}")
 
     def sides(self) -> tuple[Rate | None, Rate | None]:
         """Return the new limits of sending and receiving in bits per second; None: as before."""
-        up, down = (side if self.bandwidth is None else self.bandwidth for side in (self.up, self.down))
+        up, down = (
+            side if self.bandwidth is None else self.bandwidth for side in (self.up, self.down)
+        )
         return None if up is None else rate(up), None if down is None else rate(down)
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Crash(_Written):
-    """Takes this host's power: nothing more leaves it, and its processes are gone, the launcher's too.
+    """Takes this host's power: nothing more leaves it, and its processes are gone, the launcher's
+    too.
 
     >>> cluster.run("train.py", faults=[lab.crash(host=1, step=10)], min_workers=1)
     """
@@ -145,7 +165,8 @@ class Crash(_Written):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Join(_Written):
-    """Lets a host, which is there from the start, start its launcher only when the first worker of the other hosts is at that step.
+    """Lets a host, which is there from the start, start its launcher only when the first worker of
+    the other hosts is at that step.
 
     >>> cluster.run("train.py", faults=[lab.join(host=1, step=10)], min_workers=1)
 
@@ -156,18 +177,21 @@ class Join(_Written):
     step: int
 
 
-Drawn = Literal["stop", "cut", "slow", "link", "kill", "crash"]  # the kinds of a storm: a host that joins was left out from the start
+# the kinds of a storm: a host that joins was left out from the start
+Drawn = Literal["stop", "cut", "slow", "link", "kill", "crash"]
 _DRAWN: Final = get_args(Drawn)
 Fault: TypeAlias = Kill | Stop | Cut | Slow | Link | Crash | Join
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Storm(_Written):
-    """Draws so many faults of these kinds over the first `steps` steps: the same seed gives the same faults in the same cluster.
+    """Draws so many faults of these kinds over the first `steps` steps: the same seed gives the
+    same faults in the same cluster.
 
     >>> cluster.run("train.py", faults=[lab.storm(seed=1, faults=3, kinds=("stop", "slow"))])
 
-    `kinds` are verbs; kill and crash are possible too, join isn't. Each lasts a time between the two `seconds`.
+    `kinds` are verbs; kill and crash are possible too, join isn't. Each lasts a time between the
+    two `seconds`.
     """
 
     seed: int
@@ -182,17 +206,32 @@ class Storm(_Written):
         for name, least in (("seed", 0), ("faults", 1), ("steps", 1)):
             value = getattr(self, name)
             if not _whole(value) or value < least:
-                raise UsageError(f"{self!r}: {name} is {value!r}, and has to be a whole number of at least {least}")
+                raise UsageError(
+                    f"{self!r}: {name} is {value!r}, and has to be a whole number of at least "
+                    f"{least}"
+                )
         for kind in self.kinds:
             if kind not in _DRAWN:
-                raise UsageError(f"{self!r}: there is no kind {kind!r} in a storm; {choices(str(kind), _DRAWN)}")
+                raise UsageError(
+                    f"{self!r}: there is no kind {kind!r} in a storm; {choices(str(kind), _DRAWN)}"
+                )
         if not self.kinds:
             raise UsageError(f"{self!r} has no kinds; possible: {', '.join(_DRAWN)}")
-        if len(self.seconds) != 2 or not all(map(_positive, self.seconds)) or self.seconds[0] > self.seconds[1]:
-            raise UsageError(f"{self!r}: seconds is {self.seconds!r}, and has to be the shortest and the longest, such as (0.5, 3.0)")
+        if (
+            len(self.seconds) != 2
+            or not all(map(_positive, self.seconds))
+            or self.seconds[0] > self.seconds[1]
+        ):
+            raise UsageError(
+                f"{self!r}: seconds is {self.seconds!r}, and has to be the shortest and the "
+                "longest, such as (0.5, 3.0)"
+            )
 
     def draw(self, cluster: Description, late: frozenset[int] = frozenset()) -> list[Fault]:
-        """Draw the faults of this storm in that cluster, by step; the same every time. Hosts that are `late` are spared."""
+        """Draw the faults of this storm in that cluster, by step; the same every time.
+
+        Hosts that are `late` are spared.
+        """
         generator = random.Random(self.seed)
         hosts = [host for host in range(len(cluster.hosts)) if host not in late]
         drawn = [self._one(generator, cluster, hosts) for _ in range(self.faults)]
@@ -200,9 +239,15 @@ class Storm(_Written):
 
     def _one(self, generator: random.Random, cluster: Description, hosts: list[int]) -> Fault:
         kind, step = self.kinds[_below(generator, len(self.kinds))], _below(generator, self.steps)
-        host, rank = hosts[_below(generator, len(hosts))], _below(generator, sum(cluster.hosts[index].workers for index in hosts))
+        host, rank = (
+            hosts[_below(generator, len(hosts))],
+            _below(generator, sum(cluster.hosts[index].workers for index in hosts)),
+        )
         shortest, longest = self.seconds
-        seconds, part = round(shortest + (longest - shortest) * generator.random(), 2), round(0.1 + 0.8 * generator.random(), 2)
+        seconds, part = (
+            round(shortest + (longest - shortest) * generator.random(), 2),
+            round(0.1 + 0.8 * generator.random(), 2),
+        )
         match kind:
             case "kill":
                 return Kill(rank=rank, step=step)
@@ -213,19 +258,37 @@ class Storm(_Written):
             case "slow":
                 return Slow(host=host, factor=part, step=step, seconds=seconds)
             case "link":
-                most = min((side for side in (cluster.hosts[host].up, cluster.hosts[host].down) if side is not None), default=_UNLIMITED)
-                return Link(host=host, bandwidth=spell_rate(max(int(most * part / 1e3) * 1000, _SLOWEST)), step=step, seconds=seconds)
+                most = min(
+                    (
+                        side
+                        for side in (cluster.hosts[host].up, cluster.hosts[host].down)
+                        if side is not None
+                    ),
+                    default=_UNLIMITED,
+                )
+                return Link(
+                    host=host,
+                    bandwidth=spell_rate(max(int(most * part / 1e3) * 1000, _SLOWEST)),
+                    step=step,
+                    seconds=seconds,
+                )
             case _:
                 return Crash(host=host, step=step)
 
 
-kill, stop, cut, slow, link, crash, join, storm = Kill, Stop, Cut, Slow, Link, Crash, Join, Storm  # as they are written
+# as they are written
+kill, stop, cut, slow, link, crash, join, storm = Kill, Stop, Cut, Slow, Link, Crash, Join, Storm
 
-VERBS: Final[notation.Vocabulary] = {kind.__name__.lower(): kind for kind in (Kill, Stop, Cut, Slow, Link, Crash, Join, Storm)}
+VERBS: Final[notation.Vocabulary] = {
+    kind.__name__.lower(): kind for kind in (Kill, Stop, Cut, Slow, Link, Crash, Join, Storm)
+}
 
 
 def parse(text: str) -> list[Fault | Storm]:
-    """Parse the faults in `text`: one, or several in brackets. Raises `UsageError` with text, found and possible."""
+    """Parse the faults in `text`: one, or several in brackets.
+
+    Raises `UsageError` with text, found and possible.
+    """
     try:
         parsed = notation.parse(text, VERBS)
     except NotationError as error:
@@ -234,25 +297,39 @@ def parse(text: str) -> list[Fault | Storm]:
 
 
 def collect(given: Any, text: str | None = None) -> list[Fault | Storm]:
-    """Collect faults in one flat list, from objects, texts and lists of both. Raises `UsageError` for anything else."""
+    """Collect faults in one flat list, from objects, texts and lists of both.
+
+    Raises `UsageError` for anything else.
+    """
     if isinstance(given, str):
         return parse(given)
     if isinstance(given, list | tuple):
         return [fault for item in given for fault in collect(item, text)]
     if not isinstance(given, Fault | Storm):
         raise UsageError(
-            f"{given!r}{'' if text is None else f' in {text!r}'} is no fault: write it as kill(rank=2, step=5); verbs: {', '.join(VERBS)}"
+            f"{given!r}{'' if text is None else f' in {text!r}'} is no fault: "
+            f"write it as kill(rank=2, step=5); verbs: {', '.join(VERBS)}"
         )
     return [given]
 
 
 def script(given: Any, cluster: Description) -> list[Fault]:
-    """List all faults for a run in that cluster, storms drawn. Raises `UsageError` for a rank or host that it doesn't have."""
+    """List all faults for a run in that cluster, storms drawn.
+
+    Raises `UsageError` for a rank or host that it doesn't have.
+    """
     asked = collect(given)
     late = absent(asked)
     if len(late) == len(cluster.hosts):
-        raise UsageError(f"every host of {cluster.name} is to join later, so there is no job to join: leave one join(...) out")
-    faults = [fault for item in asked for fault in (item.draw(cluster, late) if isinstance(item, Storm) else [item])]
+        raise UsageError(
+            f"every host of {cluster.name} is to join later, so there is no job to join: "
+            "leave one join(...) out"
+        )
+    faults = [
+        fault
+        for item in asked
+        for fault in (item.draw(cluster, late) if isinstance(item, Storm) else [item])
+    ]
     workers = sum(host.workers for index, host in enumerate(cluster.hosts) if index not in late)
     for fault in faults:
         if isinstance(fault, Kill | Stop):
@@ -261,23 +338,33 @@ def script(given: Any, cluster: Description) -> list[Fault]:
             target, count, kind = fault.host, len(cluster.hosts), "host"
         if target >= count:
             start = " at the start" if late and kind == "rank" else ""
-            raise UsageError(f"{fault!r}: there is no {kind} {target}: {cluster.name} has {kind}s 0 to {count - 1}{start}")
+            raise UsageError(
+                f"{fault!r}: there is no {kind} {target}: {cluster.name} has {kind}s 0 to "
+                f"{count - 1}{start}"
+            )
     joining = [fault.host for fault in faults if isinstance(fault, Join)]
     for host in joining:
         if joining.count(host) > 1:
-            raise UsageError(f"join(host={host}, ...) is there {joining.count(host)} times: a host joins once")
+            raise UsageError(
+                f"join(host={host}, ...) is there {joining.count(host)} times: a host joins once"
+            )
     return faults
 
 
 def absent(faults: Iterable[Fault | Storm]) -> frozenset[int]:
-    """Return the hosts that the job starts without, since they join later: all that join, but for those that had crashed before."""
+    """Return the hosts that the job starts without, since they join later: all that join, but
+    for those that had crashed before.
+    """
     listed = list(faults)
     crashed = {fault.host: fault.step for fault in listed if isinstance(fault, Crash)}
-    return frozenset(f.host for f in listed if isinstance(f, Join) and crashed.get(f.host, math.inf) > f.step)
+    return frozenset(
+        f.host for f in listed if isinstance(f, Join) and crashed.get(f.host, math.inf) > f.step
+    )
 
 
 def _below(generator: random.Random, limit: int) -> int:
-    return int(generator.random() * limit)  # what Python promises to stay the same from one version to the next
+    # what Python promises to stay the same from one version to the next
+    return int(generator.random() * limit)
 
 
 def _whole(value: object) -> bool:

@@ -1,4 +1,6 @@
-"""The description of a cluster, as frozen data: hosts, their links, and racks; from TOML or from those that ship with paceline."""
+"""The description of a cluster, as frozen data: hosts, their links, and racks; from TOML or from
+those that ship with paceline.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ Rate: TypeAlias = int  # bits per second
 
 MOST_HOSTS: Final = 200
 CLUSTERS: Final = Path(__file__).parent / "clusters"
-_SLOWEST, _FASTEST = 8_000, 34_000_000_000  # bits per second; tbf counts bytes per second in 32 bits
+# bits per second; tbf counts bytes per second in 32 bits
+_SLOWEST, _FASTEST = 8_000, 34_000_000_000
 _UNITS: Final[dict[str, dict[str, int]]] = {
     "rate": {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9},
     "size": {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30},
@@ -34,11 +37,15 @@ _SHOWN: Final = 60  # characters of a value in a message
 
 @dataclass(frozen=True)
 class Host:
-    """One host of a cluster. `up` is the rate at which it can send and `down` the one at which it can receive (None: no limit).
+    """One host of a cluster.
+
+    `up` is the rate at which it can send and `down` the one at which it can receive (None: no
+    limit).
 
     >>> lab.Host("a", workers=2, up=100_000_000, down=100_000_000)
 
-    `processors` is a quota in cores, `memory` a limit in bytes, `delay` the seconds that each packet from this host is under way.
+    `processors` is a quota in cores, `memory` a limit in bytes, `delay` the seconds that each
+    packet from this host is under way.
     """
 
     name: str
@@ -52,7 +59,9 @@ class Host:
 
 @dataclass(frozen=True)
 class Rack:
-    """Hosts behind one link: `up` limits what leaves the rack, `down` what comes in. Inside there is no limit but the hosts' own.
+    """Hosts behind one link: `up` limits what leaves the rack, `down` what comes in.
+
+    Inside there is no limit but the hosts' own.
 
     >>> lab.Rack("left", hosts=("a", "b"), up=1_000_000_000)
     """
@@ -65,7 +74,10 @@ class Rack:
 
 @dataclass(frozen=True)
 class Description:
-    """A whole cluster. `placement` deals ranks to hosts; `needs_delay` is False if it may be built without delays where netem is missing.
+    """A whole cluster.
+
+    `placement` deals ranks to hosts; `needs_delay` is False if it may be built without delays where
+    netem is missing.
 
     >>> lab.Description("mine", hosts=(lab.Host("a"), lab.Host("b", workers=2)))
 
@@ -99,7 +111,11 @@ class Description:
 
 def rate(value: str | int, where: str = "the bandwidth") -> Rate:
     """Parse bits per second, from text such as `100mbit` or from a number of bits per second."""
-    bits = value if isinstance(value, int) and not isinstance(value, bool) else _measure(value, "rate", where)
+    bits = (
+        value
+        if isinstance(value, int) and not isinstance(value, bool)
+        else _measure(value, "rate", where)
+    )
     if not _SLOWEST <= bits <= _FASTEST:
         raise UsageError(f"{where} is {shown(value)}, and has to be 8kbit to 34gbit")
     return round(bits)
@@ -123,19 +139,34 @@ def spell(value: Rate | None) -> str:
     """Write a rate in notation: `1gbit`."""
     if value is None:
         return "unlimited"
-    unit = max((unit for unit, size in _UNITS["rate"].items() if value >= size), key=lambda unit: _UNITS["rate"][unit])
+    unit = max(
+        (unit for unit, size in _UNITS["rate"].items() if value >= size),
+        key=lambda unit: _UNITS["rate"][unit],
+    )
     return f"{value / _UNITS['rate'][unit]:g}{unit}"
 
 
-def regular(hosts: int, workers: int = 1, *, placement: Placement = "block", **each: Any) -> Description:
-    """Make a cluster of equal hosts, `host0`, `host1`, ...; `each` is as in the TOML: bandwidth, up, down, delay, processors, memory."""
+def regular(
+    hosts: int, workers: int = 1, *, placement: Placement = "block", **each: Any
+) -> Description:
+    """Make a cluster of equal hosts, `host0`, `host1`, ...; `each` is as in the TOML: bandwidth,
+    up, down, delay, processors, memory.
+    """
     if not isinstance(hosts, int) or not 1 <= hosts <= MOST_HOSTS:
         raise UsageError(f"hosts is {shown(hosts)}, and has to be 1 to {MOST_HOSTS}")
     reader = _Reader("the cluster")
-    given = {"workers": workers, **{name: value for name, value in each.items() if value is not None}}
+    given = {
+        "workers": workers,
+        **{name: value for name, value in each.items() if value is not None},
+    }
     reader.known(given)
     fields = reader.host(given, "each host")
-    return Description(f"{hosts}x{workers}", tuple(Host(f"host{index}", **fields) for index in range(hosts)), (), placement)
+    return Description(
+        f"{hosts}x{workers}",
+        tuple(Host(f"host{index}", **fields) for index in range(hosts)),
+        (),
+        placement,
+    )
 
 
 def names() -> list[str]:
@@ -149,7 +180,10 @@ def ready(name: str) -> Description:
     >>> cluster = lab.ready("two-hosts")
     """
     if name not in names():
-        raise UsageError(f"there is no ready-made cluster {name}; {choices(name, names())}; or give the path of a .toml file")
+        raise UsageError(
+            f"there is no ready-made cluster {name}; {choices(name, names())}; "
+            "or give the path of a .toml file"
+        )
     return read(CLUSTERS / f"{name}.toml")
 
 
@@ -159,25 +193,37 @@ def find(text: str) -> Description:
 
 
 def read(path: str | Path) -> Description:
-    """Read the cluster in a TOML file; an error in it raises `UsageError` with file, key, value and what is possible.
+    """Read the cluster in a TOML file; an error in it raises `UsageError` with file, key, value and
+    what is possible.
 
     >>> cluster = lab.read("cluster.toml")
     """
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"the cluster file {path} can't be read ({error.strerror}); ready-made ones: {', '.join(names())}") from error
-    except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, of numbers of thousands of digits, of a thousand brackets
+        raise UsageError(
+            f"the cluster file {path} can't be read ({error.strerror}); ready-made ones: "
+            f"{', '.join(names())}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        # of TOML, of UTF-8, of numbers of thousands of digits, of a thousand brackets
         raise UsageError(f"{path} isn't TOML: {error}") from error
     return _Reader(str(path)).whole(content, Path(path).stem)
 
 
 def _measure(value: object, kind: str, where: str) -> float:
     """Parse a number with a unit, in the smallest one of its kind."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", value.strip()) if isinstance(value, str) else None
+    match = (
+        re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", value.strip())
+        if isinstance(value, str)
+        else None
+    )
     units = _UNITS[kind]
     if match is None or match[2] not in units:
-        raise UsageError(f"{where} is {quoted(value)}, and has to be a number with one of {', '.join(units)}, such as {_EXAMPLES[kind]!r}")
+        raise UsageError(
+            f"{where} is {quoted(value)}, and has to be a number with one of {', '.join(units)}, "
+            f"such as {_EXAMPLES[kind]!r}"
+        )
     return float(match[1]) * units[match[2]]
 
 
@@ -205,7 +251,9 @@ class _Reader:
             where = f"rack[{index}]"
             self._known(table, self._RACK, f"{where}.")
             members = table.get("hosts", [])
-            if not isinstance(members, list) or not all(isinstance(member, str) for member in members):
+            if not isinstance(members, list) or not all(
+                isinstance(member, str) for member in members
+            ):
                 raise self._wrong(f"{where}.hosts", members, "a list of names of hosts")
             name = self._text(table.get("name", f"rack{index}"), f"{where}.name")
             racks.append(Rack(name, tuple(members), **self._sides(table, where)))
@@ -230,28 +278,52 @@ class _Reader:
         fields: dict[str, Any] = self._sides(table, where)
         if "workers" in table:
             fields["workers"] = workers = table["workers"]
-            if not isinstance(workers, int) or isinstance(workers, bool) or not 1 <= workers <= _MOST_WORKERS:
-                raise self._wrong(f"{where}.workers", workers, f"a whole number of at least 1, at most {_MOST_WORKERS}")
+            if (
+                not isinstance(workers, int)
+                or isinstance(workers, bool)
+                or not 1 <= workers <= _MOST_WORKERS
+            ):
+                raise self._wrong(
+                    f"{where}.workers",
+                    workers,
+                    f"a whole number of at least 1, at most {_MOST_WORKERS}",
+                )
         if "processors" in table:
             fields["processors"] = cores = table["processors"]
-            if not isinstance(cores, int | float) or isinstance(cores, bool) or not _LEAST_PROCESSORS <= cores <= _MOST_PROCESSORS:
-                wanted = f"a number of cores, at least {_LEAST_PROCESSORS}, at most {_MOST_PROCESSORS}"
+            if (
+                not isinstance(cores, int | float)
+                or isinstance(cores, bool)
+                or not _LEAST_PROCESSORS <= cores <= _MOST_PROCESSORS
+            ):
+                wanted = (
+                    f"a number of cores, at least {_LEAST_PROCESSORS}, at most {_MOST_PROCESSORS}"
+                )
                 raise self._wrong(f"{where}.processors", cores, wanted)
         if "memory" in table:
             memory = table["memory"]
-            nbytes = memory if isinstance(memory, int) else _measure(memory, "size", self._at(f"{where}.memory"))
+            nbytes = (
+                memory
+                if isinstance(memory, int)
+                else _measure(memory, "size", self._at(f"{where}.memory"))
+            )
             if isinstance(memory, bool) or not _LEAST_MEMORY <= nbytes <= _MOST_MEMORY:
                 raise self._wrong(f"{where}.memory", memory, "at least 1MiB, at most 1048576GiB")
             fields["memory"] = int(nbytes)
         if "delay" in table:
-            fields["delay"] = delay = _measure(table["delay"], "time", self._at(f"{where}.delay")) / 1e6
+            fields["delay"] = delay = (
+                _measure(table["delay"], "time", self._at(f"{where}.delay")) / 1e6
+            )
             if delay > _LONGEST_DELAY:
                 raise self._wrong(f"{where}.delay", table["delay"], f"at most {_LONGEST_DELAY:g}s")
         return fields
 
     def _sides(self, table: Mapping[str, Any], where: str) -> dict[str, Rate]:
         """Parse the limits of sending and receiving, where given; `bandwidth` means both."""
-        given = {key: rate(table[key], self._at(f"{where}.{key}")) for key in ("bandwidth", "up", "down") if key in table}
+        given = {
+            key: rate(table[key], self._at(f"{where}.{key}"))
+            for key in ("bandwidth", "up", "down")
+            if key in table
+        }
         both = given.pop("bandwidth", None)
         return given if both is None else {"up": both, "down": both} | given
 
@@ -274,7 +346,10 @@ class _Reader:
     def _known(self, table: Mapping[str, Any], possible: tuple[str, ...], prefix: str) -> None:
         for key in table:
             if key not in possible:
-                raise UsageError(f"{self._source}: there is no key {prefix}{shown(key)}; {choices(key, possible)}")
+                raise UsageError(
+                    f"{self._source}: there is no key {prefix}{shown(key)}; "
+                    f"{choices(key, possible)}"
+                )
 
     def _wrong(self, key: str, value: object, wanted: str) -> UsageError:
         return UsageError(f"{self._at(key)} is {quoted(value)}, and has to be {wanted}")
@@ -287,13 +362,25 @@ def _check(cluster: Description) -> None:
     """Check the rules that concern more than one value."""
     at = cluster.source or f"cluster {cluster.name}"
     if cluster.placement not in PLACEMENTS:
-        raise UsageError(f"{at}: placement is '{shown(cluster.placement)}'; {choices(shown(cluster.placement), PLACEMENTS)}")
+        raise UsageError(
+            f"{at}: placement is '{shown(cluster.placement)}'; "
+            f"{choices(shown(cluster.placement), PLACEMENTS)}"
+        )
     if not 1 <= len(cluster.hosts) <= MOST_HOSTS:
-        raise UsageError(f"{at}: there are {len(cluster.hosts)} hosts, and there have to be 1 to {MOST_HOSTS}: add [[host]] tables")
-    for kind, names in (("host", [host.name for host in cluster.hosts]), ("rack", [rack.name for rack in cluster.racks])):
+        raise UsageError(
+            f"{at}: there are {len(cluster.hosts)} hosts, and there have to be 1 to {MOST_HOSTS}: "
+            "add [[host]] tables"
+        )
+    for kind, names in (
+        ("host", [host.name for host in cluster.hosts]),
+        ("rack", [rack.name for rack in cluster.racks]),
+    ):
         for name in names:
             if not _NAME.fullmatch(name):
-                raise UsageError(f"{at}: a {kind} is called {quoted(name)}; names have small letters, digits and dashes inside, at most 32")
+                raise UsageError(
+                    f"{at}: a {kind} is called {quoted(name)}; names have small letters, digits "
+                    "and dashes inside, at most 32"
+                )
             if names.count(name) > 1:
                 raise UsageError(f"{at}: two {kind}s are called {name}: give each its own name")
     for host in cluster.hosts:
@@ -309,11 +396,21 @@ def _check_numbers(host: Host, at: str) -> None:
     for side in ("up", "down"):
         if getattr(host, side) is not None:
             rate(getattr(host, side), f"{at}: {side} of host {host.name}")
-    bounds = (1, _MOST_WORKERS), (_LEAST_PROCESSORS, _MOST_PROCESSORS), (_LEAST_MEMORY, _MOST_MEMORY), (0, _LONGEST_DELAY)
-    for name, (least, most) in zip(("workers", "processors", "memory", "delay"), bounds, strict=True):
+    bounds = (
+        (1, _MOST_WORKERS),
+        (_LEAST_PROCESSORS, _MOST_PROCESSORS),
+        (_LEAST_MEMORY, _MOST_MEMORY),
+        (0, _LONGEST_DELAY),
+    )
+    for name, (least, most) in zip(
+        ("workers", "processors", "memory", "delay"), bounds, strict=True
+    ):
         value = getattr(host, name)
         if value is not None and not least <= value <= most:
-            raise UsageError(f"{at}: {name} of host {host.name} is {shown(value)}, and has to be at least {least}, at most {most:g}")
+            raise UsageError(
+                f"{at}: {name} of host {host.name} is {shown(value)}, and has to be at least "
+                f"{least}, at most {most:g}"
+            )
 
 
 def _check_racks(cluster: Description, at: str) -> None:
@@ -324,7 +421,13 @@ def _check_racks(cluster: Description, at: str) -> None:
             raise UsageError(f"{at}: rack {rack.name} has no hosts: name them in `hosts`")
         for name in rack.hosts:
             if name not in known:
-                raise UsageError(f"{at}: rack {rack.name} has a host {shown(name)}, which isn't there; {choices(name, known)}")
+                raise UsageError(
+                    f"{at}: rack {rack.name} has a host {shown(name)}, which isn't there; "
+                    f"{choices(name, known)}"
+                )
             if name in where:
-                raise UsageError(f"{at}: host {name} is in rack {where[name]} and in rack {rack.name}: leave it out of one")
+                raise UsageError(
+                    f"{at}: host {name} is in rack {where[name]} and in rack {rack.name}: "
+                    "leave it out of one"
+                )
             where[name] = rack.name

@@ -1,7 +1,9 @@
-"""Enters a host of a lab, then becomes a command: `enter.py NAMESPACES CGROUPS COMMAND...`, run as a script of its own.
+"""Enters a host of a lab, then becomes a command: `enter.py NAMESPACES CGROUPS COMMAND...`, run as
+a script of its own.
 
-NAMESPACES are `kind=path` and CGROUPS files to write the process's number to, each list joined by commas (`-` for none). A user
-namespace, if there is one, comes first: it gives the right to enter the others. Standard library only, so that it starts fast.
+NAMESPACES are `kind=path` and CGROUPS files to write the process's number to, each list joined by
+commas (`-` for none). A user namespace, if there is one, comes first: it gives the right to enter
+the others. Standard library only, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ _FAILED = 126  # as a shell says that a command can't be run
 
 
 def enter(namespaces: str, cgroups: str) -> None:
-    """Move this process, which has one thread, into these namespaces and control groups; its folder stays the same."""
+    """Move this process, which has one thread, into these namespaces and control groups; its
+    folder stays the same.
+    """
     library = ctypes.CDLL(None, use_errno=True)
     here = os.getcwd()
     for path in () if cgroups == "-" else cgroups.split(","):
@@ -39,11 +43,15 @@ def main() -> None:
     namespaces, cgroups, *command = sys.argv[1:]
     try:
         enter(namespaces, cgroups)
-        for signum in (signal.SIGPIPE, signal.SIGINT):  # Python ignores or handles them; a command starts with the usual answer
+        # Python ignores or handles them; a command starts with the usual answer
+        for signum in (signal.SIGPIPE, signal.SIGINT):
             signal.signal(signum, signal.SIG_DFL)
         os.execvp(command[0], command)
     except OSError as error:
-        print(f"paceline: {command[0]} can't be started in this host ({error.strerror})", file=sys.stderr)
+        print(
+            f"paceline: {command[0]} can't be started in this host ({error.strerror})",
+            file=sys.stderr,
+        )
         sys.exit(_FAILED)
 
 

@@ -1,4 +1,6 @@
-"""A built cluster: for each host a network, a name, shared memory and processors of its own, on this machine."""
+"""A built cluster: for each host a network, a name, shared memory and processors of its own, on
+this machine.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,21 @@ from paceline.lab import cgroups, cleaning, enter, kernel, links, remains, space
 from paceline.lab.description import Description, Rate, find, rate, regular
 from paceline.lab.running import LabRequest, Outcome, run
 
-_DESCRIPTORS: Final = 64  # of this process, and more for each host: its namespaces, and the pipes of its launcher
+# of this process, and more for each host: its namespaces, and the pipes of its launcher
+_DESCRIPTORS: Final = 64
 _KINDS: Final = ("net", "uts", "ipc", "mnt")
-# Not in sessions of their own: the kernel shares the cores among sessions (autogroups) before it shares them among threads.
+# Not in sessions of their own: the kernel shares the cores among sessions (autogroups) before it
+# shares them among threads.
 _QUIET: Final[dict[str, Any]] = {"stdin": subprocess.DEVNULL, "process_group": 0}
 
 
 @dataclass(frozen=True)
 class BuiltHost:
-    """One host of a built cluster. `space` holds its namespaces; `network` is its name in /proc; `port` is its interface at the switch."""
+    """One host of a built cluster.
+
+    `space` holds its namespaces; `network` is its name in /proc; `port` is its interface at the
+    switch.
+    """
 
     number: int
     name: str
@@ -49,13 +57,15 @@ class BuiltHost:
 
 
 class Cluster:
-    """A described cluster, built when it is entered and removed when it is left: `with Cluster(description) as cluster:`.
+    """A described cluster, built when it is entered and removed when it is left: `with
+    Cluster(description) as cluster:`.
 
     >>> with lab.Cluster(lab.ready("two-hosts")) as cluster:
     ...     outcome = cluster.run("train.py")
 
-    `identity` tells it from every other lab of this machine. `hosts` are its seats, in the order of the description. Everything that is
-    left by a lab that was killed is removed first. Raises `ResourceError` where this machine can't do what the description asks.
+    `identity` tells it from every other lab of this machine. `hosts` are its seats, in the order of
+    the description. Everything that is left by a lab that was killed is removed first. Raises
+    `ResourceError` where this machine can't do what the description asks.
     """
 
     def __init__(self, description: Description) -> None:
@@ -67,7 +77,9 @@ class Cluster:
         self._delays = True
         self._switch: spaces.Space | None = None
         self._processors: dict[int, float | None] = {}
-        self._limited: set[int] = set()  # hosts that have, or have had, a quota: others share the cores thread by thread, as without a lab
+        # hosts that have, or have had, a quota: others share the cores thread by thread, as without
+        # a lab
+        self._limited: set[int] = set()
         self._held = ExitStack()
         self._runs = 0
         self._start_host: Any = None
@@ -91,7 +103,12 @@ class Cluster:
             self._held = held.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -100,7 +117,10 @@ class Cluster:
         self.hosts = ()
 
     def run(self, script: str | Path, *args: str, **options: Any) -> Outcome:
-        """Start `paceline run` on each host, as a user would, and wait for the end. `options` are the fields of `LabRequest`."""
+        """Start `paceline run` on each host, as a user would, and wait for the end.
+
+        `options` are the fields of `LabRequest`.
+        """
         return self.perform(LabRequest(str(script), args, **options))
 
     def perform(self, start: LabRequest) -> Outcome:
@@ -111,7 +131,10 @@ class Cluster:
 
     @property
     def secret(self) -> Path:
-        """The file with the secret of its jobs. Like all that lies beside the folders of hosts it has a dot, which no host's name has."""
+        """The file with the secret of its jobs.
+
+        Like all that lies beside the folders of hosts it has a dot, which no host's name has.
+        """
         return self.folder / "job.secret"
 
     def pages(self, run: int) -> Path:
@@ -119,9 +142,17 @@ class Cluster:
         return self.folder / f"run.{run}"
 
     def spawn(
-        self, host: int, command: Sequence[str], *, environ: Mapping[str, str] | None = None, **options: Any
+        self,
+        host: int,
+        command: Sequence[str],
+        *,
+        environ: Mapping[str, str] | None = None,
+        **options: Any,
     ) -> subprocess.Popen[bytes]:
-        """Start any command on a host; `options` are those of `subprocess.Popen`. It ends with the cluster at the latest."""
+        """Start any command on a host; `options` are those of `subprocess.Popen`.
+
+        It ends with the cluster at the latest.
+        """
         seat = self._seat(host)
         given = environment() if environ is None else dict(environ)
         return subprocess.Popen(
@@ -132,18 +163,31 @@ class Cluster:
         )
 
     def door(self, host: int) -> list[str]:
-        """Return the words before a command that make it run on this host; its namespaces have to be inherited (`spawn` does it)."""
+        """Return the words before a command that make it run on this host; its namespaces have
+        to be inherited (`spawn` does it).
+        """
         seat = self._seat(host)
         namespaces = ",".join(f"{kind}=/proc/self/fd/{fd}" for kind, fd in seat.space.fds.items())
-        entrances = seat.group.entrances(("cpu", "memory") if host in self._limited else ("memory",))
-        return [sys.executable, "-I", "-S", str(Path(enter.__file__)), namespaces, ",".join(map(str, entrances)) or "-"]
+        entrances = seat.group.entrances(
+            ("cpu", "memory") if host in self._limited else ("memory",)
+        )
+        return [
+            sys.executable,
+            "-I",
+            "-S",
+            str(Path(enter.__file__)),
+            namespaces,
+            ",".join(map(str, entrances)) or "-",
+        ]
 
     def processes(self, host: int) -> list[int]:
         """Return the processes that run on a host."""
         return remains.inside([self._seat(host).network])
 
     def cut(self, host: int) -> None:
-        """Pull the plug of a host's network: no packet gets in or out, and no process is notified."""
+        """Pull the plug of a host's network: no packet gets in or out, and no process is
+        notified.
+        """
         links.switch_on(self._hub, self._seat(host).port, on=False)
 
     def mend(self, host: int) -> None:
@@ -179,15 +223,23 @@ class Cluster:
         """Start the launcher of a host that the run left out, or whose launcher has ended."""
         seat = self._seat(host)
         if self._start_host is None:
-            raise UsageError(f"no run is under way that {seat.name} could join: start it from a fault of cluster.run(...)")
+            raise UsageError(
+                f"no run is under way that {seat.name} could join: start it from a fault of "
+                "cluster.run(...)"
+            )
         self._start_host(host)
 
     def crash(self, host: int) -> None:
-        """Take a host's power: its link goes down, then all its processes die at once, so that no last word is heard."""
+        """Take a host's power: its link goes down, then all its processes die at once, so that
+        no last word is heard.
+        """
         self.cut(host)
         left = remains.end(lambda: self.processes(host))
         if left:
-            raise ResourceError(f"processes {', '.join(map(str, left))} of {self._seat(host).name} don't end; look at them with ps")
+            raise ResourceError(
+                f"processes {', '.join(map(str, left))} of {self._seat(host).name} don't end; "
+                "look at them with ps"
+            )
 
     @contextmanager
     def starting(self, start_host: Any) -> Iterator[None]:
@@ -206,17 +258,22 @@ class Cluster:
 
     def _built(self) -> None:
         if not self.hosts:
-            raise UsageError("this cluster isn't built (any more): use it inside `with Cluster(...) as cluster:`")
+            raise UsageError(
+                "this cluster isn't built (any more): use it inside `with Cluster(...) as cluster:`"
+            )
 
     def _seat(self, host: int) -> BuiltHost:
         self._built()
         if not 0 <= host < len(self.hosts):
-            raise UsageError(f"there is no host {host}: {self.description.name} has 0 to {len(self.hosts) - 1}")
+            raise UsageError(
+                f"there is no host {host}: {self.description.name} has 0 to {len(self.hosts) - 1}"
+            )
         return self.hosts[host]
 
     def _build(self, held: ExitStack) -> None:
         names = self.folder / "hosts.table"
-        # The second form is how torch looks up who has connected; it needs another name, or the host would seem to have two addresses.
+        # The second form is how torch looks up who has connected; it needs another name, or the
+        # host would seem to have two addresses.
         table = [
             f"{links.address(index)} {host.name}\n::ffff:{links.address(index)} {host.name}.lab"
             for index, host in enumerate(self.description.hosts)
@@ -239,8 +296,19 @@ class Cluster:
         (self.folder / host.name).mkdir()
         space = spaces.Space.make(_KINDS, spaces.furnish(host.name, names))
         held.callback(space.close)
-        group = cgroups.Cgroup(f"{cgroups.PREFIX}{self.identity}-{index}", _bases(host.processors, host.memory))
-        return BuiltHost(index, host.name, host.workers, links.address(index), links.INTERFACE, f"port{index}", space, group)
+        group = cgroups.Cgroup(
+            f"{cgroups.PREFIX}{self.identity}-{index}", _bases(host.processors, host.memory)
+        )
+        return BuiltHost(
+            index,
+            host.name,
+            host.workers,
+            links.address(index),
+            links.INTERFACE,
+            f"port{index}",
+            space,
+            group,
+        )
 
     def _record(self, seats: Sequence[BuiltHost], keeper: int) -> Path:
         """Write down what has to be removed if this process is killed."""
@@ -255,12 +323,20 @@ class Cluster:
             for seat in seats
         ]
         process = os.getpid()
-        whose = {"identity": self.identity, "name": self.description.name, "process": process, "began": remains.began(process)}
+        whose = {
+            "identity": self.identity,
+            "name": self.description.name,
+            "process": process,
+            "began": remains.began(process),
+        }
         try:
-            return remains.write({**whose, "keeper": keeper, "folder": str(self.folder), "hosts": hosts})
+            return remains.write(
+                {**whose, "keeper": keeper, "folder": str(self.folder), "hosts": hosts}
+            )
         except OSError as error:
             raise ResourceError(
-                f"the lab's record can't be written to {error.filename} ({error.strerror}): make that place yours"
+                f"the lab's record can't be written to {error.filename} ({error.strerror}): "
+                "make that place yours"
             ) from error
 
     def _watch_over(self, seats: Sequence[BuiltHost], held: ExitStack) -> None:
@@ -273,13 +349,20 @@ class Cluster:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             cwd="/",
-            pass_fds=[fd for seat in seats for fd in seat.space.fds.values()],  # so that no other lab gets these networks' numbers
+            # so that no other lab gets these networks' numbers
+            pass_fds=[fd for seat in seats for fd in seat.space.fds.values()],
         )
         held.callback(_dismiss, keeper)
         self._record(seats, keeper.pid)
         for seat in seats:
             held.callback(seat.group.remove)
-        held.callback(remains.end, lambda: {*remains.inside(seat.network for seat in seats), *remains.marked(self.identity)} - {keeper.pid})
+        held.callback(
+            remains.end,
+            lambda: (
+                {*remains.inside(seat.network for seat in seats), *remains.marked(self.identity)}
+                - {keeper.pid}
+            ),
+        )
 
     def _wire(self) -> None:
         description = self.description
@@ -298,7 +381,9 @@ class Cluster:
 
 
 def _bases(processors: float | None, memory: int | None) -> list[cgroups.Base]:
-    """Find the parents of a host's control groups: for the processors wherever possible, since a fault may limit them later."""
+    """Find the parents of a host's control groups: for the processors wherever possible, since a
+    fault may limit them later.
+    """
     bases = []
     try:
         bases.append(cgroups.find("cpu"))
@@ -329,19 +414,34 @@ def cluster(
     description: Description | str | None = None,
     **each: Any,
 ) -> Cluster:
-    """Make a cluster to be entered: `with lab.cluster(hosts=2, workers=2, bandwidth="1gbit") as cluster: cluster.run("train.py")`.
+    """Make a cluster to be entered: `with lab.cluster(hosts=2, workers=2, bandwidth="1gbit") as
+    cluster: cluster.run("train.py")`.
 
     >>> with lab.cluster(hosts=2, workers=2, bandwidth="1gbit") as cluster:
     ...     outcome = cluster.run("train.py")
 
-    Equal hosts (2 with one worker each by default) with what `each` gives: bandwidth, up, down ("1gbit"), delay ("20ms"), processors
-    (cores), memory ("2GB"). Or a `description`: an object, the name of a ready-made cluster, or the path of a TOML file; `placement` may
-    replace its own.
+    Equal hosts (2 with one worker each by default) with what `each` gives: bandwidth, up, down
+    ("1gbit"), delay ("20ms"), processors (cores), memory ("2GB"). Or a `description`: an object,
+    the name of a ready-made cluster, or the path of a TOML file; `placement` may replace its own.
     """
     if description is None:
-        return Cluster(regular(2 if hosts is None else hosts, 1 if workers is None else workers, placement=placement or "block", **each))
-    given = [name for name, value in (("hosts", hosts), ("workers", workers), *each.items()) if value is not None]
+        return Cluster(
+            regular(
+                2 if hosts is None else hosts,
+                1 if workers is None else workers,
+                placement=placement or "block",
+                **each,
+            )
+        )
+    given = [
+        name
+        for name, value in (("hosts", hosts), ("workers", workers), *each.items())
+        if value is not None
+    ]
     if given:
-        raise UsageError(f"{', '.join(given)} and a description are given: write it into the description, or leave that out")
+        raise UsageError(
+            f"{', '.join(given)} and a description are given: write it into the description, or "
+            "leave that out"
+        )
     chosen = find(description) if isinstance(description, str) else description
     return Cluster(chosen if placement is None else replace(chosen, placement=placement))

@@ -1,9 +1,11 @@
-"""Fault injection: carries faults out in a cluster where a job runs, each exactly when its worker begins its step, and records when.
+"""Fault injection: carries faults out in a cluster where a job runs, each exactly when its worker
+begins its step, and records when.
 
     worker 2    |-- step 3 --|-- step 4 --|  held before step 5  |-- step 5, if it still can --
     injector                               kill(rank=2, step=5)     next: hold before step 20
 
-The worker that the next fault concerns waits at a breakpoint of its progress page, so a fault misses no step, however fast.
+The worker that the next fault concerns waits at a breakpoint of its progress page, so a fault
+misses no step, however fast.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ Lasts = TypeVar("Lasts", Cut, Slow, Link)
 
 
 class FaultTarget(Protocol):
-    """The cluster on which faults are carried out. Hosts are numbered as in the description; every method may be called twice."""
+    """The cluster on which faults are carried out.
+
+    Hosts are numbered as in the description; every method may be called twice.
+    """
 
     @property
     def description(self) -> Description:
@@ -75,7 +80,9 @@ class FaultTarget(Protocol):
 
 @dataclass
 class _Lasting:
-    """A fault that is in force; `until` is a time of the monotonic clock (None: to the end of the run)."""
+    """A fault that is in force; `until` is a time of the monotonic clock (None: to the end of
+    the run).
+    """
 
     fault: Stop | Cut | Slow | Link
     until: float | None
@@ -83,29 +90,45 @@ class _Lasting:
 
 
 class Chaos:
-    """The faults of one run: `with Chaos(cluster, faults, folder): ...` around the run, whose launchers have PACELINE_PROGRESS=folder.
+    """The faults of one run: `with Chaos(cluster, faults, folder): ...` around the run, whose
+    launchers have PACELINE_PROGRESS=folder.
 
-    `faults` come from `chaos.script`, which has checked them; `folder` is there and empty. `events` says afterwards what happened when.
-    In the end all is undone that can be: stopped workers go on, links and processors are as described. A fault that could not be
-    carried out raises its error then.
+    `faults` come from `chaos.script`, which has checked them; `folder` is there and empty. `events`
+    says afterwards what happened when. In the end all is undone that can be: stopped workers go on,
+    links and processors are as described. A fault that could not be carried out raises its error
+    then.
     """
 
-    def __init__(self, cluster: FaultTarget, faults: Sequence[Fault], folder: Path, *, say: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        cluster: FaultTarget,
+        faults: Sequence[Fault],
+        folder: Path,
+        *,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
         self._cluster, self._folder, self._say = cluster, folder, say or _say
         late, hosts = absent(faults), cluster.description.hosts
         workers = [0 if index in late else host.workers for index, host in enumerate(hosts)]
-        self._seats = request.deal(workers, cluster.description.placement)  # a host that joins later has no ranks yet
-        self._pages = {rank: Page(progress.path(folder, rank)) for ranks in self._seats for rank in ranks}
-        self._due: dict[int, list[Fault]] = {}  # by the rank that is held for them, the next one first
+        # a host that joins later has no ranks yet
+        self._seats = request.deal(workers, cluster.description.placement)
+        self._pages = {
+            rank: Page(progress.path(folder, rank)) for ranks in self._seats for rank in ranks
+        }
+        # by the rank that is held for them, the next one first
+        self._due: dict[int, list[Fault]] = {}
         self._lasting: list[_Lasting] = []
         self._crashed: set[int] = set()
         self._noted: list[tuple[float, dict[str, Any]]] = []  # by time.time()
         self._failed: PacelineError | None = None
         self._began = time.time()
         self._joined: float | None = None
-        self._quotas = {fault.host: cluster.quota_of(fault.host) for fault in faults if isinstance(fault, Slow)}
+        self._quotas = {
+            fault.host: cluster.quota_of(fault.host) for fault in faults if isinstance(fault, Slow)
+        }
         for host, cores in self._quotas.items():
-            cluster.quota(host, cores)  # changes nothing; where there are no quotas it raises, before anything runs
+            # changes nothing; where there are no quotas it raises, before anything runs
+            cluster.quota(host, cores)
         for fault in sorted(faults, key=lambda fault: fault.step):
             self._due.setdefault(self._holder(fault), []).append(fault)
         for rank, due in self._due.items():
@@ -119,13 +142,21 @@ class Chaos:
             self._watching = self._threads.submit(self._watch)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
         if self._failed is not None and error is None:
             raise self._failed
 
     def close(self) -> None:
-        """Undo what is in force at the end of the run, and note what never came due. Calling it twice is harmless."""
+        """Undo what is in force at the end of the run, and note what never came due.
+
+        Calling it twice is harmless.
+        """
         self._over.set()
         self._threads.shutdown()
         while self._lasting:
@@ -133,10 +164,16 @@ class Chaos:
         while self._crashed:
             self._try(self._cluster.mend, self._crashed.pop())
         steps = self._steps
-        when = f"the run ended after {steps} steps" if steps > 0 else "the run ended before its first step was over"
+        when = (
+            f"the run ended after {steps} steps"
+            if steps > 0
+            else "the run ended before its first step was over"
+        )
         if steps < 0:
             when = "the run ended before the first step of a loader that paceline has prepared"
-        for fault in sorted((fault for due in self._due.values() for fault in due), key=lambda fault: fault.step):
+        for fault in sorted(
+            (fault for due in self._due.values() for fault in due), key=lambda fault: fault.step
+        ):
             self._note("fault not carried out", fault, why=when)
             self._say(f"not carried out: {fault!r}: {when}")
         self._due.clear()
@@ -145,12 +182,19 @@ class Chaos:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """The events so far, in order: "time" (seconds since the run began), "step" (steps taken), "event" and "what" (the fault)."""
+        """The events so far, in order: "time" (seconds since the run began), "step" (steps
+        taken), "event" and "what" (the fault).
+        """
         began = self._began if (joined := self._first_joined()) is None else joined
-        return [{"time": round(when - began, 6), **event} for when, event in sorted(self._noted, key=lambda noted: noted[0])]
+        return [
+            {"time": round(when - began, 6), **event}
+            for when, event in sorted(self._noted, key=lambda noted: noted[0])
+        ]
 
     def _first_joined(self) -> float | None:
-        """Return when the run began: workers that are started again later write to the same page."""
+        """Return when the run began: workers that are started again later write to the same
+        page.
+        """
         self._joined = self._pages[0].began if self._joined is None else self._joined
         return self._joined
 
@@ -178,16 +222,24 @@ class Chaos:
             else:
                 page.release()
         now = time.monotonic()
-        for lasting in [lasting for lasting in self._lasting if lasting.until is not None and lasting.until <= now]:
+        for lasting in [
+            lasting
+            for lasting in self._lasting
+            if lasting.until is not None and lasting.until <= now
+        ]:
             self._try(self._end, lasting)
 
     def _holder(self, fault: Fault) -> int:
-        """Return the rank that waits for the fault: the one named, or the first of its host; for a host that joins, of the others."""
+        """Return the rank that waits for the fault: the one named, or the first of its host; for
+        a host that joins, of the others.
+        """
         if isinstance(fault, Kill | Stop):
             return fault.rank
         if self._seats[fault.host] and not isinstance(fault, Join):
             return self._seats[fault.host][0]
-        return next((ranks[0] for host, ranks in enumerate(self._seats) if ranks and host != fault.host), 0)
+        return next(
+            (ranks[0] for host, ranks in enumerate(self._seats) if ranks and host != fault.host), 0
+        )
 
     @property
     def _steps(self) -> int:
@@ -218,7 +270,9 @@ class Chaos:
         self._say(f"{fault!r}: done before step {step}")
 
     def _end(self, lasting: _Lasting) -> None:
-        """End a fault: what it had changed is as it was, or as another one that is still in force wants it."""
+        """End a fault: what it had changed is as it was, or as another one that is still in
+        force wants it.
+        """
         fault, step = lasting.fault, self._steps  # a worker that goes on may soon be further
         self._lasting.remove(lasting)
         if isinstance(fault, Stop) and lasting.page is not None and not self._stopped(lasting.page):
@@ -229,24 +283,35 @@ class Chaos:
             self._say(f"{fault!r}: over")
 
     def _stopped(self, page: Page) -> bool:
-        return any(lasting.page is page for lasting in self._lasting if isinstance(lasting.fault, Stop))
+        return any(
+            lasting.page is page for lasting in self._lasting if isinstance(lasting.fault, Stop)
+        )
 
     def _settle(self, changed: Fault) -> None:
-        """Set a host as all faults in force want it; of two that contradict each other the later one holds."""
+        """Set a host as all faults in force want it; of two that contradict each other the later
+        one holds.
+        """
         match changed:
             case Cut(host=host):
-                isolated = host in self._crashed or any(fault.host == host for fault in self._in_force(Cut))
+                isolated = host in self._crashed or any(
+                    fault.host == host for fault in self._in_force(Cut)
+                )
                 (self._cluster.cut if isolated else self._cluster.mend)(host)
             case Slow(host=host):
                 factors = [fault.factor for fault in self._in_force(Slow) if fault.host == host]
-                self._cluster.quota(host, self._cores(host) * factors[-1] if factors else self._quotas[host])
+                self._cluster.quota(
+                    host, self._cores(host) * factors[-1] if factors else self._quotas[host]
+                )
             case Link(host=host):
                 described = self._cluster.description.hosts[host]
                 up, down = described.up, described.down
                 for fault in self._in_force(Link):
                     if fault.host == host:
                         sides = fault.sides()
-                        up, down = up if sides[0] is None else sides[0], down if sides[1] is None else sides[1]
+                        up, down = (
+                            up if sides[0] is None else sides[0],
+                            down if sides[1] is None else sides[1],
+                        )
                 self._cluster.limit(host, up, down)
 
     def _in_force(self, kind: type[Lasts]) -> list[Lasts]:
@@ -257,13 +322,18 @@ class Chaos:
         quota = self._quotas[host]
         if quota is not None:
             return quota
-        threads = sum(max(1, self._pages[rank].threads) for rank in self._seats[host]) or self._cluster.description.hosts[host].workers
+        threads = (
+            sum(max(1, self._pages[rank].threads) for rank in self._seats[host])
+            or self._cluster.description.hosts[host].workers
+        )
         return min(threads, machine.cores())
 
     # ---- notes
 
     def _try(self, do: Callable[..., None], subject: Any, *more: Any) -> None:
-        """Carry out a fault, and note its failure; the error is raised when the run is over, which goes on until then."""
+        """Carry out a fault, and note its failure; the error is raised when the run is over,
+        which goes on until then.
+        """
         try:
             do(subject, *more)
         except PacelineError as error:
@@ -273,32 +343,52 @@ class Chaos:
             self._say(f"{fault!r} failed: {error}")
 
     def _note(self, event: str, fault: object, step: int | None = None, **more: str) -> None:
-        self._noted.append((time.time(), {"step": self._steps if step is None else step, "event": event, "what": repr(fault), **more}))
+        self._noted.append(
+            (
+                time.time(),
+                {
+                    "step": self._steps if step is None else step,
+                    "event": event,
+                    "what": repr(fault),
+                    **more,
+                },
+            )
+        )
 
 
 def record(folder: Path, events: Iterable[dict[str, Any]]) -> Path:
-    """Write events into the summary of a run's folder, by time among its own; without a summary, into events.json. Returns the file."""
+    """Write events into the summary of a run's folder, by time among its own; without a summary,
+    into events.json. Returns the file.
+    """
     run, recorded = RunFolder(folder), list(events)
     if not run.summary.exists():
         write_whole(folder / _EVENTS, strict_json(recorded, indent=2) + "\n")
         return folder / _EVENTS
     summary = json.loads(run.summary.read_text(encoding="utf-8"))
-    summary["events"] = sorted([*summary.get("events", []), *recorded], key=lambda event: float(event["time"]))
+    summary["events"] = sorted(
+        [*summary.get("events", []), *recorded], key=lambda event: float(event["time"])
+    )
     write_whole(run.summary, json.dumps(summary, indent=2) + "\n")
     return run.summary
 
 
 def _send(page: Page, signum: int, *, group: bool = False, gone: bool = False) -> None:
-    """Send a signal to the page's process (or its whole process group), and to no other with its number now; `gone`: it needn't live."""
+    """Send a signal to the page's process (or its whole process group), and to no other with its
+    number now; `gone`: it needn't live.
+    """
     if not page.alive:
         if gone:
             return
-        raise ResourceError(f"rank {page.rank} (process {page.pid}) has ended already, so it can't be sent {signal.Signals(signum).name}")
+        raise ResourceError(
+            f"rank {page.rank} (process {page.pid}) has ended already, so it can't be sent "
+            f"{signal.Signals(signum).name}"
+        )
     try:
         if group:
             os.killpg(page.pid, signum)
             return
-        descriptor = os.pidfd_open(page.pid)  # names the process for ever, so that it can be looked at once more
+        # names the process for ever, so that it can be looked at once more
+        descriptor = os.pidfd_open(page.pid)
         try:
             if page.alive:
                 signal.pidfd_send_signal(descriptor, signum)

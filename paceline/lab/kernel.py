@@ -1,4 +1,6 @@
-"""The kernel's abilities for a lab: each is tried in a network that is thrown away, and a missing one has its reason."""
+"""The kernel's abilities for a lab: each is tried in a network that is thrown away, and a
+missing one has its reason.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from paceline.lab.spaces import Space, become_root
 
 @dataclass(frozen=True)
 class Ability:
-    """An ability of the machine that a lab needs. `reason` says why it is missing; empty if it is there."""
+    """An ability of the machine that a lab needs.
+
+    `reason` says why it is missing; empty if it is there.
+    """
 
     name: str
     purpose: str
@@ -41,7 +46,11 @@ def abilities() -> list[Ability]:
 
 def missing() -> str:
     """Return why no lab can run here, in one line; empty if one can."""
-    return "; ".join(f"{ability.name}: {ability.reason}" for ability in abilities() if ability.needed and ability.reason)
+    return "; ".join(
+        f"{ability.name}: {ability.reason}"
+        for ability in abilities()
+        if ability.needed and ability.reason
+    )
 
 
 def check_rights() -> None:
@@ -50,13 +59,16 @@ def check_rights() -> None:
         Space.make(["net"]).close()
     except ResourceError as error:
         raise ResourceError(
-            "a lab needs root, or to be root in a user namespace: use `paceline lab run`, which enters one, or start this program with "
+            "a lab needs root, or to be root in a user namespace: use `paceline lab run`, which "
+            "enters one, or start this program with "
             "`unshare --user --map-root-user` before it"
         ) from error
 
 
 def seek_rights() -> str:
-    """Enter a user namespace, for good, unless this process is root, so that it may build a lab. Returns the outcome in words.
+    """Enter a user namespace, for good, unless this process is root, so that it may build a lab.
+
+    Returns the outcome in words.
 
     The process must have one thread. Raises `ResourceError` if it can't be done.
     """
@@ -67,15 +79,19 @@ def seek_rights() -> str:
             become_root()
         except ResourceError as error:
             raise ResourceError(
-                f"this user hasn't root's rights, and may have no user namespace ({error}): allow them (sysctl user.max_user_namespaces, "
-                "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns), or run as root"
+                f"this user hasn't root's rights, and may have no user namespace ({error}): "
+                "allow them (sysctl user.max_user_namespaces, "
+                "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns), "
+                "or run as root"
             ) from error
         return "a user namespace, so without quotas of processors and memory"
     return "root, or root in a user namespace"
 
 
 def ready_for(description: Description) -> list[str]:
-    """Raise `ResourceError` for missing abilities that this description needs; return what is left out, where it allows that."""
+    """Raise `ResourceError` for missing abilities that this description needs; return what is
+    left out, where it allows that.
+    """
     if all(host.delay is None for host in description.hosts):
         return []
     try:
@@ -83,7 +99,8 @@ def ready_for(description: Description) -> list[str]:
     except ResourceError as error:
         if description.needs_delay:
             raise ResourceError(
-                f"{description.name} has links with delay, and this kernel has no netem: load the module sch_netem, remove `delay`, "
+                f"{description.name} has links with delay, and this kernel has no netem: "
+                "load the module sch_netem, remove `delay`, "
                 'or write delays = "where-possible" to do without'
             ) from error
         return [f"this kernel has no netem: the links of {description.name} have no delay here"]
@@ -91,10 +108,20 @@ def ready_for(description: Description) -> list[str]:
 
 
 def _attempts() -> Iterator[tuple[str, str, bool, Callable[[], object]]]:
-    yield "namespaces", "hosts with a network, a name and shared memory of their own", True, _namespaces
+    yield (
+        "namespaces",
+        "hosts with a network, a name and shared memory of their own",
+        True,
+        _namespaces,
+    )
     yield "veth, bridge", "links between hosts", True, _wires
     yield "tbf", "bandwidth of links", True, partial(_discipline, "tbf", **links.shape(_RATE))
-    yield "htb", "(an alternative to tbf, which labs don't use)", False, partial(_discipline, "htb", default=0)
+    yield (
+        "htb",
+        "(an alternative to tbf, which labs don't use)",
+        False,
+        partial(_discipline, "htb", default=0),
+    )
     yield "netem", "delay of links", False, _netem
     yield "control group cpu", "processors of a host", False, partial(cgroups.find, "cpu")
     yield "control group memory", "memory of a host", False, partial(cgroups.find, "memory")
@@ -124,6 +151,8 @@ def _discipline(kind: str, **options: int) -> None:
     try:
         links.queue(space, "lo", kind, **options)
     except ResourceError as error:
-        raise ResourceError(f"this kernel doesn't have it; the module sch_{kind} would bring it") from error
+        raise ResourceError(
+            f"this kernel doesn't have it; the module sch_{kind} would bring it"
+        ) from error
     finally:
         space.close()

@@ -1,4 +1,5 @@
-"""The links of a lab: a pair of virtual interfaces for each host, bridges between them, and limits, all made through netlink.
+"""The links of a lab: a pair of virtual interfaces for each host, bridges between them, and limits,
+all made through netlink.
 
 host0         host1              host2         host3         each in a network of its own
 eth0          eth0               eth0          eth0          egress: what the host may send (up)
@@ -7,7 +8,8 @@ port0         port1              port2         port3         egress: what it may
 +-- rack0 bridge --+             +-- rack1 bridge --+
        top0                             top1                 egress: up of the rack
        bottom0                          bottom1              egress: down of the rack
-       +------------ spine bridge ------------+              all bridges in one more network, the switch
+       +------------ spine bridge ------------+              all bridges in one more network, the
+                                                             switch
 """
 
 from __future__ import annotations
@@ -63,8 +65,17 @@ def plug(switch: Space, host: Space, index: int, rack: int | None) -> None:
 
     def lead_in() -> None:
         with _netlink(f"wiring host {index}") as ip:
-            ip.link("add", ifname=f"port{index}", kind="veth", peer={"ifname": INTERFACE, "net_ns_fd": host.fds["net"]})
-            ip.link("set", index=_index(ip, f"port{index}"), master=_index(ip, _SPINE if rack is None else f"rack{rack}"))
+            ip.link(
+                "add",
+                ifname=f"port{index}",
+                kind="veth",
+                peer={"ifname": INTERFACE, "net_ns_fd": host.fds["net"]},
+            )
+            ip.link(
+                "set",
+                index=_index(ip, f"port{index}"),
+                master=_index(ip, _SPINE if rack is None else f"rack{rack}"),
+            )
             _up(ip, f"port{index}")
 
     def receive() -> None:
@@ -78,18 +89,30 @@ def plug(switch: Space, host: Space, index: int, rack: int | None) -> None:
 
 
 def limit(space: Space, interface: str, rate: Rate | None, delay: float | None = None) -> None:
-    """Limit what leaves through this interface: at most `rate` bits a second, each packet `delay` seconds later. At once, also in use."""
+    """Limit what leaves through this interface: at most `rate` bits a second, each packet
+    `delay` seconds later. At once, also in use.
+    """
 
     def apply() -> None:
         with _netlink(f"limiting {interface} to {spell(rate)}") as ip:
             index = _index(ip, interface)
-            if any(entry["handle"] in {_TBF, _NETEM} for entry in ip.get_qdiscs(index=index)) and (rate is None or delay is not None):
+            if any(entry["handle"] in {_TBF, _NETEM} for entry in ip.get_qdiscs(index=index)) and (
+                rate is None or delay is not None
+            ):
                 ip.tc("del", index=index, parent=_ROOT)
             if rate is not None:
                 ip.tc("replace", "tbf", index=index, handle=_TBF, parent=_ROOT, **shape(rate))
             if delay is not None:
                 inner = _ROOT if rate is None else _INNER
-                ip.tc("add", "netem", index=index, handle=_NETEM, parent=inner, delay=round(delay * 1e6), limit=_NETEM_PACKETS)
+                ip.tc(
+                    "add",
+                    "netem",
+                    index=index,
+                    handle=_NETEM,
+                    parent=inner,
+                    delay=round(delay * 1e6),
+                    limit=_NETEM_PACKETS,
+                )
 
     space.inside(apply)
 
@@ -105,7 +128,9 @@ def queue(space: Space, interface: str, kind: str, **options: int) -> None:
 
 
 def switch_on(space: Space, interface: str, *, on: bool) -> None:
-    """Plug the interface in, or pull it out: nothing passes any more, and no process is notified."""
+    """Plug the interface in, or pull it out: nothing passes any more, and no process is
+    notified.
+    """
 
     def turn() -> None:
         with _netlink(f"switching {interface}") as ip:
@@ -118,7 +143,11 @@ def shape(rate: Rate) -> dict[str, int]:
     """Compute the numbers of a token bucket, in bytes (a second)."""
     each_second = rate // 8
     burst = max(_LEAST_BURST, round(each_second * _BURST_SECONDS))
-    return {"rate": each_second, "burst": burst, "limit": min(_MOST_BYTES, max(_LEAST_QUEUE, round(each_second * _QUEUE_SECONDS)) + burst)}
+    return {
+        "rate": each_second,
+        "burst": burst,
+        "limit": min(_MOST_BYTES, max(_LEAST_QUEUE, round(each_second * _QUEUE_SECONDS)) + burst),
+    }
 
 
 @contextmanager
@@ -129,7 +158,8 @@ def _netlink(doing: str) -> Iterator[Any]:
             yield ip
     except NetlinkError as error:
         raise ResourceError(
-            f"the kernel refused {doing} ({error.args[-1]}): run `paceline lab check`, which says what is missing"
+            f"the kernel refused {doing} ({error.args[-1]}): run `paceline lab check`, which says "
+            "what is missing"
         ) from error
 
 

@@ -1,4 +1,6 @@
-"""The output of many launchers on one screen: each line with its host and rank, and the reason of a failure once, at the end."""
+"""The output of many launchers on one screen: each line with its host and rank, and the reason
+of a failure once, at the end.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,17 @@ Who: TypeAlias = tuple[int, int | None]  # host, and rank; the launcher of the h
 
 _RANK: Final = re.compile(rb"\[(\d+)\] ")
 _CLOSING: Final = re.compile(rb"paceline: what rank (\d+) said last:")
-_WAITING: Final = re.compile(rb"paceline: (waits at|nobody answers at|has come to|starting|joined|\d+ workers? ended well)\b")  # to users
+# to users
+_WAITING: Final = re.compile(
+    rb"paceline: (waits at|nobody answers at|has come to|starting|joined|\d+ workers? ended well)\b"
+)
 _VERDICT: Final = re.compile(rb"paceline: (rank \d+ on|host) \S+ .*")
 
 
 class OutputSorter:
-    """Sorts the output of launchers on to the screen. Every launcher ends with the same last words: they are kept, and shown once.
+    """Sorts the output of launchers on to the screen.
+
+    Every launcher ends with the same last words: they are kept, and shown once.
 
     `names` are those of the hosts; `places` says on which host each rank is.
     """
@@ -64,7 +71,10 @@ class OutputSorter:
         self.screens[2].say(text)
 
     def put(self, who: Who, piece: bytes, descriptor: int) -> None:
-        """Show a line, or a part of one. A launcher's own lines are without a rank; lines that all of them say are shown once."""
+        """Show a line, or a part of one.
+
+        A launcher's own lines are without a rank; lines that all of them say are shown once.
+        """
         host, rank = who
         if _WAITING.match(piece) and rank is None:
             return

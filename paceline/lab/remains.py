@@ -1,9 +1,12 @@
-"""The remains of a killed lab, and the keeper that removes them: a process that outlives the lab by a moment.
+"""The remains of a killed lab, and the keeper that removes them: a process that outlives the lab by
+a moment.
 
-Started as a script of its own, with the standard library only: `remains.py RECORD`. Its input is a pipe from the lab. The end of
-input without `done` means that the lab was killed. Where the keeper was killed too, the next lab does its work, or `paceline lab clean`.
+Started as a script of its own, with the standard library only: `remains.py RECORD`. Its input is a
+pipe from the lab. The end of input without `done` means that the lab was killed. Where the keeper
+was killed too, the next lab does its work, or `paceline lab clean`.
 
-A record is a JSON file for each lab that runs: its process, the network of each host, its control groups and folder.
+A record is a JSON file for each lab that runs: its process, the network of each host, its control
+groups and folder.
 """
 
 from __future__ import annotations
@@ -30,12 +33,18 @@ _ROUND_SECONDS = 0.005
 
 
 def records() -> Path:
-    """Return the folder of records: one place for each user, whatever TMPDIR says, so that labs find each other's."""
+    """Return the folder of records: one place for each user, whatever TMPDIR says, so that labs
+    find each other's.
+    """
     user = outer_user()
     if user == 0 and os.access("/run", os.W_OK):
         return Path("/run/paceline-lab")
     runtime = Path(f"/run/user/{user}")
-    return runtime / "paceline-lab" if os.access(runtime, os.W_OK) else Path(f"/tmp/paceline-lab-{user}")
+    return (
+        runtime / "paceline-lab"
+        if os.access(runtime, os.W_OK)
+        else Path(f"/tmp/paceline-lab-{user}")
+    )
 
 
 def outer_user() -> int:
@@ -48,7 +57,10 @@ def outer_user() -> int:
 
 
 def write(record: dict[str, Any]) -> Path:
-    """Write the record of a lab, in full or not at all; return its path. `PermissionError` if the place isn't ours alone."""
+    """Write the record of a lab, in full or not at all; return its path.
+
+    `PermissionError` if the place isn't ours alone.
+    """
     folder = records()
     path = folder / f"{record['identity']}.json"
     temporary = path.with_suffix(f".{os.getpid()}")
@@ -64,7 +76,10 @@ def write(record: dict[str, Any]) -> Path:
 
 
 def read_all() -> list[dict[str, Any]]:
-    """Read the records of all labs of this user, alive or not. `PermissionError` if another user could have written them."""
+    """Read the records of all labs of this user, alive or not.
+
+    `PermissionError` if another user could have written them.
+    """
     known = []
     with suppress(FileNotFoundError):
         _check_owner(records())
@@ -78,7 +93,9 @@ def _check_owner(folder: Path) -> None:
     """Check that records are our own, as they say what is to be ended and removed."""
     state = folder.lstat()
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or state.st_mode & 0o077:
-        raise PermissionError(errno.EPERM, "it isn't a folder of this user with mode 0700", str(folder))
+        raise PermissionError(
+            errno.EPERM, "it isn't a folder of this user with mode 0700", str(folder)
+        )
 
 
 def drop_halves() -> None:
@@ -98,7 +115,10 @@ def forget(identity: str) -> None:
 
 
 def began(process: int) -> str:
-    """Return when a process began, in ticks since the machine did; empty if there is none. Numbers are used again, these pairs are not."""
+    """Return when a process began, in ticks since the machine did; empty if there is none.
+
+    Numbers are used again, these pairs are not.
+    """
     try:
         fields = (_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -112,14 +132,18 @@ def alive(record: dict[str, Any]) -> bool:
 
 
 def inside(networks: Iterable[str]) -> list[int]:
-    """List the processes in these networks ("net:[4026532184]"), as far as this one can see them."""
+    """List the processes in these networks ("net:[4026532184]"), as far as this one can see
+    them.
+    """
     wanted = set(networks)
     return [process for process in processes() if wanted and _network(process) in wanted]
 
 
 def processes() -> list[int]:
     """List all processes but this one."""
-    return [int(entry) for entry in os.listdir(_PROC) if entry.isdigit() and int(entry) != os.getpid()]
+    return [
+        int(entry) for entry in os.listdir(_PROC) if entry.isdigit() and int(entry) != os.getpid()
+    ]
 
 
 def marked(identity: str) -> list[int]:
@@ -143,10 +167,13 @@ def grouped(folders: Iterable[str]) -> list[int]:
 
 
 def end(find: Any) -> list[int]:
-    """Send SIGKILL to all processes that `find()` gives, until it gives none; return those that don't end."""
+    """Send SIGKILL to all processes that `find()` gives, until it gives none; return those that
+    don't end.
+    """
     late = time.monotonic() + _END_SECONDS
     while living := [process for process in find() if process != os.getpid()]:
-        for signum in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that none sees another die, or makes more
+        # stopped first, so that none sees another die, or makes more
+        for signum in (signal.SIGSTOP, signal.SIGKILL):
             for process in living:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(process, signum)
@@ -159,13 +186,16 @@ def end(find: Any) -> list[int]:
 def sweep(record: dict[str, Any], *, trusted: bool) -> list[str]:
     """Remove all that the lab of this record has left; return what couldn't be removed.
 
-    `trusted` says that the networks of the record are still this lab's (the caller holds them): their numbers are used again.
+    `trusted` says that the networks of the record are still this lab's (the caller holds them):
+    their numbers are used again.
     """
     groups = [folder for host in record["hosts"] for folder in host["cgroups"]]
     networks = [host["network"] for host in record["hosts"]] if trusted else []
 
     def lab() -> set[int]:
-        return {*inside(networks), *grouped(groups), *marked(record["identity"])} - {record["keeper"]}
+        return {*inside(networks), *grouped(groups), *marked(record["identity"])} - {
+            record["keeper"]
+        }
 
     left = [f"process {pid}" for pid in end(lab)]
     for folder in groups:

@@ -1,4 +1,6 @@
-"""A run in a lab: starts the launchers of all hosts, shows and watches them, and ends them together."""
+"""A run in a lab: starts the launchers of all hosts, shows and watches them, and ends them
+together.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +36,29 @@ PORT: Final = 29400  # where the launchers meet, on the first host that is there
 _LOOK_SECONDS: Final = 0.1  # between two looks at everything
 _IDLE_SECONDS: Final = 0.3  # a line without an end is shown after this time
 _PATIENCE_SECONDS: Final = 9.0  # for launchers that were asked to end; they need up to 6
-_DRAIN_SECONDS: Final = 1.0  # how long the pipes of a launcher that is gone may stay open without a word
+# how long the pipes of a launcher that is gone may stay open without a word
+_DRAIN_SECONDS: Final = 1.0
 _KILL_SECONDS: Final = 4.0  # to read what the killed have left in their pipes
-_NOT_INHERITED: Final = ("PACELINE_INTERFACE", "PACELINE_NAME", "PACELINE_SECRET", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_NOT_INHERITED: Final = (
+    "PACELINE_INTERFACE",
+    "PACELINE_NAME",
+    "PACELINE_SECRET",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+)
 
 
 @dataclass(frozen=True)
 class LabRequest:
-    """A request for a run. `folder` is where (None: here), `deadline` ends a longer run (seconds), `show` shows it on this screen.
+    """A request for a run.
 
-    `sync`, `mesh`, `cut`, `shares`, `name`, `threads`, `min_workers`, `restarts` and `patience` are those of `paceline run`.
-    `environ` holds variables that are added to those of this process. `watcher` is told of the run's folder, and shows it to people.
-    `faults` are objects, texts, or lists of both.
+    `folder` is where (None: here), `deadline` ends a longer run (seconds), `show` shows it on this
+    screen.
+
+    `sync`, `mesh`, `cut`, `shares`, `name`, `threads`, `min_workers`, `restarts` and `patience` are
+    those of `paceline run`. `environ` holds variables that are added to those of this process.
+    `watcher` is told of the run's folder, and shows it to people. `faults` are objects, texts, or
+    lists of both.
     """
 
     script: str
@@ -89,7 +102,12 @@ class RunTarget(FaultTarget, Protocol):
     def secret(self) -> Path: ...
 
     def spawn(
-        self, host: int, command: Sequence[str], *, environ: Mapping[str, str] | None = None, **options: Any
+        self,
+        host: int,
+        command: Sequence[str],
+        *,
+        environ: Mapping[str, str] | None = None,
+        **options: Any,
     ) -> subprocess.Popen[bytes]:
         """Start a command on a host."""
         ...
@@ -105,7 +123,8 @@ class RunTarget(FaultTarget, Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a run: the exit code that `paceline run` gave, all output, the run's folder if it had one, and the faults carried out.
+    """The end of a run: the exit code that `paceline run` gave, all output, the run's folder if it
+    had one, and the faults carried out.
 
     >>> outcome = cluster.run("train.py")
     >>> print(outcome.code, outcome.folder)
@@ -132,7 +151,9 @@ class _Launcher:
         return not self.sources and self.process.poll() is not None
 
     def let_go(self, now: float) -> None:
-        """Show an unfinished line; a process that holds the pipes open long after the launcher is gone isn't waited for."""
+        """Show an unfinished line; a process that holds the pipes open long after the launcher
+        is gone isn't waited for.
+        """
         if now - self.heard > _IDLE_SECONDS:
             for source in self.sources.values():
                 source.flush()
@@ -150,9 +171,11 @@ class _Launcher:
 
 
 def run(cluster: RunTarget, start: LabRequest, folder: Path) -> Outcome:
-    """Run a request on every host and wait for the end; `folder` is for the progress pages of workers.
+    """Run a request on every host and wait for the end; `folder` is for the progress pages of
+    workers.
 
-    Ctrl-C raises `KeyboardInterrupt` and SIGTERM `SystemExit` when everything has ended; `DeadlineExceeded` when it took too long.
+    Ctrl-C raises `KeyboardInterrupt` and SIGTERM `SystemExit` when everything has ended;
+    `DeadlineExceeded` when it took too long.
     """
     faults = plot(start.faults, cluster.description)
     check(start)
@@ -165,7 +188,12 @@ def check(start: LabRequest) -> None:
     script = start.script if start.folder is None else str(Path(start.folder) / start.script)
     request.check(
         request.LaunchRequest(
-            script, start.args, start.min_workers or 1, threads=start.threads, min_workers=start.min_workers, restarts=start.restarts
+            script,
+            start.args,
+            start.min_workers or 1,
+            threads=start.threads,
+            min_workers=start.min_workers,
+            restarts=start.restarts,
         )
     )
     if start.sync is not None:
@@ -183,7 +211,9 @@ def check(start: LabRequest) -> None:
 class _Run:
     """The launchers of one run."""
 
-    def __init__(self, cluster: RunTarget, start: LabRequest, folder: Path, late: frozenset[int]) -> None:
+    def __init__(
+        self, cluster: RunTarget, start: LabRequest, folder: Path, late: frozenset[int]
+    ) -> None:
         self._cluster, self._start, self._folder, self._late = cluster, start, folder, late
         self._present = [seat.number for seat in cluster.hosts if seat.number not in late]
         self._launchers: list[_Launcher] = []
@@ -191,8 +221,12 @@ class _Run:
         self._asked: int | None = None
         self._asked_at = 0.0
         self._joining = threading.Lock()  # faults come from another thread
-        dealt = request.deal([cluster.hosts[host].workers for host in self._present], cluster.description.placement)
-        places = {rank: host for host, ranks in zip(self._present, dealt, strict=True) for rank in ranks}
+        dealt = request.deal(
+            [cluster.hosts[host].workers for host in self._present], cluster.description.placement
+        )
+        places = {
+            rank: host for host, ranks in zip(self._present, dealt, strict=True) for rank in ranks
+        }
         self._desk = OutputSorter([seat.name for seat in cluster.hosts], places, show=start.show)
         self._remarks: deque[str] = deque()  # of the injector of faults, in another thread
         self._watched: Path | None = None  # the folder that those who watch the run know
@@ -231,11 +265,26 @@ class _Run:
     def _launch(self, host: int) -> None:
         """Start `paceline run` on this host, as a user would there."""
         start, cluster = self._start, self._cluster
-        if any(launcher.host == host and launcher.process.poll() is None for launcher in self._launchers):
-            raise UsageError(f"{cluster.hosts[host].name} is running already: let it join after it crashed, or leave it out at the start")
-        words = [sys.executable, "-P", "-m", "paceline", "run", "--workers", str(cluster.hosts[host].workers)]
+        if any(
+            launcher.host == host and launcher.process.poll() is None
+            for launcher in self._launchers
+        ):
+            raise UsageError(
+                f"{cluster.hosts[host].name} is running already: let it join after it crashed, or "
+                "leave it out at the start"
+            )
+        words = [
+            sys.executable,
+            "-P",
+            "-m",
+            "paceline",
+            "run",
+            "--workers",
+            str(cluster.hosts[host].workers),
+        ]
         elastic = start.min_workers is not None
-        if len(self._present) > 1 or host not in self._present or elastic:  # a host that comes later asks the others, and never runs alone
+        # a host that comes later asks the others, and never runs alone
+        if len(self._present) > 1 or host not in self._present or elastic:
             first = cluster.hosts[self._present[0]].address
             words += [
                 "--hosts",
@@ -245,9 +294,17 @@ class _Run:
                 "--secret-file",
                 str(cluster.secret),
             ]
-            words += ["--host-rank", str(self._present.index(host))] if host in self._present and not self._again(host) else []
+            words += (
+                ["--host-rank", str(self._present.index(host))]
+                if host in self._present and not self._again(host)
+                else []
+            )
             words += ["--placement", cluster.description.placement]
-        for option in ("name", "threads", *(("min_workers", "restarts", "patience") if elastic or start.restarts else ())):
+        for option in (
+            "name",
+            "threads",
+            *(("min_workers", "restarts", "patience") if elastic or start.restarts else ()),
+        ):
             value = getattr(start, option)
             words += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
         process = cluster.spawn(
@@ -273,13 +330,23 @@ class _Run:
         return any(launcher.host == host for launcher in self._launchers)
 
     def _environ(self) -> dict[str, str]:
-        """Return the environment as here, but for what belongs to this machine; all hosts share its cores, so threads are dealt once."""
+        """Return the environment as here, but for what belongs to this machine; all hosts share
+        its cores, so threads are dealt once.
+        """
         kept = {name: value for name, value in environment().items() if name not in _NOT_INHERITED}
         if all(host.processors is None for host in self._cluster.description.hosts):
-            kept.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores() // self._cluster.description.workers)))
+            kept.setdefault(
+                "OMP_NUM_THREADS", str(max(1, machine.cores() // self._cluster.description.workers))
+            )
         start = self._start
-        asked = {"PACELINE_SYNC": start.sync, "PACELINE_MESH": start.mesh, "PACELINE_CUT": start.cut, "PACELINE_SHARES": start.shares}
-        given = {name: text for name, text in asked.items() if text is not None}  # proved once, and not by each launcher
+        asked = {
+            "PACELINE_SYNC": start.sync,
+            "PACELINE_MESH": start.mesh,
+            "PACELINE_CUT": start.cut,
+            "PACELINE_SHARES": start.shares,
+        }
+        # proved once, and not by each launcher
+        given = {name: text for name, text in asked.items() if text is not None}
         return kept | {"PACELINE_PROGRESS": str(self._folder)} | given | dict(self._start.environ)
 
     def _over(self) -> bool:
@@ -293,7 +360,9 @@ class _Run:
         poll = select.poll()
         reading: dict[int, _Launcher] = {}
         if not self._desk.full:
-            reading = {descriptor: launcher for launcher in launchers for descriptor in launcher.sources}
+            reading = {
+                descriptor: launcher for launcher in launchers for descriptor in launcher.sources
+            }
         for descriptor in reading:
             poll.register(descriptor, select.POLLIN)
         writing = self._desk.pending()
@@ -333,11 +402,20 @@ class _Run:
         if self._asked is not None and now - self._asked_at > _PATIENCE_SECONDS:
             self._kill()
             self._desk.drop()  # the reader is gone, or it would be written by now
-        if self._start.deadline is not None and self._asked is None and now - began > self._start.deadline:
-            running = [self._cluster.hosts[launcher.host].name for launcher in self._launchers if not launcher.over]
+        if (
+            self._start.deadline is not None
+            and self._asked is None
+            and now - began > self._start.deadline
+        ):
+            running = [
+                self._cluster.hosts[launcher.host].name
+                for launcher in self._launchers
+                if not launcher.over
+            ]
             self._kill()
             raise DeadlineExceeded(
-                f"the run of {self._start.script} has not ended within {self._start.deadline:g} s; still running on {', '.join(running)}. "
+                f"the run of {self._start.script} has not ended within {self._start.deadline:g} s; "
+                f"still running on {', '.join(running)}. "
                 f"Last output:\n{self._desk.text[-2000:]}"
             )
 
@@ -347,7 +425,13 @@ class _Run:
                 launcher.process.send_signal(signum)
 
     def _kill(self) -> None:
-        remains.end(lambda: [process for seat in self._cluster.hosts for process in self._cluster.processes(seat.number)])
+        remains.end(
+            lambda: [
+                process
+                for seat in self._cluster.hosts
+                for process in self._cluster.processes(seat.number)
+            ]
+        )
 
     def _end_all(self) -> None:
         """End all processes of this run, whatever the reason for leaving."""
@@ -367,19 +451,29 @@ class _Run:
                 writing[descriptor].write()
 
     def _code(self) -> int:
-        """Return the exit code of the launchers; those of hosts that crashed don't count, unless all did."""
-        codes = [launcher.process.returncode for launcher in sorted(self._launchers, key=lambda launcher: launcher.host)]
+        """Return the exit code of the launchers; those of hosts that crashed don't count, unless
+        all did.
+        """
+        codes = [
+            launcher.process.returncode
+            for launcher in sorted(self._launchers, key=lambda launcher: launcher.host)
+        ]
         spoken = [code for code in codes if code >= 0] or [128 - code for code in codes]
         return next((code for code in spoken if code != 0), 0)
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
-        """Note Ctrl-C and its like while the run lasts; in other threads than the first they can't come."""
+        """Note Ctrl-C and its like while the run lasts; in other threads than the first they
+        can't come.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {signum: signal.signal(signum, lambda signum, frame: self._signals.append(signum)) for signum in numbers}
+        before = {
+            signum: signal.signal(signum, lambda signum, frame: self._signals.append(signum))
+            for signum in numbers
+        }
         try:
             yield
         finally:

@@ -1,4 +1,6 @@
-"""Linux namespaces without names: made in a thread, held by descriptors, gone when the last descriptor and process are."""
+"""Linux namespaces without names: made in a thread, held by descriptors, gone when the last
+descriptor and process are.
+"""
 
 from __future__ import annotations
 
@@ -16,31 +18,49 @@ from paceline.errors import ResourceError
 T = TypeVar("T")
 
 # linux/sched.h
-KINDS: Final = {"mnt": 0x0002_0000, "uts": 0x0400_0000, "ipc": 0x0800_0000, "user": 0x1000_0000, "net": 0x4000_0000}
+KINDS: Final = {
+    "mnt": 0x0002_0000,
+    "uts": 0x0400_0000,
+    "ipc": 0x0800_0000,
+    "user": 0x1000_0000,
+    "net": 0x4000_0000,
+}
 _THREAD_SECONDS: Final = 1.0
 _MS_BIND, _MS_REC, _MS_SLAVE = 1 << 12, 1 << 14, 1 << 19  # linux/mount.h
 
 
 class Space:
-    """Namespaces of one host (or of a switch, which has only a network). `fds` holds them, by kind."""
+    """Namespaces of one host (or of a switch, which has only a network).
+
+    `fds` holds them, by kind.
+    """
 
     def __init__(self, fds: dict[str, int]) -> None:
         self.fds = fds
-        self.network = os.readlink(f"/proc/self/fd/{fds['net']}")  # "net:[4026532184]": the same for every process in it
+        # "net:[4026532184]": the same for every process in it
+        self.network = os.readlink(f"/proc/self/fd/{fds['net']}")
 
     @staticmethod
     def make(kinds: Sequence[str], prepare: Callable[[], None] = lambda: None) -> Space:
-        """Make new namespaces of these kinds. `prepare` runs once inside. Raises `ResourceError` where the kernel refuses."""
+        """Make new namespaces of these kinds.
+
+        `prepare` runs once inside. Raises `ResourceError` where the kernel refuses.
+        """
 
         def open_all() -> dict[str, int]:
             unshare(kinds)
             prepare()
-            return {kind: os.open(f"/proc/thread-self/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC) for kind in kinds}
+            return {
+                kind: os.open(f"/proc/thread-self/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
+                for kind in kinds
+            }
 
         return Space(_aside(open_all))
 
     def inside(self, do: Callable[[], T]) -> T:
-        """Call `do` in this network; it runs in a thread of its own, whose errors are raised here."""
+        """Call `do` in this network; it runs in a thread of its own, whose errors are raised
+        here.
+        """
 
         def enter() -> T:
             _call("setns", self.fds["net"], KINDS["net"])
@@ -49,7 +69,10 @@ class Space:
         return _aside(enter)
 
     def close(self) -> None:
-        """Close the descriptors: the namespaces end with the last process in them. Calling it twice is harmless."""
+        """Close the descriptors: the namespaces end with the last process in them.
+
+        Calling it twice is harmless.
+        """
         while self.fds:
             os.close(self.fds.popitem()[1])
 
@@ -63,11 +86,14 @@ def unshare(kinds: Sequence[str]) -> None:
 
 
 def furnish(hostname: str, names: Path) -> Callable[[], None]:
-    """Make the function that turns new namespaces into a host: its name, the table `names` as /etc/hosts, shared memory of its own."""
+    """Make the function that turns new namespaces into a host: its name, the table `names` as
+    /etc/hosts, shared memory of its own.
+    """
 
     def prepare() -> None:
         socket.sethostname(hostname)
-        _call("mount", b"none", b"/", None, _MS_REC | _MS_SLAVE, None)  # nothing mounted here is seen outside
+        # nothing mounted here is seen outside
+        _call("mount", b"none", b"/", None, _MS_REC | _MS_SLAVE, None)
         if os.path.isdir("/dev/shm"):
             _call("mount", b"paceline-lab", b"/dev/shm", b"tmpfs", 0, b"mode=1777")
         if os.path.exists("/etc/hosts"):
@@ -77,17 +103,26 @@ def furnish(hostname: str, names: Path) -> Callable[[], None]:
 
 
 def become_root() -> None:
-    """Enter a user namespace in which this process is root, for good; it must have one thread. Outside it has the same rights as before."""
+    """Enter a user namespace in which this process is root, for good; it must have one thread.
+
+    Outside it has the same rights as before.
+    """
     user, group = os.geteuid(), os.getegid()
     end = time.monotonic() + _THREAD_SECONDS
     while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < end:
         time.sleep(0.001)  # a thread that was joined may still be ending
     unshare(["user"])
-    for file, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+    for file, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"0 {user} 1"),
+        ("gid_map", f"0 {group} 1"),
+    ):
         try:
             Path(f"/proc/self/{file}").write_text(text)
         except OSError as error:
-            raise ResourceError(f"the kernel refused {text!r} in /proc/self/{file} ({error.strerror})") from error
+            raise ResourceError(
+                f"the kernel refused {text!r} in /proc/self/{file} ({error.strerror})"
+            ) from error
 
 
 def _aside(do: Callable[[], T]) -> T:
@@ -100,4 +135,7 @@ def _call(name: str, *arguments: object) -> None:
     """Call a function of the C library that gives 0 or sets errno."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
         code = ctypes.get_errno()
-        raise ResourceError(f"the kernel refused {name} ({os.strerror(code)}): run `paceline lab check`, which says what is missing")
+        raise ResourceError(
+            f"the kernel refused {name} ({os.strerror(code)}): run `paceline lab check`, which "
+            "says what is missing"
+        )

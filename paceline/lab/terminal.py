@@ -21,8 +21,11 @@ from paceline.lab.description import Description, find, spell
 _SHELL: Final = "/bin/sh"
 
 
-def run(cluster: str, placement: str | None, start: running.LabRequest, *, kept: bool = True) -> int:
-    """Build the cluster, run it all, take the cluster down; the exit code is the one that `paceline run` gives.
+def run(
+    cluster: str, placement: str | None, start: running.LabRequest, *, kept: bool = True
+) -> int:
+    """Build the cluster, run it all, take the cluster down; the exit code is the one that `paceline
+    run` gives.
 
     `kept`: the run's folder stays, so it is named.
     """
@@ -36,12 +39,15 @@ def run(cluster: str, placement: str | None, start: running.LabRequest, *, kept:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     if kept and outcome.folder is not None:
-        print(f"paceline: the run's folder is {_short(outcome.folder)}", file=sys.stderr, flush=True)
+        print(
+            f"paceline: the run's folder is {_short(outcome.folder)}", file=sys.stderr, flush=True
+        )
     return outcome.code
 
 
 def perform(description: Description, start: running.LabRequest) -> running.Outcome:
-    """Build the cluster, describe it on this terminal where the run is shown there, run it all, and take the cluster down.
+    """Build the cluster, describe it on this terminal where the run is shown there, run it all, and
+    take the cluster down.
 
     Ctrl-C raises `KeyboardInterrupt`, SIGTERM and SIGHUP `SystemExit`, when everything has ended.
     """
@@ -57,7 +63,9 @@ def perform(description: Description, start: running.LabRequest) -> running.Outc
 
 
 def describe(description: Description) -> str:
-    """Describe a cluster in a line: `lab two-hosts: 2 hosts, 4 workers dealt in blocks, links of 1gbit`."""
+    """Describe a cluster in a line: `lab two-hosts: 2 hosts, 4 workers dealt in blocks, links of
+    1gbit`.
+    """
     sides = {(host.up, host.down) for host in description.hosts}
     links = "unequal links"
     if len(sides) == 1 and len(set(*sides)) == 1:
@@ -65,7 +73,10 @@ def describe(description: Description) -> str:
         links = "unlimited links" if rate is None else f"links of {spell(rate)}"
     racks = f" in {len(description.racks)} racks" if description.racks else ""
     dealt = "in blocks" if description.placement == "block" else description.placement
-    return f"lab {description.name}: {len(description.hosts)} hosts{racks}, {description.workers} workers dealt {dealt}, {links}"
+    return (
+        f"lab {description.name}: {len(description.hosts)} hosts{racks}, {description.workers} "
+        f"workers dealt {dealt}, {links}"
+    )
 
 
 def check() -> int:
@@ -93,7 +104,9 @@ def clean() -> int:
 
 
 def shell(host: str, command: Sequence[str], identity: str | None = None) -> NoReturn:
-    """Become a shell in this host, or let one read this command: its words joined by blanks, as ssh does it, so that mpirun is at home."""
+    """Become a shell in this host, or let one read this command: its words joined by blanks, as
+    ssh does it, so that mpirun is at home.
+    """
     record = _running(identity)
     seat = _seat(record, host)
     process = record["process"]
@@ -102,13 +115,27 @@ def shell(host: str, command: Sequence[str], identity: str | None = None) -> NoR
         if os.readlink(f"/proc/{process}/ns/user") != os.readlink("/proc/self/ns/user"):
             namespaces.insert(0, f"user=/proc/{process}/ns/user")
     except PermissionError as error:
-        raise UsageError(f"the lab was started with other rights (process {process}): open the shell as the same user") from error
+        raise UsageError(
+            f"the lab was started with other rights (process {process}): "
+            "open the shell as the same user"
+        ) from error
     groups = [f"{folder}/cgroup.procs" for folder in seat["cgroups"]]
     surroundings = environment()
     own = surroundings.get("SHELL", _SHELL)
     words = [own, "-c", " ".join(command)] if command else [own]
-    surroundings |= {remains.MARK: record["identity"], "TMPDIR": f"{record['folder']}/{seat['name']}"}
-    line = [sys.executable, "-I", "-S", str(Path(enter.__file__)), ",".join(namespaces), ",".join(groups) or "-", *words]
+    surroundings |= {
+        remains.MARK: record["identity"],
+        "TMPDIR": f"{record['folder']}/{seat['name']}",
+    }
+    line = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(Path(enter.__file__)),
+        ",".join(namespaces),
+        ",".join(groups) or "-",
+        *words,
+    ]
     sys.stdout.flush()
     os.execve(line[0], line, surroundings)
 
@@ -121,7 +148,9 @@ def _running(identity: str | None) -> dict[str, Any]:
             raise UsageError(f"no lab {identity} runs; {choices(identity, labs)}")
         return labs[identity]
     if not labs:
-        raise UsageError("no lab runs: start one in another terminal, with `paceline lab run CLUSTER SCRIPT`")
+        raise UsageError(
+            "no lab runs: start one in another terminal, with `paceline lab run CLUSTER SCRIPT`"
+        )
     if len(labs) > 1:
         names = ", ".join(f"{lab} ({record['name']})" for lab, record in labs.items())
         raise UsageError(f"{len(labs)} labs run: {names}; say which with --lab")
@@ -133,7 +162,10 @@ def _seat(record: dict[str, Any], host: str) -> dict[str, Any]:
     if host.isdigit() and int(host) < len(seats) and host not in seats:
         return dict(record["hosts"][int(host)])
     if host not in seats:
-        raise UsageError(f"lab {record['identity']} ({record['name']}) has no host {host}; {choices(host, seats)}")
+        raise UsageError(
+            f"lab {record['identity']} ({record['name']}) has no host {host}; "
+            f"{choices(host, seats)}"
+        )
     return dict(seats[host])
 
 

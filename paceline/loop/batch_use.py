@@ -1,12 +1,17 @@
-"""Checks that batches are used in the turns that they were lent for, as a turn has the weight of its own batch, and may be a ghost.
+"""Checks that batches are used in the turns that they were lent for, as a turn has the weight of
+its own batch, and may be a ghost.
 
 for x, y in loader:  use(x)      lent 0, used | lent 1, used | lent 2, used                  right
-a prefetcher of the script       lent 0       | lent 1, 0 is used | lent 2, 1 is used        each with the next one's weight
-itertools.cycle(loader), a list  lent 0, used | lent 1, used | the end | 0 is used           each counts alike, whatever its share
-a buffer of batches, replayed    lent 0, used | lent 1, used, 0 is used                      as the one that is lent
+a prefetcher of the script       lent 0       | lent 1, 0 is used | lent 2, 1 is used        each
+                                              with the next one's weight
+itertools.cycle(loader), a list  lent 0, used | lent 1, used | the end | 0 is used           each
+                                 counts alike, whatever its share
+a buffer of batches, replayed    lent 0, used | lent 1, used, 0 is used                      as the
+                                 one that is lent
 
-A script may use a copy of a batch, whose turn can't be known. If the batch before wasn't used and is still held, either a prefetcher uses
-it now, or the script skipped it and keeps it to look at. A script that does so in two turns in a row is taken for a prefetcher.
+A script may use a copy of a batch, whose turn can't be known. If the batch before wasn't used and
+is still held, either a prefetcher uses it now, or the script skipped it and keeps it to look at. A
+script that does so in two turns in a row is taken for a prefetcher.
 """
 
 from __future__ import annotations
@@ -24,29 +29,42 @@ from paceline.errors import UsageError
 from paceline.loop.iteration import LoaderProgress
 from paceline.sync.context import SyncContext
 
-MOST = 100  # batches of an epoch remembered at most while the script keeps something of them, as each turn goes through all of them
+# batches of an epoch remembered at most while the script keeps something of them, as each turn goes
+# through all of them
+MOST = 100
 AHEAD = (
-    "a batch is trained on in the turn after its own. A loader weights each batch in its own turn, as workers have unequal shares of it "
-    "or none, so this one would count as the next. Write `for x, y in loader:` and leave reading ahead to "
+    "a batch is trained on in the turn after its own. A loader weights each batch in its own turn, "
+    "as workers have unequal shares of it "
+    "or none, so this one would count as the next. Write `for x, y in loader:` and leave reading "
+    "ahead to "
     "DataLoader(num_workers=..., prefetch_factor=...); loader.peek() gives the next batch early"
 )
 AGAIN = (
-    "a batch of an epoch that is over is trained on again (out of a list of batches, or by itertools.cycle). A loader weights each batch "
-    "in its own turn, as workers have unequal shares of it or none, and outside of it all workers would count alike. Iterate the loader "
-    "anew in each epoch: `for x, y in loader:`, with DataLoader(num_workers=..., prefetch_factor=...) to read ahead; loader.peek() gives "
+    "a batch of an epoch that is over is trained on again (out of a list of batches, or by "
+    "itertools.cycle). A loader weights each batch "
+    "in its own turn, as workers have unequal shares of it or none, and outside of it all workers "
+    "would count alike. Iterate the loader "
+    "anew in each epoch: `for x, y in loader:`, with DataLoader(num_workers=..., "
+    "prefetch_factor=...) to read ahead; loader.peek() gives "
     "the next batch early"
 )
 KEPT = (
-    "a batch that was kept is trained on again in a later turn. A loader weights each batch in its own turn, as workers have unequal "
-    "shares of it or none, so this one would count as that turn's own. Let the batch size be a multiple of the number of workers, with "
-    "drop_last=True; or give what is to be trained on again a data set and a prepared DataLoader of its own"
+    "a batch that was kept is trained on again in a later turn. A loader weights each batch in its "
+    "own turn, as workers have unequal "
+    "shares of it or none, so this one would count as that turn's own. "
+    "Let the batch size be a multiple of the number of workers, with "
+    "drop_last=True; or give what is to be trained on again a data set and a prepared DataLoader "
+    "of its own"
 )
 EARLY = (
-    "batches are trained on in the turn after their own: they count right, as all workers have equal shares of all of them, but run.steps "
-    "and checkpoints made inside of the loop are a batch ahead. `for x, y in loader:` with DataLoader(num_workers=...) reads ahead, too"
+    "batches are trained on in the turn after their own: they count right, as all workers have "
+    "equal shares of all of them, but run.steps "
+    "and checkpoints made inside of the loop are a batch ahead. `for x, y in loader:` with "
+    "DataLoader(num_workers=...) reads ahead, too"
 )
 OUTSIDE = (
-    "a backward outside of the loop over a prepared loader: its gradients are the plain mean over workers, each of which counts alike, "
+    "a backward outside of the loop over a prepared loader: its gradients are the plain mean over "
+    "workers, each of which counts alike, "
     "whatever its share of the samples"
 )
 
@@ -57,9 +75,12 @@ class LentBatches:
 
     progress: LoaderProgress
     used: bool = False  # a model was run to be trained in this turn, or a backward
-    left: Lent = field(default_factory=list)  # the batch of the turn before, if it was not used there
-    early: list[Lent] = field(default_factory=list)  # batches of earlier turns that the script still held
-    skipped: bool = False  # the first turn of the epoch used nothing, and the script dropped its batch
+    # the batch of the turn before, if it was not used there
+    left: Lent = field(default_factory=list)
+    # batches of earlier turns that the script still held
+    early: list[Lent] = field(default_factory=list)
+    # the first turn of the epoch used nothing, and the script dropped its batch
+    skipped: bool = False
     doubted: bool = False  # what was used last may have been the batch of the turn before
     reached: bool = False  # something was used in a turn of the epoch
     over: bool = False  # the epoch has ended
@@ -91,7 +112,9 @@ class BatchUse:
         used = batches.used
         batches.doubted = batches.doubted and used
         batches.left = [] if used and not batches.doubted else lent
-        batches.skipped = batches.skipped or (index == 0 and not used and bool(lent) and not alive(lent))
+        batches.skipped = batches.skipped or (
+            index == 0 and not used and bool(lent) and not alive(lent)
+        )
         batches.reached = batches.reached or used
         early = list(filter(alive, batches.early))
         if lent and len(early) < MOST:
@@ -106,13 +129,26 @@ class BatchUse:
         batches.left, batches.over, self.fresh = [], True, True
 
     def use(self, inputs: Iterable[Any] | None) -> None:
-        """Check what a model is run on to be trained; None: a backward begins. Raises `UsageError` for a batch of another turn."""
+        """Check what a model is run on to be trained; None: a backward begins.
+
+        Raises `UsageError` for a batch of another turn.
+        """
         known = self._lent.values()
-        under_way = [batches for batches in known if (turn := batches.progress.turn) is not None and turn.train]
-        over = [batches for batches in known if batches.over and batches.early and batches.progress.turn is None]
+        under_way = [
+            batches
+            for batches in known
+            if (turn := batches.progress.turn) is not None and turn.train
+        ]
+        over = [
+            batches
+            for batches in known
+            if batches.over and batches.early and batches.progress.turn is None
+        ]
         suspects = [batches for batches in under_way if batches.left and not batches.used]
         keeping = [batches for batches in under_way if any(map(alive, batches.early))]
-        given = set(memory(inputs)) if inputs is not None and (over or suspects or keeping) else set()
+        given = (
+            set(memory(inputs)) if inputs is not None and (over or suspects or keeping) else set()
+        )
         for batches in over:
             self._check_over(batches, given)
         for batches in suspects:
@@ -127,14 +163,20 @@ class BatchUse:
 
     def _check_ahead(self, batches: LentBatches, given: Collection[int]) -> None:
         loader, doubted = batches.loader, batches.doubted
-        batches.doubted = places(loader.lent).isdisjoint(given) and alive(batches.left)  # else it is the batch of this turn
-        if batches.doubted and (doubted or any(not places(batch).isdisjoint(given) for batch in (batches.left, *batches.early))):
+        # else it is the batch of this turn
+        batches.doubted = places(loader.lent).isdisjoint(given) and alive(batches.left)
+        if batches.doubted and (
+            doubted
+            or any(not places(batch).isdisjoint(given) for batch in (batches.left, *batches.early))
+        ):
             self._refuse(batches, AHEAD)
             loader.terms.announce(EARLY)
 
     def _check_kept(self, batches: LentBatches, given: Collection[int]) -> None:
         if not given or not places(batches.loader.lent).isdisjoint(given):
-            return  # seen first, as scripts that keep the labels of an epoch have many batches to go through
+            # seen first, as scripts that keep the labels of an epoch have many batches to go
+            # through
+            return
         if any(not places(batch).isdisjoint(given) for batch in batches.early):
             self._refuse(batches, KEPT)
 
@@ -144,10 +186,15 @@ class BatchUse:
             self._refuse(batches, AGAIN)
 
     def _check_outside(self) -> None:
-        over = [batches for batches in self._lent.values() if batches.loader.terms.training and not batches.loader.terms.alone]
+        over = [
+            batches
+            for batches in self._lent.values()
+            if batches.loader.terms.training and not batches.loader.terms.alone
+        ]
         for batches in over:
             if batches.over and (batches.skipped or batches.doubted) and batches.reached:
-                self._refuse(batches, AHEAD)  # its first batch was kept for later, as something else
+                # its first batch was kept for later, as something else
+                self._refuse(batches, AHEAD)
         if over and not self._said:
             self._said = True
             self._context.announce(OUTSIDE)
@@ -158,7 +205,9 @@ class BatchUse:
 
 
 def even(terms: LoaderSpec) -> bool:
-    """Whether all workers have equal shares of all batches, in one piece, so that a batch weighs the same in every turn."""
+    """Whether all workers have equal shares of all batches, in one piece, so that a batch weighs
+    the same in every turn.
+    """
     loader = terms.loader
     batch = loader.batch_size
     if batch is None or terms.weigh is not None or terms.loss != "mean" or terms.by_cost:

@@ -16,17 +16,28 @@ from paceline.errors import UsageError
 
 
 def seed(agreement: Agreement, given: int | None, arguments: str) -> int:
-    """Agree on the seed of all workers, drawn by the first if none is `given`. Raises `UsageError` if `arguments` differ. Collective."""
+    """Agree on the seed of all workers, drawn by the first if none is `given`.
+
+    Raises `UsageError` if `arguments` differ. Collective.
+    """
     drawn = random.SystemRandom().getrandbits(31) if given is None else given
-    seeds = [msgpack.unpackb(body) for body in agreement.meet("start", msgpack.packb([drawn, arguments]))]
+    seeds = [
+        msgpack.unpackb(body) for body in agreement.meet("start", msgpack.packb([drawn, arguments]))
+    ]
     if any(found[1] != seeds[0][1] for found in seeds):
         sides = "; ".join(f"rank {rank}: {found[1]}" for rank, found in enumerate(seeds))
-        raise UsageError(f"workers were started with different arguments ({sides}); call start(...) alike on all of them")
+        raise UsageError(
+            f"workers were started with different arguments ({sides}); call start(...) alike on "
+            "all of them"
+        )
     return int(seeds[0][0])
 
 
 def mean(agreement: Agreement, group: Group, x: Tensor | float, weight: float) -> Tensor | float:
-    """Return the mean of `x` over all workers by `weight`: a float for a float, else a tensor. Weight 0 is left out, even nan."""
+    """Return the mean of `x` over all workers by `weight`: a float for a float, else a tensor.
+
+    Weight 0 is left out, even nan.
+    """
     if not 0 <= weight < math.inf:
         raise UsageError(f"run.mean got weight={weight}; a weight is a number, zero or more")
     tensor = x.detach() if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)
@@ -34,7 +45,10 @@ def mean(agreement: Agreement, group: Group, x: Tensor | float, weight: float) -
         tensor = tensor.to(torch.float64)
     total = math.fsum(_meet_alike(agreement, "run.mean", tensor, weight))
     if total == 0:
-        raise UsageError("run.mean: the weights of all workers are zero; give weight=, or call it where some worker has samples")
+        raise UsageError(
+            "run.mean: the weights of all workers are zero; give weight=, or call it where some "
+            "worker has samples"
+        )
     mine = tensor * (weight / total) if weight else torch.zeros_like(tensor)
     result = group.all_reduce(mine.contiguous(), name="run.mean").wait()
     return result if isinstance(x, Tensor) else float(result)
@@ -53,27 +67,47 @@ def add_up(agreement: Agreement, group: Group, x: Tensor | float, *, ghost: bool
 
 
 def _meet_alike(agreement: Agreement, call: str, x: Tensor, weight: float = 1.0) -> list[float]:
-    """Return the weights of all workers. Raises `UsageError` if they have other kinds of tensors."""
+    """Return the weights of all workers.
+
+    Raises `UsageError` if they have other kinds of tensors.
+    """
     form = f"{tuple(x.shape)} {x.dtype} on {x.device.type}"
     answers = [msgpack.unpackb(a) for a in agreement.meet(call, msgpack.packb([form, weight]))]
     if any(theirs != answers[0][0] for theirs, _ in answers):
         sides = "; ".join(f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(answers))
-        raise UsageError(f"{call} got different tensors ({sides}); give it the same shape, dtype and device on every worker")
+        raise UsageError(
+            f"{call} got different tensors ({sides}); give it the same shape, dtype and device on "
+            "every worker"
+        )
     return [theirs for _, theirs in answers]
 
 
-def gather(agreement: Agreement, group: Group, x: Tensor, *, ghost: bool, order: Sequence[Sequence[int]] | None = None) -> Tensor:
-    """Return the rows (dim 0) of all workers in rank order, without those of ghosts; a number is one row. Collective.
+def gather(
+    agreement: Agreement,
+    group: Group,
+    x: Tensor,
+    *,
+    ghost: bool,
+    order: Sequence[Sequence[int]] | None = None,
+) -> Tensor:
+    """Return the rows (dim 0) of all workers in rank order, without those of ghosts; a number is
+    one row. Collective.
 
-    `order`: the places of the samples of each rank in the batch, by which rows are put in order where there is one for each sample.
+    `order`: the places of the samples of each rank in the batch, by which rows are put in order
+    where there is one for each sample.
     """
     rows = x.detach().reshape(1) if x.dim() == 0 else x.detach()
     places = agreement.meet("run.gather", rows.device.type.encode())
     if len(set(places)) > 1:
         sides = ", ".join(f"{place.decode()} on rank {rank}" for rank, place in enumerate(places))
-        raise UsageError(f"run.gather got tensors in different places ({sides}); bring them to run.device on every worker")
+        raise UsageError(
+            f"run.gather got tensors in different places ({sides}); bring them to run.device on "
+            "every worker"
+        )
     found = group.all_gather((rows[:0] if ghost else rows).contiguous(), name="run.gather").wait()
     whole = torch.cat(found)
     if order is None or [len(part) for part in found] != [len(mine) for mine in order]:
         return whole
-    return torch.empty_like(whole).index_copy_(0, torch.tensor([at for mine in order for at in mine], device=whole.device), whole)
+    return torch.empty_like(whole).index_copy_(
+        0, torch.tensor([at for mine in order for at in mine], device=whole.device), whole
+    )

@@ -1,7 +1,9 @@
-"""Checks that a backward comes in the turn of its forward, as each batch has a weight of its own on each worker, and a pass has only one.
+"""Checks that a backward comes in the turn of its forward, as each batch has a weight of its own on
+each worker, and a pass has only one.
 
 turn 0   a = model(x)        the graph of a remembers turn 0
-turn 1   b = model(x)        (loss(a) + loss(b)).backward() reaches it with the weight of turn 1: refused, unless both are the same
+turn 1   b = model(x)        (loss(a) + loss(b)).backward() reaches it with the weight of turn 1:
+                             refused, unless both are the same
 
 torch.autograd.grad(a.sum(), x) and the like reach no p.grad, are each worker's own, and stay right.
 """
@@ -21,12 +23,16 @@ from paceline.errors import UsageError
 from paceline.loop.turns import TrainingLoop
 from paceline.parallel.containers import tree_leaves
 
-# what our hooks are pickled as: it returns None whatever it is given, and models load where there is no paceline
+# what our hooks are pickled as: it returns None whatever it is given, and models load where there
+# is no paceline
 NOTHING: Final = (functools.partial, (contextlib.nullcontext.__exit__, None))
 
 
 class ForwardTurn:
-    """A forward hook that lets the graph remember its turn. In a copied or unpickled model it does nothing."""
+    """A forward hook that lets the graph remember its turn.
+
+    In a copied or unpickled model it does nothing.
+    """
 
     def __init__(self, loop: TrainingLoop | None = None) -> None:
         self._loop = loop
@@ -58,8 +64,14 @@ class ForwardTurn:
 
 
 def remember(model: nn.Module, loop: TrainingLoop) -> None:
-    """Let the outputs of this model remember their turn until the run ends. Calling it twice is harmless."""
-    if not any(isinstance(hook, ForwardTurn) and hook.remembers(loop) for hook in model._forward_hooks.values()):
+    """Let the outputs of this model remember their turn until the run ends.
+
+    Calling it twice is harmless.
+    """
+    if not any(
+        isinstance(hook, ForwardTurn) and hook.remembers(loop)
+        for hook in model._forward_hooks.values()
+    ):
         loop.bound.append(nn.Module.register_forward_hook(model, ForwardTurn(loop)).remove)
 
 
@@ -67,12 +79,19 @@ def _check(loop: TrainingLoop, then: Turn) -> None:
     """Raise `UsageError` if the turn `then` had another weight than the present one."""
     now = loop.training
     scale = 1.0 / loop.context.group.size if now is None else now.scale
-    if not math.isclose(scale, then.scale, rel_tol=1e-9) and any(_comes_to(hook.node) for hook in loop.backward.hooks):
-        where = "after the loop over the loader" if now is None else f"in the turn of batch {now.index}"
+    if not math.isclose(scale, then.scale, rel_tol=1e-9) and any(
+        _comes_to(hook.node) for hook in loop.backward.hooks
+    ):
+        where = (
+            "after the loop over the loader" if now is None else f"in the turn of batch {now.index}"
+        )
         raise UsageError(
-            f"a backward {where} reaches what the model gave for batch {then.index} of its epoch, and this worker's part of that batch "
-            f"({then.scale:.3g}) is not its part now ({scale:.3g}), so one loss of several batches can't be weighted. Call backward in the "
-            "turn of each batch: (loss / k).backward() adds up gradients, and run.no_sync() saves their exchanges"
+            f"a backward {where} reaches what the model gave for batch {then.index} of its epoch, "
+            "and this worker's part of that batch "
+            f"({then.scale:.3g}) is not its part now ({scale:.3g}), so one loss of several batches "
+            "can't be weighted. Call backward in the "
+            "turn of each batch: (loss / k).backward() adds up gradients, and run.no_sync() saves "
+            "their exchanges"
         )
 
 

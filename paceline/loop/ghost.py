@@ -1,9 +1,12 @@
-"""Buffers in a turn without samples (a ghost): set back after the forward, and then taken from a worker that has samples.
+"""Buffers in a turn without samples (a ghost): set back after the forward, and then taken from a
+worker that has samples.
 
     samples   forward   buffers that have changed ──┐
-    ghost     forward   set back                    └─> taken: steps of spectral norm and counters stay equal on all workers
+    ghost     forward   set back                    └─> taken: steps of spectral norm and counters
+                                                    stay equal on all workers
 
-With batchnorm="local" each worker has statistics of its own, which stay set back on ghosts; else they are right on a ghost.
+With batchnorm="local" each worker has statistics of its own, which stay set back on ghosts; else
+they are right on a ghost.
 """
 
 from __future__ import annotations
@@ -18,18 +21,25 @@ from paceline.comm.agreement import Agreement
 from paceline.data.serialization import pack, unpack
 from paceline.parallel.batchnorm import is_synchronous
 
-NEAR = 1e-5  # relative and absolute difference that rounding may make between workers in a buffer that depends on weights alone
+# relative and absolute difference that rounding may make between workers in a buffer that depends
+# on weights alone
+NEAR = 1e-5
 
 Buffers = list[tuple[nn.Module, str, Tensor | None, Tensor | None]]
 
 
 def buffers(models: Iterable[nn.Module]) -> Buffers:
-    """Copy all buffers of the models, but for those of synchronous BatchNorm, which are right on a ghost too."""
+    """Copy all buffers of the models, but for those of synchronous BatchNorm, which are right on
+    a ghost too.
+    """
     found = []
     for model in models:
         for module in model.modules():
             if not is_synchronous(module):
-                found += [(module, name, b, None if b is None else b.detach().clone()) for name, b in module._buffers.items()]
+                found += [
+                    (module, name, b, None if b is None else b.detach().clone())
+                    for name, b in module._buffers.items()
+                ]
     return found
 
 
@@ -37,16 +47,24 @@ def put_back(kept: Buffers) -> None:
     """Set buffers back to what they were."""
     for module, name, buffer, values in kept:
         if buffer is not None and values is not None:
-            buffer.data.copy_(values)  # torch doesn't count this as a change: constant masks and the like still look unchanged
+            # torch doesn't count this as a change: constant masks and the like still look unchanged
+            buffer.data.copy_(values)
         module._buffers[name] = buffer
 
 
 def level(kept: Buffers, agreement: Agreement, *, ghost: bool) -> None:
-    """Let ghosts take the buffers that the turn has changed alike on all workers with samples. Collective."""
+    """Let ghosts take the buffers that the turn has changed alike on all workers with samples.
+
+    Collective.
+    """
     shared = [place for place, (module, *_) in enumerate(kept) if not isinstance(module, _NormBase)]
     if not shared:
         return
-    changed = [] if ghost else [(place, _present(kept, place)) for place in shared if _is_other(kept, place)]
+    changed = (
+        []
+        if ghost
+        else [(place, _present(kept, place)) for place in shared if _is_other(kept, place)]
+    )
     bodies = agreement.meet("buffers", b"" if ghost else pack(changed, what="buffers"))
     changes = [dict(unpack(body)) for body in bodies if body]
     if ghost and changes:  # perhaps no worker with samples is left
@@ -59,7 +77,11 @@ def _alike(one: Tensor | None, other: Tensor | None) -> bool:
     """Whether two values are the same, but for rounding that differs between processors."""
     if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
         return one is other
-    return torch.allclose(one, other, rtol=NEAR, atol=NEAR) if one.is_floating_point() else torch.equal(one, other)
+    return (
+        torch.allclose(one, other, rtol=NEAR, atol=NEAR)
+        if one.is_floating_point()
+        else torch.equal(one, other)
+    )
 
 
 def _present(kept: Buffers, place: int) -> Tensor | None:
@@ -78,7 +100,12 @@ def _is_other(kept: Buffers, place: int) -> bool:
 def _take(kept: Buffers, place: int, value: Tensor | None) -> None:
     module, name, *_ = kept[place]
     buffer = module._buffers.get(name)
-    if buffer is None or value is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+    if (
+        buffer is None
+        or value is None
+        or buffer.shape != value.shape
+        or buffer.dtype != value.dtype
+    ):
         kind = None if buffer is None else buffer.device
         module._buffers[name] = None if value is None else value.to(kind)
         return

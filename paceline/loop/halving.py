@@ -1,9 +1,12 @@
-"""Steps of `run.step` that run out of memory, taken again in two halves by the worker on which that happened.
+"""Steps of `run.step` that run out of memory, taken again in two halves by the worker on which that
+happened.
 
 batch    forward: out of memory
-halves   forward, gradients | forward, gradients | the sum by their weights is given to the parameters, in a backward that is exchanged
+halves   forward, gradients | forward, gradients | the sum by their weights is given to the
+         parameters, in a backward that is exchanged
 
-Until that backward nothing has touched p.grad, so halves that are too large are halved again. The other workers see one exchange.
+Until that backward nothing has touched p.grad, so halves that are too large are halved again. The
+other workers see one exchange.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from paceline.loop.ghost import buffers, put_back
 from paceline.loop.out_of_memory import is_out_of_memory
 from paceline.parallel.containers import tree_leaves
 
-FIRST = 10  # steps in which memory may turn out to be too small: optimizers have all of their state after the first
+# steps in which memory may turn out to be too small: optimizers have all of their state after the
+# first
+FIRST = 10
 
 
 class StepBatch(NamedTuple):
@@ -36,17 +41,25 @@ class StepBatch(NamedTuple):
     options: Mapping[str, Any]
 
     def obstacle(self) -> str | None:
-        """Return why the step can't be taken in parts; None where it can, as far as that is known before there is a loss."""
+        """Return why the step can't be taken in parts; None where it can, as far as that is
+        known before there is a loss.
+        """
         for module in self.model.modules():
             if reason := getattr(module, "whole_batches_only", ""):
                 return str(reason)
             if getattr(module, "scale_grad_by_freq", False):
-                return f"{type(module).__name__} counts the words of the whole batch (scale_grad_by_freq)"
+                return (
+                    f"{type(module).__name__} counts the words of the whole batch "
+                    "(scale_grad_by_freq)"
+                )
             if _takes_statistics(module):
                 return f"{type(module).__name__} takes statistics of the whole batch"
         if any(parameter._backward_hooks for parameter in self.model.parameters()):
             return "hooks of parameters would be called for each part"
-        if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((self.given, dict(self.options)))):
+        if any(
+            isinstance(x, Tensor) and x.requires_grad
+            for x in tree_leaves((self.given, dict(self.options)))
+        ):
             return "what it is given requires gradients"
         try:
             self.rows()
@@ -60,11 +73,17 @@ class StepBatch(NamedTuple):
 
     def part(self, start: int, stop: int, count: int) -> StepBatch:
         """Return rows `start` to `stop` of `count`."""
-        return StepBatch(self.model, cut(self.given, start, stop, count), cut(dict(self.options), start, stop, count))
+        return StepBatch(
+            self.model,
+            cut(self.given, start, stop, count),
+            cut(dict(self.options), start, stop, count),
+        )
 
 
 def _takes_statistics(module: nn.Module) -> bool:
-    """Whether a layer's output, or its running statistics, would be others where a batch comes in parts."""
+    """Whether a layer's output, or its running statistics, would be others where a batch comes
+    in parts.
+    """
     if isinstance(module, _BatchNorm):
         return module.training or module.running_mean is None
     return isinstance(module, _NormBase) and module.training and module.running_mean is not None
@@ -75,11 +94,13 @@ class OtherLeaves(Exception):
 
 
 Value = Callable[[StepBatch], Tensor]  # goes forward, and returns the loss
-Weights = Callable[[Sequence[StepBatch]], Sequence[float]]  # what the losses of parts count in the loss of the whole
+# what the losses of parts count in the loss of the whole
+Weights = Callable[[Sequence[StepBatch]], Sequence[float]]
 
 
 def _tell(text: str) -> None:
-    print(f"paceline: {text}", file=sys.stderr, flush=True)  # on each worker: others may have memory enough
+    # on each worker: others may have memory enough
+    print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 class HalvedSteps:
@@ -93,18 +114,29 @@ class HalvedSteps:
         self._at, self._seen = -1, 0  # the last step seen, and how many
 
     def is_first(self, step: int) -> bool:
-        """Count step number `step`, and return whether it is one of the `FIRST` of this process, of which a resumed run has few, too."""
+        """Count step number `step`, and return whether it is one of the `FIRST` of this process,
+        of which a resumed run has few, too.
+        """
         if step != self._at:
             self._at, self._seen = step, self._seen + 1
         return self._seen <= FIRST
 
     def step(
-        self, batch: StepBatch, count: int, value: Value, weights: Weights, scale: Callable[[Tensor], float], *, first: bool
+        self,
+        batch: StepBatch,
+        count: int,
+        value: Value,
+        weights: Weights,
+        scale: Callable[[Tensor], float],
+        *,
+        first: bool,
     ) -> Tensor:
-        """Go forward and back in parts of at most `most` of `count` rows, and return the loss, which is gone back from times `scale`.
+        """Go forward and back in parts of at most `most` of `count` rows, and return the loss,
+        which is gone back from times `scale`.
 
-        In the `first` steps parts become smaller where memory runs out. Raises `OtherLeaves`, with all as it was before, where a loss
-        has gradients for tensors that are no parameters of the model.
+        In the `first` steps parts become smaller where memory runs out. Raises `OtherLeaves`, with
+        all as it was before, where a loss has gradients for tensors that are no parameters of the
+        model.
         """
         kept = buffers([batch.model])
         while True:
@@ -123,7 +155,10 @@ class HalvedSteps:
         if self.most != self._proven:
             self._proven = self.most
             failed = counted(self._failed, "sample")
-            _tell(f"rank {self._rank()} ran out of memory on {failed}, and takes {self.most} at a time from now on")
+            _tell(
+                f"rank {self._rank()} ran out of memory on {failed}, and takes {self.most} at a "
+                "time from now on"
+            )
         return loss
 
     def may_halve(self, error: Exception, count: int) -> bool:
@@ -136,9 +171,18 @@ class HalvedSteps:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
-    def _parts(self, batch: StepBatch, count: int, value: Value, weights: Weights, scale: Callable[[Tensor], float]) -> Tensor:
+    def _parts(
+        self,
+        batch: StepBatch,
+        count: int,
+        value: Value,
+        weights: Weights,
+        scale: Callable[[Tensor], float],
+    ) -> Tensor:
         most = self.most or count
-        parts = [batch.part(start, stop, count) for start, stop in pieces(count, math.ceil(count / most))]
+        parts = [
+            batch.part(start, stop, count) for start, stop in pieces(count, math.ceil(count / most))
+        ]
         trained = [parameter for parameter in batch.model.parameters() if parameter.requires_grad]
         sums: list[Tensor | None] = [None] * len(trained)
         total: Tensor | None = None
@@ -147,9 +191,13 @@ class HalvedSteps:
             mine = loss.detach() * weight
             total = mine if total is None else total + mine
             if loss.requires_grad:
-                if not {id(leaf) for leaf in leaves(loss)} <= {id(parameter) for parameter in trained}:
+                if not {id(leaf) for leaf in leaves(loss)} <= {
+                    id(parameter) for parameter in trained
+                }:
                     raise OtherLeaves
-                found = torch.autograd.grad(loss * (weight * scale(loss)), trained, allow_unused=True)
+                found = torch.autograd.grad(
+                    loss * (weight * scale(loss)), trained, allow_unused=True
+                )
                 sums = [_added(before, grad) for before, grad in zip(sums, found, strict=True)]
                 del found
             del loss
@@ -159,7 +207,9 @@ class HalvedSteps:
 
 
 def leaves(loss: Tensor, *, beside: Iterable[Any] = ()) -> Iterator[Tensor]:
-    """Yield the tensors that a backward from `loss` would add gradients to, but for those reached through nodes of `beside` alone."""
+    """Yield the tensors that a backward from `loss` would add gradients to, but for those
+    reached through nodes of `beside` alone.
+    """
     if loss.grad_fn is None:
         yield loss
         return
@@ -181,9 +231,15 @@ def _added(before: Tensor | None, grad: Tensor | None) -> Tensor | None:
 
 def give(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Let a backward find these gradients, as if it had made them."""
-    there = [(parameter, grad) for parameter, grad in zip(parameters, gradients, strict=True) if grad is not None]
+    there = [
+        (parameter, grad)
+        for parameter, grad in zip(parameters, gradients, strict=True)
+        if grad is not None
+    ]
     if there:
-        made: Tensor = _Given.apply([grad for _, grad in there], *(parameter for parameter, _ in there))  # type: ignore[no-untyped-call]
+        made: Tensor = _Given.apply(
+            [grad for _, grad in there], *(parameter for parameter, _ in there)
+        )  # type: ignore[no-untyped-call]
         made.backward()
 
 

@@ -1,15 +1,18 @@
-"""Epochs of a training loader in which nothing is trained: evaluations with `torch.no_grad()` inside of the loop instead of around it.
+"""Epochs of a training loader in which nothing is trained: evaluations with `torch.no_grad()`
+inside of the loop instead of around it.
 
     no backward and no step of an optimizer so far, on any worker      steps are counted, and held back from the log
     the first one                                                      what was held back is handed over: a warm-up
     none in the whole epoch                                            the turns were no steps, and a message says so
 
-All workers must come to the same result, as steps end with collective calls. So what one worker alone may do is no sign, and where
-workers may come and go nothing is followed, as a worker that joins in the middle of an epoch hasn't seen its first turns.
+All workers must come to the same result, as steps end with collective calls. So what one worker
+alone may do is no sign, and where workers may come and go nothing is followed, as a worker that
+joins in the middle of an epoch hasn't seen its first turns.
 
-Before the first backward or step, an empty share is a batch of no rows, as in evaluation, and no ghost: from the second turn on, and
-from the first where all models are in eval mode, or where nothing was trained in the epoch before.
-"""
+Before the first backward or step, an empty share is a batch of no rows, as in evaluation, and no
+ghost: from the second turn on, and from the first where all models are in eval mode, or where
+nothing was trained in the epoch before.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -28,8 +31,10 @@ from paceline.sync.transaction import Transaction
 
 SOME = 8  # parameters, and elements of each, that are compared once an epoch
 NOTHING_TRAINED = (
-    "an epoch of a loader had no backward and no step of an optimizer: it was an evaluation, and its turns are no steps. Say "
-    "run.prepare(loader, train=False), or put `with torch.no_grad():` around the loop, so that this is known from its first turn on; or "
+    "an epoch of a loader had no backward and no step of an optimizer: it was an evaluation, and "
+    "its turns are no steps. Say "
+    "run.prepare(loader, train=False), or put `with torch.no_grad():` around the loop, so that "
+    "this is known from its first turn on; or "
     "train=True, if it was training"
 )
 
@@ -43,7 +48,8 @@ class EpochActivity:
     trained: bool = False  # there was a backward, or a step of an optimizer
     turned: bool = False  # a turn of it has ended
     marks: list[Any] | None = None  # versions of all parameters and gradients when it began
-    held: list[tuple[int, Turn, dict[str, float]]] = field(default_factory=list)  # steps in which nothing was trained so far
+    # steps in which nothing was trained so far
+    held: list[tuple[int, Turn, dict[str, float]]] = field(default_factory=list)
 
 
 class StepCounter(Protocol):
@@ -66,20 +72,34 @@ class StepCounter(Protocol):
 
 
 class IdleEpochs:
-    """Follows whether anything is trained in the turns that `loop` counts. `page`: where the number of steps is shown."""
+    """Follows whether anything is trained in the turns that `loop` counts.
 
-    def __init__(self, loop: StepCounter, context: SyncContext, backward: GradientTracker, page: Page | None) -> None:
+    `page`: where the number of steps is shown.
+    """
+
+    def __init__(
+        self, loop: StepCounter, context: SyncContext, backward: GradientTracker, page: Page | None
+    ) -> None:
         self._loop, self._context, self._backward, self._page = loop, context, backward, page
-        self.late = False  # steps that were held back are handed over, and the one that ends with them: what is measured now isn't theirs
-        self._seen = (0, 0)  # acts of the loop, and passes that have reached a parameter, when `note` last looked
+        # steps that were held back are handed over, and the one that ends with them: what is
+        # measured now isn't theirs
+        self.late = False
+        # acts of the loop, and passes that have reached a parameter, when `note` last looked
+        self._seen = (0, 0)
 
     def asked(self, loader: ShareLoader) -> None:
         """Prepare for an epoch that is about to begin."""
         terms = loader.terms
-        terms.idle = terms.training and self._follows(loader) and (terms.idled or not any(model.training for model in self._loop.models))
+        terms.idle = (
+            terms.training
+            and self._follows(loader)
+            and (terms.idled or not any(model.training for model in self._loop.models))
+        )
 
     def _follows(self, loader: ShareLoader) -> bool:
-        """Whether all workers see alike whether anything is trained, and the script doesn't say it."""
+        """Whether all workers see alike whether anything is trained, and the script doesn't say
+        it.
+        """
         terms, sync = loader.terms, self._backward.sync
         known = terms.alone or (sync.exchanges_in_backward and bool(self._backward.hooks))
         if terms.train is not None or not known or self._loop.transaction.recovers:
@@ -88,27 +108,39 @@ class IdleEpochs:
 
     def begins(self, activity: EpochActivity) -> None:
         """Begin an epoch of a training loader."""
-        activity.follows, activity.trained, activity.turned = self._follows(activity.loader), False, False
+        activity.follows, activity.trained, activity.turned = (
+            self._follows(activity.loader),
+            False,
+            False,
+        )
         activity.marks = self._marks() if activity.follows else None
         self._acted()
 
     def _acted(self) -> bool:
-        """Return whether an optimizer has stepped, no_sync was entered, or a pass has reached a parameter, since the last call."""
+        """Return whether an optimizer has stepped, no_sync was entered, or a pass has reached a
+        parameter, since the last call.
+        """
         before, self._seen = self._seen, (self._loop.acts, self._backward.reached)
         return before != self._seen
 
     def _marks(self) -> list[Any]:
-        """Return values that change with parameters, and on a single worker with a backward; `reached` shows that on several."""
+        """Return values that change with parameters, and on a single worker with a backward;
+        `reached` shows that on several.
+        """
         parameters = [p for model in self._loop.models for p in model.parameters()]
         marks: list[Any] = [p._version for p in parameters]
         some = [p for p in parameters if p.requires_grad and p.device.type == "cpu"][:SOME]
-        marks += [p.detach().reshape(-1)[:SOME].tolist() for p in some]  # p.data changes without being counted
+        # p.data changes without being counted
+        marks += [p.detach().reshape(-1)[:SOME].tolist() for p in some]
         if self._context.group.size == 1:
             marks += [None if p.grad is None else (id(p.grad), p.grad._version) for p in parameters]
         return marks
 
     def note(self, activity: EpochActivity, around: Iterable[EpochActivity], *, last: bool) -> None:
-        """Note that a turn of `activity` has ended, with those `around` it under way. `last`: its gradients are exchanged."""
+        """Note that a turn of `activity` has ended, with those `around` it under way.
+
+        `last`: its gradients are exchanged.
+        """
         activity.turned = True
         if self._acted() or self._loop.quiet:
             for other in around:
@@ -119,7 +151,9 @@ class IdleEpochs:
             else:
                 activity.loader.terms.idle = True
 
-    def count(self, activity: EpochActivity, number: int, turn: Turn, seconds: dict[str, float]) -> None:
+    def count(
+        self, activity: EpochActivity, number: int, turn: Turn, seconds: dict[str, float]
+    ) -> None:
         """Count a turn of `activity` as step `number`, or hold it back while nothing is trained."""
         if activity.follows and not activity.trained:
             activity.held.append((number, turn, seconds))
@@ -140,12 +174,17 @@ class IdleEpochs:
             self._loop.place(now)
 
     def ends(self, activity: EpochActivity, *, whole: bool) -> None:
-        """End an epoch of a training loader. `whole`: the loop wasn't left by `break`. An epoch resumed at its end tells nothing."""
+        """End an epoch of a training loader.
+
+        `whole`: the loop wasn't left by `break`. An epoch resumed at its end tells nothing.
+        """
         terms, held = activity.loader.terms, activity.held
         terms.idle, whole = False, whole and activity.turned
         if activity.follows and not activity.trained and whole:
             changed = b"c" if self._marks() != activity.marks else b""
-            activity.trained = any(self._context.agreement.meet("an epoch without a backward", changed))
+            activity.trained = any(
+                self._context.agreement.meet("an epoch without a backward", changed)
+            )
         if activity.trained or not activity.follows:
             terms.idled = False
         elif whole:

@@ -1,11 +1,16 @@
-"""What interrupts a worker in its step: garbage collection, a processor that others have, pages that are read from the disk.
+"""What interrupts a worker in its step: garbage collection, a processor that others have, pages
+that are read from the disk.
 
 Each is read from counters of the thread that trains, which the kernel and Python keep anyway:
 
-    garbage collection   Python calls back before and after each one: seconds of the processor inside of it
-    stolen processor     /proc/self/task/N/schedstat: the thread could run and didn't, as another one ran or a quota was used up;
-                         and, where this is a virtual machine, what its host says in /proc/stat, which is read once a second
-    swapping             major page faults; while there are any, the time for which the thread neither ran nor could
+    garbage collection   Python calls back before and after each one: seconds of the processor
+                         inside of it
+    stolen processor     /proc/self/task/N/schedstat: the thread could run and didn't, as another
+                         one ran or a quota was used up;
+                         and, where this is a virtual machine, what its host says in /proc/stat,
+                         which is read once a second
+    swapping             major page faults; while there are any, the time for which the thread
+                         neither ran nor could
 """
 
 from __future__ import annotations
@@ -25,7 +30,9 @@ from paceline.trace import Trace
 PROC: Final = Path("/proc")
 LONG_NS: Final = 1_000_000  # a garbage collection that is worth a span
 LONGEST_FAULT: Final = 0.01  # seconds: the most that one page is taken to have been waited for
-_SHORT = 2e-4  # seconds for which a thread didn't run that are not looked into: to ask the kernel takes a tenth of that
+# seconds for which a thread didn't run that are not looked into: to ask the kernel takes a tenth of
+# that
+_SHORT = 2e-4
 _EVERY = 1.0  # seconds between two looks at what the host of a virtual machine takes
 _WHO = getattr(resource, "RUSAGE_THREAD", None)
 
@@ -46,7 +53,9 @@ class _Counters(NamedTuple):
 
 
 class InterruptionMeter:
-    """Measures by what the thread that calls `take` is interrupted, from its first call on; `trace` is told of long collections."""
+    """Measures by what the thread that calls `take` is interrupted, from its first call on;
+    `trace` is told of long collections.
+    """
 
     def __init__(self, trace: Trace, proc: Path = PROC) -> None:
         self._trace, self._proc = trace, proc
@@ -55,19 +64,25 @@ class InterruptionMeter:
         self._schedstat: FileIO | None = None
         self._closed = False
         self._then = _Counters()
-        self._clock = self._ran = 0.0  # seconds of the clock, and of this thread on a processor, at the last `take`
+        # seconds of the clock, and of this thread on a processor, at the last `take`
+        self._clock = self._ran = 0.0
         self._collected = 0.0  # seconds since the last `take`
-        self._collecting: tuple[float, int] | None = None  # when the one under way began, by the two clocks
+        # when the one under way began, by the two clocks
+        self._collecting: tuple[float, int] | None = None
         self._looked, self._ticks = 0.0, 0
 
     @property
     def untold(self) -> tuple[str, ...]:
-        """The causes that can't be told on this machine; their time counts as compute or data loading."""
+        """The causes that can't be told on this machine; their time counts as compute or data
+        loading.
+        """
         told = Path(self._proc, "self/schedstat").exists()
         return (*(() if told else ("stolen",)), *(() if _WHO is not None else ("paging",)))
 
     def take(self, seconds: float) -> Interruptions:
-        """Return what has interrupted this thread since the last call, as far as it fits in `seconds` of its own work since then."""
+        """Return what has interrupted this thread since the last call, as far as it fits in
+        `seconds` of its own work since then.
+        """
         if self._closed:
             return Interruptions()
         if threading.get_ident() != self._thread:
@@ -86,7 +101,12 @@ class InterruptionMeter:
         paging = 0.0
         if now.faults > then.faults:
             idle = min(stood, seconds) - delayed
-            paging = max(0.0, min(idle, (now.faults - then.faults) * LONGEST_FAULT, seconds - collection - stolen))
+            paging = max(
+                0.0,
+                min(
+                    idle, (now.faults - then.faults) * LONGEST_FAULT, seconds - collection - stolen
+                ),
+            )
         return Interruptions(collection, stolen, paging)
 
     def close(self) -> None:
@@ -107,7 +127,9 @@ class InterruptionMeter:
             self._schedstat = None
         self._thread = threading.get_ident()
         with contextlib.suppress(OSError):  # `untold` says so
-            self._schedstat = FileIO(str(self._proc / f"self/task/{threading.get_native_id()}/schedstat"))
+            self._schedstat = FileIO(
+                str(self._proc / f"self/task/{threading.get_native_id()}/schedstat")
+            )
         self._collected, self._then = 0.0, self._read()
         self._clock, self._ran = time.perf_counter(), time.thread_time()
         self._looked = self._clock
@@ -121,12 +143,16 @@ class InterruptionMeter:
         return _Counters(delayed, faults)
 
     def _from_outside(self, now: float) -> float:
-        """Return the seconds that the host of this machine took from one processor since the last look."""
+        """Return the seconds that the host of this machine took from one processor since the
+        last look.
+        """
         self._looked, before, self._ticks = now, self._ticks, self._outside()
         return (self._ticks - before) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
 
     def _outside(self) -> int:
-        """Return the ticks that the host of this machine has taken from all its processors, ever."""
+        """Return the ticks that the host of this machine has taken from all its processors,
+        ever.
+        """
         try:
             with (self._proc / "stat").open("rb") as file:
                 return int(file.readline().split()[8])
@@ -143,5 +169,6 @@ class InterruptionMeter:
             (ran, began), self._collecting = self._collecting, None
             self._collected += time.thread_time() - ran
             now = time.perf_counter_ns()
-            if now - began >= LONG_NS and os.getpid() == self._process:  # and not a reader's, which was forked
+            # and not a reader's, which was forked
+            if now - began >= LONG_NS and os.getpid() == self._process:
                 self._trace.record(f"generation {info['generation']}", "collection", began, now)

@@ -12,23 +12,28 @@ from paceline.loop.idle_epochs import EpochActivity
 from paceline.loop.out_of_memory import is_out_of_memory
 
 MEMORY = (
-    'Memory ran out. run.step(model, x, y, loss=..., micro_batches="auto") takes this worker\'s part of a batch in pieces that fit; '
+    'Memory ran out. run.step(model, x, y, loss=..., micro_batches="auto") takes this worker\'s '
+    "part of a batch in pieces that fit; "
     "in a loop of your own put all passes but the last into run.no_sync()"
 )
 
 
 @dataclass(slots=True)
 class LoaderProgress:
-    """One loader under way: its open turn, and when the turn and the epoch began (counted in calls)."""
+    """One loader under way: its open turn, and when the turn and the epoch began (counted in
+    calls).
+    """
 
     loader: ShareLoader
     epoch_at: int = 0
     turn_at: int = 0
     turn: Turn | None = None
     kept: Buffers = field(default_factory=list)  # as they were before a ghost's turn
-    outer: tuple[int, bool] = (0, False)  # passes that the turn around this one had exchanged, and whether it was silenced
+    # passes that the turn around this one had exchanged, and whether it was silenced
+    outer: tuple[int, bool] = (0, False)
     gathered: int = 0  # how many times rows of this batch were gathered
-    passed: int = 0  # calls of gather in this turn, with those answered when the batch was dealt before
+    # calls of gather in this turn, with those answered when the batch was dealt before
+    passed: int = 0
     activity: EpochActivity = field(init=False)
     discarded: bool = False  # its rows died with a worker: it is dealt again
 
@@ -36,7 +41,9 @@ class LoaderProgress:
         self.activity = EpochActivity(self.loader)
 
     def ask_rows(self) -> bool:
-        """Count a request for rows of this batch, and return whether they still have to be gathered."""
+        """Count a request for rows of this batch, and return whether they still have to be
+        gathered.
+        """
         self.passed += 1
         return self.passed > self.gathered and not self.discarded
 
@@ -50,36 +57,59 @@ class LoaderProgress:
 
 
 def innermost(progresses: list[LoaderProgress]) -> Turn | None:
-    """Return the innermost turn under way, or None. A turn left by `break` counts only where no other is under way."""
+    """Return the innermost turn under way, or None.
+
+    A turn left by `break` counts only where no other is under way.
+    """
     if len(progresses) < 2:
         return progresses[0].turn if progresses else None
-    return next((progress for progress in reversed(progresses) if progress.loader.under_way), progresses[-1]).turn
+    return next(
+        (progress for progress in reversed(progresses) if progress.loader.under_way), progresses[-1]
+    ).turn
 
 
 def explain(error: BaseException | None, progresses: list[LoaderProgress]) -> None:
-    """Note on an error of the script what would help where memory ran out, or that it happened on a batch of no rows."""
-    if is_out_of_memory(error) and error is not None and any(progress.turn is not None and progress.turn.train for progress in progresses):
+    """Note on an error of the script what would help where memory ran out, or that it happened
+    on a batch of no rows.
+    """
+    if (
+        is_out_of_memory(error)
+        and error is not None
+        and any(progress.turn is not None and progress.turn.train for progress in progresses)
+    ):
         error.add_note(MEMORY)
     found = next(
         (
             progress
             for progress in progresses
-            if progress.turn is not None and progress.turn.share == 0 and not progress.loader.terms.ghosts
+            if progress.turn is not None
+            and progress.turn.share == 0
+            and not progress.loader.terms.ghosts
         ),
         None,
     )
-    if found is None or found.turn is None or not isinstance(error, Exception) or isinstance(error, PacelineError):
+    if (
+        found is None
+        or found.turn is None
+        or not isinstance(error, Exception)
+        or isinstance(error, PacelineError)
+    ):
         return
     error.add_note(
-        f"This worker's share of the evaluation batch was empty: {found.turn.global_batch} samples for "
-        f"{found.loader.terms.agreement.group.size} workers, so its tensors have 0 rows, of which x.view(x.size(0), -1), max() and the "
-        "like can't be had. Write x.flatten(1); or say run.prepare(loader, train=False, pad=True), and such a worker gets the batch's "
+        f"This worker's share of the evaluation batch was empty: {found.turn.global_batch} samples "
+        "for "
+        f"{found.loader.terms.agreement.group.size} workers, so its tensors have 0 rows, of which "
+        "x.view(x.size(0), -1), max() and the "
+        "like can't be had. Write x.flatten(1); or say run.prepare(loader, train=False, pad=True), "
+        "and such a worker gets the batch's "
         "first sample, which run.gather, run.mean and run.log leave out"
     )
 
 
 def parts(progress: LoaderProgress) -> tuple[float, ...]:
-    """Return the part of the present batch that each worker has; only this worker's where batches are weighed."""
+    """Return the part of the present batch that each worker has; only this worker's where
+    batches are weighed.
+    """
     turn, terms = progress.turn, progress.loader.terms
     assert turn is not None
     if terms.weigh is not None or terms.shard == "mine" or terms.by_cost:
@@ -88,13 +118,22 @@ def parts(progress: LoaderProgress) -> tuple[float, ...]:
 
 
 def check_beside(progresses: list[LoaderProgress]) -> None:
-    """Raise `UsageError` where two training loaders under way side by side deal differently: one loss can't be weighted by both."""
-    side = [progress for progress in progresses if progress.loader.terms.training and progress.loader.under_way]
+    """Raise `UsageError` where two training loaders under way side by side deal differently: one
+    loss can't be weighted by both.
+    """
+    side = [
+        progress
+        for progress in progresses
+        if progress.loader.terms.training and progress.loader.under_way
+    ]
     for one, other in itertools.combinations(side, 2):
-        beside = one.epoch_at < other.turn_at and other.epoch_at < one.turn_at  # neither loop is inside a turn of the other
+        # neither loop is inside a turn of the other
+        beside = one.epoch_at < other.turn_at and other.epoch_at < one.turn_at
         if beside and parts(one) != parts(other):
             raise UsageError(
-                f"two training loaders are under way at once, and deal their batches differently: {parts(one)} and {parts(other)} "
-                "of each batch to the workers, so one loss can't be weighted by both; let both batch sizes be multiples of the number "
+                "two training loaders are under way at once, and deal their batches differently: "
+                f"{parts(one)} and {parts(other)} "
+                "of each batch to the workers, so one loss can't be weighted by both; "
+                "let both batch sizes be multiples of the number "
                 "of workers, with drop_last=True, or finish one loop before the other"
             )

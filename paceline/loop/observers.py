@@ -14,21 +14,33 @@ StepEnded = Callable[[int, int, Mapping[str, float]], None]
 
 @dataclass(frozen=True)
 class LoopObservers:
-    """What is called at each moment of the loop, one after another; moments are listed in the order in which a run comes to them."""
+    """What is called at each moment of the loop, one after another; moments are listed in the
+    order in which a run comes to them.
+    """
 
-    training_begins: tuple[Callable[[], None], ...] = ()  # an epoch of training is about to begin, or a loop over epochs
+    # an epoch of training is about to begin, or a loop over epochs
+    training_begins: tuple[Callable[[], None], ...] = ()
     epoch_began: tuple[Callable[[], None], ...] = ()  # of training, on all workers
-    lead_taken: tuple[Callable[[ShareLoader], None], ...] = ()  # the turns of this loader are the steps from now on
-    first_step: tuple[Callable[[Optimizer], None], ...] = ()  # a prepared optimizer steps for the first time
+    # the turns of this loader are the steps from now on
+    lead_taken: tuple[Callable[[ShareLoader], None], ...] = ()
+    # a prepared optimizer steps for the first time
+    first_step: tuple[Callable[[Optimizer], None], ...] = ()
     stepped: tuple[Callable[[Optimizer], None], ...] = ()  # an optimizer has stepped
-    doubled: tuple[Callable[[], None], ...] = ()  # optimizers have stepped once, twice, four times, eight times and so on
-    committed: tuple[Callable[[int], None], ...] = ()  # this step counts; what follows is done in its time
-    step_ended: tuple[StepEnded, ...] = ()  # the number of the step, the samples of it, and where its time went
-    ghost_ended: tuple[Callable[[], None], ...] = ()  # some worker had no samples in the step that ended
+    # optimizers have stepped once, twice, four times, eight times and so on
+    doubled: tuple[Callable[[], None], ...] = ()
+    # this step counts; what follows is done in its time
+    committed: tuple[Callable[[int], None], ...] = ()
+    # the number of the step, the samples of it, and where its time went
+    step_ended: tuple[StepEnded, ...] = ()
+    # some worker had no samples in the step that ended
+    ghost_ended: tuple[Callable[[], None], ...] = ()
     went_back: tuple[Callable[[int], None], ...] = ()  # steps after this one were none
 
     def order(self) -> Iterator[str]:
         """Yield each moment with what is called at it, in order."""
         for moment in fields(self):
             if observers := getattr(self, moment.name):
-                yield f"{moment.name}: {', '.join(each.__qualname__.rpartition('<locals>.')[2] for each in observers)}"
+                yield (
+                    f"{moment.name}: "
+                    f"{', '.join(each.__qualname__.rpartition('<locals>.')[2] for each in observers)}"  # noqa: E501
+                )

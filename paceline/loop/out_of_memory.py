@@ -10,4 +10,6 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     # torch's CPU allocator raises a plain RuntimeError, which only its text tells from others
-    return isinstance(error, RuntimeError) and ("DefaultCPUAllocator" in str(error) or "can't allocate memory" in str(error))
+    return isinstance(error, RuntimeError) and (
+        "DefaultCPUAllocator" in str(error) or "can't allocate memory" in str(error)
+    )

@@ -9,13 +9,22 @@ from paceline.cluster.discover import Place
 
 
 class RunLimit:
-    """Calls `stop` once this worker has taken the steps, or trained for the seconds, that its `Place` allows.
+    """Calls `stop` once this worker has taken the steps, or trained for the seconds, that its
+    `Place` allows.
 
-    Steps of an earlier run that this one resumes don't count, and seconds count from the end of the first step.
+    Steps of an earlier run that this one resumes don't count, and seconds count from the end of the
+    first step.
     """
 
-    def __init__(self, place: Place, stop: Callable[[], None], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._steps, self._seconds, self._stop, self._clock = place.most_steps, place.most_seconds, stop, clock
+    def __init__(
+        self, place: Place, stop: Callable[[], None], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._steps, self._seconds, self._stop, self._clock = (
+            place.most_steps,
+            place.most_seconds,
+            stop,
+            clock,
+        )
         self._taken = 0
         self._began: float | None = None
 
@@ -24,5 +33,7 @@ class RunLimit:
         now = self._clock()
         self._taken += 1
         self._began = now if self._began is None else self._began
-        if (self._steps is not None and self._taken >= self._steps) or (self._seconds is not None and now - self._began >= self._seconds):
+        if (self._steps is not None and self._taken >= self._steps) or (
+            self._seconds is not None and now - self._began >= self._seconds
+        ):
             self._stop()

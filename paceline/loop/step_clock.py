@@ -1,4 +1,5 @@
-"""Time and traffic of a step on this worker, by part: data, compute, exchange, wait; and of its exchanges, by axis of the mesh.
+"""Time and traffic of a step on this worker, by part: data, compute, exchange, wait; and of its
+exchanges, by axis of the mesh.
 
 asked ── data ── begin ── compute, exchange, wait ── stop ── settle (exchange, wait)
 """
@@ -17,30 +18,41 @@ from paceline.trace import MEASURED, SENT
 
 
 class AxisTotals(NamedTuple):
-    """What steps have taken for exchanges along one axis: seconds for which this worker stood still, and bytes that it has sent."""
+    """What steps have taken for exchanges along one axis: seconds for which this worker stood
+    still, and bytes that it has sent.
+    """
 
     seconds: float = 0.0
     within: int = 0
     between: int = 0
 
     def __add__(self, other: Any) -> AxisTotals:
-        return AxisTotals(self.seconds + other.seconds, self.within + other.within, self.between + other.between)
+        return AxisTotals(
+            self.seconds + other.seconds, self.within + other.within, self.between + other.between
+        )
 
     def __sub__(self, other: AxisTotals) -> AxisTotals:
-        return AxisTotals(self.seconds - other.seconds, self.within - other.within, self.between - other.between)
+        return AxisTotals(
+            self.seconds - other.seconds, self.within - other.within, self.between - other.between
+        )
 
 
 class StepClock:
-    """Measures the step under way. `sent` adds up all steps, without what was broadcast at the start or by `resume`."""
+    """Measures the step under way.
+
+    `sent` adds up all steps, without what was broadcast at the start or by `resume`.
+    """
 
     def __init__(self, context: SyncContext, backward: GradientTracker) -> None:
         self._context, self._backward = context, backward
         self._within = self._between = 0  # bytes sent
         self._data = self._wait = self._exchange = self._compute = 0.0
-        self._asked = self._began = time.perf_counter()  # when the next batch was asked for, and when the turn began
+        # when the next batch was asked for, and when the turn began
+        self._asked = self._began = time.perf_counter()
         self.interruptions = InterruptionMeter(context.trace)
         self._reading = 0.0  # seconds for data in which nothing interrupted
-        self._collection = self._stolen = self._paging = 0.0  # seconds for which this worker was interrupted
+        # seconds for which this worker was interrupted
+        self._collection = self._stolen = self._paging = 0.0
         self._exposed = self._waited = 0.0
         self._sent = (0, 0)
         self._settled = (0, 0)  # what was sent up to the last step
@@ -56,7 +68,9 @@ class StepClock:
 
     @property
     def axes(self) -> dict[str, AxisTotals]:
-        """What all steps have taken for exchanges by axis of the mesh; empty where no model is cut."""
+        """What all steps have taken for exchanges by axis of the mesh; empty where no model is
+        cut.
+        """
         return dict(self._axes)
 
     def ask(self) -> None:
@@ -71,7 +85,11 @@ class StepClock:
         collection, stolen, paging = self.interruptions.take(data)
         self._data += data
         self._reading += data - collection - stolen - paging
-        self._collection, self._stolen, self._paging = self._collection + collection, self._stolen + stolen, self._paging + paging
+        self._collection, self._stolen, self._paging = (
+            self._collection + collection,
+            self._stolen + stolen,
+            self._paging + paging,
+        )
         began = int(now * 1e9)
         context.trace.record("data", "data", int(self._asked * 1e9), began)
         self._began, backward.since = now, began
@@ -82,7 +100,9 @@ class StepClock:
             self._axes_then = self._axes_now()
 
     def hold(self, seconds: float) -> None:
-        """Leave out `seconds` for which this worker was held: it neither computed nor waited for others."""
+        """Leave out `seconds` for which this worker was held: it neither computed nor waited for
+        others.
+        """
         self._began += seconds
 
     def stop(self) -> None:
@@ -90,7 +110,10 @@ class StepClock:
         context, backward, now = self._context, self._backward, time.perf_counter()
         sent, waited = context.sent_and_waited()
         passed, whole = waited - self._waited, now - self._began
-        self._within, self._between = self._within + sent[0] - self._sent[0], self._between + sent[1] - self._sent[1]
+        self._within, self._between = (
+            self._within + sent[0] - self._sent[0],
+            self._between + sent[1] - self._sent[1],
+        )
         self._sent, self._waited = sent, waited
         passed = min(passed, whole)
         exposed = backward.seconds + (self._in_cuts() if context.meters else 0.0)
@@ -100,7 +123,11 @@ class StepClock:
         compute = whole - passed - exchange
         self._compute += compute
         collection, stolen, paging = self.interruptions.take(compute)
-        self._collection, self._stolen, self._paging = self._collection + collection, self._stolen + stolen, self._paging + paging
+        self._collection, self._stolen, self._paging = (
+            self._collection + collection,
+            self._stolen + stolen,
+            self._paging + paging,
+        )
         ended = int(now * 1e9)
         if backward.since:
             backward.computed(ended)
@@ -111,16 +138,27 @@ class StepClock:
     def settle(self, began: float) -> dict[str, float]:
         """Count what was done since `began`, between two turns, as part of the step.
 
-        Returns the seconds of the step by part, and by MEASURED, what this worker may be late for; and as SENT the bytes that went out.
+        Returns the seconds of the step by part, and by MEASURED, what this worker may be late for;
+        and as SENT the bytes that went out.
         """
         sent, waited = self._context.sent_and_waited()
         passed = waited - self._waited
-        self._within, self._between = self._within + sent[0] - self._sent[0], self._between + sent[1] - self._sent[1]
+        self._within, self._between = (
+            self._within + sent[0] - self._sent[0],
+            self._between + sent[1] - self._sent[1],
+        )
         self._sent, self._waited = sent, waited
         spent = time.perf_counter() - began
         exchange = self._exchange + max(spent - passed, 0.0)
-        seconds = {"data": self._data, "wait": self._wait + passed, "exchange": exchange, "compute": self._compute}
-        seconds |= zip(MEASURED, (self._reading, self._collection, self._stolen, self._paging), strict=True)
+        seconds = {
+            "data": self._data,
+            "wait": self._wait + passed,
+            "exchange": exchange,
+            "compute": self._compute,
+        }
+        seconds |= zip(
+            MEASURED, (self._reading, self._collection, self._stolen, self._paging), strict=True
+        )
         within, between = self._settled
         seconds |= zip(SENT, (self._within - within, self._between - between), strict=True)
         self._settled = (self._within, self._between)
@@ -132,13 +170,20 @@ class StepClock:
         return seconds
 
     def _in_cuts(self) -> float:
-        """Return the seconds of exchanges of cuts beside which nothing was computed, since the run began."""
+        """Return the seconds of exchanges of cuts beside which nothing was computed, since the
+        run began.
+        """
         return sum(meter.seconds for meter in self._context.meters)
 
     def _axes_now(self) -> dict[str, AxisTotals]:
-        """Return what was exchanged along each axis since the run began. What no cut has sent is of the strategy, along `data`."""
+        """Return what was exchanged along each axis since the run began.
+
+        What no cut has sent is of the strategy, along `data`.
+        """
         context = self._context
-        found = {meter.axis: AxisTotals(meter.seconds, *meter.traffic.pair) for meter in context.meters}
+        found = {
+            meter.axis: AxisTotals(meter.seconds, *meter.traffic.pair) for meter in context.meters
+        }
         within, between = self._sent
         cuts = sum(found.values(), AxisTotals())
         data = AxisTotals(self._backward.seconds, within - cuts.within, between - cuts.between)

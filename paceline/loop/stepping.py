@@ -1,8 +1,10 @@
-"""A step of a run in one call: forward and backward of a model, whose layers may be on several workers.
+"""A step of a run in one call: forward and backward of a model, whose layers may be on several
+workers.
 
     loss = run.step(model, x, y, loss=F.cross_entropy)
 
-is what `loss = F.cross_entropy(model(x), y); loss.backward()` is, and the only way where the mesh has an axis `stage`.
+is what `loss = F.cross_entropy(model(x), y); loss.backward()` is, and the only way where the mesh
+has an axis `stage`.
 """
 
 from __future__ import annotations
@@ -56,44 +58,77 @@ class SteppedModels:
         *,
         micro_batches: MicroBatches = "auto",
     ) -> Tensor:
-        """Go forward with all of `given` but the last, and back from `loss(output, last)`; return that."""
+        """Go forward with all of `given` but the last, and back from `loss(output, last)`;
+        return that.
+        """
         check_micro_batches(micro_batches)
         refuse_class("run.step", loss)
         if not callable(loss):
-            raise UsageError("run.step needs a loss, a function of the output and the target: run.step(model, x, y, loss=F.cross_entropy)")
+            raise UsageError(
+                "run.step needs a loss, a function of the output and the target: "
+                "run.step(model, x, y, loss=F.cross_entropy)"
+            )
         if not given:
-            raise UsageError("run.step got no batch: write run.step(model, x, y, loss=...), with the target of the loss last")
+            raise UsageError(
+                "run.step got no batch: write run.step(model, x, y, loss=...), with the target of "
+                "the loss last"
+            )
         *inputs, target = given
         found = self._cuts.pipeline_of(model)
         if found is None:
             batch = StepBatch(model, given, options)
-            return self._here(batch, loss, weigh) if micro_batches == "auto" else self._in_parts(batch, loss, weigh, micro_batches)
+            return (
+                self._here(batch, loss, weigh)
+                if micro_batches == "auto"
+                else self._in_parts(batch, loss, weigh, micro_batches)
+            )
         if micro_batches != "auto":
             raise UsageError(
-                f"run.step(micro_batches={micro_batches}): a pipeline cuts batches by itself; say pipeline(..., micro_batches=k)"
+                f"run.step(micro_batches={micro_batches}): a pipeline cuts batches by itself; "
+                "say pipeline(..., micro_batches=k)"
             )
         loop = self._loop
         loop.forward(tuple(inputs), dict(options))
         terms, turn = loop.terms, loop.training if torch.is_grad_enabled() else loop.turn
         reduction, counted = ("mean", None) if terms is None else (terms.loss, terms.weigh)
-        weight = None if turn is None or turn.ghost or weigh is not None or counted is None else turn.weight
-        scale = self._loss_scale(next(model.parameters()).device) if torch.is_grad_enabled() else 1.0
+        weight = (
+            None
+            if turn is None or turn.ghost or weigh is not None or counted is None
+            else turn.weight
+        )
+        scale = (
+            self._loss_scale(next(model.parameters()).device) if torch.is_grad_enabled() else 1.0
+        )
         checked = functools.partial(self._checked, model, loss)
-        share = Share(tuple(inputs), options, target, checked, reduction, weigh or counted, scale, weight)
+        share = Share(
+            tuple(inputs), options, target, checked, reduction, weigh or counted, scale, weight
+        )
         self._cuts.level_ties()
         return _stepped(torch.tensor(found.step(share, loop.backward.joined), dtype=torch.float64))
 
     def _checked(self, model: nn.Module, loss: Loss, output: Any, target: Any) -> Tensor:
-        """Return the loss of a pipeline's output. Raises `UsageError` where it trains something else, which the last stage alone would."""
+        """Return the loss of a pipeline's output.
+
+        Raises `UsageError` where it trains something else, which the last stage alone would.
+        """
         value = loss(output, target)
         if isinstance(value, Tensor) and value.requires_grad and value.grad_fn is not None:
-            ends = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+            ends = [
+                leaf.grad_fn
+                for leaf in tree_leaves(output)
+                if isinstance(leaf, Tensor) and leaf.grad_fn is not None
+            ]
             for leaf in leaves(value, beside=ends):
-                known = [*model.named_parameters(), *((slot.name, slot.parameter) for slot in self._loop.backward.slots)]
+                known = [
+                    *model.named_parameters(),
+                    *((slot.name, slot.parameter) for slot in self._loop.backward.slots),
+                ]
                 if name := next((name for name, parameter in known if parameter is leaf), ""):
                     raise UsageError(
-                        f"run.step: the loss uses the parameter {name} itself, and it is computed where the last stage is: others would "
-                        "not be in a penalty, or not train it. Let the optimizer do a penalty (weight_decay), and make what is trained a "
+                        f"run.step: the loss uses the parameter {name} itself, and it is computed "
+                        "where the last stage is: others would "
+                        "not be in a penalty, or not train it. Let the optimizer do a penalty "
+                        "(weight_decay), and make what is trained a "
                         "layer of the model"
                     )
         return value
@@ -117,23 +152,37 @@ class SteppedModels:
                 if not (first and halved.may_halve(error, count)):
                     raise
                 if self._touched(batch) != before:
-                    error.add_note(UNDIVIDED.format("gradients were on their way when memory ran out"))
+                    error.add_note(
+                        UNDIVIDED.format("gradients were on their way when memory ran out")
+                    )
                     raise
             put_back(kept)
             halved.halve(count)
 
         def weights(parts: Sequence[StepBatch]) -> Sequence[float]:
-            return self._weights([part.given for part in parts], [part.rows() for part in parts], weigh)
+            return self._weights(
+                [part.given for part in parts], [part.rows() for part in parts], weigh
+            )
 
         value = functools.partial(_value, loss=loss)
         try:
-            return _stepped(halved.step(batch, count, value, weights, lambda x: self._loss_scale(x.device), first=first))
+            return _stepped(
+                halved.step(
+                    batch, count, value, weights, lambda x: self._loss_scale(x.device), first=first
+                )
+            )
         except OtherLeaves:
             pass  # all that the failed try has held is freed here
-        return self._undivided(batch, loss, "the loss has gradients for tensors that are no parameters of the model")
+        return self._undivided(
+            batch, loss, "the loss has gradients for tensors that are no parameters of the model"
+        )
 
-    def _in_parts(self, batch: StepBatch, loss: Loss, weigh: Weigh | None, micro_batches: int) -> Tensor:
-        """Go forward and back in so many parts, the last of which is exchanged with the sum of all."""
+    def _in_parts(
+        self, batch: StepBatch, loss: Loss, weigh: Weigh | None, micro_batches: int
+    ) -> Tensor:
+        """Go forward and back in so many parts, the last of which is exchanged with the sum of
+        all.
+        """
         call = f"run.step(micro_batches={micro_batches})"
         if reason := self._weights_unknown(weigh):
             raise UsageError(f"{call}: {reason}")
@@ -141,11 +190,15 @@ class SteppedModels:
         number = min(micro_batches, count)
         if number < micro_batches and self._meets_in_forward(batch.model):
             raise UsageError(
-                f"{call}: this worker's share of the batch is {counted(count, 'sample')}, and workers meet in each forward of a "
-                f"{type(batch.model).__name__} that is cut or has BatchNorm: say micro_batches={count} or less, or drop_last=True"
+                f"{call}: this worker's share of the batch is {counted(count, 'sample')}, and "
+                "workers meet in each forward of a "
+                f"{type(batch.model).__name__} that is cut or has BatchNorm: "
+                f"say micro_batches={count} or less, or drop_last=True"
             )
         parts = [batch.part(start, stop, count) for start, stop in pieces(count, number)]
-        weights = self._weights([part.given for part in parts], [part.rows() for part in parts], weigh)
+        weights = self._weights(
+            [part.given for part in parts], [part.rows() for part in parts], weigh
+        )
         total: Tensor | None = None
         for place, (part, weight) in enumerate(zip(parts, weights, strict=True)):
             quiet = place < number - 1 and torch.is_grad_enabled()
@@ -159,10 +212,15 @@ class SteppedModels:
         return _stepped(total)
 
     def _meets_in_forward(self, model: nn.Module) -> bool:
-        """Whether workers exchange something in each forward of a model, so that all have to go forward equally often."""
+        """Whether workers exchange something in each forward of a model, so that all have to go
+        forward equally often.
+        """
         several = self._loop.context.group.size > 1
         return bool(self._cuts.applied) or (
-            several and any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
+            several
+            and any(
+                isinstance(module, _BatchNorm) and module.training for module in model.modules()
+            )
         )
 
     def _undivided(self, batch: StepBatch, loss: Loss, obstacle: str) -> Tensor:
@@ -176,23 +234,40 @@ class SteppedModels:
     def _touched(self, batch: StepBatch) -> list[Any]:
         """Return what changes as soon as a backward comes to a parameter."""
         grads = [parameter.grad for parameter in batch.model.parameters()]
-        return [self._loop.backward.begun, *((id(grad), None if grad is None else grad._version) for grad in grads)]
+        return [
+            self._loop.backward.begun,
+            *((id(grad), None if grad is None else grad._version) for grad in grads),
+        ]
 
     def _weights_unknown(self, weigh: Weigh | None) -> str | None:
         """Return why it isn't known what the losses of parts count; None where it is."""
         terms = self._loop.terms
         if terms is None:
-            return "outside of the loop over a prepared loader it isn't known whether the loss is a mean or a sum"
+            return (
+                "outside of the loop over a prepared loader it isn't known whether the loss is a "
+                "mean or a sum"
+            )
         if weigh is not None or terms.weigh is None:
             return None
-        return "weigh= of run.prepare counts batches of the loader: give run.step(..., weigh=) what counts its own arguments"
+        return (
+            "weigh= of run.prepare counts batches of the loader: give run.step(..., weigh=) what "
+            "counts its own arguments"
+        )
 
-    def _weights(self, parts: Sequence[tuple[Any, ...]], sizes: Sequence[int], weigh: Weigh | None) -> Sequence[float]:
-        """Return what the losses of the parts of a batch count in its loss, which is a sum, or a mean over samples or what is weighed."""
+    def _weights(
+        self, parts: Sequence[tuple[Any, ...]], sizes: Sequence[int], weigh: Weigh | None
+    ) -> Sequence[float]:
+        """Return what the losses of the parts of a batch count in its loss, which is a sum, or a
+        mean over samples or what is weighed.
+        """
         terms = self._loop.terms
         if terms is not None and terms.loss == "sum":
             return [1.0] * len(parts)
-        found = [float(size) for size in sizes] if weigh is None else [float(weigh(part)) for part in parts]
+        found = (
+            [float(size) for size in sizes]
+            if weigh is None
+            else [float(weigh(part)) for part in parts]
+        )
         return [each / math.fsum(found) if any(found) else 0.0 for each in found]
 
     def _back(self, value: Tensor) -> Tensor:
@@ -201,21 +276,30 @@ class SteppedModels:
         return _stepped(value.detach())
 
     def _loss_scale(self, device: torch.device) -> float:
-        """Return what a loss is multiplied by before it is gone back from: the scale of the GradScalers, which have one, if any."""
+        """Return what a loss is multiplied by before it is gone back from: the scale of the
+        GradScalers, which have one, if any.
+        """
         scalers = [scaler for scaler in self._loop.scalers if scaler.is_enabled()]
         for scaler in scalers:
-            scaler.scale(torch.zeros((), device=device))  # a scaler has no state before its first loss
+            # a scaler has no state before its first loss
+            scaler.scale(torch.zeros((), device=device))
         return self._loop.context.step_state.loss_scale() if scalers else 1.0
 
 
 def check_micro_batches(micro_batches: Any) -> None:
     """Raise `UsageError` for what is no number of micro-batches."""
-    if isinstance(micro_batches, int) and not isinstance(micro_batches, bool) and micro_batches >= 1:
+    if (
+        isinstance(micro_batches, int)
+        and not isinstance(micro_batches, bool)
+        and micro_batches >= 1
+    ):
         return
     if wrong := unknown("micro_batches", micro_batches, MicroBatches):
         raise UsageError(f"{wrong}; or the number of parts, 1 or more")
     if micro_batches != "auto":
-        raise UsageError(f"micro_batches={micro_batches!r} is no number of parts; give 1 or more, or 'auto'")
+        raise UsageError(
+            f"micro_batches={micro_batches!r} is no number of parts; give 1 or more, or 'auto'"
+        )
 
 
 def _value(batch: StepBatch, loss: Loss) -> Tensor:
@@ -223,7 +307,10 @@ def _value(batch: StepBatch, loss: Loss) -> Tensor:
     *inputs, target = batch.given
     value: Any = loss(batch.model(*inputs, **batch.options), target)
     if not isinstance(value, Tensor) or value.numel() != 1:
-        raise UsageError(f"run.step: the loss is a {type(value).__qualname__} that isn't one number; give e.g. loss=F.cross_entropy")
+        raise UsageError(
+            f"run.step: the loss is a {type(value).__qualname__} that isn't one number; give e.g. "
+            "loss=F.cross_entropy"
+        )
     return value
 
 

@@ -1,15 +1,20 @@
-"""The training loop: what happens between two turns of a loader, at a backward, and at an optimizer's step.
+"""The training loop: what happens between two turns of a loader, at a backward, and at an
+optimizer's step.
 
     turn begins     my weight in the global batch, is it a ghost, is it exchanged yet
       backward      (sync/autograd.py) exchanges; p.grad is final when it returns
       step          joins the exchange if backward touched nothing here, then the user's own step
-    turn ends       joins, restores what a ghost has touched, counts the step, hands the records over about once a second
+    turn ends       joins, restores what a ghost has touched, counts the step, hands the records
+                    over about once a second
 
-Several loaders may be under way at once. The training loader whose turn began while no other trained leads: its turns are the steps.
+Several loaders may be under way at once. The training loader whose turn began while no other
+trained leads: its turns are the steps.
 
     train  |--- turn 0 ----------------|--- turn 1 ---      for x in train:
-    test         |--|--|--|                                     for v in test: ...        evaluation inside a turn
-    other      |-----------------------|--------------          u = next(others)          a second training loader
+    test         |--|--|--|                                     for v in test: ...        evaluation
+                                                                inside a turn
+    other      |-----------------------|--------------          u = next(others)          a second
+                                                                training loader
 """
 
 from __future__ import annotations
@@ -44,9 +49,13 @@ _graph_task: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside o
 
 
 class TrainingLoop:
-    """Follows the loaders of a run (their `LoaderObserver`) and keeps the `StepState` of the context."""
+    """Follows the loaders of a run (their `LoaderObserver`) and keeps the `StepState` of the
+    context.
+    """
 
-    def __init__(self, sync: Sync, context: SyncContext, abilities: Abilities, page: Page | None = None) -> None:
+    def __init__(
+        self, sync: Sync, context: SyncContext, abilities: Abilities, page: Page | None = None
+    ) -> None:
         self.context, self.abilities, self._page = context, abilities, page
         self.backward = backward = GradientTracker(sync, context, abilities, prepare=self._weigh)
         self.observers = LoopObservers()
@@ -58,9 +67,11 @@ class TrainingLoop:
         self.scalers = context.step_state.scalers
         self.frozen: list[Slot] = []
         self.clock = StepClock(context, backward)
-        self.bound: list[Callable[[], None]] = [self.clock.interruptions.close]  # undo what was set on a user's objects
+        # undo what was set on a user's objects
+        self.bound: list[Callable[[], None]] = [self.clock.interruptions.close]
         self._loaders: dict[int, LoaderProgress] = {}  # by id of the loader
-        self._open: list[LoaderProgress] = []  # those with a turn, in the order in which the turns began
+        # those with a turn, in the order in which the turns began
+        self._open: list[LoaderProgress] = []
         self.leader: LoaderProgress | None = None  # whose turns are the steps
         self.batch_use = BatchUse(context)
         self.acts = 0  # steps of optimizers, and times that no_sync was entered
@@ -81,22 +92,38 @@ class TrainingLoop:
 
     @property
     def turn(self) -> Turn | None:
-        """The innermost turn under way. A turn left by `break` counts only where no other is under way."""
+        """The innermost turn under way.
+
+        A turn left by `break` counts only where no other is under way.
+        """
         return innermost(self._open)
 
     @property
     def training(self) -> Turn | None:
-        """The turn that backward passes and optimizers belong to: the innermost training one, else the innermost."""
+        """The turn that backward passes and optimizers belong to: the innermost training one,
+        else the innermost.
+        """
         if len(self._open) < 2:
             return innermost(self._open)
-        training = [progress for progress in self._open if progress.turn is not None and progress.turn.train]
+        training = [
+            progress for progress in self._open if progress.turn is not None and progress.turn.train
+        ]
         return innermost(training) or innermost(self._open)
 
     @property
     def terms(self) -> LoaderSpec | None:
-        """How the loader deals whose turn this is: the innermost training one where gradients are on, else the innermost."""
+        """How the loader deals whose turn this is: the innermost training one where gradients
+        are on, else the innermost.
+        """
         turn = self.training if torch.is_grad_enabled() else self.turn
-        return next((progress.loader.terms for progress in self._open if turn is not None and progress.turn is turn), None)
+        return next(
+            (
+                progress.loader.terms
+                for progress in self._open
+                if turn is not None and progress.turn is turn
+            ),
+            None,
+        )
 
     @property
     def led(self) -> Turn | None:
@@ -106,7 +133,9 @@ class TrainingLoop:
     def cut_turn(self, number: int) -> None:
         """Close the exchange of turn `number`, which may be the next turn on this worker."""
         self.cut_off = number
-        self.context.step_state.close_exchange(closed=self.led is not None and number == self.steps + 1)
+        self.context.step_state.close_exchange(
+            closed=self.led is not None and number == self.steps + 1
+        )
 
     @property
     def innermost(self) -> LoaderProgress | None:
@@ -119,8 +148,13 @@ class TrainingLoop:
         """Makes a step hold on all workers or on none."""
         return self.backward.transaction
 
-    def recover_by(self, transaction: Transaction, generation_of: Callable[[ShareLoader], int]) -> None:
-        """Deal turns again that fail, which `transaction` rolls back. `generation_of`: as `LoaderObserver.generation`."""
+    def recover_by(
+        self, transaction: Transaction, generation_of: Callable[[ShareLoader], int]
+    ) -> None:
+        """Deal turns again that fail, which `transaction` rolls back.
+
+        `generation_of`: as `LoaderObserver.generation`.
+        """
         self.changes, self._generation_of = True, generation_of
         self.backward.recover_by(transaction)
 
@@ -139,7 +173,9 @@ class TrainingLoop:
 
     @property
     def axes(self) -> dict[str, AxisTotals]:
-        """What all steps have taken for exchanges by axis of the mesh; empty where no model is cut."""
+        """What all steps have taken for exchanges by axis of the mesh; empty where no model is
+        cut.
+        """
         return self.clock.axes
 
     # ---- the loader's calls
@@ -172,7 +208,8 @@ class TrainingLoop:
                 loader.finish()
             for observer in self.observers.epoch_began:
                 observer()
-        self.clock.interruptions.take(0.0)  # what was before, as an evaluation, is not of the first step
+        # what was before, as an evaluation, is not of the first step
+        self.clock.interruptions.take(0.0)
         self.clock.ask()
 
     def turn_begins(self, loader: ShareLoader, turn: Turn) -> None:
@@ -189,7 +226,9 @@ class TrainingLoop:
             backward, leads = self.backward, progress is self.leader
             progress.outer = before = backward.turn()
             if self.cut_off or self.context.step_state.exchange_closed:
-                self.context.step_state.close_exchange(closed=self.cut_off == self.steps + 1 and self.led is not None)
+                self.context.step_state.close_exchange(
+                    closed=self.cut_off == self.steps + 1 and self.led is not None
+                )
             if self.frozen:
                 self.thaw()
             if backward.transaction.recovers:
@@ -222,18 +261,26 @@ class TrainingLoop:
             if kept and turn.ghost:
                 put_back(kept)
             if last:
-                if backward.open or _graph_task() != -1 or (backward.hooks and not (backward.passes or backward.silenced)):
+                if (
+                    backward.open
+                    or _graph_task() != -1
+                    or (backward.hooks and not (backward.passes or backward.silenced))
+                ):
                     backward.join("the next batch")
                 if inner and len(self._open) > 1:
                     backward.go_back(progress.outer)
         failed = progress.discarded or (leads and backward.transaction.failed)
         if turn.train and not failed:
             if not progress.activity.trained or len(self._open) > 1:  # else it is known already
-                self.idle_epochs.note(progress.activity, [other.activity for other in self._open], last=last)
+                self.idle_epochs.note(
+                    progress.activity, [other.activity for other in self._open], last=last
+                )
             if turn.source is not None:
                 level(kept, self.context.agreement, ghost=turn.ghost)
         self._open.remove(progress)
-        self.settle() if self._open else self.context.step_state.rest(1.0 / self.context.group.size, silent=self.quiet > 0)
+        self.settle() if self._open else self.context.step_state.rest(
+            1.0 / self.context.group.size, silent=self.quiet > 0
+        )
         if leads:
             self._end_step(progress, turn, failed=failed)
         if failed:
@@ -251,7 +298,8 @@ class TrainingLoop:
             self.backward.transaction.rollback()
         else:
             steps = self.steps = self.context.trace.step = self.steps + 1
-            self.context.step_state.place(steps, apart=self.apart)  # by which all are at the same call
+            # by which all are at the same call
+            self.context.step_state.place(steps, apart=self.apart)
             if self._page is not None:
                 self._page.passed(steps)
             began = time.perf_counter()
@@ -279,11 +327,19 @@ class TrainingLoop:
             self.batch_use.epoch_ends(progress)
             self.idle_epochs.ends(progress.activity, whole=loader.ran_through)
         if self.apart:
-            self.context.agreement.lockstep.enter()  # workers come together, with the same parameters
+            # workers come together, with the same parameters
+            self.context.agreement.lockstep.enter()
 
     def end_broken(self) -> None:
-        """End the turns, and the lead, of training loops that were left by `break`. All workers call it at the same place."""
-        for progress in [progress for progress in self._open if progress.loader.terms.training and not progress.loader.under_way]:
+        """End the turns, and the lead, of training loops that were left by `break`.
+
+        All workers call it at the same place.
+        """
+        for progress in [
+            progress
+            for progress in self._open
+            if progress.loader.terms.training and not progress.loader.under_way
+        ]:
             self.turn_ends(progress.loader)
             self.idle_epochs.flush(progress.activity)
         if self.leader is not None and not self.leader.loader.under_way:
@@ -292,7 +348,10 @@ class TrainingLoop:
     # ---- a backward, and an optimizer's calls
 
     def _weigh(self) -> None:
-        """Weigh a backward that begins. Training loaders under way side by side must give it the same weight."""
+        """Weigh a backward that begins.
+
+        Training loaders under way side by side must give it the same weight.
+        """
         if self.batch_use.fresh:
             self.batch_use.use(None)
         if len(self._open) == 1 and (turn := self._open[0].turn) is not None:
@@ -304,27 +363,38 @@ class TrainingLoop:
 
     @property
     def acting(self) -> bool:
-        """Whether step, scheduler.step and the like act: not for a batch without weight, nor in a turn that has failed."""
+        """Whether step, scheduler.step and the like act: not for a batch without weight, nor in
+        a turn that has failed.
+        """
         turn = self.training
         if turn is None or not turn.train:
             return True
         if turn.total == 0:
             if not self._announced:
                 self._announced = True
-                self.context.announce(f"all weights of step {self.steps} are zero: no update is made for such a batch")
+                self.context.announce(
+                    f"all weights of step {self.steps} are zero: no update is made for such a batch"
+                )
             return False
         return not self.transaction.failed
 
     @property
     def training_now(self) -> bool:
         """Whether the loop over a training loader is under way."""
-        return any(progress.loader.terms.training and progress.loader.under_way for progress in self._open)
+        return any(
+            progress.loader.terms.training and progress.loader.under_way for progress in self._open
+        )
 
     def ready(self, where: str) -> None:
-        """Exchange gradients that are about to be used and have not been exchanged, even if backward touched nothing here."""
+        """Exchange gradients that are about to be used and have not been exchanged, even if
+        backward touched nothing here.
+        """
         turn = self.training
         if self.quiet:
-            raise UsageError(f"{where} inside run.no_sync() would use gradients before their exchange; call it outside of the block")
+            raise UsageError(
+                f"{where} inside run.no_sync() would use gradients before their exchange; "
+                "call it outside of the block"
+            )
         if turn is None or turn.train:
             self.backward.join(where, due=True)
 
@@ -341,22 +411,33 @@ class TrainingLoop:
             self.settle()
 
     def may_step(self) -> bool:
-        """Exchange what has not been, for an optimizer that is about to step, and say whether it acts."""
+        """Exchange what has not been, for an optimizer that is about to step, and say whether it
+        acts.
+        """
         turn, under_way, backward = None, self._open, self.backward
         if under_way:
             turn = self.training if len(under_way) > 1 else under_way[0].turn
-        if self.quiet or backward.open or _graph_task() != -1 or (backward.hooks and (backward.owing or not backward.passes)):
+        if (
+            self.quiet
+            or backward.open
+            or _graph_task() != -1
+            or (backward.hooks and (backward.owing or not backward.passes))
+        ):
             self.ready("optimizer.step")
         if turn is not None and turn.train and not turn.total:
             return self.acting
         return turn is None or not turn.train or not backward.transaction.failed
 
     def gather(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
-        """Return the rows that `act` gathers, once a batch: `nothing` if they were gathered before, or the turn is dealt again."""
+        """Return the rows that `act` gathers, once a batch: `nothing` if they were gathered
+        before, or the turn is dealt again.
+        """
         return self.transaction.collective(act, nothing)
 
     def stepped(self, optimizer: Any) -> None:
-        """Note that an optimizer has stepped; in a loop without a loader this begins the next turn."""
+        """Note that an optimizer has stepped; in a loop without a loader this begins the next
+        turn.
+        """
         self.acts += 1
         for observer in self.observers.stepped:
             observer(optimizer)

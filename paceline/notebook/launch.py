@@ -1,6 +1,8 @@
-"""`pl.launch`: workers from a notebook or any Python, which call a function; what that returns on each comes back as a list.
+"""`pl.launch`: workers from a notebook or any Python, which call a function; what that returns on
+each comes back as a list.
 
-`with pl.start() as run:` in the function joins the workers, as it does in a script that `paceline run` starts.
+`with pl.start() as run:` in the function joins the workers, as it does in a script that `paceline
+run` starts.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def launch(
     backend: Backend | None = None,
     **named: Any,
 ) -> list[T]:
-    """Start workers on this machine that each call `function(*args, **named)`, and return what it returns on each of them, by rank.
+    """Start workers on this machine that each call `function(*args, **named)`, and return what it
+    returns on each of them, by rank.
 
     >>> def train(rate):
     ...     with pl.start() as run:
@@ -65,25 +68,29 @@ def launch(
     >>> pl.launch(train, 0.5, workers=2)
     [0.0, 0.5]
 
-    Names that aren't options of `launch` go to the function: `pl.launch(train, rate=0.5)`. One that is both is for `launch`, and
-    `functools.partial(train, name="x")` gives it to the function.
+    Names that aren't options of `launch` go to the function: `pl.launch(train, rate=0.5)`. One that
+    is both is for `launch`, and `functools.partial(train, name="x")` gives it to the function.
 
-    Workers are fresh processes. The function and its arguments travel by value where workers can't import them: functions of a
-    notebook's cells or of the main script, lambdas and closures over a model all go. That takes cloudpickle (`pip install
-    'paceline[notebook]'`). What the function changes stays in the workers. `with pl.start() as run:` in it joins them, as in a script.
+    Workers are fresh processes. The function and its arguments travel by value where workers can't
+    import them: functions of a notebook's cells or of the main script, lambdas and closures over a
+    model all go. That takes cloudpickle (`pip install 'paceline[notebook]'`). What the function
+    changes stays in the workers. `with pl.start() as run:` in it joins them, as in a script.
 
-    What workers write is shown as it comes, behind their ranks; in a notebook in the cell, with a bar of the run's progress. Interrupted
-    (Ctrl-C, the kernel's interrupt), it ends all workers within seconds and raises `KeyboardInterrupt`.
+    What workers write is shown as it comes, behind their ranks; in a notebook in the cell, with a
+    bar of the run's progress. Interrupted (Ctrl-C, the kernel's interrupt), it ends all workers
+    within seconds and raises `KeyboardInterrupt`.
 
-    `threads`: of each worker (default: its part of the cores, or OMP_NUM_THREADS). `sync`, `mesh`, `cut`, `shares`, `name`, `straggler`:
-    in place of what the function gives to `pl.start` and `run.prepare`; strategies and cuts as objects or in their notation. `min_workers`:
-    go on when workers die, as long as there are so many; the list has results of those that came to the end. `restarts`: how often all
-    start again after a failure; with `min_workers`, how many are started in place of the dead. `patience`: seconds that fewer than
-    `min_workers` wait for others. `servers`: of a strategy that has them. `backend`: "paceline" is what a function that uses
+    `threads`: of each worker (default: its part of the cores, or OMP_NUM_THREADS). `sync`, `mesh`,
+    `cut`, `shares`, `name`, `straggler`: in place of what the function gives to `pl.start` and
+    `run.prepare`; strategies and cuts as objects or in their notation. `min_workers`: go on when
+    workers die, as long as there are so many; the list has results of those that came to the end.
+    `restarts`: how often all start again after a failure; with `min_workers`, how many are started
+    in place of the dead. `patience`: seconds that fewer than `min_workers` wait for others.
+    `servers`: of a strategy that has them. `backend`: "paceline" is what a function that uses
     torch.distributed by itself gets in the place of Gloo.
 
-    Raises `WorkerFailed` with the rank and the traceback of the worker that failed first; `UsageError` for what can't be honoured, and in
-    a worker, which launches nothing.
+    Raises `WorkerFailed` with the rank and the traceback of the worker that failed first;
+    `UsageError` for what can't be honoured, and in a worker, which launches nothing.
     """
     request = LaunchRequest(
         script=str(_PROGRAM),
@@ -106,18 +113,27 @@ def launch(
     return _launch(partial(call, **named) if named else call, args, request)
 
 
-def _check_names(function: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]) -> None:
+def _check_names(
+    function: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]
+) -> None:
     """Raise `UsageError` for a name that neither `launch` nor the function has."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a builtin, or nothing that can be called: that is said where it is
+    except (TypeError, ValueError):
+        # a builtin, or nothing that can be called: that is said where it is
         return
     try:
         signature.bind_partial(*args, **named)
     except TypeError as error:
-        mine = [option.name for option in inspect.signature(launch).parameters.values() if option.kind is option.KEYWORD_ONLY]
+        mine = [
+            option.name
+            for option in inspect.signature(launch).parameters.values()
+            if option.kind is option.KEYWORD_ONLY
+        ]
         option_names.check("pl.launch", named, [*mine, *signature.parameters])
-        raise UsageError(f"pl.launch can't call {getattr(function, '__name__', 'it')}{signature} so: {error}") from None
+        raise UsageError(
+            f"pl.launch can't call {getattr(function, '__name__', 'it')}{signature} so: {error}"
+        ) from None
 
 
 def _text(asked: Any, vocabulary: notation.Vocabulary) -> str | None:
@@ -140,7 +156,9 @@ def _launch(function: Callable[..., T], args: Sequence[Any], request: LaunchRequ
         held.callback(outcome.close)
         with theirs:
             job = LaunchRequest(**{**vars(request), "call": (file.fileno(), theirs.fileno())})
-            launcher = LauncherProcess(job, environment(), mine, outcome.hear, timings=timings().call)
+            launcher = LauncherProcess(
+                job, environment(), mine, outcome.hear, timings=timings().call
+            )
         code = launcher.run()
         if code:
             raise outcome.failure(code, launcher.last_line)
@@ -152,29 +170,43 @@ def _check(function: Any, request: LaunchRequest) -> None:
     place = discover()
     if place.launcher == "paceline" or place.size > 1:
         raise UsageError(
-            f"pl.launch was called in a worker, rank {place.rank} of {place.size} ({place.launcher}), and workers start no others: call the"
-            " function itself there. A module that launches while it is imported needs `if __name__ == '__main__':` before that"
+            f"pl.launch was called in a worker, rank {place.rank} of {place.size} "
+            f"({place.launcher}), and workers start no others: call the"
+            " function itself there. A module that launches while it is imported needs `if "
+            "__name__ == '__main__':` before that"
         )
     if not callable(function):
-        raise UsageError(f"pl.launch got a {type(function).__qualname__}; give the function that each worker is to call")
+        raise UsageError(
+            f"pl.launch got a {type(function).__qualname__}; give the function that each worker is "
+            "to call"
+        )
     packing.require()
     if request.sync is not None or request.cut is not None:
-        importlib.import_module("torch")  # or they would be proved in a fork of this process, which may have threads
+        # or they would be proved in a fork of this process, which may have threads
+        importlib.import_module("torch")
     try:
         check(request)
         prove(request)
     except UsageError as error:
-        raise type(error)(re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda option: option[1].replace("-", "_"), str(error))) from None
+        raise type(error)(
+            re.sub(
+                r"--([a-z]+(?:-[a-z]+)*)", lambda option: option[1].replace("-", "_"), str(error)
+            )
+        ) from None
 
 
 class _CallOutcome:
     """The outcome of a call as workers and their launcher tell it; statuses are shown at once."""
 
     def __init__(self) -> None:
-        self._status = StatusRelay(NotebookBar if in_kernel() else lambda: StatusLine(choose(discover())))
+        self._status = StatusRelay(
+            NotebookBar if in_kernel() else lambda: StatusLine(choose(discover()))
+        )
         self._results: dict[int, BinaryIO] = {}
-        self._failures: dict[int, tuple[str, str]] = {}  # by number: the exception in a line, and its traceback
-        self._verdict: tuple[int | None, str, str] | None = None  # the number of who failed first, a line on it, its last words
+        # by number: the exception in a line, and its traceback
+        self._failures: dict[int, tuple[str, str]] = {}
+        # the number of who failed first, a line on it, its last words
+        self._verdict: tuple[int | None, str, str] | None = None
 
     def hear(self, message: CallMessage) -> None:
         """Take in a message."""
@@ -182,7 +214,8 @@ class _CallOutcome:
         if kind == "status":
             self._status.show(fields)
         elif kind == "called":
-            self._forget(fields["number"])  # what it was told by a worker that this one has replaced
+            # what it was told by a worker that this one has replaced
+            self._forget(fields["number"])
         elif kind == "result":
             assert body is not None
             self._results[fields["number"]] = body
@@ -196,16 +229,27 @@ class _CallOutcome:
                 self._verdict = (fields["number"], fields["line"], text)
 
     def results(self, workers: int | None) -> list[Any]:
-        """Return what the function has returned, by rank. Raises `WorkerFailed` if one of so many `workers` has said nothing."""
+        """Return what the function has returned, by rank.
+
+        Raises `WorkerFailed` if one of so many `workers` has said nothing.
+        """
         silent = sorted({*range(workers or 0)} - self._results.keys())
         if silent:
-            raise WorkerFailed(f"rank {silent[0]} ended with exit code 0 before the function had returned", silent[0])
+            raise WorkerFailed(
+                f"rank {silent[0]} ended with exit code 0 before the function had returned",
+                silent[0],
+            )
         return [packing.unpack_result(self._results[number]) for number in sorted(self._results)]
 
     def failure(self, code: int, said: str) -> WorkerFailed:
-        """Return the error of a call that has failed with this exit code; `said` is the last line of the launcher."""
+        """Return the error of a call that has failed with this exit code; `said` is the last
+        line of the launcher.
+        """
         if self._verdict is None:
-            return WorkerFailed(f"workers could not be started, or were ended from outside (exit code {code}); their launcher said: {said}")
+            return WorkerFailed(
+                f"workers could not be started, or were ended from outside (exit code {code}); "
+                f"their launcher said: {said}"
+            )
         number, line, tail = self._verdict
         if number is not None and number in self._failures:
             head, text = self._failures[number]

@@ -1,4 +1,6 @@
-"""The progress of a run in a notebook: a bar in the output of the cell, with what the status line has; kept when the notebook is saved."""
+"""The progress of a run in a notebook: a bar in the output of the cell, with what the status
+line has; kept when the notebook is saved.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,20 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.record.status_line import WINDOW, FinishedStep, beside_words, late_words, summary, time_left
+from paceline.record.status_line import (
+    WINDOW,
+    FinishedStep,
+    beside_words,
+    late_words,
+    summary,
+    time_left,
+)
 from paceline.status.run_status import line
 from paceline.trace import PARTS
 from paceline.unequal.stragglers.lateness import RankLateness
 
-_COLOURS = {"compute": "#0072b2", "exchange": "#e69f00", "wait": "#cc79a7", "data": "#009e73"}  # which colour-blind people tell apart
+# which colour-blind people tell apart
+_COLOURS = {"compute": "#0072b2", "exchange": "#e69f00", "wait": "#cc79a7", "data": "#009e73"}
 
 
 def in_kernel() -> bool:
@@ -25,7 +35,8 @@ def in_kernel() -> bool:
 
 
 class NotebookBar:
-    """Shows how far a run is: a bar, the line of a terminal below it, and which part of the time went where.
+    """Shows how far a run is: a bar, the line of a terminal below it, and which part of the time
+    went where.
 
     `show` is IPython's `display`.
     """
@@ -36,14 +47,19 @@ class NotebookBar:
         self._marks: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._late = self._remark = ""
         self._epoch: tuple[int, int] | None = None
-        self._last: tuple[str, str] = ("", "")  # what was shown of the last step, as text and as HTML
+        # what was shown of the last step, as text and as HTML
+        self._last: tuple[str, str] = ("", "")
         self._beside = ""  # what was logged of a step once it was over
 
     def step(self, beat: FinishedStep, total: int | None) -> None:
-        """Show the newest step; `beat` has the samples and the seconds of all since the last one."""
+        """Show the newest step; `beat` has the samples and the seconds of all since the last
+        one.
+        """
         self._marks.append((beat.step, beat.time))
         left = time_left(self._marks, total)
-        text = line(summary(beat, total, left=left, epoch=self._epoch, late=self._late, remark=self._remark))
+        text = line(
+            summary(beat, total, left=left, epoch=self._epoch, late=self._late, remark=self._remark)
+        )
         self._last = text, drawn(beat, total, text)
         self._draw()
 
@@ -55,7 +71,10 @@ class NotebookBar:
     def _draw(self) -> None:
         text, drawing = self._last
         below = f"<div><code>{html.escape(self._beside)}</code></div>" if self._beside else ""
-        bundle = {"text/plain": "\n".join(filter(None, (text, self._beside))), "text/html": drawing + below}
+        bundle = {
+            "text/plain": "\n".join(filter(None, (text, self._beside))),
+            "text/html": drawing + below,
+        }
         if self._handle is None:
             self._handle = self._show(bundle, raw=True, display_id=True)
         else:
@@ -81,15 +100,19 @@ class NotebookBar:
 
 
 def drawn(beat: FinishedStep, total: int | None, text: str) -> str:
-    """Draw a bar as HTML: how far it is, the line `text`, and the parts of the time that is in `beat`."""
+    """Draw a bar as HTML: how far it is, the line `text`, and the parts of the time that is in
+    `beat`.
+    """
     far = f'value="{min(beat.step, total)}" max="{total}"' if total else ""
     whole = sum(beat.seconds.values())
     parts = "".join(
-        f'<span title="{part} {beat.seconds.get(part, 0.0) / whole:.0%}" style="display:inline-block;height:4px;'
+        f'<span title="{part} {beat.seconds.get(part, 0.0) / whole:.0%}" '
+        'style="display:inline-block;height:4px;'
         f'width:{beat.seconds.get(part, 0.0) / whole:.2%};background:{_COLOURS[part]}"></span>'
         for part in (PARTS if whole > 0 else ())
     )
     return (
         f'<div style="max-width:60em"><progress {far} style="width:100%"></progress>'
-        f'<div style="line-height:4px;font-size:0">{parts}</div><code>{html.escape(text)}</code></div>'
+        "<div "
+        f'style="line-height:4px;font-size:0">{parts}</div><code>{html.escape(text)}</code></div>'
     )

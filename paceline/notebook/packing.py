@@ -1,10 +1,14 @@
-"""Packing of functions and their results, which may be those of a notebook's cells: by value, where workers can't import them.
+"""Packing of functions and their results, which may be those of a notebook's cells: by value, where
+workers can't import them.
 
-caller    function, arguments, where it imports from, sources of cells --> a file without a name --> worker
-worker    what the function returns ----------------------------------> a file without a name --> caller
+caller    function, arguments, where it imports from, sources of cells --> a file without a name -->
+          worker
+worker    what the function returns ----------------------------------> a file without a name -->
+          caller
 
-It is pickle, which runs what it reads. Both files are made by processes of one call and handed over as descriptors: nobody else can
-write to them, and what is read is what the caller's own function has made.
+It is pickle, which runs what it reads. Both files are made by processes of one call and handed over
+as descriptors: nobody else can write to them, and what is read is what the caller's own function
+has made.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 from paceline.errors import UsageError
 
-_UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError)  # what objects raise that can't be pickled
+# what objects raise that can't be pickled
+_UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError)
 
 
 class PackedCall(NamedTuple):
@@ -37,23 +42,34 @@ def require() -> Any:
     try:
         return importlib.import_module("cloudpickle")
     except ImportError:
-        raise UsageError("pl.launch sends functions by cloudpickle, which isn't installed: pip install 'paceline[notebook]'") from None
+        raise UsageError(
+            "pl.launch sends functions by cloudpickle, which isn't installed: "
+            "pip install 'paceline[notebook]'"
+        ) from None
 
 
 def pack_call(function: Callable[..., Any], args: Sequence[Any], file: BinaryIO) -> None:
-    """Write a call. Raises `UsageError` for a function, or for arguments, that can't leave this process."""
-    _dump((list(sys.path), list(sys.argv)), file)  # what is needed before anything of the caller's can be imported
+    """Write a call.
+
+    Raises `UsageError` for a function, or for arguments, that can't leave this process.
+    """
+    # what is needed before anything of the caller's can be imported
+    _dump((list(sys.path), list(sys.argv)), file)
     try:
         _dump((function, tuple(args), _sources()), file)
     except _UNPICKLABLE as error:
         raise UsageError(
-            f"{_name(function)} can't be sent to workers ({error}): it, its arguments, or what it uses holds something that stays in its"
-            " process, such as a lock, an open file, a generator or a run; make that inside of the function"
+            f"{_name(function)} can't be sent to workers ({error}): it, its arguments, or what it "
+            "uses holds something that stays in its"
+            " process, such as a lock, an open file, a generator or a run; "
+            "make that inside of the function"
         ) from error
 
 
 def unpack_call(file: BinaryIO) -> PackedCall:
-    """Read a call; from now on this process has the arguments of its caller, and imports from where that does."""
+    """Read a call; from now on this process has the arguments of its caller, and imports from
+    where that does.
+    """
     sys.path[:], sys.argv[:] = pickle.load(file)
     return PackedCall(*pickle.load(file))
 
@@ -64,7 +80,8 @@ def pack_result(result: Any, file: BinaryIO) -> None:
         _dump(result, file)
     except _UNPICKLABLE as error:
         raise UsageError(
-            f"the function returned a {type(result).__qualname__} that can't be sent back ({error}): return numbers, tensors, state dicts,"
+            f"the function returned a {type(result).__qualname__} that can't be sent back "
+            f"({error}): return numbers, tensors, state dicts,"
             " or what is made of them"
         ) from error
 
@@ -75,12 +92,17 @@ def unpack_result(file: BinaryIO) -> Any:
 
 
 def _dump(value: Any, file: BinaryIO) -> None:
-    """Pickle a value. Functions keep the names of their files, for tracebacks, which cloudpickle would leave out."""
+    """Pickle a value.
+
+    Functions keep the names of their files, for tracebacks, which cloudpickle would leave out.
+    """
     cloudpickle = require()
     usual = cloudpickle.Pickler.dispatch_table
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
-        dispatch_table: ClassVar[Any] = ChainMap({CodeType: partial(_reduce_code, usual[CodeType])}, usual)
+        dispatch_table: ClassVar[Any] = ChainMap(
+            {CodeType: partial(_reduce_code, usual[CodeType])}, usual
+        )
 
     Pickler(file).dump(value)
 
@@ -95,8 +117,14 @@ def _placed_code(make: Callable[..., CodeType], parts: Sequence[Any], file: str)
 
 
 def _sources() -> dict[str, Any]:
-    """Return the sources that are in no file: those of a notebook's cells, as `linecache` has them."""
-    return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+    """Return the sources that are in no file: those of a notebook's cells, as `linecache` has
+    them.
+    """
+    return {
+        name: entry
+        for name, entry in linecache.cache.items()
+        if len(entry) == 4 and entry[1] is None
+    }
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -1,6 +1,8 @@
-"""The launcher of a call as the caller sees it: starts it, shows what it writes, hears what workers tell, and ends it.
+"""The launcher of a call as the caller sees it: starts it, shows what it writes, hears what workers
+tell, and ends it.
 
-The caller waits in `run` alone. What interrupts it there (Ctrl-C, a kernel's interrupt) ends all workers before it goes on.
+The caller waits in `run` alone. What interrupts it there (Ctrl-C, a kernel's interrupt) ends all
+workers before it goes on.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ Hear = Callable[[CallMessage], object]
 
 
 class _Output:
-    """One output of the launcher on its way to the caller's own, which may be the cell of a notebook."""
+    """One output of the launcher on its way to the caller's own, which may be the cell of a
+    notebook.
+    """
 
     def __init__(self, pipe: IO[bytes], name: str) -> None:
         self._pipe, self._name = pipe, name
@@ -53,10 +57,19 @@ class _Output:
 
 
 class LauncherProcess:
-    """The launcher of a call, with its workers. `job.call` has the descriptors that they inherit; `hear` is called with their messages."""
+    """The launcher of a call, with its workers.
+
+    `job.call` has the descriptors that they inherit; `hear` is called with their messages.
+    """
 
     def __init__(
-        self, job: LaunchRequest, environ: Mapping[str, str], channel: CallChannel, hear: Hear, *, timings: CallTimings = DEFAULTS.call
+        self,
+        job: LaunchRequest,
+        environ: Mapping[str, str],
+        channel: CallChannel,
+        hear: Hear,
+        *,
+        timings: CallTimings = DEFAULTS.call,
     ) -> None:
         self._channel, self._hear, self._timings = channel, hear, timings
         assert job.call is not None
@@ -67,10 +80,14 @@ class LauncherProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             pass_fds=job.call,
-            start_new_session=True,  # Ctrl-C on a terminal reaches the caller alone, which passes it on
+            # Ctrl-C on a terminal reaches the caller alone, which passes it on
+            start_new_session=True,
         )
         assert self._process.stdout is not None and self._process.stderr is not None
-        self._out, self._err = _Output(self._process.stdout, "stdout"), _Output(self._process.stderr, "stderr")
+        self._out, self._err = (
+            _Output(self._process.stdout, "stdout"),
+            _Output(self._process.stderr, "stderr"),
+        )
 
     @property
     def last_line(self) -> str:
@@ -78,7 +95,10 @@ class LauncherProcess:
         return (self._err.tail.strip().splitlines() or [""])[-1]
 
     def run(self) -> int:
-        """Wait for its end, and give the exit code of the job. Whatever interrupts that ends the workers first."""
+        """Wait for its end, and give the exit code of the job.
+
+        Whatever interrupts that ends the workers first.
+        """
         try:
             self._watch(None)
             return self._process.wait()
@@ -90,7 +110,9 @@ class LauncherProcess:
                 output.close()
 
     def _watch(self, until: float | None) -> None:
-        """Show and hear all that comes until the launcher has ended, or until that `time.monotonic()`."""
+        """Show and hear all that comes until the launcher has ended, or until that
+        `time.monotonic()`.
+        """
         while streams := [output for output in (self._out, self._err) if output.open]:
             if until is not None and time.monotonic() >= until:
                 return
@@ -114,7 +136,9 @@ class LauncherProcess:
         while self._process.poll() is None and time.monotonic() < until:
             self._process.send_signal(agent.END)
             # interrupted again, or what is shown goes nowhere any more
-            with contextlib.suppress(KeyboardInterrupt, OSError, ValueError, subprocess.TimeoutExpired):
+            with contextlib.suppress(
+                KeyboardInterrupt, OSError, ValueError, subprocess.TimeoutExpired
+            ):
                 self._watch(until)
                 self._process.wait(max(0.1, until - time.monotonic()))
         self._process.kill()  # its janitor ends the rest

@@ -9,7 +9,8 @@ from paceline.record.trackers import catalogue
 
 
 def prove(job: LaunchRequest) -> None:
-    """Raise `UsageError` for a strategy, cuts, shares, trackers or a name that no worker could use: once, rather than by each.
+    """Raise `UsageError` for a strategy, cuts, shares, trackers or a name that no worker could use:
+    once, rather than by each.
 
     What only the launcher can tell, `paceline.cluster.launcher.request.check` does.
     """

@@ -1,7 +1,8 @@
 """Advice on where the time of a run went. Each rule looks at one thing.
 
-A rule speaks only of what lasts: it takes its share of a step in four of five tenths of the run, after the first steps, so that neither the
-start nor a busy moment is taken for the rule; it is worth having, in seconds; and it is not what the run does already.
+A rule speaks only of what lasts: it takes its share of a step in four of five tenths of the run,
+after the first steps, so that neither the start nor a busy moment is taken for the rule; it is
+worth having, in seconds; and it is not what the run does already.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from paceline.unequal.stragglers.lateness import main_cause
 from paceline.unequal.stragglers.stragglers import remedy, work_by_share
 
 LEAST = 1e-3  # seconds of a step that are worth a change of the training
-READING = 2e-3  # seconds of a step that are worth processes that read: to hand over a batch costs them up to so much
+# seconds of a step that are worth processes that read: to hand over a batch costs them up to so
+# much
+READING = 2e-3
 READERS_COST = 10e-3  # seconds of a step below which it may be the handing over that is waited for
 STOOD = 1.0  # seconds of a run that are worth another way to save
 
@@ -32,14 +35,22 @@ _ALONG = {  # what makes exchanges along an axis take less, where it lies in hos
 def advise(facts: RunFacts) -> str:
     """Write the advice for a run, or why there is none."""
     found = remarks(facts)
-    return "\n".join(["What to do about it:", *(f"- {remark.words}" for remark in found)]) if found else quiet(facts)
+    return (
+        "\n".join(["What to do about it:", *(f"- {remark.words}" for remark in found)])
+        if found
+        else quiet(facts)
+    )
 
 
 def remarks(facts: RunFacts) -> list[Remark]:
     """Return the advice for a run."""
     always = [remark for rule in WHOLE for remark in rule(facts)]
     steady = facts.steady
-    return always if steady is None else [*always, *(remark for rule in RULES for remark in rule(facts, steady))]
+    return (
+        always
+        if steady is None
+        else [*always, *(remark for rule in RULES for remark in rule(facts, steady))]
+    )
 
 
 def quiet(facts: RunFacts) -> str:
@@ -62,30 +73,50 @@ def exchange(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
     if most is not None and most.axis == "stage":
         return  # waits of a pipeline, of which `pipelines` knows more
     if most is not None and most.axis != "data":
-        inside = ", which goes between hosts: give the mesh fewer workers along it, so that it fits in a host" if most.between else ""
+        inside = (
+            ", which goes between hosts: give the mesh fewer workers along it, so that it fits in "
+            "a host"
+            if most.between
+            else ""
+        )
         words = (
-            f"Exchange takes {facts.share('exchange'):.0%} of a step, most of it along `{most.axis}`{inside or _ALONG[most.axis]}. "
+            f"Exchange takes {facts.share('exchange'):.0%} of a step, most of it along "
+            f"`{most.axis}`{inside or _ALONG[most.axis]}. "
             "`paceline layout` shows what a worker would hold by another mesh"
         )
         yield Remark(words, min(most.seconds / facts.step, facts.share("exchange")), most=True)
         return
     share = facts.share("exchange")
     words = (
-        f"Exchange takes {share:.0%} of a step. A larger global batch makes fewer exchanges for the same samples "
-        f"(in pieces by run.step(..., micro_batches=k) if memory is short); parameters in bfloat16 halve the bytes"
+        f"Exchange takes {share:.0%} of a step. A larger global batch makes fewer exchanges for "
+        "the same samples "
+        "(in pieces by run.step(..., micro_batches=k) if memory is short); "
+        "parameters in bfloat16 halve the bytes"
     )
     yield Remark(words, share / 2)  # with twice the batch, or half the bytes
     if facts.hosts > 1 and "via=" in facts.sync and "hierarchical" not in facts.sync:
-        words = f"{facts.sync} names its own way between hosts. AllReduce() and AllReduce(via='hierarchical') send one copy per host"
+        words = (
+            f"{facts.sync} names its own way between hosts. "
+            "AllReduce() and AllReduce(via='hierarchical') send one copy per host"
+        )
         yield Remark(words, share, most=True)
     elif facts.hosts == 1 and "via=" in facts.sync:
-        words = f"{facts.sync} names its own way inside the host. AllReduce() goes through shared memory, which is usually fastest there"
+        words = (
+            f"{facts.sync} names its own way inside the host. AllReduce() goes through shared "
+            "memory, which is usually fastest there"
+        )
         yield Remark(words, share, most=True)
     elif facts.hosts > 1 and facts.sync == "AllReduce()":
-        words = "One copy per host is sent already. AllReduce(codec='auto') sends fewer bits of it where that pays"
+        words = (
+            "One copy per host is sent already. AllReduce(codec='auto') sends fewer bits of it "
+            "where that pays"
+        )
         yield Remark(words, share, most=True)
     elif facts.hosts > 1:
-        words = "One copy per host is sent already. `paceline bench collectives` says whether the link is as fast as it should be"
+        words = (
+            "One copy per host is sent already. `paceline bench collectives` says whether the link "
+            "is as fast as it should be"
+        )
         yield Remark(words, share, most=True)
 
 
@@ -97,43 +128,64 @@ def slow(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
     slowest = max(range(len(busy)), key=busy.__getitem__, default=0)
     head = f"Waiting for slower workers takes {facts.share('wait'):.0%} of a step"
     cause = main_cause(facts.late[slowest]) if slowest < len(facts.late) else "compute"
-    if busy and min(busy) > 0 and busy[slowest] > 1.15 * min(busy) and facts.work[slowest].late >= 0.8:
+    if (
+        busy
+        and min(busy) > 0
+        and busy[slowest] > 1.15 * min(busy)
+        and facts.work[slowest].late >= 0.8
+    ):
         words = (
-            f"{head}. The slowest is {facts.rank(slowest)}, with {seconds(busy[slowest])} of own work in a step where the median is "
-            f"{seconds(statistics.median(busy))}, for {WORDS[cause]}. {REMEDIES.get(cause) or _evened(facts, busy)}"
+            f"{head}. The slowest is {facts.rank(slowest)}, with {seconds(busy[slowest])} of own "
+            "work in a step where the median is "
+            f"{seconds(statistics.median(busy))}, for {WORDS[cause]}. "
+            f"{REMEDIES.get(cause) or _evened(facts, busy)}"
         )
         yield Remark(words, *_sooner(facts, busy, cause))
     elif not busy:
-        words = f"{head}. Once the run has ended, this report says whether it is always the same one that is late"
+        words = (
+            f"{head}. Once the run has ended, this report says whether it is always the same one "
+            "that is late"
+        )
         yield Remark(words, facts.share("wait"), most=True)
     else:
         words = (
-            f"{head}, and no worker is the slowest throughout: batches of unequal work (lengths of texts), more workers than cores, or "
-            f"other programs on the machines. trace.json, opened in Perfetto (ui.perfetto.dev), shows who was late when"
+            f"{head}, and no worker is the slowest throughout: batches of unequal work (lengths of "
+            "texts), more workers than cores, or "
+            "other programs on the machines. trace.json, opened in Perfetto (ui.perfetto.dev), "
+            "shows who was late when"
         )
         yield Remark(words, facts.share("wait"), most=True)
 
 
 def _sooner(facts: RunFacts, busy: list[float], cause: str) -> tuple[float, bool]:
-    """Return the part of a step that is saved where the slowest worker is as fast as others, or its work is dealt; and whether at most."""
+    """Return the part of a step that is saved where the slowest worker is as fast as others, or
+    its work is dealt; and whether at most.
+    """
     dealt, shares = work_by_share(busy, facts.mesh), facts.dealing.shares if facts.dealing else ()
     if cause in REMEDIES or facts.pipelines or len(dealt) == 1:
         return min((max(busy) - statistics.median_low(busy)) / facts.step, 1.0), True
-    even = statistics.harmonic_mean(dealt, shares if len(shares) == len(dealt) else None)  # what all need with samples by their speed
+    # what all need with samples by their speed
+    even = statistics.harmonic_mean(dealt, shares if len(shares) == len(dealt) else None)
     return min(max(max(busy) - even, 0.0) / facts.step, 1.0), False
 
 
 def _evened(facts: RunFacts, busy: list[float]) -> str:
     """Advise on a slow worker: shares by speed, unless they are so already."""
     if facts.pipelines:
-        return "See what else runs there; if it is only that its layers take longer than others', a better split of the layers helps"
+        return (
+            "See what else runs there; if it is only that its layers take longer than others', a "
+            "better split of the layers helps"
+        )
     busy = work_by_share(busy, facts.mesh)
     shares = facts.dealing.shares if facts.dealing else ()
     if len(shares) != len(busy) or max(shares) - min(shares) <= 1:
         return remedy(busy)
     speeds = [share / mine for share, mine in zip(shares, busy, strict=True)]
     fit = ", ".join(f"{speed / max(speeds):.2g}" for speed in speeds)
-    return f"See what else runs there; the shares are {', '.join(map(str, shares))} now, and by speed they would be shares=[{fit}]"
+    return (
+        f"See what else runs there; the shares are {', '.join(map(str, shares))} now, and by speed "
+        f"they would be shares=[{fit}]"
+    )
 
 
 def data(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
@@ -144,17 +196,20 @@ def data(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
     head = f"The next batch is waited for during {facts.share('data'):.0%} of a step"
     if not readers:
         words = (
-            f"{head}. Where cores are left, let others prepare it: DataLoader(..., num_workers=2 or more, persistent_workers=True); or do "
+            f"{head}. Where cores are left, let others prepare it: DataLoader(..., num_workers=2 "
+            "or more, persistent_workers=True); or do "
             f"the costly part of the data set once, ahead"
         )
     elif steady.least["data"] < READERS_COST:
         words = (
-            f"{head}, with num_workers={readers} for each worker. Such processes need a few milliseconds to hand a batch over: see whether "
+            f"{head}, with num_workers={readers} for each worker. Such processes need a few "
+            "milliseconds to hand a batch over: see whether "
             f"num_workers=0 is faster, or larger batches"
         )
     else:
         words = (
-            f"{head}, with num_workers={readers} for each worker. More of them help only where cores are left; else do the costly part of "
+            f"{head}, with num_workers={readers} for each worker. More of them help only where "
+            "cores are left; else do the costly part of "
             f"the data set once, ahead"
         )
     yield Remark(words, facts.share("data"), most=True)
@@ -164,15 +219,26 @@ def servers(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
     return serving.advise(facts.servers, facts.seconds or 0.0, facts.samples)
 
 
-RULES: tuple[Callable[[RunFacts, SteadyTimes], Iterator[Remark]], ...] = (exchange, slow, data, servers)
+RULES: tuple[Callable[[RunFacts, SteadyTimes], Iterator[Remark]], ...] = (
+    exchange,
+    slow,
+    data,
+    servers,
+)
 
 
 def outside(facts: RunFacts) -> Iterator[Remark]:
     """Advise where much of the run lies outside of its steps."""
-    if facts.ended and facts.seconds and facts.seconds > 60 and facts.step * facts.steps < 0.6 * facts.seconds:
+    if (
+        facts.ended
+        and facts.seconds
+        and facts.seconds > 60
+        and facts.step * facts.steps < 0.6 * facts.seconds
+    ):
         inside = facts.step * facts.steps / facts.seconds
         words = (
-            f"Only {inside:.0%} of the run was spent in steps: evaluate and save less often, or see what the script does before the first"
+            f"Only {inside:.0%} of the run was spent in steps: evaluate and save less often, or "
+            "see what the script does before the first"
         )
         yield Remark(words, 1 - inside, most=True, of="run")
 
@@ -184,10 +250,17 @@ def checkpoints(facts: RunFacts) -> Iterator[Remark]:
         return
     part = stood / facts.seconds
     if facts.stall > facts.write / 2 and not facts.background:
-        words = f"Checkpoints took {part:.0%} of the run: run.save(background=True) writes them while training goes on"
+        words = (
+            f"Checkpoints took {part:.0%} of the run: run.save(background=True) writes them while "
+            "training goes on"
+        )
         yield Remark(words, part, most=True, of="run")
     else:  # half as often
-        yield Remark(f"Training stood still for checkpoints for {part:.0%} of the run: save less often", part / 2, of="run")
+        yield Remark(
+            f"Training stood still for checkpoints for {part:.0%} of the run: save less often",
+            part / 2,
+            of="run",
+        )
 
 
 def links(facts: RunFacts) -> Iterator[Remark]:
@@ -197,4 +270,9 @@ def links(facts: RunFacts) -> Iterator[Remark]:
         yield Remark(last.advice, 1 - 1 / last.gain if last.gain else None)
 
 
-WHOLE: tuple[Callable[[RunFacts], Iterator[Remark]], ...] = (outside, checkpoints, links, pipelines.advise)
+WHOLE: tuple[Callable[[RunFacts], Iterator[Remark]], ...] = (
+    outside,
+    checkpoints,
+    links,
+    pipelines.advise,
+)

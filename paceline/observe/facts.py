@@ -22,7 +22,8 @@ from paceline.record.pipeline_profile import PipelineProfile
 from paceline.trace import PARTS
 from paceline.unequal.stragglers.causes import CAUSES
 
-WARM, TENTHS, FEWEST = 5, 10, 25  # first steps that are left out; stretches that are compared; fewer steps tell nothing for sure
+# first steps that are left out; stretches that are compared; fewer steps tell nothing for sure
+WARM, TENTHS, FEWEST = 5, 10, 25
 
 LARGEST = 64 << 20  # bytes of a summary
 MOST = {"workers": 1 << 14, "hosts": 1 << 14, "events": 100_000, "saves": 100_000}  # in a summary
@@ -42,7 +43,8 @@ class OwnWork:
     """The work of a worker by itself, apart from exchange and waiting."""
 
     seconds: float  # in a step, the median
-    late: float  # the share of the steps in which it was a tenth above what is usual among the workers
+    # the share of the steps in which it was a tenth above what is usual among the workers
+    late: float
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,10 @@ class AxisFacts:
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """The bytes that one worker held, by kind, and the most that its process had in memory. What couldn't be predicted is None."""
+    """The bytes that one worker held, by kind, and the most that its process had in memory.
+
+    What couldn't be predicted is None.
+    """
 
     predicted: dict[str, int | None]
     measured: dict[str, int]
@@ -79,20 +84,25 @@ class MemoryFacts:
 
 @dataclass(frozen=True)
 class SteadyTimes:
-    """The times that last through a run: those seen in four of five tenths of it, first steps left out."""
+    """The times that last through a run: those seen in four of five tenths of it, first steps
+    left out.
+    """
 
     step: float  # seconds of a step, the median of the tenths
     least: dict[str, float]  # seconds that each part of a step took at least in four of five tenths
 
     def lasts(self, part: str, share: float, seconds: float) -> bool:
-        """Whether `part` takes more than this share of a step and at least so many seconds of it, nearly all the time."""
+        """Whether `part` takes more than this share of a step and at least so many seconds of
+        it, nearly all the time.
+        """
         return self.least[part] >= seconds and self.least[part] > share * self.step
 
 
 class Standing(NamedTuple):
     """How a run stands: in one word, and in words that follow on its name."""
 
-    state: str  # "ended", "failed", "running", "gone"; "open" if nothing tells whether it is running or gone
+    # "ended", "failed", "running", "gone"; "open" if nothing tells whether it is running or gone
+    state: str
     words: str
 
 
@@ -102,7 +112,9 @@ OPEN = Standing("open", "has not ended (no summary.json): it is still running, o
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts in the files of a run; a run that has not ended lacks those that only the summary has."""
+    """The facts in the files of a run; a run that has not ended lacks those that only the
+    summary has.
+    """
 
     name: str
     ended: bool
@@ -116,7 +128,8 @@ class RunFacts:
     hosts: int = 1
     steady: SteadyTimes | None = None  # None where the steps are too few to tell
     work: tuple[OwnWork, ...] = ()  # of each rank
-    late: tuple[dict[str, float], ...] = ()  # of each rank: seconds of a mean step by which it was late, by cause
+    # of each rank: seconds of a mean step by which it was late, by cause
+    late: tuple[dict[str, float], ...] = ()
     links: tuple[LinkFacts, ...] = ()  # that became slow
     untold: tuple[str, ...] = ()  # causes that could not be told on some worker
     dealing: DealingFacts | None = None  # None where it isn't known
@@ -148,9 +161,15 @@ class RunFacts:
         """Name several workers, with what their places in the mesh have in common."""
         if len(ranks) == 1:
             return self.rank(ranks[0])
-        named = f"ranks {', '.join(map(str, ranks))}" if len(ranks) < self.workers else "all workers"
+        named = (
+            f"ranks {', '.join(map(str, ranks))}" if len(ranks) < self.workers else "all workers"
+        )
         places = [] if self.mesh is None else [self.mesh.coordinates(rank) for rank in ranks]
-        common = [f"{axis} {at}" for axis, at in (places[0] if places else {}).items() if all(place[axis] == at for place in places)]
+        common = [
+            f"{axis} {at}"
+            for axis, at in (places[0] if places else {}).items()
+            if all(place[axis] == at for place in places)
+        ]
         return f"{named} ({', '.join(common)})" if common and named != "all workers" else named
 
     def share(self, part: str) -> float:
@@ -169,20 +188,33 @@ def read(folder: RunFolder, metrics: MetricsReader | None = None) -> RunFacts:
     if folder.metrics.is_file():
         return _from_metrics(folder, metrics)
     if folder.path.is_file():
-        raise UsageError(f"{folder.path} is a file: give the folder of a run, such as runs/NAME, or nothing for the newest in runs")
+        raise UsageError(
+            f"{folder.path} is a file: give the folder of a run, such as runs/NAME, or nothing for "
+            "the newest in runs"
+        )
     if not folder.path.is_dir():
         runs = sorted(path.parent.name for path in folder.path.parent.glob("*/metrics.jsonl"))
-        near = f"runs in {folder.path.parent}: {', '.join(runs[-8:])}" if runs else f"{folder.path.parent} holds no runs"
+        near = (
+            f"runs in {folder.path.parent}: {', '.join(runs[-8:])}"
+            if runs
+            else f"{folder.path.parent} holds no runs"
+        )
         raise UsageError(f"there is no run folder {folder.path}; {near}")
     if not any(folder.path.iterdir()):
         return RunFacts(folder.name, False, 0, 0, None, dict.fromkeys(PARTS, 0.0), standing=OPEN)
     runs = sorted(path.parent.name for path in folder.path.glob("*/metrics.jsonl"))
     inside = f"; it holds the runs {', '.join(runs[-8:])}: name one of them" if runs else ""
-    raise UsageError(f"{folder.path} is no run folder: it has neither {folder.summary.name} nor {folder.metrics.name}{inside}")
+    raise UsageError(
+        f"{folder.path} is no run folder: it has neither {folder.summary.name} nor "
+        f"{folder.metrics.name}{inside}"
+    )
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """Read a summary, or what a run under way tells. Raises OSError, and ValueError for what no run of ours has written."""
+    """Read a summary, or what a run under way tells.
+
+    Raises OSError, and ValueError for what no run of ours has written.
+    """
     with path.open("rb") as file:
         text = file.read(LARGEST + 1)
     if len(text) > LARGEST:
@@ -203,7 +235,9 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 
 def _finite(text: str) -> float:
-    """Read a number that a run may have measured; `strict_json` writes infinities, and what is no number, as texts."""
+    """Read a number that a run may have measured; `strict_json` writes infinities, and what is
+    no number, as texts.
+    """
     value = int(text) if text.lstrip("-").isdigit() and len(text) < 20 else float(text)
     if not abs(value) < 1e100:
         raise ValueError(f"{text[:40]} is no number that a run measures")
@@ -217,7 +251,9 @@ def _real(value: Any) -> float:
 
 
 def so_far(folder: RunFolder) -> dict[str, Any]:
-    """Read the fields of a summary that a run under way tells; none where it doesn't, or is of another version."""
+    """Read the fields of a summary that a run under way tells; none where it doesn't, or is of
+    another version.
+    """
     try:
         found = read_fields(folder.live)
     except (OSError, ValueError, TypeError, LookupError):
@@ -233,7 +269,9 @@ def standing(told: Mapping[str, Any]) -> Standing:
         if live["state"] == "failed":
             return Standing("failed", f"failed {step}: {live['why']}")
         if there is False and time.time() - float(live["time"]) >= GONE:
-            return Standing("gone", f"was broken off {step}: the process that wrote its folder is gone")
+            return Standing(
+                "gone", f"was broken off {step}: the process that wrote its folder is gone"
+            )
         return OPEN if there is None else Standing("running", f"is running, {step}")
     except (KeyError, TypeError, ValueError, AttributeError):
         return OPEN
@@ -249,20 +287,30 @@ def timed_steps(folder: RunFolder) -> list[tuple[int, dict[str, float]]]:
 
 
 def steadied(seconds: Floats) -> SteadyTimes | None:
-    """Find the times that last through these steps, each a row with the seconds of PARTS; None where they are too few."""
+    """Find the times that last through these steps, each a row with the seconds of PARTS; None
+    where they are too few.
+    """
     if len(seconds) < FEWEST:
         return None
     warmed = seconds[WARM:]
-    tenths = [warmed[n * len(warmed) // TENTHS : (n + 1) * len(warmed) // TENTHS] for n in range(TENTHS)]
+    tenths = [
+        warmed[n * len(warmed) // TENTHS : (n + 1) * len(warmed) // TENTHS] for n in range(TENTHS)
+    ]
     means = np.array([tenth.mean(axis=0) for tenth in tenths])
     least = np.sort(means, axis=0)[TENTHS // 5]
-    return SteadyTimes(float(np.median(means.sum(axis=1))), dict(zip(PARTS, least.tolist(), strict=True)))
+    return SteadyTimes(
+        float(np.median(means.sum(axis=1))), dict(zip(PARTS, least.tolist(), strict=True))
+    )
 
 
 def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
     try:
         fields = read_fields(folder.summary)
-        saved = fields.get("checkpoints") or {"count": 0, "stall_seconds": 0.0, "write_seconds": 0.0}
+        saved = fields.get("checkpoints") or {
+            "count": 0,
+            "stall_seconds": 0.0,
+            "write_seconds": 0.0,
+        }
         each = max(int(saved["count"]), 1)
         dealt = fields.get("loader")
         facts = RunFacts(
@@ -276,29 +324,52 @@ def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
             sync=str(fields["sync"]),
             workers=int(fields["workers"]),
             hosts=int(fields["hosts"]),
-            work=tuple(OwnWork(float(rank["seconds"]), float(rank["late"])) for rank in fields.get("rank_work", [])),
+            work=tuple(
+                OwnWork(float(rank["seconds"]), float(rank["late"]))
+                for rank in fields.get("rank_work", [])
+            ),
             late=_late(fields),
             links=tuple(map(_link, fields.get("links", []))),
             untold=tuple(cause for cause in fields.get("untold", []) if cause in CAUSES),
-            dealing=DealingFacts(int(dealt["num_workers"]), tuple(map(int, dealt["shares"]))) if dealt else None,
-            bytes_sent={where: float(fields["bytes_sent"][where]) for where in ("within", "between")},
+            dealing=DealingFacts(int(dealt["num_workers"]), tuple(map(int, dealt["shares"])))
+            if dealt
+            else None,
+            bytes_sent={
+                where: float(fields["bytes_sent"][where]) for where in ("within", "between")
+            },
             mesh=_mesh(fields),
-            axes=tuple(AxisFacts(axis, *(float(one[key]) for key in _AXIS)) for axis, one in fields.get("axes", {}).items()),
+            axes=tuple(
+                AxisFacts(axis, *(float(one[key]) for key in _AXIS))
+                for axis, one in fields.get("axes", {}).items()
+            ),
             memory=tuple(map(_memory, fields.get("memory", []))),
             pipelines=tuple(map(PipelineProfile.read, fields.get("pipelines", []))),
             codecs=[str(codec["words"]) for codec in fields.get("codecs", [])],
-            events=[{"time": _real(event["time"]), "what": str(event["what"])} for event in fields["events"]],
+            events=[
+                {"time": _real(event["time"]), "what": str(event["what"])}
+                for event in fields["events"]
+            ],
             saves=int(saved["count"]),
-            best=(str(saved["best"]["checkpoint"]), float(saved["best"]["metric"])) if "best" in saved else None,
+            best=(str(saved["best"]["checkpoint"]), float(saved["best"]["metric"]))
+            if "best" in saved
+            else None,
             stall=float(saved["stall_seconds"]) / each,
             write=float(saved["write_seconds"]) / each,
             background=int(saved.get("background", 0)) >= each,
-            servers=[serving.read(server, index) for index, server in enumerate(fields.get("servers", []))],
+            servers=[
+                serving.read(server, index)
+                for index, server in enumerate(fields.get("servers", []))
+            ],
         )
     except KeyError as error:
-        raise UsageError(f"{folder.summary} lacks {error}: it is not a summary of this version of paceline") from error
+        raise UsageError(
+            f"{folder.summary} lacks {error}: it is not a summary of this version of paceline"
+        ) from error
     except (ValueError, TypeError, AttributeError, ArithmeticError, IndexError) as error:
-        raise UsageError(f"{folder.summary} is damaged ({error}); remove it, and the report is made of {folder.metrics.name}") from error
+        raise UsageError(
+            f"{folder.summary} is damaged ({error}); remove it, and the report is made of "
+            f"{folder.metrics.name}"
+        ) from error
     if not folder.metrics.is_file():
         return facts
     metrics.read()
@@ -307,7 +378,10 @@ def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
 
 def _late(fields: Mapping[str, Any]) -> tuple[dict[str, float], ...]:
     """Return how late each rank was, without those who have left."""
-    late = [{str(cause): float(value) for cause, value in each.items()} for each in fields.get("rank_late", [])]
+    late = [
+        {str(cause): float(value) for cause, value in each.items()}
+        for each in fields.get("rank_late", [])
+    ]
     members = fields.get("members", [])
     if len(members) != len(late):
         return tuple(late)
@@ -317,8 +391,13 @@ def _late(fields: Mapping[str, Any]) -> tuple[dict[str, float], ...]:
 
 
 def _memory(fields: Mapping[str, Any]) -> MemoryFacts:
-    predicted = {kind: None if fields["predicted"][kind] is None else int(fields["predicted"][kind]) for kind in KINDS}
-    return MemoryFacts(predicted, {kind: int(fields["measured"][kind]) for kind in KINDS}, int(fields["peak"]))
+    predicted = {
+        kind: None if fields["predicted"][kind] is None else int(fields["predicted"][kind])
+        for kind in KINDS
+    }
+    return MemoryFacts(
+        predicted, {kind: int(fields["measured"][kind]) for kind in KINDS}, int(fields["peak"])
+    )
 
 
 def _link(fields: Mapping[str, Any]) -> LinkFacts:
@@ -340,7 +419,9 @@ def _mesh(fields: Mapping[str, Any]) -> Mesh | None:
         return None
     if len(places) != math.prod(map(int, sizes.values())) or len(places) != int(fields["workers"]):
         raise ValueError("its mesh is not that of its workers")
-    by_place = sorted(range(len(places)), key=lambda rank: [int(places[rank][axis]) for axis in sizes])
+    by_place = sorted(
+        range(len(places)), key=lambda rank: [int(places[rank][axis]) for axis in sizes]
+    )
     return Mesh(tuple((str(axis), int(size)) for axis, size in sizes.items()), tuple(by_place))
 
 

@@ -17,26 +17,41 @@ from paceline.record.folder import KINDS, LAYOUT
 
 
 def read(folder: Path, script: str) -> dict[str, Any]:
-    """Read what a script has left in `folder`. Raises `UsageError` where it ended before it came to train."""
+    """Read what a script has left in `folder`.
+
+    Raises `UsageError` where it ended before it came to train.
+    """
     try:
         found: dict[str, Any] = json.loads((folder / LAYOUT).read_text())
     except FileNotFoundError:
         raise UsageError(
-            f"{script} ended before it trained, so there is nothing to show: it has to give its model to run.prepare, and to begin a loop "
+            f"{script} ended before it trained, so there is nothing to show: "
+            "it has to give its model to run.prepare, and to begin a loop "
             "over the prepared loader"
         ) from None
     return found
 
 
 def describe(found: dict[str, Any], console: Console) -> None:
-    """Print the placement of each parameter on the first worker, what each worker holds in all, and what travels when."""
+    """Print the placement of each parameter on the first worker, what each worker holds in all,
+    and what travels when.
+    """
     mesh = f", mesh {found['mesh']}" if found["mesh"] else ""
     table = Table(title=f"{counted(len(found['workers']), 'worker')}{mesh}", box=SIMPLE)
     for name in ("parameter", "shape", "dtype", "cut along", "on the first worker", *KINDS):
         table.add_column(name, justify="right" if name in KINDS else "left", no_wrap=True)
     for row in found["rows"]:
-        cells = ["?" if row[kind] is None else sized(row[kind]) if row[kind] else "-" for kind in KINDS]
-        table.add_row(row["name"], _shape(row["shape"]), row["dtype"], ", ".join(row["axes"]) or "-", _here(row), *cells)
+        cells = [
+            "?" if row[kind] is None else sized(row[kind]) if row[kind] else "-" for kind in KINDS
+        ]
+        table.add_row(
+            row["name"],
+            _shape(row["shape"]),
+            row["dtype"],
+            ", ".join(row["axes"]) or "-",
+            _here(row),
+            *cells,
+        )
     console.print(table)
     console.print(_totals(found["workers"]))
     if any(row["optimizer"] is None for row in found["rows"]):

@@ -1,4 +1,6 @@
-"""The metrics of a run in columns: each line is read once, so that a file which still grows is followed without beginning again."""
+"""The metrics of a run in columns: each line is read once, so that a file which still grows is
+followed without beginning again.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from paceline.errors import UsageError
 from paceline.record.folder import RunFolder
 from paceline.trace import PARTS, SENT
 
-OWN = frozenset(("step", "time", "samples", "seconds", "bytes_sent", "ranks"))  # fields of a line that nobody has logged
+# fields of a line that nobody has logged
+OWN = frozenset(("step", "time", "samples", "seconds", "bytes_sent", "ranks"))
 Floats = NDArray[np.float64]
 
 
@@ -39,7 +42,9 @@ class ValueColumns(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What each worker did in the steps since the look before, by its number: steps, seconds of PARTS, and seconds of lateness."""
+    """What each worker did in the steps since the look before, by its number: steps, seconds of
+    PARTS, and seconds of lateness.
+    """
 
     step: float
     time: float
@@ -47,9 +52,12 @@ class Look(NamedTuple):
 
 
 class MetricsReader:
-    """Reads the metrics of one run. `read` takes in the lines that are new, and begins again where the file is another one.
+    """Reads the metrics of one run.
 
-    A last line that isn't whole is left for the next time. Another one that is no JSON, or isn't of this version, raises UsageError.
+    `read` takes in the lines that are new, and begins again where the file is another one.
+
+    A last line that isn't whole is left for the next time. Another one that is no JSON, or isn't of
+    this version, raises UsageError.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -66,7 +74,10 @@ class MetricsReader:
         self._values: dict[str, tuple[array[float], array[float], array[float]]] = {}
 
     def read(self) -> bool:
-        """Take in what is new; without a file there is nothing. Returns whether there was something."""
+        """Take in what is new; without a file there is nothing.
+
+        Returns whether there was something.
+        """
         try:
             file = self._folder.metrics.open("rb")
         except FileNotFoundError:
@@ -89,12 +100,15 @@ class MetricsReader:
                 if not file.read(1):
                     return  # the last one, which is half-written
                 raise UsageError(
-                    f"{self._folder.metrics} is damaged in line {self._lines + 1} ({error}); mend or remove that line"
+                    f"{self._folder.metrics} is damaged in line {self._lines + 1} ({error}); "
+                    "mend or remove that line"
                 ) from error
             try:
                 self._add(line)
             except (AttributeError, KeyError, ValueError, TypeError) as error:
-                raise UsageError(f"{self._folder.metrics} is not of this version of paceline: {error!r}") from error
+                raise UsageError(
+                    f"{self._folder.metrics} is not of this version of paceline: {error!r}"
+                ) from error
             self._lines, self._offset = self._lines + 1, self._offset + len(text)
             self._last = max(self._last, float(line["time"]))
 
@@ -104,11 +118,20 @@ class MetricsReader:
         spent = line.get("seconds")
         if spent is not None:
             sent = line.get("bytes_sent", {})
-            row = [step, time, float(line["samples"]), *(float(spent[part]) for part in PARTS), *(float(sent.get(to, 0)) for to in SENT)]
+            row = [
+                step,
+                time,
+                float(line["samples"]),
+                *(float(spent[part]) for part in PARTS),
+                *(float(sent.get(to, 0)) for to in SENT),
+            ]
             for column, value in zip((*self._steps, *self._parts, *self._sent), row, strict=True):
                 column.append(value)
         if "ranks" in line:
-            workers = {str(int(number)): [float(value) for value in values] for number, values in line["ranks"].items()}
+            workers = {
+                str(int(number)): [float(value) for value in values]
+                for number, values in line["ranks"].items()
+            }
             self._looks.append(Look(step, time, workers))
         for name, value in named:
             columns = self._values.setdefault(name, (array("d"), array("d"), array("d")))
@@ -129,7 +152,10 @@ class MetricsReader:
     def steps(self) -> StepColumns:
         """What was read of finished steps."""
         step, time, samples = (_copied(column) for column in self._steps)
-        seconds, sent = (np.stack([_copied(column) for column in columns], axis=1) for columns in (self._parts, self._sent))
+        seconds, sent = (
+            np.stack([_copied(column) for column in columns], axis=1)
+            for columns in (self._parts, self._sent)
+        )
         return StepColumns(step, time, samples, seconds, sent)
 
     @property
@@ -140,7 +166,10 @@ class MetricsReader:
     @property
     def values(self) -> dict[str, ValueColumns]:
         """What was read of each logged name; nan and infinities are among the values."""
-        return {name: ValueColumns(*(_copied(column) for column in columns)) for name, columns in self._values.items()}
+        return {
+            name: ValueColumns(*(_copied(column) for column in columns))
+            for name, columns in self._values.items()
+        }
 
 
 def _copied(column: array[float]) -> Floats:

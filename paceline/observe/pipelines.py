@@ -1,4 +1,6 @@
-"""The report on a pipeline of a run: what its stages take, how long its workers are idle, a picture of a step; and what to do about it."""
+"""The report on a pipeline of a run: what its stages take, how long its workers are idle, a
+picture of a step; and what to do about it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ GAIN = 0.05  # of the time of a step, below which a change isn't worth a line
 LEAST = 1e-3  # seconds of a step, as for other advice
 LARGE = 0.2  # a bubble that more micro-batches are proposed for
 MOST = 8  # micro-batches for each worker that are proposed, at most
-APART = 0.1  # between the bubbles measured and predicted, above which steps aren't what the schedule makes of them
+# between the bubbles measured and predicted, above which steps aren't what the schedule makes of
+# them
+APART = 0.1
 
 
 def slowest(facts: RunFacts) -> PipelineProfile | None:
@@ -35,36 +39,67 @@ def tell(facts: RunFacts) -> str:
     profile = slowest(facts)
     if profile is None:
         return ""
-    which = "Pipeline" if len(facts.pipelines) == 1 else f"The slowest of {len(facts.pipelines)} pipelines"
+    which = (
+        "Pipeline"
+        if len(facts.pipelines) == 1
+        else f"The slowest of {len(facts.pipelines)} pipelines"
+    )
     stages = counted(len(profile.stages), "stage")
     lines = [
-        f"{which}: {profile.schedule}, {stages}, {_micro_batches(profile.micro_batches)}; a step took {seconds(profile.step_seconds)} "
-        f"({_median(profile.steps)}), with a bubble of {profile.bubble:.1%}; by the schedule and the times of its actions it would be "
+        f"{which}: {profile.schedule}, {stages}, {_micro_batches(profile.micro_batches)}; "
+        f"a step took {seconds(profile.step_seconds)} "
+        f"({_median(profile.steps)}), with a bubble of {profile.bubble:.1%}; "
+        "by the schedule and the times of its actions it would be "
         f"{seconds(profile.timeline.makespan)} and {profile.timeline.bubble:.1%}:",
         *aligned(_rows(facts, profile), left=3),
     ]
     picture = draw(_in_milliseconds(profile.timeline), WIDE).plain.splitlines()
     if len(picture) <= HIGH:
-        lines += ["", "That schedule with these times, in milliseconds:", *(f"  {line}".rstrip() for line in picture)]
+        lines += [
+            "",
+            "That schedule with these times, in milliseconds:",
+            *(f"  {line}".rstrip() for line in picture),
+        ]
     return "\n".join(lines)
 
 
 def _rows(facts: RunFacts, profile: PipelineProfile) -> Iterator[Sequence[str]]:
     kinds = ("forward", "input", "weight") if profile.plan.split else ("forward", "backward")
-    yield ("stage", "on", "layers", *kinds, "waits in a step", "its worker is idle", "keeps of a micro-batch")
+    yield (
+        "stage",
+        "on",
+        "layers",
+        *kinds,
+        "waits in a step",
+        "its worker is idle",
+        "keeps of a micro-batch",
+    )
     for number, stage in enumerate(profile.stages):
         idle = profile.idle[profile.ranks.index(stage.rank)]
         took = [seconds(stage.seconds[kind]) for kind in kinds]
-        yield (str(number), facts.rank(stage.rank), _layers(stage), *took, seconds(stage.waited), seconds(idle), sized(stage.kept))
+        yield (
+            str(number),
+            facts.rank(stage.rank),
+            _layers(stage),
+            *took,
+            seconds(stage.waited),
+            seconds(idle),
+            sized(stage.kept),
+        )
 
 
 def _in_milliseconds(timeline: PipelineTimeline) -> PipelineTimeline:
-    rows = tuple(tuple(replace(span, start=1e3 * span.start, end=1e3 * span.end) for span in row) for row in timeline.rows)
+    rows = tuple(
+        tuple(replace(span, start=1e3 * span.start, end=1e3 * span.end) for span in row)
+        for row in timeline.rows
+    )
     return replace(timeline, rows=rows, transfers=())
 
 
 def advise(facts: RunFacts) -> Iterator[Remark]:
-    """Advise on the slowest pipeline of a run: its split, its schedule, its micro-batches, and waits that are none of theirs."""
+    """Advise on the slowest pipeline of a run: its split, its schedule, its micro-batches, and
+    waits that are none of theirs.
+    """
     profile = slowest(facts)
     if profile is None:
         return
@@ -73,8 +108,10 @@ def advise(facts: RunFacts) -> Iterator[Remark]:
     yield from _more(profile)
     if profile.bubble > profile.timeline.bubble + APART and profile.step_seconds * APART > LEAST:
         words = (
-            f"Workers of the pipeline are idle for {profile.bubble:.0%} of a step, and by its schedule it would be "
-            f"{profile.timeline.bubble:.0%}: actions of one kind take different times. The row `stage` of trace.json shows which: more "
+            f"Workers of the pipeline are idle for {profile.bubble:.0%} of a step, and by its "
+            "schedule it would be "
+            f"{profile.timeline.bubble:.0%}: actions of one kind take different times. "
+            "The row `stage` of trace.json shows which: more "
             "workers than cores, other programs on the machines, or lengths that differ"
         )
         yield Remark(words, profile.bubble - profile.timeline.bubble, most=True)
@@ -89,17 +126,24 @@ def _split(facts: RunFacts, profile: PipelineProfile) -> Iterator[Remark]:
         return
     stage = profile.stages[most]
     head = (
-        f"Stage {most} ({_layers(stage)}, on {facts.rank(stage.rank)}) holds the pipeline up: a micro-batch takes {seconds(loads[most])} "
+        f"Stage {most} ({_layers(stage)}, on {facts.rank(stage.rank)}) holds the pipeline up: "
+        f"a micro-batch takes {seconds(loads[most])} "
         f"there, and {seconds(mean)} in the mean stage"
     )
     problem = profile.problem(profile.plan)
     counts = best_split(problem)
     now, then = problem.timeline(profile.split).makespan, problem.timeline(counts).makespan
     if _pays(now, then):
-        words = f"{head}. split={counts}, where it is {profile.split} now, takes {_less(now, then)} if that fits into memory"
+        words = (
+            f"{head}. split={counts}, where it is {profile.split} now, takes {_less(now, then)} if "
+            "that fits into memory"
+        )
         yield Remark(words, 1 - then / now)
     elif loads[most] > 1.2 * mean and _pays(now, now * mean / loads[most]):
-        words = f"{head}, and no other split of these {len(profile.costs)} layers is faster: name smaller layers, or make that one cheaper"
+        words = (
+            f"{head}, and no other split of these {len(profile.costs)} layers is faster: "
+            "name smaller layers, or make that one cheaper"
+        )
         yield Remark(words, 1 - mean / loads[most], most=True)
 
 
@@ -125,10 +169,17 @@ def _schedule(profile: PipelineProfile) -> Iterator[Remark]:
         return
     _, timeline, counts = best
     kept = max(timeline.kept), max(profile.timeline.kept)
-    memory = f"; a worker keeps {kept[0]:.3g} micro-batches at once at most then, {kept[1]:.3g} now" if kept[0] > kept[1] else ""
+    memory = (
+        f"; a worker keeps {kept[0]:.3g} micro-batches at once at most then, {kept[1]:.3g} now"
+        if kept[0] > kept[1]
+        else ""
+    )
     split = "" if timeline.schedule.placed == profile.plan.placed else f" with split={counts}"
     name = timeline.schedule.name
-    words = f"schedule={name!r}{split} in the place of {profile.schedule!r} takes {_less(now, best[0])} by simulation{memory}"
+    words = (
+        f"schedule={name!r}{split} in the place of {profile.schedule!r} takes "
+        f"{_less(now, best[0])} by simulation{memory}"
+    )
     yield Remark(words, 1 - best[0] / now)
 
 
@@ -138,11 +189,14 @@ def _more(profile: PipelineProfile) -> Iterator[Remark]:
     found = profile.timeline
     if found.bubble < LARGE or 2 * count > MOST * len(profile.ranks):
         return
-    halved = replace(profile, stages=tuple(_halved(stage) for stage in profile.stages), micro_batches=2 * count)
+    halved = replace(
+        profile, stages=tuple(_halved(stage) for stage in profile.stages), micro_batches=2 * count
+    )
     then = replace(halved, sends=_half(profile.sends), returns=_half(profile.returns)).timeline
     if _pays(found.makespan, then.makespan):
         words = (
-            f"The bubble is {found.bubble:.0%} with {_micro_batches(count)}. micro_batches={2 * count} takes "
+            f"The bubble is {found.bubble:.0%} with {_micro_batches(count)}. "
+            f"micro_batches={2 * count} takes "
             f"{_less(found.makespan, then.makespan)}, if half a micro-batch takes half the time"
         )
         yield Remark(words, 1 - then.makespan / found.makespan)

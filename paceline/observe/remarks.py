@@ -6,7 +6,10 @@ from typing import Literal, NamedTuple
 
 
 class Remark(NamedTuple):
-    """What to do, in a sentence or some. `gain`: the part of the time of a step, or of the run, that it saves; None where that isn't known.
+    """What to do, in a sentence or some.
+
+    `gain`: the part of the time of a step, or of the run, that it saves; None where that isn't
+    known.
 
     `most`: it saves so much at most, which is all that is lost there; else about so much.
     """

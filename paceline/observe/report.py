@@ -30,53 +30,103 @@ def report(folder: Path) -> str:
     """
     facts = read(RunFolder(folder))
     if facts.steps == 0:
-        return f"{printable(_title(facts))}\n\nNo step was finished, so there is nothing to tell about time."
+        return (
+            f"{printable(_title(facts))}\n\nNo step was finished, so there is nothing to tell "
+            "about time."
+        )
     served = serving.tell(facts.servers, facts.seconds or 0.0, facts.samples)
-    exchanged = (_late(facts), _links(facts), _traffic(facts), _axes(facts), pipelines.tell(facts), *facts.codecs, served, _memory(facts))
-    blocks = [_title(facts), _times(facts), *exchanged, _checkpoints(facts), advise(facts), _events(facts)]
+    exchanged = (
+        _late(facts),
+        _links(facts),
+        _traffic(facts),
+        _axes(facts),
+        pipelines.tell(facts),
+        *facts.codecs,
+        served,
+        _memory(facts),
+    )
+    blocks = [
+        _title(facts),
+        _times(facts),
+        *exchanged,
+        _checkpoints(facts),
+        advise(facts),
+        _events(facts),
+    ]
     return printable("\n\n".join(block for block in blocks if block))
 
 
-# Telling ----------------------------------------------------------------------------------------------------------------------
+# Telling
+# --------------------------------------------------------------------------------------------------
 
 
 def _title(facts: RunFacts) -> str:
     took = "" if facts.seconds is None else f" in {spoken(facts.seconds)}"
-    loss = "" if facts.final_loss is None else f"; {'final' if facts.ended else 'last'} loss {facts.final_loss:.4g}"
-    done = f"{counted(facts.steps, 'step')} of {counted(facts.samples, 'sample')} in all{took}{loss}"
+    loss = (
+        ""
+        if facts.final_loss is None
+        else f"; {'final' if facts.ended else 'last'} loss {facts.final_loss:.4g}"
+    )
+    done = (
+        f"{counted(facts.steps, 'step')} of {counted(facts.samples, 'sample')} in all{took}{loss}"
+    )
     if not facts.ended:
         return f"{facts.name} {facts.standing.words}. So far: {done}"
     mesh = "" if facts.mesh is None else f", mesh {facts.mesh}"
-    return f"{facts.name}: {facts.sync}{mesh}, {counted(facts.workers, 'worker')} on {counted(facts.hosts, 'host')}, {done}"
+    return (
+        f"{facts.name}: {facts.sync}{mesh}, {counted(facts.workers, 'worker')} on "
+        f"{counted(facts.hosts, 'host')}, {done}"
+    )
 
 
 def _times(facts: RunFacts) -> str:
     rate = f" ({facts.samples / facts.steps / facts.step:,.0f} samples/s)" if facts.step > 0 else ""
-    lines = [f"A step took {seconds(facts.step)}{rate}, mean over steps{' and workers' if facts.workers > 1 else ''}:"]
+    lines = [
+        (
+            f"A step took {seconds(facts.step)}{rate}, mean over "
+            f"steps{' and workers' if facts.workers > 1 else ''}:"
+        )
+    ]
     for part in PARTS:
-        lines.append(f"  {part:<9}{facts.share(part):>5.0%}  {seconds(facts.step_seconds[part]):>9}  {_MEANING[part]}")
+        lines.append(
+            f"  {part:<9}{facts.share(part):>5.0%}  {seconds(facts.step_seconds[part]):>9}  "
+            f"{_MEANING[part]}"
+        )
     if facts.ended and facts.seconds:
         outside = facts.seconds - facts.step * facts.steps
         if outside > 0.05 * facts.seconds:
             lines.append(
-                f"Outside of steps: {spoken(outside)}, {outside / facts.seconds:.0%} of the run (evaluation, checkpoints, the start)."
+                f"Outside of steps: {spoken(outside)}, {outside / facts.seconds:.0%} of the run "
+                "(evaluation, checkpoints, the start)."
             )
     return "\n".join(lines)
 
 
 def _late(facts: RunFacts) -> str:
-    """Write how late each worker was and why, if that took a twentieth of a step; causes that took nothing are left out."""
+    """Write how late each worker was and why, if that took a twentieth of a step; causes that
+    took nothing are left out.
+    """
     worst = max((sum(late.values()) for late in facts.late), default=0.0)
     if worst < max(LEAST, 0.05 * facts.step):
         return ""
     causes = [cause for cause in CAUSES if any(late.get(cause, 0.0) >= TOLD for late in facts.late)]
     rows = [
-        (facts.rank(rank), *(seconds(value) for value in (sum(late.values()), *(late.get(cause, 0.0) for cause in causes))))
+        (
+            facts.rank(rank),
+            *(
+                seconds(value)
+                for value in (sum(late.values()), *(late.get(cause, 0.0) for cause in causes))
+            ),
+        )
         for rank, late in enumerate(facts.late)
     ]
     head = "How much later than usual each worker was in a mean step, and why:"
     table = aligned([("", "late", *(WORDS[cause] for cause in causes)), *rows])
-    untold = [f"Not told apart on this machine: {' and '.join(WORDS[cause] for cause in facts.untold)}."] if facts.untold else []
+    untold = (
+        [f"Not told apart on this machine: {' and '.join(WORDS[cause] for cause in facts.untold)}."]
+        if facts.untold
+        else []
+    )
     return "\n".join([head, *table, *untold])
 
 
@@ -88,10 +138,16 @@ def _traffic(facts: RunFacts) -> str:
     if facts.bytes_sent is None or facts.workers == 1:
         return ""
     within, between = facts.bytes_sent["within"], facts.bytes_sent["between"]
-    text = f"All workers together sent {sized(within)} within hosts and {sized(between)} between hosts in a step."
+    text = (
+        f"All workers together sent {sized(within)} within hosts and {sized(between)} between "
+        "hosts in a step."
+    )
     spent = facts.step_seconds["exchange"]
     if between > 0 and facts.hosts > 1 and spent > 0:
-        text += f" Over the exposed exchange that is {between * 8 / facts.hosts / spent / 1e6:,.0f} Mbit/s out of each host."
+        text += (
+            f" Over the exposed exchange that is {between * 8 / facts.hosts / spent / 1e6:,.0f} "
+            "Mbit/s out of each host."
+        )
     return text
 
 
@@ -99,7 +155,12 @@ def _axes(facts: RunFacts) -> str:
     """Write what a step exchanges along each axis of the mesh."""
     if not facts.axes:
         return ""
-    lines = ["Along the axes of the mesh, waits for others included; bytes are those of all workers in a step:"]
+    lines = [
+        (
+            "Along the axes of the mesh, waits for others included; bytes are those of all workers "
+            "in a step:"
+        )
+    ]
     for along in facts.axes:
         share = along.seconds / facts.step if facts.step > 0 else 0.0
         sent = f"{sized(along.within)} within hosts, {sized(along.between)} between hosts"
@@ -114,12 +175,16 @@ def _memory(facts: RunFacts) -> str:
         cells = tuple(_held(held.measured[kind], held.predicted[kind]) for kind in KINDS)
         alike.setdefault(cells, []).append(rank)
     rows = [
-        (facts.ranks(ranks), *cells, sized(max(facts.memory[rank].peak for rank in ranks)))  # the last cell
+        # the last cell
+        (facts.ranks(ranks), *cells, sized(max(facts.memory[rank].peak for rank in ranks)))
         for cells, ranks in alike.items()
     ]
     if not rows:
         return ""
-    head = "Held by each worker from step to step (in brackets what was predicted, where that is something else):"
+    head = (
+        "Held by each worker from step to step (in brackets what was predicted, where that is "
+        "something else):"
+    )
     return "\n".join([head, *aligned([("", *KINDS, "process at most"), *rows])])
 
 
@@ -132,14 +197,25 @@ def _held(measured: int, predicted: int | None) -> str:
 def _checkpoints(facts: RunFacts) -> str:
     if not facts.saves:
         return ""
-    once, best = facts.saves == 1, "" if facts.best is None else f" The best is {facts.best[0]}, with a metric of {facts.best[1]:.6g}."
+    once, best = (
+        facts.saves == 1,
+        ""
+        if facts.best is None
+        else f" The best is {facts.best[0]}, with a metric of {facts.best[1]:.6g}.",
+    )
     return (
-        f"{counted(facts.saves, 'checkpoint')}: training stood still for {seconds(facts.stall)}{'' if once else ' each'}, and "
-        f"{'it was' if once else 'they were'} on the disk after {seconds(facts.write)} of writing{'' if once else ' each'}.{best}"
+        f"{counted(facts.saves, 'checkpoint')}: training stood still for "
+        f"{seconds(facts.stall)}{'' if once else ' each'}, and "
+        f"{'it was' if once else 'they were'} on the disk after {seconds(facts.write)} of "
+        f"writing{'' if once else ' each'}.{best}"
     )
 
 
 def _events(facts: RunFacts) -> str:
-    head = "Events:" if len(facts.events) <= LISTED else f"Events, the last {LISTED} of {len(facts.events):,}; all are in summary.json:"
+    head = (
+        "Events:"
+        if len(facts.events) <= LISTED
+        else f"Events, the last {LISTED} of {len(facts.events):,}; all are in summary.json:"
+    )
     lines = [f"  {spoken(event['time']):>7}  {event['what']}" for event in facts.events[-LISTED:]]
     return "\n".join([head, *lines]) if lines else ""

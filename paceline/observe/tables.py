@@ -11,9 +11,15 @@ def seconds(value: float) -> str:
 
 
 def aligned(rows: Iterable[Sequence[str]], *, left: int = 1) -> Iterator[str]:
-    """Yield lines of a table, two spaces between columns. The first `left` columns are flush left, all others right."""
+    """Yield lines of a table, two spaces between columns.
+
+    The first `left` columns are flush left, all others right.
+    """
     table = list(rows)
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for row in table:
-        cells = [cell.ljust(width) if at < left else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            cell.ljust(width) if at < left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         yield "  ".join(("", *cells)).rstrip()

@@ -1,4 +1,6 @@
-"""The verdict on a run in three sentences: what was trained, where a step's time went, and what that means."""
+"""The verdict on a run in three sentences: what was trained, where a step's time went, and what
+that means.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ def _trained(facts: RunFacts) -> str:
     who = f"{counted(facts.workers, 'worker')} on {counted(facts.hosts, 'host')}"
     mesh = "" if facts.mesh is None else f" (mesh {facts.mesh})"
     if not facts.ended:
-        so_far = f"{who}{mesh} {'has' if facts.workers == 1 else 'have'} trained" if facts.sync else "it has trained"
+        so_far = (
+            f"{who}{mesh} {'has' if facts.workers == 1 else 'have'} trained"
+            if facts.sync
+            else "it has trained"
+        )
         return f"So far {so_far} {work}{took}{loss}{f', with {facts.sync}' if facts.sync else ''}."
     return f"{who}{mesh} trained {work}{took}{loss}, with {facts.sync}."
 
@@ -35,12 +41,18 @@ def _spent(facts: RunFacts) -> str:
     rate = f" ({facts.samples / facts.steps / facts.step:,.0f} samples/s)" if facts.step > 0 else ""
     shares = sorted(PARTS, key=facts.share, reverse=True)
     first, *others = (f"{part} {facts.share(part):.0%}" for part in shares)
-    return f"A step took {seconds(facts.step)}{rate}: {first}, {', '.join(others[:-1])} and {others[-1]}."
+    return (
+        f"A step took {seconds(facts.step)}{rate}: {first}, {', '.join(others[:-1])} and "
+        f"{others[-1]}."
+    )
 
 
 def _means(facts: RunFacts) -> str:
     if facts.final_loss is not None and not math.isfinite(facts.final_loss):
-        return f"The loss is {facts.final_loss}: the weights are likely lost, and the curve shows since when."
+        return (
+            f"The loss is {facts.final_loss}: the weights are likely lost, and the curve shows "
+            "since when."
+        )
     found = [remark for remark in remarks(facts) if remark.gain is not None]
     if not found:
         return quiet(facts)

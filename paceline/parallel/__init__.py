@@ -1,1 +1,3 @@
-"""Models that are divided between workers: cuts along the axes of the mesh, and BatchNorm over the global batch."""
+"""Models that are divided between workers: cuts along the axes of the mesh, and BatchNorm over
+the global batch.
+"""

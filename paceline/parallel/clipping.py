@@ -1,10 +1,15 @@
-"""Stands before torch's own clipping, which scripts call between backward and step, and lets the run of the parameters clip.
+"""Stands before torch's own clipping, which scripts call between backward and step, and lets the
+run of the parameters clip.
 
-nn.utils.clip_grad_norm_(model.parameters(), 1.0)    ->    the `GradientClipper` of these parameters, if they have one    ->    torch's own
+nn.utils.clip_grad_norm_(model.parameters(), 1.0)    ->    the `GradientClipper` of these
+                                                           parameters, if they have one    ->
+                                                           torch's own
 
-Where models are cut, the norm that torch takes of gradients by itself (get_total_norm) is refused, as is clipping that finds none of them.
+Where models are cut, the norm that torch takes of gradients by itself (get_total_norm) is refused,
+as is clipping that finds none of them.
 
-A script may have imported the functions before: it is what they call that is replaced, in the functions themselves.
+A script may have imported the functions before: it is what they call that is replaced, in the
+functions themselves.
 """
 
 from __future__ import annotations
@@ -20,29 +25,48 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.utils.weak import WeakIdKeyDictionary
 
-INNER: Final = "func"  # what torch's functions, which switch gradients off, call the function itself
+# what torch's functions, which switch gradients off, call the function itself
+INNER: Final = "func"
 _REGISTRY: Final = threading.Lock()  # of what stands in torch's functions, for all threads
 
 
 class GradientClipper(Protocol):
-    """Whatever clips gradients in torch's place. `own` is torch's function, with the arguments that the script gave."""
+    """Whatever clips gradients in torch's place.
+
+    `own` is torch's function, with the arguments that the script gave.
+    """
 
     def clip_norm(
-        self, parameters: list[Tensor], max_norm: float, norm_type: float, own: Callable[[], Tensor], *, finite: bool = False
+        self,
+        parameters: list[Tensor],
+        max_norm: float,
+        norm_type: float,
+        own: Callable[[], Tensor],
+        *,
+        finite: bool = False,
     ) -> Tensor:
-        """Clip by the norm, and return it. Raises `RuntimeError`, as torch does, for one that isn't finite and has to be (`finite`)."""
+        """Clip by the norm, and return it.
+
+        Raises `RuntimeError`, as torch does, for one that isn't finite and has to be (`finite`).
+        """
         ...
 
     def clip_by(self, name: str, own: Callable[[], Any]) -> Any:
-        """Clip each gradient by itself, as the function of this name does: by value, or by a norm that is given."""
+        """Clip each gradient by itself, as the function of this name does: by value, or by a
+        norm that is given.
+        """
         ...
 
     def check_norm(self, parameters: list[Tensor]) -> None:
-        """Raise `UsageError` where the norm of the gradients that these parameters have here isn't that of all workers."""
+        """Raise `UsageError` where the norm of the gradients that these parameters have here
+        isn't that of all workers.
+        """
         ...
 
     def check_idle(self, name: str) -> None:
-        """Raise `UsageError` where this function, which was given no gradient, would do nothing, as there are some elsewhere."""
+        """Raise `UsageError` where this function, which was given no gradient, would do nothing,
+        as there are some elsewhere.
+        """
         ...
 
 
@@ -56,7 +80,11 @@ class Door:
     def check_idle(self) -> None:
         """Have all clippers that live check a call without any gradient."""
         with _REGISTRY:
-            living = {id(clipper): clipper for found in self.clippers.values() if (clipper := found()) is not None}
+            living = {
+                id(clipper): clipper
+                for found in self.clippers.values()
+                if (clipper := found()) is not None
+            }
         for clipper in living.values():
             clipper.check_idle(self.name.lstrip("_"))
 
@@ -66,11 +94,22 @@ class ClipDoor(Door):
 
     def __call__(self, parameters: Any, *args: Any, **options: Any) -> Any:
         asked = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        clipper = next((found for parameter in asked if (found := self.clippers.get(parameter, _nobody)()) is not None), None)
-        if not asked or (self.name == "_clip_grads_with_norm_" and all(parameter.grad is None for parameter in asked)):
+        clipper = next(
+            (
+                found
+                for parameter in asked
+                if (found := self.clippers.get(parameter, _nobody)()) is not None
+            ),
+            None,
+        )
+        if not asked or (
+            self.name == "_clip_grads_with_norm_"
+            and all(parameter.grad is None for parameter in asked)
+        ):
             self.check_idle()
         if clipper is None:
-            return self.own(asked or (parameter for parameter in asked), *args, **options)  # torch warns of a generator without any
+            # torch warns of a generator without any
+            return self.own(asked or (parameter for parameter in asked), *args, **options)
 
         def own() -> Any:
             return self.own(asked, *args, **options)
@@ -89,9 +128,21 @@ class NormDoor(Door):
         if not asked:
             self.check_idle()
         with _REGISTRY:
-            grads = {_place(p.grad): (p, clipper) for p, clipper in self.clippers.items() if p.grad is not None} if asked else {}
+            grads = (
+                {
+                    _place(p.grad): (p, clipper)
+                    for p, clipper in self.clippers.items()
+                    if p.grad is not None
+                }
+                if asked
+                else {}
+            )
         theirs: dict[Callable[[], GradientClipper | None], list[Tensor]] = {}
-        for parameter, clipper in (grads[place] for tensor in asked if (place := _place(tensor)) in grads) if grads else ():
+        for parameter, clipper in (
+            (grads[place] for tensor in asked if (place := _place(tensor)) in grads)
+            if grads
+            else ()
+        ):
             theirs.setdefault(clipper, []).append(parameter)
         for found, parameters in theirs.items():
             if (living := found()) is not None:
@@ -113,32 +164,45 @@ def _nobody() -> None:
 
 def _place(tensor: Tensor) -> object:
     """Return what tensors with the same numbers in memory have in common."""
-    plain = tensor.layout == torch.strided and type(tensor) in (Tensor, nn.Parameter) and tensor.numel()
+    plain = (
+        tensor.layout == torch.strided and type(tensor) in (Tensor, nn.Parameter) and tensor.numel()
+    )
     return (tensor.data_ptr(), tensor.numel()) if plain else id(tensor)
 
 
 def norm_here(gradients: list[Tensor], norm_type: float) -> Tensor:
     """Return torch's norm of these gradients, which nobody checks: that of this worker."""
     with _REGISTRY:
-        own = next((door.own for door in _doors() if isinstance(door, NormDoor)), nn.utils.get_total_norm)
+        own = next(
+            (door.own for door in _doors() if isinstance(door, NormDoor)), nn.utils.get_total_norm
+        )
     with torch.no_grad():
         found: Tensor = own(gradients, norm_type)
     return found
 
 
 def check_finite(norm: float, norm_type: float) -> None:
-    """Raise `RuntimeError`, as torch's clip_grad_norm_ does, for a norm that is no finite number."""
+    """Raise `RuntimeError`, as torch's clip_grad_norm_ does, for a norm that is no finite
+    number.
+    """
     if not math.isfinite(norm):
         raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. To disable this "
-            "error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
+            "so it cannot be clipped. To disable this "
+            "error and scale the gradients by the non-finite norm anyway, set "
+            "`error_if_nonfinite=False`"
         )
 
 
 def _norm(
-    max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> tuple[float, float, bool]:
-    """Return the norm, its kind and whether it has to be finite from what clip_grad_norm_ is called with."""
+    """Return the norm, its kind and whether it has to be finite from what clip_grad_norm_ is
+    called with.
+    """
     return float(max_norm), float(norm_type), bool(error_if_nonfinite)
 
 
@@ -157,7 +221,9 @@ def _doors() -> Iterable[Door]:
 
 
 def let_clip(parameters: Iterable[Tensor], clipper: GradientClipper, *, cut: bool = False) -> None:
-    """Let `clipper` clip the gradients of these parameters from now on, as long as it lives; check their norms too, if some are `cut`."""
+    """Let `clipper` clip the gradients of these parameters from now on, as long as it lives;
+    check their norms too, if some are `cut`.
+    """
     known = list(parameters)
     with _REGISTRY:
         for door in _doors():

@@ -1,7 +1,9 @@
-"""What a cut of a model is: it gives each worker along one axis of the mesh its part of layers, or of what is kept of them.
+"""What a cut of a model is: it gives each worker along one axis of the mesh its part of layers, or
+of what is kept of them.
 
-A script writes cuts as plain data, `run.prepare(model, optimizer, loader, cut=[tensor({...}), shard("blocks.*")])`, and they are applied to
-the model in that order, before anything else looks at its parameters. What has been cut is an ordinary model with other parameters.
+A script writes cuts as plain data, `run.prepare(model, optimizer, loader, cut=[tensor({...}),
+shard("blocks.*")])`, and they are applied to the model in that order, before anything else looks at
+its parameters. What has been cut is an ordinary model with other parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 
 
 class GradientSink(Protocol):
-    """Whatever takes the gradients of parameters that are cut, summed over the workers that have parts of them."""
+    """Whatever takes the gradients of parameters that are cut, summed over the workers that have
+    parts of them.
+    """
 
     @property
     def replicas_diverge(self) -> bool:
@@ -32,7 +36,9 @@ class GradientSink(Protocol):
         ...
 
     def weigh(self) -> float:
-        """Return what this worker's gradients count in the pass under way, which begins with the first of them."""
+        """Return what this worker's gradients count in the pass under way, which begins with the
+        first of them.
+        """
         ...
 
     def take(self, parameter: Parameter, grad: Tensor) -> None:
@@ -41,16 +47,23 @@ class GradientSink(Protocol):
 
 
 class CutGradients(Protocol):
-    """The gradients of parameters of which workers have parts. Every worker ends every backward pass."""
+    """The gradients of parameters of which workers have parts.
+
+    Every worker ends every backward pass.
+    """
 
     @property
     def nbytes(self) -> int:
-        """The bytes of memory that it takes at this moment, beside the gradients that optimizers step by."""
+        """The bytes of memory that it takes at this moment, beside the gradients that optimizers
+        step by.
+        """
         ...
 
     @property
     def kept_nbytes(self) -> int:
-        """The bytes of memory that is kept from pass to pass, beside the gradients that optimizers step by."""
+        """The bytes of memory that is kept from pass to pass, beside the gradients that
+        optimizers step by.
+        """
         ...
 
     def deliver_to(self, sink: GradientSink) -> None:
@@ -58,7 +71,9 @@ class CutGradients(Protocol):
         ...
 
     def gather(self, parameters: Sequence[Tensor]) -> None:
-        """Make these parameters whole, and what goes with them, for a backward through their layers. Collective."""
+        """Make these parameters whole, and what goes with them, for a backward through their
+        layers. Collective.
+        """
         ...
 
     def end_pass(self) -> None:
@@ -72,23 +87,35 @@ class CutGradients(Protocol):
 
 @dataclass
 class CutContext:
-    """Everything that a cut works with: the mesh and its groups, and where each parameter is so far."""
+    """Everything that a cut works with: the mesh and its groups, and where each parameter is so
+    far.
+    """
 
     mesh: Mesh
     groups: AxisGroups
     placements: Placements  # a parameter that none is noted of is whole
     device: torch.device = CPU  # on which parameters without memory come to lie
-    renewed: dict[Parameter, Parameter] = field(default_factory=dict)  # what optimizers step in the place of each parameter
-    sources: list[CutGradients] = field(default_factory=list)  # gradients that autograd doesn't add to the parameters that are stepped
-    endings: list[Callable[[], None]] = field(default_factory=list)  # what is called when the run ends
-    pipelines: list[tuple[nn.Module, PipelinedModel]] = field(default_factory=list)  # models whose layers are on several workers
-    valued: list[Callable[[], None]] = field(default_factory=list)  # what is called when the parts of all cuts have their values
-    tied: list[Parameter] = field(default_factory=list)  # what other workers have as well, along an axis that it is cut along
-    followers: list[Callable[[], None]] = field(default_factory=list)  # each makes whole parameters what their pieces are; collective
-    known: Callable[[Parameter], Parameter] = lambda parameter: parameter  # what is trained in the place of a parameter, after all cuts
-    sample: Callable[[int], tuple[Any, ...]] = lambda parts: ()  # inputs and target, of one in so many parts of a global batch
+    # what optimizers step in the place of each parameter
+    renewed: dict[Parameter, Parameter] = field(default_factory=dict)
+    # gradients that autograd doesn't add to the parameters that are stepped
+    sources: list[CutGradients] = field(default_factory=list)
+    # what is called when the run ends
+    endings: list[Callable[[], None]] = field(default_factory=list)
+    # models whose layers are on several workers
+    pipelines: list[tuple[nn.Module, PipelinedModel]] = field(default_factory=list)
+    # what is called when the parts of all cuts have their values
+    valued: list[Callable[[], None]] = field(default_factory=list)
+    # what other workers have as well, along an axis that it is cut along
+    tied: list[Parameter] = field(default_factory=list)
+    # each makes whole parameters what their pieces are; collective
+    followers: list[Callable[[], None]] = field(default_factory=list)
+    # what is trained in the place of a parameter, after all cuts
+    known: Callable[[Parameter], Parameter] = lambda parameter: parameter
+    # inputs and target, of one in so many parts of a global batch
+    sample: Callable[[int], tuple[Any, ...]] = lambda parts: ()
     announce: Callable[[str], None] = print  # on the first worker
-    record: Callable[[str, int, int], None] = lambda what, began, ended: None  # of the trace: what was done from when to when (nanoseconds)
+    # of the trace: what was done from when to when (nanoseconds)
+    record: Callable[[str, int, int], None] = lambda what, began, ended: None
 
     def renew(self, old: Parameter, new: Parameter, placement: Placement) -> None:
         """Have optimizers step `new`, which holds what `placement` says, in the place of `old`."""
@@ -101,7 +128,9 @@ class ModelCut(Protocol):
 
     @property
     def axis(self) -> str:
-        """The axis along which workers hold different parts; none ("") where each has all of them."""
+        """The axis along which workers hold different parts; none ("") where each has all of
+        them.
+        """
         ...
 
     @property
@@ -110,7 +139,8 @@ class ModelCut(Protocol):
         ...
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
-        """Leave this worker its part of a model, and tell `context` of each parameter that is another one now. Collective.
+        """Leave this worker its part of a model, and tell `context` of each parameter that is
+        another one now. Collective.
 
         Raises `UsageError` where the model can't be cut so.
         """

@@ -1,4 +1,5 @@
-"""Optimizers that step each element by itself, and so are right on parts: known classes, and those vouched for.
+"""Optimizers that step each element by itself, and so are right on parts: known classes, and those
+vouched for.
 
 type(optimizer) is AdamW                  known
 a class derived from AdamW, or another    refused, unless `elementwise` vouches for that very class
@@ -20,24 +21,31 @@ _KNOWN: Final = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad),
     *(optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
 )
-_VOUCHED: Final = "_paceline_elementwise"  # an attribute of the class itself: subclasses may do other things
-_WRAPPERS: Final = ("torch", "paceline")  # whose steps in an object's own attributes call that of its class
+# an attribute of the class itself: subclasses may do other things
+_VOUCHED: Final = "_paceline_elementwise"
+# whose steps in an object's own attributes call that of its class
+_WRAPPERS: Final = ("torch", "paceline")
 
 
 def elementwise(kind: Kind) -> Kind:
-    """Vouch that a class of optimizers steps each element by itself, so that it may step parts of parameters.
+    """Vouch that a class of optimizers steps each element by itself, so that it may step parts of
+    parameters.
 
     >>> @pl.elementwise
     ... class Lion(torch.optim.Optimizer): ...
 
     A class of another library is vouched for by a call, which returns the class.
 
-    No norm, mean or maximum of a parameter or its gradient may go into the step. It holds for this class alone, not for its subclasses.
+    No norm, mean or maximum of a parameter or its gradient may go into the step. It holds for this
+    class alone, not for its subclasses.
 
     Raises `UsageError` for what is no class of optimizers.
     """
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        raise UsageError(f"elementwise() vouches for a class of optimizers, and got {kind!r:.80}; write pl.elementwise(MyOptimizer)")
+        raise UsageError(
+            f"elementwise() vouches for a class of optimizers, and got {kind!r:.80}; "
+            "write pl.elementwise(MyOptimizer)"
+        )
     setattr(kind, _VOUCHED, True)
     return kind
 
@@ -56,7 +64,9 @@ def check_elementwise(optimizer: Optimizer, part: str) -> None:
     if not is_elementwise(optimizer):
         name = type(optimizer).__qualname__
         raise UsageError(
-            f"{name} may look at whole parameters, and each worker has a part of {part}: take one that steps each element by itself "
-            f"({', '.join(kind.__name__ for kind in _KNOWN)}; no class derived from them), or, if yours does, vouch for it: "
+            f"{name} may look at whole parameters, and each worker has a part of {part}: "
+            "take one that steps each element by itself "
+            f"({', '.join(kind.__name__ for kind in _KNOWN)}; no class derived from them), or, if "
+            "yours does, vouch for it: "
             f"pl.elementwise({name})"
         )

@@ -1,9 +1,13 @@
-"""Layer-wise parallelism: consecutive layers of a model are on different workers, and each batch goes through them as one.
+"""Layer-wise parallelism: consecutive layers of a model are on different workers, and each batch
+goes through them as one.
 
-    layers("auto")                                    is pipeline("auto", schedule="gpipe", micro_batches=1)
-    layers("auto", devices=["cuda:0", "cuda:1"])      over devices of one worker, in any training loop
+    layers("auto")                                    is pipeline("auto", schedule="gpipe",
+                                                      micro_batches=1)
+    layers("auto", devices=["cuda:0", "cuda:1"])      over devices of one worker, in any training
+                                                      loop
 
-Workers wait while the batch is elsewhere: this is for models that are too large for one worker; `pipeline` is for speed, too.
+Workers wait while the batch is elsewhere: this is for models that are too large for one worker;
+`pipeline` is for speed, too.
 """
 
 from __future__ import annotations
@@ -23,7 +27,12 @@ from paceline.parallel.pipelining.batches import Loss
 from paceline.removed import removed
 
 
-@removed(again="the split stays the one that split='auto' has found at run.prepare; start again to have it measured again")
+@removed(
+    again=(
+        "the split stays the one that split='auto' has found at run.prepare; "
+        "start again to have it measured again"
+    )
+)
 @dataclass(frozen=True)
 class layers:
     """Cut a model between layers, along the axis `stage` of the mesh, without micro-batches.
@@ -31,10 +40,11 @@ class layers:
     >>> with pl.start() as run:  # one worker with two devices
     ...     model, optimizer, loader = run.prepare(model, optimizer, loader, cut=pl.layers(devices=["cuda:0", "cuda:1"]))
 
-    `devices`: cut it over these devices of each worker instead. The mesh has no axis `stage` then, and a loop of `model(x)` and
-    `loss.backward()` stays what it is; outputs come back to the device of the inputs, and data parallel workers have their own devices.
-    `names`, `split`, `trace`, `inputs` and `loss`: as the `layers` and so on of `pipeline`.
-    """
+    `devices`: cut it over these devices of each worker instead. The mesh has no axis `stage` then,
+    and a loop of `model(x)` and `loss.backward()` stays what it is; outputs come back to the device
+    of the inputs, and data parallel workers have their own devices. `names`, `split`, `trace`,
+    `inputs` and `loss`: as the `layers` and so on of `pipeline`.
+    """  # noqa: E501
 
     names: str | Sequence[str] = "auto"
     split: Sequence[int] | Split = "even"
@@ -47,8 +57,13 @@ class layers:
 
     def __post_init__(self) -> None:
         check_loss("layers", self.loss, self.split)
-        if self.devices is not None and (isinstance(self.devices, str | torch.device) or len(self.devices) < 2):
-            raise UsageError(f'layers(devices={self.devices!r}) has to name two devices at least: devices=["cuda:0", "cuda:1"]')
+        if self.devices is not None and (
+            isinstance(self.devices, str | torch.device) or len(self.devices) < 2
+        ):
+            raise UsageError(
+                f"layers(devices={self.devices!r}) has to name two devices at least: "
+                'devices=["cuda:0", "cuda:1"]'
+            )
 
     @property
     def axis(self) -> str:
@@ -57,12 +72,29 @@ class layers:
     @property
     def travels(self) -> str:
         if self.devices is not None:
-            return "activations go to the next device of the worker, and their gradients come back; nothing to other workers"
+            return (
+                "activations go to the next device of the worker, and their gradients come back; "
+                "nothing to other workers"
+            )
         return "activations go to the next stage, and their gradients come back, once a batch"
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
         if self.devices is not None:
-            spread(model, DeviceLayers(self.names, self.devices, self.split, self.trace, self.inputs, self.loss), context)
+            spread(
+                model,
+                DeviceLayers(
+                    self.names, self.devices, self.split, self.trace, self.inputs, self.loss
+                ),
+                context,
+            )
             return
-        cut = pipeline(self.names, "gpipe", micro_batches=1, split=self.split, trace=self.trace, inputs=self.inputs, loss=self.loss)
+        cut = pipeline(
+            self.names,
+            "gpipe",
+            micro_batches=1,
+            split=self.split,
+            trace=self.trace,
+            inputs=self.inputs,
+            loss=self.loss,
+        )
         cut.apply(model, context)

@@ -2,13 +2,17 @@
 
 logical tensor, 6 x 4: a fused projection of 3 parts      local tensor of tensor rank 1, 3 x 4
     0  part a, rank 0                                         0  part a (logical row 1)
-    1  part a, rank 1     --- narrow(0, 1:2, 3:4, 5:6) -->    1  part b (logical row 3)     3 regions of 1 x 4
+    1  part a, rank 1     --- narrow(0, 1:2, 3:4, 5:6) -->    1  part b (logical row 3)     3
+                                                                 regions of 1 x 4
     2  part b, rank 0                                         2  part c (logical row 5)
     3  part b, rank 1
-    4  part c, rank 0                                     its elements 2 to 7, flat (a piece of ZeRO-1)
-    5  part c, rank 1     --- piece(2, 7) ------------->      logical row 1, columns 2:4 | row 3, columns 0:3     2 regions
+    4  part c, rank 0                                     its elements 2 to 7, flat (a piece of
+                                                          ZeRO-1)
+    5  part c, rank 1     --- piece(2, 7) ------------->      logical row 1, columns 2:4 | row 3,
+                                                              columns 0:3     2 regions
 
-Checkpoints, counts of bytes, norms and initial values ask a placement, and not the cut that has made it.
+Checkpoints, counts of bytes, norms and initial values ask a placement, and not the cut that has
+made it.
 """
 
 from __future__ import annotations
@@ -33,7 +37,9 @@ COUNTS: Final = frozenset(
 
 
 class Region(NamedTuple):
-    """A rectangle of a logical tensor, and the rectangle of a local tensor that holds it: as many elements, in the same order."""
+    """A rectangle of a logical tensor, and the rectangle of a local tensor that holds it: as
+    many elements, in the same order.
+    """
 
     logical: Rectangle
     local: Rectangle
@@ -44,8 +50,15 @@ class Region(NamedTuple):
         return tuple(stop - start for start, stop in self.logical)
 
     def of_local(self, local: Tensor) -> Tensor:
-        """Return this region of a local tensor, in the shape of the logical rectangle. What is written there is written to `local`."""
-        return local[_slices(self.local)].view(self.shape) if len(self.local) != len(self.logical) else local[_slices(self.local)]
+        """Return this region of a local tensor, in the shape of the logical rectangle.
+
+        What is written there is written to `local`.
+        """
+        return (
+            local[_slices(self.local)].view(self.shape)
+            if len(self.local) != len(self.logical)
+            else local[_slices(self.local)]
+        )
 
     def of_logical(self, logical: Tensor) -> Tensor:
         """Return this region of the whole logical tensor, as a view."""
@@ -56,9 +69,10 @@ class Region(NamedTuple):
 class Placement:
     """The part of one logical tensor that this worker holds as one local tensor.
 
-    `shape` is that of the logical tensor, `local` that of the local one, which consists of the `regions`. `axes`: those of the mesh along
-    which workers hold different parts; along all others they hold the same. `copy`: another worker along these axes holds the same, and
-    counts for both: a tied weight of two stages.
+    `shape` is that of the logical tensor, `local` that of the local one, which consists of the
+    `regions`. `axes`: those of the mesh along which workers hold different parts; along all others
+    they hold the same. `copy`: another worker along these axes holds the same, and counts for both:
+    a tied weight of two stages.
     """
 
     name: str
@@ -82,17 +96,26 @@ class Placement:
     @property
     def is_whole(self) -> bool:
         """Whether this worker holds all of the logical tensor, in its shape."""
-        return self.regions == (Region(everything := tuple((0, size) for size in self.shape), everything),)
+        return self.regions == (
+            Region(everything := tuple((0, size) for size in self.shape), everything),
+        )
 
     @property
     def is_flat(self) -> bool:
-        """Whether the local tensor is a flat piece, whose shape says nothing of the logical one's."""
+        """Whether the local tensor is a flat piece, whose shape says nothing of the logical
+        one's.
+        """
         return any(len(region.local) != len(region.logical) for region in self.regions)
 
     def narrow(self, dim: int, ranges: Iterable[Range], axis: str) -> Placement:
-        """Keep these ranges of one dimension of the local tensor, one behind the other, as others along `axis` hold the rest."""
+        """Keep these ranges of one dimension of the local tensor, one behind the other, as
+        others along `axis` hold the rest.
+        """
         if self.is_flat:
-            raise UsageError(f"{self.name} is cut into flat pieces already, which have no dimension {dim}; cut it by tensor() first")
+            raise UsageError(
+                f"{self.name} is cut into flat pieces already, which have no dimension {dim}; "
+                "cut it by tensor() first"
+            )
         regions, at = list[Region](), 0
         for start, stop in ranges:
             for region in self.regions:
@@ -100,20 +123,30 @@ class Placement:
                 if first < last:
                     into, out_of = at - start, region.logical[dim][0] - region.local[dim][0]
                     logical = _with(region.logical, dim, (first + out_of, last + out_of))
-                    regions.append(Region(logical, _with(region.local, dim, (first + into, last + into))))
+                    regions.append(
+                        Region(logical, _with(region.local, dim, (first + into, last + into)))
+                    )
             at += stop - start
         local = (*self.local[:dim], at, *self.local[dim + 1 :])
         return replace(self, local=local, regions=tuple(regions), axes=_joined(self.axes, axis))
 
     def piece(self, start: int, stop: int, axis: str) -> Placement:
-        """Keep the elements from `start` to `stop` of the flattened local tensor, as others along `axis` hold the rest."""
+        """Keep the elements from `start` to `stop` of the flattened local tensor, as others
+        along `axis` hold the rest.
+        """
         if self.is_flat:
             raise UsageError(f"{self.name} is cut into flat pieces already; cut it once by shard()")
-        regions = [found for region in self.regions for found in _flat(region, self.local, start, stop)]
-        return replace(self, local=(stop - start,), regions=tuple(regions), axes=_joined(self.axes, axis))
+        regions = [
+            found for region in self.regions for found in _flat(region, self.local, start, stop)
+        ]
+        return replace(
+            self, local=(stop - start,), regions=tuple(regions), axes=_joined(self.axes, axis)
+        )
 
     def along(self, axis: str, *, copy: bool = False) -> Placement:
-        """Keep all of it, of which others along `axis` hold nothing; or the same, where this is a `copy`."""
+        """Keep all of it, of which others along `axis` hold nothing; or the same, where this is
+        a `copy`.
+        """
         return replace(self, axes=_joined(self.axes, axis), copy=copy)
 
     def elsewhere(self, axis: str) -> Placement:
@@ -132,8 +165,10 @@ class Placements:
     """The placements of all parameters of a run, by parameter and by logical name."""
 
     def __init__(self) -> None:
-        self._by_id: dict[int, tuple[Tensor, Placement]] = {}  # the tensor is kept, so that its id stays its own
-        self._former: dict[int, tuple[weakref.ref[Tensor], Placement]] = {}  # of tensors that others stand for now
+        # the tensor is kept, so that its id stays its own
+        self._by_id: dict[int, tuple[Tensor, Placement]] = {}
+        # of tensors that others stand for now
+        self._former: dict[int, tuple[weakref.ref[Tensor], Placement]] = {}
 
     def __iter__(self) -> Iterator[Placement]:
         return (placement for _, placement in self._by_id.values())
@@ -146,7 +181,9 @@ class Placements:
         self._by_id[id(parameter)] = parameter, placement
 
     def move(self, old: Tensor, new: Tensor, placement: Placement) -> None:
-        """Note that `new` holds a part of what `old` held, and counts in its place; `of(old)` stays what it was."""
+        """Note that `new` holds a part of what `old` held, and counts in its place; `of(old)`
+        stays what it was.
+        """
         before = self._by_id.pop(id(old), None)
         if before is not None:
             self._former[id(old)] = weakref.ref(old), before[1]
@@ -158,7 +195,11 @@ class Placements:
         if found is not None:
             return found[1]
         former = self._former.get(id(parameter))
-        return former[1] if former is not None and former[0]() is parameter else Placement.whole(name, parameter.shape)
+        return (
+            former[1]
+            if former is not None and former[0]() is parameter
+            else Placement.whole(name, parameter.shape)
+        )
 
     def parameters(self) -> Iterator[tuple[Tensor, Placement]]:
         """Yield each parameter that was noted, with its placement."""
@@ -168,11 +209,19 @@ class Placements:
 def local(parameter: Tensor) -> Tensor:
     """Return this worker's part of a parameter as a plain tensor, in the same memory."""
     part = getattr(parameter, "_local_tensor", None)  # of a DTensor; importing that takes a second
-    return parameter.data if part is None and isinstance(parameter, Parameter) else parameter if part is None else part
+    return (
+        parameter.data
+        if part is None and isinstance(parameter, Parameter)
+        else parameter
+        if part is None
+        else part
+    )
 
 
 def chunk(size: int, index: int, count: int) -> Range:
-    """Return the range of part `index` of `count`, all of one length but for the last ones, as torch.chunk cuts."""
+    """Return the range of part `index` of `count`, all of one length but for the last ones, as
+    torch.chunk cuts.
+    """
     length = -(-size // count)
     return min(index * length, size), min((index + 1) * length, size)
 
@@ -190,16 +239,22 @@ def _joined(axes: tuple[str, ...], axis: str) -> tuple[str, ...]:
 
 
 def _flat(region: Region, shape: Shape, start: int, stop: int) -> Iterator[Region]:
-    """Yield the parts of a region that lie between two elements of the flattened local tensor; each is one run of elements there."""
+    """Yield the parts of a region that lie between two elements of the flattened local tensor;
+    each is one run of elements there.
+    """
     offset = [first - at for (first, _), (at, _) in zip(region.logical, region.local, strict=True)]
     for rectangle in _runs(region.local, shape, start, stop):
         at = sum(first * prod(shape[dim + 1 :]) for dim, (first, _) in enumerate(rectangle)) - start
-        logical = tuple((first + by, last + by) for (first, last), by in zip(rectangle, offset, strict=True))
+        logical = tuple(
+            (first + by, last + by) for (first, last), by in zip(rectangle, offset, strict=True)
+        )
         yield Region(logical, ((at, at + prod(last - first for first, last in rectangle)),))
 
 
 def _runs(rectangle: Rectangle, shape: Shape, start: int, stop: int) -> Iterator[Rectangle]:
-    """Yield the largest rectangles within this one whose elements follow each other in the flattened tensor, from `start` to `stop`."""
+    """Yield the largest rectangles within this one whose elements follow each other in the
+    flattened tensor, from `start` to `stop`.
+    """
     if not shape:
         if start <= 0 < stop:
             yield ()
@@ -209,7 +264,8 @@ def _runs(rectangle: Rectangle, shape: Shape, start: int, stop: int) -> Iterator
         return
     (first, last), inner = rectangle[0], rectangle[1:]
     full = all(found == (0, size) for found, size in zip(inner, shape[1:], strict=True))
-    row, last = max(first, start // stride), min(last, -(-stop // stride))  # rows with elements between start and stop
+    # rows with elements between start and stop
+    row, last = max(first, start // stride), min(last, -(-stop // stride))
     while row < last:
         if full and row * stride >= start and (row + 1) * stride <= stop:
             end = min(last, stop // stride)

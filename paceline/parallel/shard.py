@@ -1,10 +1,12 @@
-"""Sharded training (ZeRO, Rajbhandari et al. 2020): workers with other samples share the state of one model out among themselves.
+"""Sharded training (ZeRO, Rajbhandari et al. 2020): workers with other samples share the state of
+one model out among themselves.
 
     zero=1    each worker steps its part of all parameters, with its part of the optimizer's state
     zero=2    and keeps its part of gradients alone
     zero=3    and of parameters, which are gathered unit by unit while they are used
 
-For N workers, parameters of P bytes and an optimizer that keeps K bytes for each of them, a worker holds, beside what is on its way:
+For N workers, parameters of P bytes and an optimizer that keeps K bytes for each of them, a worker
+holds, beside what is on its way:
 
     zero=1    P + P + (P + K) / N        zero=2    P + (P + K) / N        zero=3    (P + P + K) / N
 """
@@ -29,7 +31,12 @@ from paceline.parallel.cut import CutContext
 from paceline.parallel.meta import CPU
 from paceline.parallel.sharding.gradients import ShardGradients
 from paceline.parallel.sharding.memory import FlatMemory, Held, refuse_change, refuse_hook
-from paceline.parallel.sharding.optimizers import clear_pieces_too, is_refused, refuse_idle_clipping, refuse_partial_norms
+from paceline.parallel.sharding.optimizers import (
+    clear_pieces_too,
+    is_refused,
+    refuse_idle_clipping,
+    refuse_partial_norms,
+)
 from paceline.parallel.sharding.steps import ShardSteps
 from paceline.parallel.sharding.units import GatheredModel, GatheredUnit, in_backward
 
@@ -46,18 +53,18 @@ class shard:
     ...     model, optimizer, loader = run.prepare(model, optimizer, loader, cut=pl.shard("blocks.*", zero=3))
 
     Args:
-        units: Patterns of module names, such as "blocks.*" (`*` matches dots, too). The parameters of
-            a matching module travel together. Of nested modules that one pattern matches, the
+        units: Patterns of module names, such as "blocks.*" (`*` matches dots, too). The parameters
+            of a matching module travel together. Of nested modules that one pattern matches, the
             outermost is the unit. All other parameters are one more unit.
-        zero: Stage of ZeRO (Rajbhandari et al. 2020): 1 divides the optimizer's state, 2 gradients as
-            well, 3 parameters as well. Default: 3.
+        zero: Stage of ZeRO (Rajbhandari et al. 2020): 1 divides the optimizer's state, 2 gradients
+            as well, 3 parameters as well. Default: 3.
         params: dtype in which parameters are gathered, with `zero=3`: "bfloat16" or "float16".
             Optimizers step them in their own dtype. Default: their own.
         reduce: dtype in which gradients are summed: one of these, or "float32". Default: their own.
 
     Raises:
         UsageError: No such stage or dtype, or `params` without `zero=3`.
-    """
+    """  # noqa: E501
 
     units: str | tuple[str, ...] = ()
     zero: Zero = 3
@@ -67,19 +74,27 @@ class shard:
     __repr__ = spell
 
     def __post_init__(self) -> None:
-        if not all(isinstance(each, str) for each in (self.units if isinstance(self.units, str | tuple | list) else [self.units])):
+        if not all(
+            isinstance(each, str)
+            for each in (self.units if isinstance(self.units, str | tuple | list) else [self.units])
+        ):
             raise UsageError(
-                f"shard({self.units!r}): what comes first are patterns of names of modules, shard('blocks.*'); "
+                f"shard({self.units!r}): what comes first are patterns of names of modules, "
+                "shard('blocks.*'); "
                 "the stage of ZeRO has a name: shard(zero=3)"
             )
         if self.zero not in get_args(Zero):
-            raise UsageError(f"zero={self.zero!r} is no stage of ZeRO; say 1 (optimizer state), 2 (gradients too) or 3 (parameters too)")
+            raise UsageError(
+                f"zero={self.zero!r} is no stage of ZeRO; say 1 (optimizer state), 2 (gradients "
+                "too) or 3 (parameters too)"
+            )
         for name, value, kind in (("params", self.params, Half), ("reduce", self.reduce, Reduce)):
             if value is not None and (wrong := unknown(name, value, kind)):
                 raise UsageError(wrong)
         if self.params is not None and self.zero != 3:
             raise UsageError(
-                f"shard(zero={self.zero}, params={self.params!r}): parameters stay whole in their own dtype there; say zero=3, or leave "
+                f"shard(zero={self.zero}, params={self.params!r}): parameters stay whole in their "
+                "own dtype there; say zero=3, or leave "
                 "params out and run the model under torch.autocast"
             )
 
@@ -94,18 +109,38 @@ class shard:
 
     @property
     def travels(self) -> str:
-        when = "before each forward and each backward of their unit" if self.zero == 3 else "after each step"
-        return f"parameters are gathered {when}; gradients are summed into parts as soon as a unit has all of its own"
+        when = (
+            "before each forward and each backward of their unit"
+            if self.zero == 3
+            else "after each step"
+        )
+        return (
+            f"parameters are gathered {when}; gradients are summed into parts as soon as a unit "
+            "has all of its own"
+        )
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
         groups = context.groups
         if groups.along(self.axis).size == 1:
             return
-        before = {id(parameter): context.placements.of(parameter, name) for name, parameter in model.named_parameters()}
-        if again := [before[id(parameter)].name for parameter in model.parameters() if is_refused(parameter)]:
+        before = {
+            id(parameter): context.placements.of(parameter, name)
+            for name, parameter in model.named_parameters()
+        }
+        if again := [
+            before[id(parameter)].name for parameter in model.parameters() if is_refused(parameter)
+        ]:
             raise UsageError(f"{again[0]} is cut by shard() already; cut each model once")
         gathering, reducing = groups.another(self.axis), groups.another(self.axis)
-        made = ShardedModel(model, self, gathering, reducing, groups.meter(self.axis), tied=context.tied, home=context.device)
+        made = ShardedModel(
+            model,
+            self,
+            gathering,
+            reducing,
+            groups.meter(self.axis),
+            tied=context.tied,
+            home=context.device,
+        )
         for held, piece, (start, stop) in made.pieces():
             placement = before[id(held.parameter)].piece(start, stop, self.axis)
             if piece is held.parameter:
@@ -118,11 +153,13 @@ class shard:
 
 
 class ShardedModel:
-    """A model of which this worker has its part, shared out among the workers of a group; all of them make it together.
+    """A model of which this worker has its part, shared out among the workers of a group; all of
+    them make it together.
 
-    There are two groups of them that nothing else uses, as gathering and reducing have each an order of their own. `meter` measures what
-    goes through them. Parameters that are `tied` lie in a memory of their own, so that pieces are the same wherever the parameter is. Those
-    without memory get it on the device `home`.
+    There are two groups of them that nothing else uses, as gathering and reducing have each an
+    order of their own. `meter` measures what goes through them. Parameters that are `tied` lie in a
+    memory of their own, so that pieces are the same wherever the parameter is. Those without memory
+    get it on the device `home`.
     """
 
     def __init__(
@@ -141,14 +178,22 @@ class ShardedModel:
             meter.add(group)
         units = list(find_units(model, cut.patterns))
         held = list(parameters_of(model, [name for name, _ in units]))
-        facts = [[name, one.name, list(one.parameter.shape), one.parameter.requires_grad] for name, one in held]
+        facts = [
+            [name, one.name, list(one.parameter.shape), one.parameter.requires_grad]
+            for name, one in held
+        ]
         if any(other != facts for other in gathering.gather_objects(facts, name="shard")):
             raise UsageError(
-                "shard(): workers have different models (names, shapes or requires_grad of parameters); build the same one everywhere"
+                "shard(): workers have different models (names, shapes or requires_grad of "
+                "parameters); build the same one everywhere"
             )
         frees = cut.zero == 3
         self._left_out = [one for _, one in held if not (frees or one.parameter.requires_grad)]
-        hooked = [one.name for _, one in held if one.parameter._backward_hooks or one.parameter._post_accumulate_grad_hooks]
+        hooked = [
+            one.name
+            for _, one in held
+            if one.parameter._backward_hooks or one.parameter._post_accumulate_grad_hooks
+        ]
         if frees and hooked:
             refuse_hook(hooked[0])
         dtype = getattr(torch, cut.params) if cut.params else None
@@ -175,7 +220,11 @@ class ShardedModel:
             self._hook(model, units)
         self.steps = ShardSteps(self.memories)
         model.register_forward_pre_hook(self._follow, prepend=True)
-        cut_ones = [one for memory in self.memories for one in zip(memory.held, memory.pieces, memory.wholes, strict=True)]
+        cut_ones = [
+            one
+            for memory in self.memories
+            for one in zip(memory.held, memory.pieces, memory.wholes, strict=True)
+        ]
         refuse_partial_norms((one.name, found) for one, *both in cut_ones for found in both)
         if not frees:
             refuse_idle_clipping(whole for _, _, whole in cut_ones)
@@ -190,9 +239,11 @@ class ShardedModel:
             whole.units.append(unit)
 
     def _follow(self, model: nn.Module, args: object) -> None:
-        """Make whole parameters what their pieces are, where the strategy between replicas has changed these since the step.
+        """Make whole parameters what their pieces are, where the strategy between replicas has
+        changed these since the step.
 
-        Raises `UsageError` where a frozen parameter, which nothing is summed of, is trained now, or one has been given other memory.
+        Raises `UsageError` where a frozen parameter, which nothing is summed of, is trained now, or
+        one has been given other memory.
         """
         for memory in self.memories if not torch.compiler.is_compiling() else ():
             memory.check_memory()
@@ -206,39 +257,66 @@ class ShardedModel:
         return self  # of a copied model, whose hook refreshes this one
 
     def pieces(self) -> Iterator[tuple[Held, Parameter, tuple[int, int]]]:
-        """Yield each parameter that is cut, its piece, and which of its elements, flattened, that has."""
+        """Yield each parameter that is cut, its piece, and which of its elements, flattened,
+        that has.
+        """
         for memory in self.memories:
-            yield from zip(memory.held, memory.pieces, memory.layout.pieces(memory.rank), strict=True)
+            yield from zip(
+                memory.held, memory.pieces, memory.layout.pieces(memory.rank), strict=True
+            )
 
 
 def find_units(model: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that patterns name, the outermost of each pattern, in the order of the model; each once."""
+    """Yield the modules that patterns name, the outermost of each pattern, in the order of the
+    model; each once.
+    """
     modules = {name: module for name, module in model.named_modules() if name}
     found = dict[str, nn.Module]()
     for pattern in patterns:
         matched = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
         if not matched:
             near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.0)
-            raise UsageError(f"shard({pattern!r}) matches no module of the model; the nearest names are {', '.join(near) or 'none'}")
+            raise UsageError(
+                f"shard({pattern!r}) matches no module of the model; "
+                f"the nearest names are {', '.join(near) or 'none'}"
+            )
         for name in matched:
             if not any(name.startswith(f"{outer}.") for outer in matched):
                 found[name] = modules[name]
     for name, module in modules.items():
         if name not in found:
             continue
-        if type(module).forward is nn.Module.forward or isinstance(module, nn.ModuleList | nn.ModuleDict):
-            raise UsageError(f"shard(): {name} is a {type(module).__name__}, which is never called itself; write {name + '.*'!r}")
+        if type(module).forward is nn.Module.forward or isinstance(
+            module, nn.ModuleList | nn.ModuleDict
+        ):
+            raise UsageError(
+                f"shard(): {name} is a {type(module).__name__}, which is never called itself; "
+                f"write {name + '.*'!r}"
+            )
         if any(True for _ in module.parameters()):
             yield name, module
 
 
 def parameters_of(model: nn.Module, units: Sequence[str]) -> Iterator[tuple[str, Held]]:
-    """Yield each parameter once, with the name of the innermost unit that it is in; one that several units use is the root's ("")."""
+    """Yield each parameter once, with the name of the innermost unit that it is in; one that
+    several units use is the root's ("").
+    """
     known = set(units)
-    places, homes, parameters = dict[int, list[tuple[nn.Module, str]]](), dict[int, set[str]](), dict[int, tuple[str, Parameter]]()
+    places, homes, parameters = (
+        dict[int, list[tuple[nn.Module, str]]](),
+        dict[int, set[str]](),
+        dict[int, tuple[str, Parameter]](),
+    )
     for path, module in model.named_modules(remove_duplicate=False):
         steps = path.split(".")
-        home = next((name for count in range(len(steps), 0, -1) if (name := ".".join(steps[:count])) in known), "")
+        home = next(
+            (
+                name
+                for count in range(len(steps), 0, -1)
+                if (name := ".".join(steps[:count])) in known
+            ),
+            "",
+        )
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
@@ -248,13 +326,19 @@ def parameters_of(model: nn.Module, units: Sequence[str]) -> Iterator[tuple[str,
                 row.append((module, name))
     for key, (name, parameter) in parameters.items():
         if parameter.grad is not None:
-            raise UsageError(f"{name} has a gradient already, and shard() gives it other memory; call zero_grad() before run.prepare")
+            raise UsageError(
+                f"{name} has a gradient already, and shard() gives it other memory; "
+                "call zero_grad() before run.prepare"
+            )
         unit = homes[key].pop() if len(homes[key]) == 1 else ""
         yield unit, Held(name, parameter, tuple(places[key]))
 
 
-def _flat_parts(held: Sequence[tuple[str, Held]], alone: Container[int], *, frozen: bool) -> Iterator[tuple[str, list[Held]]]:
-    """Yield the parameters that lie in one memory: of one unit, dtype, device and need of gradients. `frozen`: also those without.
+def _flat_parts(
+    held: Sequence[tuple[str, Held]], alone: Container[int], *, frozen: bool
+) -> Iterator[tuple[str, list[Held]]]:
+    """Yield the parameters that lie in one memory: of one unit, dtype, device and need of
+    gradients. `frozen`: also those without.
 
     `alone` has the ids of those that lie by themselves.
     """
@@ -263,6 +347,8 @@ def _flat_parts(held: Sequence[tuple[str, Held]], alone: Container[int], *, froz
         parameter = one.parameter
         if (parameter.requires_grad or frozen) and parameter.numel():
             by_itself = id(parameter) if id(parameter) in alone else None
-            parts.setdefault((unit, parameter.dtype, parameter.device, parameter.requires_grad, by_itself), []).append(one)
+            parts.setdefault(
+                (unit, parameter.dtype, parameter.device, parameter.requires_grad, by_itself), []
+            ).append(one)
     for key, part in parts.items():
         yield str(key[0]), part

@@ -1,10 +1,13 @@
-"""Marks in the `state_dict` of a cut model: it has this worker's parts, and is not for a worker that has others.
+"""Marks in the `state_dict` of a cut model: it has this worker's parts, and is not for a worker
+that has others.
 
     worker 0, tensor=0    torch.save(model.state_dict(), ...)             "up.weight": rows 0 to 2
-    worker 1, tensor=1    model.load_state_dict(torch.load(...))          has rows 2 to 4: refused, as the shapes would fit
+    worker 1, tensor=1    model.load_state_dict(torch.load(...))          has rows 2 to 4: refused,
+                          as the shapes would fit
 
-A mark is a digest of the place of each parameter that is cut. It lies beside the tensors, where torch keeps the versions of modules
-(`_metadata`). A dict that is built anew, such as a checkpoint's, has none, and is taken as it is.
+A mark is a digest of the place of each parameter that is cut. It lies beside the tensors, where
+torch keeps the versions of modules (`_metadata`). A dict that is built anew, such as a
+checkpoint's, has none, and is taken as it is.
 """
 
 from __future__ import annotations
@@ -22,12 +25,17 @@ from paceline.state.snapshot import MARK
 
 
 def mark(model: nn.Module, place_of: Callable[[Parameter], Placement]) -> None:
-    """Mark the states of all modules that have parts of parameters, and refuse those of other parts from now on."""
-    state = {"_paceline_parts": _Parts(), **vars(model)}  # it comes first, as pickle goes by this order
+    """Mark the states of all modules that have parts of parameters, and refuse those of other
+    parts from now on.
+    """
+    # it comes first, as pickle goes by this order
+    state = {"_paceline_parts": _Parts(), **vars(model)}
     vars(model).clear()
     vars(model).update(state)
     for place, module in model.named_modules():
-        found = {name: place_of(parameter) for name, parameter in module.named_parameters(recurse=False)}
+        found = {
+            name: place_of(parameter) for name, parameter in module.named_parameters(recurse=False)
+        }
         parts = {name: _digest(placement) for name, placement in found.items() if placement.axes}
         if parts:
             _follow(module, f"{place}." if place else "", parts)
@@ -41,7 +49,8 @@ class _Parts:
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
-            "a cut model has this worker's parts alone, so it can't be pickled as a whole (torch.save(model)): "
+            "a cut model has this worker's parts alone, so it can't be pickled as a whole "
+            "(torch.save(model)): "
             "save by run.save, and read the whole model by pl.load or paceline.state_dict(folder)"
         )
 
@@ -52,12 +61,16 @@ def _follow(module: nn.Module, place: str, parts: dict[str, str]) -> None:
     def write(_: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
         metadata[MARK] = dict(parts)
 
-    def read(_: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *options: Any) -> None:
+    def read(
+        _: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *options: Any
+    ) -> None:
         for name, digest in metadata.get(MARK, {}).items():
             if digest != parts.get(name, digest):
                 raise UsageError(
-                    f"this state_dict has another worker's part of {place}{name}: where a model is cut, model.state_dict() has the parts "
-                    "of its own worker alone. Save by run.save and go on by run.resume; paceline.state_dict(folder) reads the whole model "
+                    f"this state_dict has another worker's part of {place}{name}: "
+                    "where a model is cut, model.state_dict() has the parts "
+                    "of its own worker alone. Save by run.save and go on by run.resume; "
+                    "paceline.state_dict(folder) reads the whole model "
                     "of a checkpoint"
                 )
 
@@ -66,4 +79,6 @@ def _follow(module: nn.Module, place: str, parts: dict[str, str]) -> None:
 
 
 def _digest(placement: Placement) -> str:
-    return hashlib.sha256(repr((placement.shape, placement.local, placement.regions)).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        repr((placement.shape, placement.local, placement.regions)).encode()
+    ).hexdigest()[:16]

@@ -1,7 +1,9 @@
-"""Weights that a model begins with, from a file or a dict: each worker reads its part of them alone.
+"""Weights that a model begins with, from a file or a dict: each worker reads its part of them
+alone.
 
 out.safetensors            only the rectangles that this worker holds are read
-model.pt                   of torch.save, mapped into memory: what isn't used is never read, and nothing is unpickled but tensors
+model.pt                   of torch.save, mapped into memory: what isn't used is never read, and
+                           nothing is unpickled but tensors
 {"up.weight": tensor}      a plain state dict, the same on all workers
 """
 
@@ -29,7 +31,8 @@ from paceline.state.checksum import checksums
 from paceline.state.versioned import SHOWN
 
 LONGEST_REASON = 200  # letters of an error that is not ours
-PAGE, PAGES = 4096, 9  # bytes of a page; pages of each large tensor in a file that its digest looks at
+# bytes of a page; pages of each large tensor in a file that its digest looks at
+PAGE, PAGES = 4096, 9
 Source = str | Path | Mapping[str, Tensor]
 
 
@@ -37,9 +40,10 @@ Source = str | Path | Mapping[str, Tensor]
 class Weights:
     """Logical tensors that can be read in parts.
 
-    `digest`: equal on workers that are given the same, and another one for other values. Of a dict, all bytes count. Of a file, which is
-    not read as a whole, all bytes of small tensors do, and `PAGES` pages of each larger one, the first and the last among them. A file of
-    torch.save has checksums of all that is in it, which count as well.
+    `digest`: equal on workers that are given the same, and another one for other values. Of a dict,
+    all bytes count. Of a file, which is not read as a whole, all bytes of small tensors do, and
+    `PAGES` pages of each larger one, the first and the last among them. A file of torch.save has
+    checksums of all that is in it, which count as well.
     """
 
     name: str
@@ -56,20 +60,40 @@ def opened(source: Source) -> Iterator[Weights]:
         return
     path = Path(source)
     if not path.is_file():
-        raise UsageError(f"there is no file {path} with weights; give one of safetensors or of torch.save, or a state dict")
+        raise UsageError(
+            f"there is no file {path} with weights; give one of safetensors or of torch.save, or a "
+            "state dict"
+        )
     with contextlib.ExitStack() as files:
         try:
-            weights = _of_safetensors(path, files) if path.suffix == ".safetensors" else _of_torch(path)
-        except (OSError, RuntimeError, pickle.UnpicklingError, safetensors.SafetensorError) as error:
-            raise UsageError(f"{path} can't be read as weights: {' '.join(str(error).split())[:LONGEST_REASON]}") from error
+            weights = (
+                _of_safetensors(path, files) if path.suffix == ".safetensors" else _of_torch(path)
+            )
+        except (
+            OSError,
+            RuntimeError,
+            pickle.UnpicklingError,
+            safetensors.SafetensorError,
+        ) as error:
+            raise UsageError(
+                f"{path} can't be read as weights: {' '.join(str(error).split())[:LONGEST_REASON]}"
+            ) from error
         yield weights
 
 
-def load(model: nn.Module, weights: Weights, placements: Placements, *, prefix: str = "", device: torch.device = CPU) -> None:
-    """Give a model these weights, each worker its part; parameters without memory get it on `device`.
+def load(
+    model: nn.Module,
+    weights: Weights,
+    placements: Placements,
+    *,
+    prefix: str = "",
+    device: torch.device = CPU,
+) -> None:
+    """Give a model these weights, each worker its part; parameters without memory get it on
+    `device`.
 
-    Raises `UsageError` before anything is changed where names or shapes are not those of the model, and for a file that can't be read after
-    all. One name of a tied parameter is enough.
+    Raises `UsageError` before anything is changed where names or shapes are not those of the model,
+    and for a file that can't be read after all. One name of a tied parameter is enough.
     """
     targets = dict(_targets(model))
     _compare(targets, weights, placements, prefix)
@@ -90,7 +114,10 @@ def _part(weights: Weights, name: str, box: Rectangle) -> Tensor:
     try:
         return weights.read(name, box)
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
-        raise UsageError(f"{name} can't be read from {weights.name}: {' '.join(str(error).split())[:LONGEST_REASON]}") from error
+        raise UsageError(
+            f"{name} can't be read from {weights.name}: "
+            f"{' '.join(str(error).split())[:LONGEST_REASON]}"
+        ) from error
 
 
 def _targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -102,15 +129,23 @@ def _targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}" if path else name, buffer
 
 
-def _compare(targets: Mapping[str, Tensor], weights: Weights, placements: Placements, prefix: str) -> None:
-    shapes = {name: tuple(placements.of(target, prefix + name).shape) for name, target in targets.items()}
+def _compare(
+    targets: Mapping[str, Tensor], weights: Weights, placements: Placements, prefix: str
+) -> None:
+    shapes = {
+        name: tuple(placements.of(target, prefix + name).shape) for name, target in targets.items()
+    }
     there = {id(target) for name, target in targets.items() if name in weights.shapes}
     lines = [
         f"{name} {list(shape)} is not in it{nearest(name, weights.shapes)}"
         for name, shape in shapes.items()
         if name not in weights.shapes and id(targets[name]) not in there
     ]
-    lines += [f"{name} is not in the model{nearest(name, shapes)}" for name in weights.shapes if name not in shapes]
+    lines += [
+        f"{name} is not in the model{nearest(name, shapes)}"
+        for name in weights.shapes
+        if name not in shapes
+    ]
     lines += [
         f"{name} is {list(weights.shapes[name])} in it, {list(shape)} in the model"
         for name, shape in shapes.items()
@@ -118,18 +153,24 @@ def _compare(targets: Mapping[str, Tensor], weights: Weights, placements: Placem
     ]
     if lines:
         more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-        raise UsageError(f"{weights.name} has weights of another model: {'; '.join(lines[:SHOWN])}{more}")
+        raise UsageError(
+            f"{weights.name} has weights of another model: {'; '.join(lines[:SHOWN])}{more}"
+        )
 
 
 def _of_safetensors(path: Path, files: contextlib.ExitStack) -> Weights:
     file = files.enter_context(safetensors.safe_open(path, "pt"))
     slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no dict
     shapes = {name: tuple(found.get_shape()) for name, found in slices.items()}
-    return Weights(path.name, shapes, lambda name, box: slices[name][_index(box)], _digest_of_safetensors(path))
+    return Weights(
+        path.name, shapes, lambda name, box: slices[name][_index(box)], _digest_of_safetensors(path)
+    )
 
 
 def _digest_of_safetensors(path: Path) -> str:
-    """Compute the digest of the header, which has names, dtypes and shapes, and of pages of each tensor."""
+    """Compute the digest of the header, which has names, dtypes and shapes, and of pages of each
+    tensor.
+    """
     with path.open("rb") as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
         entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
@@ -144,8 +185,13 @@ def _digest_of_safetensors(path: Path) -> str:
 def _of_torch(path: Path) -> Weights:
     state = _checked(path.name, torch.load(path, map_location="cpu", mmap=True, weights_only=True))
     with zipfile.ZipFile(path) as archive:  # whose names begin with that of the file
-        members = ((info.filename.partition("/")[2], info.CRC, info.file_size) for info in archive.infolist())
-        stored = sorted(member for member in members if member[0] == "data.pkl" or member[0].startswith("data/"))
+        members = (
+            (info.filename.partition("/")[2], info.CRC, info.file_size)
+            for info in archive.infolist()
+        )
+        stored = sorted(
+            member for member in members if member[0] == "data.pkl" or member[0].startswith("data/")
+        )
     pages = hashlib.sha256()
     for value in state.values():
         memory = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
@@ -155,10 +201,15 @@ def _of_torch(path: Path) -> Weights:
 
 
 def _pages(size: int) -> list[Range]:
-    """Return the ranges of so many bytes that a digest looks at: all of them, or pages from the first to the last."""
+    """Return the ranges of so many bytes that a digest looks at: all of them, or pages from the
+    first to the last.
+    """
     if size <= PAGE * PAGES:
         return [(0, size)]
-    return [(start, start + PAGE) for start in (page * (size - PAGE) // (PAGES - 1) for page in range(PAGES))]
+    return [
+        (start, start + PAGE)
+        for start in (page * (size - PAGE) // (PAGES - 1) for page in range(PAGES))
+    ]
 
 
 def _of_dict(name: str, found: object) -> Weights:
@@ -173,7 +224,8 @@ def _checked(name: str, state: object) -> Mapping[str, Tensor]:
     odd = next((key for key, value in state.items() if not isinstance(value, Tensor)), None)
     if odd is not None:
         raise UsageError(
-            f"{name}: {odd!r} is a {type(state[odd]).__qualname__}, and a state dict has tensors; give the part of it that has"
+            f"{name}: {odd!r} is a {type(state[odd]).__qualname__}, and a state dict has tensors; "
+            "give the part of it that has"
         )
     return state
 
@@ -181,7 +233,12 @@ def _checked(name: str, state: object) -> Mapping[str, Tensor]:
 def _of_state(name: str, state: Mapping[str, Tensor], *content: object) -> Weights:
     shapes = {key: tuple(value.shape) for key, value in state.items()}
     dtypes = [value.dtype for value in state.values()]
-    return Weights(name, shapes, lambda key, box: state[key].detach()[_index(box)], _digest(shapes, dtypes, *content))
+    return Weights(
+        name,
+        shapes,
+        lambda key, box: state[key].detach()[_index(box)],
+        _digest(shapes, dtypes, *content),
+    )
 
 
 def _index(box: Rectangle) -> tuple[slice, ...]:

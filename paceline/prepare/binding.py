@@ -13,20 +13,31 @@ from paceline.loop.turns import TrainingLoop
 MARK = "_paceline_bound"
 
 
-def rebind(thing: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], loop: TrainingLoop) -> None:
-    """Replace the method `name` of one object by a bound method until the run ends. Calling it twice is harmless.
+def rebind(
+    thing: Any,
+    name: str,
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+    loop: TrainingLoop,
+) -> None:
+    """Replace the method `name` of one object by a bound method until the run ends.
+
+    Calling it twice is harmless.
 
     A deepcopy of the object has the method bound to the copy.
     """
     current = thing.__dict__.get(name)
     if getattr(getattr(current, "__func__", current), MARK, False):
         return
-    scheduled = any(getattr(f, "_wrapped_by_lr_sched", False) for f in (current, getattr(current, "__func__", None)))
+    scheduled = any(
+        getattr(f, "_wrapped_by_lr_sched", False)
+        for f in (current, getattr(current, "__func__", None))
+    )
     method = wrap(_own(thing, name, current if not scheduled else None))
     setattr(method, MARK, True)
     method.__name__ = name
     if isinstance(thing, Optimizer) and name == "step":
-        method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers ask; we count for them
+        # schedulers ask; we count for them
+        method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     setattr(thing, name, types.MethodType(method, thing))
 
     def undo() -> None:
@@ -40,7 +51,9 @@ def rebind(thing: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[
 
 
 def _own(thing: Any, name: str, current: Any) -> Callable[..., Any]:
-    """Return the method as its class has it (or as it was set on the object), to be called with the object."""
+    """Return the method as its class has it (or as it was set on the object), to be called with
+    the object.
+    """
     if current is None:
         found: Callable[..., Any] = getattr(type(thing), name)
         return found

@@ -32,18 +32,30 @@ _DEEPEST = 6  # calls between a scaler's step and ours
 
 Scaler = torch.amp.GradScaler
 SCALED_AGAIN: Final = "when a worker is lost (--min-workers), it would count one step twice"
-SCALED_SERVED: Final = "servers have had the gradients of its optimizer before it divides them by its scale"
+SCALED_SERVED: Final = (
+    "servers have had the gradients of its optimizer before it divides them by its scale"
+)
 
 
 def kind(value: Any) -> str:
-    """Return "model", "optimizer", "loader", "scheduler", "scaler" or "metric". Raises `UsageError` for anything else."""
-    if isinstance(value, WRAPPERS) or _made_by(value, "torch.distributed.fsdp", "FullyShardedDataParallel"):
+    """Return "model", "optimizer", "loader", "scheduler", "scaler" or "metric". Raises
+    `UsageError` for anything else.
+    """
+    if isinstance(value, WRAPPERS) or _made_by(
+        value, "torch.distributed.fsdp", "FullyShardedDataParallel"
+    ):
         name = type(value).__name__
-        raise UsageError(f"the model is wrapped in {name} already; give the plain model (model.module): run.prepare does what {name} does")
+        raise UsageError(
+            f"the model is wrapped in {name} already; give the plain model (model.module): "
+            f"run.prepare does what {name} does"
+        )
     if isinstance(value, nn.Module):
         return "metric" if is_metric(value) else "model"
     if isinstance(value, LBFGS):
-        raise UsageError("LBFGS judges its steps by the loss of one worker's share, which differs on each; use another optimizer")
+        raise UsageError(
+            "LBFGS judges its steps by the loss of one worker's share, which differs on each; "
+            "use another optimizer"
+        )
     if isinstance(value, Optimizer):
         return "optimizer"
     if isinstance(value, ShareLoader):
@@ -55,20 +67,31 @@ def kind(value: Any) -> str:
     if isinstance(value, Scaler):
         return "scaler"
     raise UsageError(
-        f"run.prepare got a {type(value).__module__}.{type(value).__qualname__}; it takes models (nn.Module), optimizers, DataLoaders, "
-        "schedulers, GradScalers and metrics of torchmetrics. Keep other state with run.keep(name, object)"
+        f"run.prepare got a {type(value).__module__}.{type(value).__qualname__}; "
+        "it takes models (nn.Module), optimizers, DataLoaders, "
+        "schedulers, GradScalers and metrics of torchmetrics. Keep other state with run.keep(name, "
+        "object)"
     )
 
 
 def _made_by(value: Any, module: str, name: str) -> bool:
-    """Whether `value` is an instance of `module.name`, without the second that importing it takes: its owner has imported it."""
+    """Whether `value` is an instance of `module.name`, without the second that importing it
+    takes: its owner has imported it.
+    """
     home = sys.modules.get(module)
     return home is not None and isinstance(value, getattr(home, name))
 
 
 def slots(models: list[tuple[str, nn.Module]], optimizers: list[Optimizer]) -> Iterator[Slot]:
-    """Yield a slot for every parameter of the models, once, and for those that only an optimizer knows."""
-    owner = {id(p): optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    """Yield a slot for every parameter of the models, once, and for those that only an optimizer
+    knows.
+    """
+    owner = {
+        id(p): optimizer
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
     seen = set[int]()
     for prefix, model in models:
         for name, parameter in model.named_parameters():
@@ -96,75 +119,117 @@ def unowned(found: Iterable[Slot], models: list[tuple[str, nn.Module]]) -> Itera
 
 
 def check_known(found: Iterable[Slot], known: list[Slot]) -> None:
-    """Raise `UsageError` for a parameter that a model or an optimizer got after it was prepared: its gradient would not be exchanged."""
+    """Raise `UsageError` for a parameter that a model or an optimizer got after it was prepared:
+    its gradient would not be exchanged.
+    """
     for slot in unknown(found, known):
         if slot.optimizer is not None and slot.name.startswith("optimizer"):
             how = f"the {type(slot.optimizer).__qualname__} after run.prepare (add_param_group)"
         else:
             how = "the model after run.prepare (a new layer, or load_state_dict(assign=True))"
         raise UsageError(
-            f"the parameter {slot.name} came into {how}; give model and optimizer to run.prepare again, on every worker, before it is "
+            f"the parameter {slot.name} came into {how}; give model and optimizer to run.prepare "
+            "again, on every worker, before it is "
             "trained"
         )
 
 
 def check_schedulers(optimizers: list[Optimizer], prepared: Iterable[Any]) -> None:
-    """Raise `UsageError` for an optimizer with a scheduler that wasn't prepared: it would step again in a turn that is dealt again."""
+    """Raise `UsageError` for an optimizer with a scheduler that wasn't prepared: it would step
+    again in a turn that is dealt again.
+    """
     for optimizer in strangely_scheduled(optimizers, prepared):
         raise UsageError(
-            f"a learning rate scheduler was made for the {type(optimizer).__qualname__}, and not given to run.prepare: when a "
+            f"a learning rate scheduler was made for the {type(optimizer).__qualname__}, and not "
+            "given to run.prepare: when a "
             "worker is lost, it would step twice for one step; give it to run.prepare, too"
         )
 
 
-def strangely_scheduled(optimizers: Iterable[Optimizer], kept: Iterable[Any]) -> Iterator[Optimizer]:
-    """Yield the optimizers for which a learning rate scheduler was made, and none is among what is kept."""
+def strangely_scheduled(
+    optimizers: Iterable[Optimizer], kept: Iterable[Any]
+) -> Iterator[Optimizer]:
+    """Yield the optimizers for which a learning rate scheduler was made, and none is among what
+    is kept.
+    """
     known = [getattr(part, "optimizer", None) for part in kept]
     for optimizer in optimizers:
-        scheduled = any("initial_lr" in group for group in optimizer.param_groups)  # as torch's schedulers leave there
+        # as torch's schedulers leave there
+        scheduled = any("initial_lr" in group for group in optimizer.param_groups)
         if scheduled and not any(optimizer is other for other in known):
             yield optimizer
 
 
 def check_scaler(known: list[Any], why: str) -> None:
-    """Raise `UsageError` if a scaler that wasn't prepared has called us; `why` it can't be right."""
+    """Raise `UsageError` if a scaler that wasn't prepared has called us; `why` it can't be
+    right.
+    """
     frame = sys._getframe(1)
     for _ in range(_DEEPEST):
         if frame.f_back is None:
             return
         frame = frame.f_back
-        if frame.f_code is Scaler.step.__code__ and not any(frame.f_locals.get("self") is scaler for scaler in known):
-            raise UsageError(f"a GradScaler steps that was not given to run.prepare: {why}; give it to run.prepare, too")
+        if frame.f_code is Scaler.step.__code__ and not any(
+            frame.f_locals.get("self") is scaler for scaler in known
+        ):
+            raise UsageError(
+                f"a GradScaler steps that was not given to run.prepare: {why}; "
+                "give it to run.prepare, too"
+            )
 
 
 def check_elsewhere(thing: Any) -> None:
-    """Raise `UsageError` for a scaler where optimizers step on servers: each worker would decide for itself whether a step is skipped."""
+    """Raise `UsageError` for a scaler where optimizers step on servers: each worker would decide
+    for itself whether a step is skipped.
+    """
     if isinstance(thing, Scaler) and thing.is_enabled():
         raise UsageError(
-            "a GradScaler skips steps by what it finds in p.grad, and with ParameterServer that is one worker's share: use bfloat16, which "
+            "a GradScaler skips steps by what it finds in p.grad, and with ParameterServer that is "
+            "one worker's share: use bfloat16, which "
             "needs no scaler, or AllReduce"
         )
 
 
 def check_owner(known: list[Slot], optimizers: list[Optimizer]) -> None:
-    """Raise `UsageError` for a second optimizer of a parameter that a server steps: it would go on with the first one."""
+    """Raise `UsageError` for a second optimizer of a parameter that a server steps: it would go
+    on with the first one.
+    """
     owner = {id(slot.parameter): slot.optimizer for slot in known if slot.optimizer is not None}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            first = next((owner[id(p)] for p in group["params"] if owner.get(id(p), optimizer) is not optimizer), None)
+            first = next(
+                (
+                    owner[id(p)]
+                    for p in group["params"]
+                    if owner.get(id(p), optimizer) is not optimizer
+                ),
+                None,
+            )
             if first is not None:
                 raise UsageError(
-                    f"the {type(optimizer).__qualname__} has parameters that a {type(first).__qualname__} was prepared for, and with "
-                    "ParameterServer servers keep the first optimizer of each: change the settings in its param_groups, or use AllReduce"
+                    f"the {type(optimizer).__qualname__} has parameters that a "
+                    f"{type(first).__qualname__} was prepared for, and with "
+                    "ParameterServer servers keep the first optimizer of each: "
+                    "change the settings in its param_groups, or use AllReduce"
                 )
 
 
 def check_memory(optimizer: Optimizer, tables: set[int]) -> None:
-    """Raise `UsageError` where an optimizer that steps on servers was given state here. State of `tables` (ids) is allowed."""
-    if any(optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"] if id(p) not in tables):
+    """Raise `UsageError` where an optimizer that steps on servers was given state here.
+
+    State of `tables` (ids) is allowed.
+    """
+    if any(
+        optimizer.state.get(p)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if id(p) not in tables
+    ):
         raise UsageError(
-            f"the {type(optimizer).__qualname__} was told what it remembers (load_state_dict), and with ParameterServer that lies on "
-            "servers, which wouldn't hear of it: load it before run.prepare, or use run.save and run.resume"
+            f"the {type(optimizer).__qualname__} was told what it remembers (load_state_dict), and "
+            "with ParameterServer that lies on "
+            "servers, which wouldn't hear of it: load it before run.prepare, or use run.save and "
+            "run.resume"
         )
 
 
@@ -172,10 +237,14 @@ def check_parameters(found: list[Slot]) -> None:
     """Raise `UsageError` for parameters that can't be replicated yet."""
     for slot in found:
         if isinstance(slot.parameter, UninitializedParameter | UninitializedBuffer):
-            raise UsageError(f"{slot.name} is not initialised yet (a lazy module): run one batch through the model before run.prepare")
+            raise UsageError(
+                f"{slot.name} is not initialised yet (a lazy module): run one batch through the "
+                "model before run.prepare"
+            )
         if _made_by(slot.parameter, "torch.distributed.tensor", "DTensor"):
             raise UsageError(
-                f"{slot.name} is a DTensor: the model was cut already (fully_shard, parallelize_module); give the plain model, and say "
+                f"{slot.name} is a DTensor: the model was cut already (fully_shard, "
+                "parallelize_module); give the plain model, and say "
                 "prepare(..., cut=[shard(...)]) or cut=[tensor({...})]"
             )
 
@@ -188,45 +257,75 @@ def check_embeddings(models: Iterable[tuple[str, nn.Module]]) -> None:
                 continue
             if module.max_norm is not None:
                 raise UsageError(
-                    f"{prefix}{name} has max_norm={module.max_norm:g}, which changes the rows that a "
-                    "worker looks up, on that worker alone; leave it out, and scale what is looked up: "
+                    f"{prefix}{name} has max_norm={module.max_norm:g}, which changes the rows that "
+                    "a "
+                    "worker looks up, on that worker alone; leave it out, and scale what is looked "
+                    "up: "
                     "e = embed(ids); e = e * (max_norm / e.norm(dim=-1, keepdim=True)).clamp(max=1)"
                 )
             if module.scale_grad_by_freq and module.weight.requires_grad:
                 raise UsageError(
-                    f"{prefix}{name} has scale_grad_by_freq=True, which counts words in the samples of "
+                    f"{prefix}{name} has scale_grad_by_freq=True, which counts words in the "
+                    "samples of "
                     "one worker, or in a micro-batch, and not in the whole batch; leave it out"
                 )
 
 
 def level(
-    everyone: Agreement, found: list[Slot], models: list[tuple[str, nn.Module]], optimizers: list[Optimizer], say: Callable[[str], None]
+    everyone: Agreement,
+    found: list[Slot],
+    models: list[tuple[str, nn.Module]],
+    optimizers: list[Optimizer],
+    say: Callable[[str], None],
 ) -> None:
-    """Give all workers the first one's values of parameters that are new, and of the buffers of new models. Collective."""
+    """Give all workers the first one's values of parameters that are new, and of the buffers of
+    new models. Collective.
+    """
     check_parameters(found)
     if everyone.group.size > 1:
         tensors: list[tuple[str, Tensor]] = [(slot.name, slot.parameter) for slot in found]
-        tensors += [(prefix + name, buffer) for prefix, model in models for name, buffer in model.named_buffers()]
+        tensors += [
+            (prefix + name, buffer)
+            for prefix, model in models
+            for name, buffer in model.named_buffers()
+        ]
         same_everywhere(everyone, everyone.group, tensors, optimizers, say)
 
 
 def same_everywhere(
-    agreement: Agreement, group: Group, tensors: list[tuple[str, Tensor]], optimizers: list[Optimizer], say: Callable[[str], None]
+    agreement: Agreement,
+    group: Group,
+    tensors: list[tuple[str, Tensor]],
+    optimizers: list[Optimizer],
+    say: Callable[[str], None],
 ) -> None:
-    """Compare what is prepared on all workers, and give all of them the first one's values; `say` if values differed. Collective."""
+    """Compare what is prepared on all workers, and give all of them the first one's values;
+    `say` if values differed. Collective.
+    """
     names = {id(x): name for name, x in tensors}
-    layout = [f"{name} {list(x.shape)} {x.dtype}{_frozen(x)}{' without memory' if x.is_meta else ''}" for name, x in tensors]
-    _same_layout(agreement, [*layout, *(line for optimizer in optimizers for line in _described(optimizer, names))])
+    layout = [
+        f"{name} {list(x.shape)} {x.dtype}{_frozen(x)}{' without memory' if x.is_meta else ''}"
+        for name, x in tensors
+    ]
+    _same_layout(
+        agreement,
+        [*layout, *(line for optimizer in optimizers for line in _described(optimizer, names))],
+    )
     tensors = [(name, x) for name, x in tensors if not x.is_meta]  # those are made alike by all
     digest = hashlib.sha256()
     for _, x in tensors:
-        digest.update(x.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data if x.numel() else b"")
+        digest.update(
+            x.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data
+            if x.numel()
+            else b""
+        )
     digests = agreement.meet("values of prepare", digest.digest())
     different = [rank for rank, found in enumerate(digests) if found != digests[0]]
     if not different:
         return
     say(
-        f"parameters or buffers of rank {', '.join(map(str, different))} differed from rank 0's and were replaced by them "
+        f"parameters or buffers of rank {', '.join(map(str, different))} differed from rank 0's "
+        "and were replaced by them "
         "(seed all workers alike to avoid it)"
     )
     with torch.no_grad():
@@ -241,26 +340,47 @@ def _frozen(x: Tensor) -> str:
 def _described(optimizer: Optimizer, names: dict[int, str]) -> Iterator[str]:
     """Yield a line for each parameter group, with the settings that would let replicas diverge."""
     for number, group in enumerate(optimizer.param_groups):
-        plain = {key: float(value) if isinstance(value, Tensor) else value for key, value in group.items()}
-        settings = ", ".join(f"{key}={value!r}" for key, value in plain.items() if isinstance(value, int | float | str | bool | tuple))
-        members = hashlib.sha256("".join(names.get(id(p), "?") for p in group["params"]).encode()).hexdigest()[:8]
-        yield f"group {number} of {type(optimizer).__qualname__} ({settings}, {len(group['params'])} parameters {members})"
+        plain = {
+            key: float(value) if isinstance(value, Tensor) else value
+            for key, value in group.items()
+        }
+        settings = ", ".join(
+            f"{key}={value!r}"
+            for key, value in plain.items()
+            if isinstance(value, int | float | str | bool | tuple)
+        )
+        members = hashlib.sha256(
+            "".join(names.get(id(p), "?") for p in group["params"]).encode()
+        ).hexdigest()[:8]
+        yield (
+            f"group {number} of {type(optimizer).__qualname__} ({settings}, {len(group['params'])} "
+            f"parameters {members})"
+        )
 
 
 def _same_layout(agreement: Agreement, layout: list[str]) -> None:
     digests = agreement.meet("prepare", hashlib.sha256("\n".join(layout).encode()).digest())
     if all(digest == digests[0] for digest in digests):
         return
-    layouts = [msgpack.unpackb(a) for a in agreement.meet("layouts of prepare", msgpack.packb(layout))]
+    layouts = [
+        msgpack.unpackb(a) for a in agreement.meet("layouts of prepare", msgpack.packb(layout))
+    ]
     first = layouts[0]
     for rank, other in enumerate(layouts):
         for mine, theirs in zip(first, other, strict=False):
             if mine != theirs:
                 raise UsageError(
-                    f"workers prepare different things: rank 0 has {mine} where rank {rank} has {theirs}; "
+                    f"workers prepare different things: rank 0 has {mine} where rank {rank} has "
+                    f"{theirs}; "
                     "build the same model and optimizer on every worker"
                 )
         if len(other) != len(first):
             longer = max(first, other, key=len)
-            counts = f"rank 0 has {len(first)} tensors and parameter groups and rank {rank} has {len(other)}"
-            raise UsageError(f"workers prepare different things: {counts}, the first extra one is {longer[min(len(other), len(first))]}")
+            counts = (
+                f"rank 0 has {len(first)} tensors and parameter groups and rank {rank} has "
+                f"{len(other)}"
+            )
+            raise UsageError(
+                f"workers prepare different things: {counts}, the first extra one is "
+                f"{longer[min(len(other), len(first))]}"
+            )

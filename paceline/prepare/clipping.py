@@ -1,4 +1,5 @@
-"""Clips gradients to the norm that they have over all workers, where parameters are cut over some of them.
+"""Clips gradients to the norm that they have over all workers, where parameters are cut over some
+of them.
 
 |g|^p = sum of whole parameters, once    + sum of those cut along `tensor`, over `tensor`
       + sum of those cut along `shard`, over `shard`    + sum of those cut along both, over both
@@ -22,15 +23,29 @@ TINY = 1e-6  # as torch adds to a norm before it divides by it
 
 
 def clip(
-    parameters: Iterable[Tensor], max_norm: float, norm_type: float, *, finite: bool = False, cuts: ModelCuts, axes: RunAxes
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float,
+    *,
+    finite: bool = False,
+    cuts: ModelCuts,
+    axes: RunAxes,
 ) -> Tensor:
-    """Clip the gradients of these parameters, or of what is trained in their place, and return their norm before. Collective.
+    """Clip the gradients of these parameters, or of what is trained in their place, and return
+    their norm before. Collective.
 
-    `finite`: raise `RuntimeError` on all workers for a norm that isn't, and leave gradients as they are.
+    `finite`: raise `RuntimeError` on all workers for a norm that isn't, and leave gradients as they
+    are.
     """
     if not norm_type > 0:
-        raise UsageError(f"run.clip: norm_type={norm_type} is no norm; give a number above 0, or inf")
-    norms = {frozenset(kind): list[Tensor]() for count in range(len(axes.cut) + 1) for kind in itertools.combinations(axes.cut, count)}
+        raise UsageError(
+            f"run.clip: norm_type={norm_type} is no norm; give a number above 0, or inf"
+        )
+    norms = {
+        frozenset(kind): list[Tensor]()
+        for count in range(len(axes.cut) + 1)
+        for kind in itertools.combinations(axes.cut, count)
+    }
     grads, seen = list[Tensor](), set[int]()
     for parameter in parameters:
         trained = cuts.trained(parameter) if isinstance(parameter, Parameter) else parameter
@@ -41,21 +56,33 @@ def clip(
         placement = cuts.placements.of(trained)
         kind = frozenset(placement.axes) & frozenset(axes.cut)
         if trained.grad.numel() and not placement.copy:  # the largest of no numbers is none
-            norms[kind].append(torch.linalg.vector_norm(trained.grad, norm_type, dtype=torch.float64))
+            norms[kind].append(
+                torch.linalg.vector_norm(trained.grad, norm_type, dtype=torch.float64)
+            )
     sums = {kind: _joined(mine, norm_type) for kind, mine in norms.items()}
     groups = {kind: axes.groups.along(*kind) for kind in sums if kind}
-    gathers = [group.all_gather(sums[kind], name="run.clip") for kind, group in groups.items()]  # all travel at once
-    parts = axes.slice.agreement.wait(lambda: [part for gather in gathers for part in gather.wait()], "run.clip") if gathers else []
+    # all travel at once
+    gathers = [group.all_gather(sums[kind], name="run.clip") for kind, group in groups.items()]
+    parts = (
+        axes.slice.agreement.wait(
+            lambda: [part for gather in gathers for part in gather.wait()], "run.clip"
+        )
+        if gathers
+        else []
+    )
     total = float(_joined([sums[frozenset()], *parts], norm_type))
     if finite:
         check_finite(total, norm_type)
-    if grads and not total + TINY <= max_norm:  # so that a norm that is no number reaches the gradients, as torch has it
+    # so that a norm that is no number reaches the gradients, as torch has it
+    if grads and not total + TINY <= max_norm:
         torch._foreach_mul_(grads, max_norm / (total + TINY))
     return torch.tensor(total, dtype=grads[0].dtype if grads else torch.get_default_dtype())
 
 
 def _joined(norms: list[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of vectors side by side that have these norms, on the processor: to read it waits for a GPU once."""
+    """Return the norm of vectors side by side that have these norms, on the processor: to read
+    it waits for a GPU once.
+    """
     if not norms:
         return torch.zeros(1, dtype=torch.float64)
     beside = torch.stack([norm.to(norms[0].device).reshape(()) for norm in norms])

@@ -1,6 +1,8 @@
-"""Copies of cut models that scripts keep, such as averages of their parameters: each parameter lies where that of the model does.
+"""Copies of cut models that scripts keep, such as averages of their parameters: each parameter lies
+where that of the model does.
 
-model      tokens.weight  11 x 12 on this worker, nothing on the next      a checkpoint has one tensor of both
+model      tokens.weight  11 x 12 on this worker, nothing on the next      a checkpoint has one
+                          tensor of both
 copy       average.module.tokens.weight: the same
 """
 
@@ -33,19 +35,30 @@ class ModelCopies:
         self._found: list[ModelCopy] = []
 
     def find(self, name: str, thing: object, models: Iterable[nn.Module]) -> None:
-        """Look for copies of these models in a thing that is kept: modules whose parameters have their names and sizes."""
+        """Look for copies of these models in a thing that is kept: modules whose parameters have
+        their names and sizes.
+        """
         if not isinstance(thing, nn.Module):
             return
         wanted = [(model, _sizes(model)) for model in models]
         for path, module in thing.named_modules():
-            model = next((model for model, sizes in wanted if module is not model and sizes and sizes == _sizes(module)), None)
+            model = next(
+                (
+                    model
+                    for model, sizes in wanted
+                    if module is not model and sizes and sizes == _sizes(module)
+                ),
+                None,
+            )
             if model is not None:
                 self._found.append(ModelCopy(f"{name}.{path}" if path else name, module, model))
                 self._place(self._found[-1])
 
     def _place(self, found: ModelCopy) -> None:
         """Note where the parameters of a copy are: where those of its model are."""
-        for (key, mine), original in zip(found.copy.named_parameters(), found.model.parameters(), strict=True):
+        for (key, mine), original in zip(
+            found.copy.named_parameters(), found.model.parameters(), strict=True
+        ):
             placement = self._placements.of(original)
             if placement.axes and placement.local == tuple(mine.shape):
                 self._placements.add(mine, replace(placement, name=f"{found.name}.{key}"))
@@ -56,17 +69,23 @@ class ModelCopies:
 
 
 def watch_averages() -> None:
-    """Have torch's averages of models say in words what is wrong where parameters have been cut since they were made."""
+    """Have torch's averages of models say in words what is wrong where parameters have been cut
+    since they were made.
+    """
     own = AveragedModel.update_parameters
     if getattr(own, "watched", False):
         return
 
     def update_parameters(self: AveragedModel, model: nn.Module) -> None:
-        for (name, mine), theirs in zip(self.module.named_parameters(), model.parameters(), strict=False):
+        for (name, mine), theirs in zip(
+            self.module.named_parameters(), model.parameters(), strict=False
+        ):
             if mine.shape != theirs.shape:
                 raise UsageError(
-                    f"this AveragedModel was made before run.prepare has cut the model: its {name} is of "
-                    f"shape {list(mine.shape)}, and the model's is {list(theirs.shape)} on this worker; "
+                    "this AveragedModel was made before run.prepare has cut the model: "
+                    f"its {name} is of "
+                    f"shape {list(mine.shape)}, and the model's is {list(theirs.shape)} on this "
+                    "worker; "
                     "make it of the model that run.prepare returns"
                 )
         own(self, model)

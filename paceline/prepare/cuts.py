@@ -1,4 +1,6 @@
-"""The cuts of a run: applied to models before anything else looks at their parameters, and known by what they have made of them."""
+"""The cuts of a run: applied to models before anything else looks at their parameters, and known
+by what they have made of them.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,17 @@ if TYPE_CHECKING:
 
 Asked = ModelCut | str | Sequence[ModelCut]
 WHOLE = (Adafactor, Muon)  # optimizers of torch that look at all of a matrix
-ORDER = ("tensor", "stage", "shard")  # layers are cut first, then dealt, and what a worker has left of them is shared out
+# layers are cut first, then dealt, and what a worker has left of them is shared out
+ORDER = ("tensor", "stage", "shard")
 
 
 class ModelCuts:
-    """Applies cuts, and keeps what became of each parameter. `override`: those of `paceline run --cut`, in the place of the script's.
+    """Applies cuts, and keeps what became of each parameter.
 
-    `note` is told of what happens while models train. `parting`: whether stages that share a weight may come to have different ones.
+    `override`: those of `paceline run --cut`, in the place of the script's.
+
+    `note` is told of what happens while models train. `parting`: whether stages that share a weight
+    may come to have different ones.
     """
 
     def __init__(
@@ -60,7 +66,8 @@ class ModelCuts:
         self.sources: list[CutGradients] = []
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.pipelines: list[tuple[nn.Module, PipelinedModel]] = []
-        self.sample: Callable[[int], tuple[Any, ...]] = functools.partial(sample_batch, ())  # of the loaders that are prepared
+        # of the loaders that are prepared
+        self.sample: Callable[[int], tuple[Any, ...]] = functools.partial(sample_batch, ())
         self._statistics: str | None = None
         self.copies = ModelCopies(self.placements)
         self._spread: list[nn.Module] = []  # models that are on several devices of each worker
@@ -68,30 +75,49 @@ class ModelCuts:
         self._summed = WeakIdKeyDictionary()  # parameters whose gradients a cut sums along `shard`
         self._endings: list[Callable[[], None]] = []
         self._followers: list[Callable[[], None]] = []
-        self._renewed: dict[int, tuple[weakref.ref[Parameter], Parameter]] = {}  # by the id of what was cut
+        # by the id of what was cut
+        self._renewed: dict[int, tuple[weakref.ref[Parameter], Parameter]] = {}
 
     def choose(self, asked: Asked | None) -> tuple[ModelCut, ...]:
-        """Return the cuts for models that are prepared now. Raises `UsageError` for one along an axis that the mesh doesn't have."""
-        cuts = self._override if self._override is not None else () if asked is None else read(asked)
+        """Return the cuts for models that are prepared now.
+
+        Raises `UsageError` for one along an axis that the mesh doesn't have.
+        """
+        cuts = (
+            self._override if self._override is not None else () if asked is None else read(asked)
+        )
         mesh = self._axes.mesh
         for cut in cuts:
             if not cut.axis and len(cuts) > 1:
-                raise UsageError(f"cut={spell(cut)} leaves each worker all of the model, and goes with no other cut: take one of them")
+                raise UsageError(
+                    f"cut={spell(cut)} leaves each worker all of the model, and goes with no other "
+                    "cut: take one of them"
+                )
             if cut.axis and cut.axis not in mesh.names:
                 raise UsageError(
-                    f"cut={spell(cut)} is along `{cut.axis}`, and the mesh ({mesh}) doesn't have that: say pl.start(mesh={cut.axis!r}), or "
-                    f"paceline run --mesh {cut.axis}, and all workers are along it (mesh='data, {cut.axis}=2': two of each replica)"
+                    f"cut={spell(cut)} is along `{cut.axis}`, and the mesh ({mesh}) doesn't have "
+                    f"that: say pl.start(mesh={cut.axis!r}), or "
+                    f"paceline run --mesh {cut.axis}, and all workers are along it (mesh='data, "
+                    f"{cut.axis}=2': two of each replica)"
                 )
-        return tuple(sorted(cuts, key=lambda cut: ORDER.index(cut.axis) if cut.axis in ORDER else len(ORDER)))
+        return tuple(
+            sorted(cuts, key=lambda cut: ORDER.index(cut.axis) if cut.axis in ORDER else len(ORDER))
+        )
 
-    def on_one_device(self, models: Iterable[nn.Module], cuts: Sequence[ModelCut]) -> list[nn.Module]:
-        """Return the models that no cut puts on several devices of each worker: one before, or one of `cuts`, which are for new ones."""
+    def on_one_device(
+        self, models: Iterable[nn.Module], cuts: Sequence[ModelCut]
+    ) -> list[nn.Module]:
+        """Return the models that no cut puts on several devices of each worker: one before, or
+        one of `cuts`, which are for new ones.
+        """
         several = any(not cut.axis for cut in cuts)
         known = {id(model) for model in self._spread}
         return [model for model in models if not (several or id(model) in known)]
 
     def hear(self, loaders: Sequence[DataLoader[Any]], statistics: str | None) -> None:
-        """Take what layers are measured on from these loaders, and which statistics a script asks BatchNorm for."""
+        """Take what layers are measured on from these loaders, and which statistics a script
+        asks BatchNorm for.
+        """
         self._statistics = statistics
         if loaders:
             self.sample = functools.partial(sample_batch, loaders)
@@ -103,7 +129,10 @@ class ModelCuts:
         optimizers: Sequence[Optimizer],
         initial: InitialValues,
     ) -> list[CutGradients]:
-        """Cut models, which have these prefixes in names, and give their parts values. Return where gradients come from. Collective."""
+        """Cut models, which have these prefixes in names, and give their parts values.
+
+        Return where gradients come from. Collective.
+        """
         axes, sources, valued = self._axes, list[CutGradients](), list[Callable[[], None]]()
         self.refuse_late(optimizer for optimizer in optimizers if optimizer not in self._optimizers)
         self._optimizers.update(optimizers)
@@ -136,7 +165,8 @@ class ModelCuts:
                 mark(model, self.placements.of)
         if self._statistics == "sync" and self.pipelines:
             raise UsageError(
-                "batchnorm='sync' can't be had with layers on several workers (pipeline): leave it out, and statistics are those of each "
+                "batchnorm='sync' can't be had with layers on several workers (pipeline): "
+                "leave it out, and statistics are those of each "
                 "micro-batch, on its worker"
             )
         self.sources += sources
@@ -145,8 +175,15 @@ class ModelCuts:
             act()
         return sources
 
-    def _note(self, before: dict[str, Parameter], now: dict[str, Parameter], renewed: dict[Parameter, Parameter]) -> None:
-        replaced = {old: now[name] for name, old in before.items() if name in now and now[name] is not old}
+    def _note(
+        self,
+        before: dict[str, Parameter],
+        now: dict[str, Parameter],
+        renewed: dict[Parameter, Parameter],
+    ) -> None:
+        replaced = {
+            old: now[name] for name, old in before.items() if name in now and now[name] is not old
+        }
         for old, new in {**replaced, **renewed}.items():
             self._renewed[id(old)] = weakref.ref(old), new
 
@@ -163,7 +200,10 @@ class ModelCuts:
         return parameter if found is None else found
 
     def repoint(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let optimizers step what is trained in the place of their parameters. Raises `UsageError` for one that can't."""
+        """Let optimizers step what is trained in the place of their parameters.
+
+        Raises `UsageError` for one that can't.
+        """
         for optimizer in optimizers if self._renewed else ():
             repoint(optimizer, self.renewed)
         for optimizer in optimizers if self.applied else ():
@@ -171,23 +211,46 @@ class ModelCuts:
         self.refuse_whole(optimizers)
 
     def flat(self, optimizer: Optimizer) -> str:
-        """Return the name of a parameter that an optimizer steps and of which the model has a flat piece alone; "" if there is none."""
-        parameters = (p for group in optimizer.param_groups for p in group["params"]) if len(self.placements) else ()
-        return next((where.name for p in parameters if p.dim() != len((where := self.placements.of(p)).shape)), "")
+        """Return the name of a parameter that an optimizer steps and of which the model has a
+        flat piece alone; "" if there is none.
+        """
+        parameters = (
+            (p for group in optimizer.param_groups for p in group["params"])
+            if len(self.placements)
+            else ()
+        )
+        return next(
+            (
+                where.name
+                for p in parameters
+                if p.dim() != len((where := self.placements.of(p)).shape)
+            ),
+            "",
+        )
 
     def refuse_late(self, optimizers: Iterable[Optimizer]) -> None:
-        """Raise `UsageError` for optimizers of models that were cut before: a script that groups parameters by shape sees flat pieces."""
+        """Raise `UsageError` for optimizers of models that were cut before: a script that groups
+        parameters by shape sees flat pieces.
+        """
         for optimizer in optimizers:
             if name := self.flat(optimizer):
                 raise UsageError(
-                    f"the {type(optimizer).__qualname__} steps {name}, which is a flat piece since shard(zero=3) has cut its model, so "
-                    "groups made by shape would be wrong: make the optimizer before run.prepare, and give it to the call that cuts it"
+                    f"the {type(optimizer).__qualname__} steps {name}, which is a flat piece since "
+                    "shard(zero=3) has cut its model, so "
+                    "groups made by shape would be wrong: make the optimizer before run.prepare, "
+                    "and give it to the call that cuts it"
                 )
 
     def refuse_whole(self, optimizers: Iterable[Optimizer]) -> None:
-        """Raise `UsageError` for optimizers that may look at whole parameters, where workers have parts of some, or none of others."""
+        """Raise `UsageError` for optimizers that may look at whole parameters, where workers
+        have parts of some, or none of others.
+        """
         mesh = self._axes.mesh
-        dealt = {id(p) for model, _ in self.pipelines for p in model.parameters()} if mesh.extent("stage") > 1 else set()
+        dealt = (
+            {id(p) for model, _ in self.pipelines for p in model.parameters()}
+            if mesh.extent("stage") > 1
+            else set()
+        )
         for optimizer in optimizers if len(self.placements) else ():
             refuse_one_number(optimizer, self.placements, mesh, dealt)
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
@@ -196,23 +259,35 @@ class ModelCuts:
                     check_elementwise(optimizer, where.name)
             if isinstance(optimizer, WHOLE) and any(id(p) in dealt for p in stepped):
                 raise UsageError(
-                    f"{type(optimizer).__qualname__} looks at whole matrices, and fails on those that other stages of the pipeline have: "
+                    f"{type(optimizer).__qualname__} looks at whole matrices, and fails on those "
+                    "that other stages of the pipeline have: "
                     "what goes is an optimizer that steps each element by itself, such as AdamW"
                 )
 
     def slots(self, found: Iterable[Slot]) -> Iterator[Slot]:
-        """Yield slots with what is trained in the place of parameters that were cut, each once, under its logical name."""
+        """Yield slots with what is trained in the place of parameters that were cut, each once,
+        under its logical name.
+        """
         if not len(self.placements):
             yield from found
             return
         slots, seen = list(found), set[int]()
-        owners = {id(slot.parameter): slot.optimizer for slot in slots}  # of a piece, which no model has
+        # of a piece, which no model has
+        owners = {id(slot.parameter): slot.optimizer for slot in slots}
         for slot in slots:
             parameter = self.trained(slot.parameter)
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                placement, optimizer = self.placements.of(parameter, slot.name), slot.optimizer or owners.get(id(parameter))
-                yield slot._replace(name=placement.name, parameter=parameter, optimizer=optimizer, shard=placement.axes)
+                placement, optimizer = (
+                    self.placements.of(parameter, slot.name),
+                    slot.optimizer or owners.get(id(parameter)),
+                )
+                yield slot._replace(
+                    name=placement.name,
+                    parameter=parameter,
+                    optimizer=optimizer,
+                    shard=placement.axes,
+                )
 
     def tell(self, what: str) -> None:
         """Say what has changed, and note the first line of that."""
@@ -231,7 +306,9 @@ class ModelCuts:
         return [model for model in models if self.pipeline_of(model) is None]
 
     def level_ties(self) -> None:
-        """Give all stages that have a tied weight the same values, in all places where parts of them are. Collective."""
+        """Give all stages that have a tied weight the same values, in all places where parts of
+        them are. Collective.
+        """
         if not self._parting():
             return
         for _, found in self.pipelines:
@@ -249,7 +326,10 @@ class ModelCuts:
         return [list(found.split.bounds) for _, found in self.pipelines]
 
     def level(self) -> None:
-        """Let all workers know what only those of a stage do, and a state has of all: buffers. Collective."""
+        """Let all workers know what only those of a stage do, and a state has of all: buffers.
+
+        Collective.
+        """
         self.level_ties()
         for model, found in self.pipelines:
             found.share_buffers(self.copies.of(model))
@@ -260,21 +340,30 @@ class ModelCuts:
             self._endings.pop()()
 
     def check_used(self, *_: Any) -> None:
-        """Raise `UsageError` where the mesh has an axis that no cut has used: its workers would all do the same."""
+        """Raise `UsageError` where the mesh has an axis that no cut has used: its workers would
+        all do the same.
+        """
         unused = [name for name in self._axes.cut if name not in self._used]
         if unused:
             raise UsageError(
-                f"the mesh ({self._axes.mesh}) has the axis `{unused[0]}`, and nothing is cut along it: its workers would all do the same. "
-                f"Give prepare(..., cut=[...]) a cut along `{unused[0]}`, or leave it out of the mesh"
+                f"the mesh ({self._axes.mesh}) has the axis `{unused[0]}`, and nothing is cut "
+                "along it: its workers would all do the same. "
+                f"Give prepare(..., cut=[...]) a cut along `{unused[0]}`, or leave it out of the "
+                "mesh"
             )
 
     def summed(self, slots: list[Slot]) -> list[Slot]:
-        """Return slots of what is trained. Raises `UsageError` for one whose gradients nothing sums along `shard`, as cuts alone do."""
+        """Return slots of what is trained.
+
+        Raises `UsageError` for one whose gradients nothing sums along `shard`, as cuts alone do.
+        """
         for slot in slots if self._axes.mesh.extent("shard") > 1 else ():
             if slot.optimizer is not None and slot.parameter not in self._summed:
                 raise UsageError(
-                    f"{slot.name} is trained, and its model isn't cut along `shard`, where workers have other samples: nothing would sum "
-                    "its gradients over them. Cut its model too, run.prepare(model, ..., cut=[shard()]), or leave `shard` out of the mesh "
+                    f"{slot.name} is trained, and its model isn't cut along `shard`, where workers "
+                    "have other samples: nothing would sum "
+                    "its gradients over them. Cut its model too, run.prepare(model, ..., "
+                    "cut=[shard()]), or leave `shard` out of the mesh "
                     f"({self._axes.mesh})"
                 )
         return slots
@@ -282,10 +371,18 @@ class ModelCuts:
 
 def read(asked: Asked) -> tuple[ModelCut, ...]:
     """Return the cuts that a script, or a text in notation, asks for."""
-    found = notation.cuts(asked) if isinstance(asked, str) else tuple(asked) if isinstance(asked, list | tuple) else (asked,)
+    found = (
+        notation.cuts(asked)
+        if isinstance(asked, str)
+        else tuple(asked)
+        if isinstance(asked, list | tuple)
+        else (asked,)
+    )
     if kind := next((each.__name__ for each in found if isinstance(each, type)), None):
         raise UsageError(f"cut={kind} is the class itself; call it: cut=pl.{kind}(...)")
-    wrong = next((each for each in found if not (hasattr(each, "axis") and hasattr(each, "apply"))), None)
+    wrong = next(
+        (each for each in found if not (hasattr(each, "axis") and hasattr(each, "apply"))), None
+    )
     if wrong is not None:
         raise UsageError(f"cut={wrong!r} is no cut; write e.g. cut=[shard('blocks.*')]")
     return tuple(found)
@@ -299,18 +396,29 @@ def _apply(cut: ModelCut, model: nn.Module, context: CutContext, models: int) ->
         if models == 1:
             raise
         raise UsageError(
-            f"{error}. That is the {type(model).__name__}: cut= is for each of the {models} models of this "
+            f"{error}. That is the {type(model).__name__}: cut= is for each of the {models} models "
+            "of this "
             "call to run.prepare; give one that is cut otherwise, or not, to a call of its own"
         ) from error
 
 
-def refuse_one_number(optimizer: Optimizer, placements: Placements, mesh: Mesh, dealt: Container[int]) -> None:
-    """Raise `UsageError` for an optimizer that takes one number over all parameters, where workers have parts or other layers (`dealt`)."""
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]) if takes_one_number(optimizer) else ():
+def refuse_one_number(
+    optimizer: Optimizer, placements: Placements, mesh: Mesh, dealt: Container[int]
+) -> None:
+    """Raise `UsageError` for an optimizer that takes one number over all parameters, where
+    workers have parts or other layers (`dealt`).
+    """
+    for parameter in (
+        (p for group in optimizer.param_groups for p in group["params"])
+        if takes_one_number(optimizer)
+        else ()
+    ):
         along = [name for name in placements.of(parameter).axes if mesh.extent(name) > 1]
         if along or id(parameter) in dealt:
             raise UsageError(
-                f"{type(optimizer).__qualname__} takes one number (a norm, a step size) over all parameters, and each worker along "
-                f"`{along[0] if along else 'stage'}` would take that of its own parts: what goes is an optimizer that steps each "
+                f"{type(optimizer).__qualname__} takes one number (a norm, a step size) over all "
+                "parameters, and each worker along "
+                f"`{along[0] if along else 'stage'}` would take that of its own parts: "
+                "what goes is an optimizer that steps each "
                 "element by itself, such as AdamW"
             )

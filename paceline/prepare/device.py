@@ -12,8 +12,9 @@ from torch import Tensor
 def mover(device: torch.device) -> Callable[[Any], Any] | None:
     """Return a function that moves a batch to `device`; None where there is nothing to do.
 
-    Tensors in dicts, lists, tuples and named tuples are moved, and objects with a method `to` (packed sequences, a user's batch
-    class). From pinned memory (`pin_memory=True`) the copy overlaps with the processor's work; the training stream sees it in order.
+    Tensors in dicts, lists, tuples and named tuples are moved, and objects with a method `to`
+    (packed sequences, a user's batch class). From pinned memory (`pin_memory=True`) the copy
+    overlaps with the processor's work; the training stream sees it in order.
     """
     if device.type == "cpu":
         return None

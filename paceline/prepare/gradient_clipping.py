@@ -1,4 +1,5 @@
-"""Clips gradients of a run, as `run.clip` and torch's own functions (nn.utils.clip_grad_norm_ and the like) do: where they are whole.
+"""Clips gradients of a run, as `run.clip` and torch's own functions (nn.utils.clip_grad_norm_ and
+the like) do: where they are whole.
 
 usually                 what has not been exchanged is, and torch clips
 where servers step      they clip by the norm, as they alone have the gradients of all
@@ -29,7 +30,9 @@ CALL = "call nn.utils.clip_grad_norm_(model.parameters(), max_norm) or run.clip(
 class GradientClipping:
     """Clips gradients of one run (a `GradientClipper`)."""
 
-    def __init__(self, loop: TrainingLoop, cuts: ModelCuts, axes: RunAxes, remote: RemoteSteps) -> None:
+    def __init__(
+        self, loop: TrainingLoop, cuts: ModelCuts, axes: RunAxes, remote: RemoteSteps
+    ) -> None:
         self._loop, self._cuts, self._axes, self._remote = loop, cuts, axes, remote
         self._known: set[int] = set()  # ids of parameters
         self._wholes: list[weakref.ref[Parameter]] = []  # which others are trained in the place of
@@ -40,14 +43,31 @@ class GradientClipping:
         if new:
             self._known.update(map(id, new))
             let_clip(new, self, cut=bool(self._axes.cut))
-            parts = [whole for whole in new if isinstance(whole, Parameter) and self._cuts.renewed(whole) is not None]
+            parts = [
+                whole
+                for whole in new
+                if isinstance(whole, Parameter) and self._cuts.renewed(whole) is not None
+            ]
             self._wholes += map(weakref.ref, parts)
             self._loop.bound.append(functools.partial(clip_plainly, new))
 
-    def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float, *, finite: bool = False) -> Tensor:
-        """Clip gradients where they are, and return their norm before. `finite`: raise `RuntimeError` on all workers for one that isn't."""
+    def clip(
+        self, parameters: list[Tensor], max_norm: float, norm_type: float, *, finite: bool = False
+    ) -> Tensor:
+        """Clip gradients where they are, and return their norm before.
+
+        `finite`: raise `RuntimeError` on all workers for one that isn't.
+        """
         if self._axes.cut:
-            act = functools.partial(clipping.clip, parameters, max_norm, norm_type, finite=finite, cuts=self._cuts, axes=self._axes)
+            act = functools.partial(
+                clipping.clip,
+                parameters,
+                max_norm,
+                norm_type,
+                finite=finite,
+                cuts=self._cuts,
+                axes=self._axes,
+            )
             return self._axes.slice.agreement.attempt(act, "run.clip")
         found = self._remote.clip(parameters, max_norm, norm_type)
         if finite:
@@ -55,44 +75,73 @@ class GradientClipping:
         return found
 
     def clip_norm(
-        self, parameters: list[Tensor], max_norm: float, norm_type: float, own: Callable[[], Tensor], *, finite: bool = False
+        self,
+        parameters: list[Tensor],
+        max_norm: float,
+        norm_type: float,
+        own: Callable[[], Tensor],
+        *,
+        finite: bool = False,
     ) -> Tensor:
-        """Clip by the norm, and return it. Raises `RuntimeError` for one that isn't finite and has to be, where gradients are whole."""
+        """Clip by the norm, and return it.
+
+        Raises `RuntimeError` for one that isn't finite and has to be, where gradients are whole.
+        """
         loop = self._loop
         loop.ready("clip_grad_norm_")
         if not (self._axes.cut or self._remote.steps_all):
             return own()
         if loop.acting:
             return self.clip(parameters, max_norm, norm_type, finite=finite)
-        return norm_here([parameter.grad for parameter in parameters if parameter.grad is not None], norm_type)
+        return norm_here(
+            [parameter.grad for parameter in parameters if parameter.grad is not None], norm_type
+        )
 
     def clip_by(self, name: str, own: Callable[[], Any]) -> Any:
-        """Clip each gradient by itself. Raises `UsageError` where only servers have the gradients that a step takes."""
+        """Clip each gradient by itself.
+
+        Raises `UsageError` where only servers have the gradients that a step takes.
+        """
         loop = self._loop
         if self._remote.steps_all and loop.abilities.sample_queue is None:
             raise UsageError(
-                f"{name} would clip this worker's own gradients, and with ParameterServer a step takes those of all workers together, "
+                f"{name} would clip this worker's own gradients, and with ParameterServer a step "
+                "takes those of all workers together, "
                 "which servers alone have: call run.clip(model, max_norm), or use AllReduce"
             )
         loop.ready(name)
         own()
 
     def check_norm(self, parameters: list[Tensor]) -> None:
-        """Raise `UsageError` where workers have parts of these parameters, or have others of the model."""
+        """Raise `UsageError` where workers have parts of these parameters, or have others of the
+        model.
+        """
         for parameter in parameters:
-            where = self._cuts.placements.of(parameter) if isinstance(parameter, Parameter) else None
-            along = [name for name in where.axes if name in self._axes.cut] if where is not None else []
+            where = (
+                self._cuts.placements.of(parameter) if isinstance(parameter, Parameter) else None
+            )
+            along = (
+                [name for name in where.axes if name in self._axes.cut] if where is not None else []
+            )
             if where is not None and along:
                 raise UsageError(
-                    f"get_total_norm of the gradient of {where.name} would be the norm of what this worker has, as the model is cut along "
+                    f"get_total_norm of the gradient of {where.name} would be the norm of what "
+                    "this worker has, as the model is cut along "
                     f"`{along[0]}`: {CALL}, which take it over all workers"
                 )
 
     def check_idle(self, name: str) -> None:
-        """Raise `UsageError` where pieces have gradients, which a script doesn't find at the whole parameters of the model."""
-        pieces = [self._cuts.renewed(whole) for ref in self._wholes if (whole := ref()) is not None and whole.grad is None]
+        """Raise `UsageError` where pieces have gradients, which a script doesn't find at the
+        whole parameters of the model.
+        """
+        pieces = [
+            self._cuts.renewed(whole)
+            for ref in self._wholes
+            if (whole := ref()) is not None and whole.grad is None
+        ]
         if any(piece is not None and piece.grad is not None for piece in pieces):
             raise UsageError(
-                f"{name} was given no gradient and would do nothing: a model is cut by shard(zero=1) or (zero=2), where pieces have them; "
+                f"{name} was given no gradient and would do nothing: "
+                "a model is cut by shard(zero=1) or (zero=2), where pieces have them; "
                 f"{CALL}, which find them"
             )

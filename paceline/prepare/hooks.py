@@ -26,7 +26,10 @@ SEEN = 2  # steps in which the caller of an optimizer is looked at
 
 
 class ForwardHook:
-    """A forward hook that tells `loop` of each forward. In a copied or unpickled model it does nothing."""
+    """A forward hook that tells `loop` of each forward.
+
+    In a copied or unpickled model it does nothing.
+    """
 
     def __init__(self, loop: TrainingLoop | None = None) -> None:
         self._loop = loop
@@ -47,8 +50,14 @@ class ForwardHook:
 
 
 def follow(model: nn.Module, loop: TrainingLoop) -> None:
-    """Tell `loop` before each forward of a model, until the run ends. Calling it twice is harmless."""
-    if not any(isinstance(hook, ForwardHook) and hook.follows(loop) for hook in model._forward_pre_hooks.values()):
+    """Tell `loop` before each forward of a model, until the run ends.
+
+    Calling it twice is harmless.
+    """
+    if not any(
+        isinstance(hook, ForwardHook) and hook.follows(loop)
+        for hook in model._forward_pre_hooks.values()
+    ):
         hook = nn.Module.register_forward_pre_hook(
             model, ForwardHook(loop), with_kwargs=True
         )  # torch.jit hides the method, and calls hooks
@@ -58,14 +67,16 @@ def follow(model: nn.Module, loop: TrainingLoop) -> None:
 class OptimizerBindings:
     """How prepared optimizers step.
 
-    `groups` has, by the optimizer's id, how many parameter groups it had when last checked; `remote` has what
-    steps it, if it steps elsewhere.
+    `groups` has, by the optimizer's id, how many parameter groups it had when last checked;
+    `remote` has what steps it, if it steps elsewhere.
     """
 
     def __init__(self, begins: Callable[[Optimizer, bool], None]) -> None:
         self.groups: dict[int, int] = {}
         self.remote: dict[int, RemoteSteps] = {}
-        self.begins = begins  # is told of a step that acts, and whether gradients are there, where an optimizer is not as in `groups`
+        # is told of a step that acts, and whether gradients are there, where an optimizer is not as
+        # in `groups`
+        self.begins = begins
 
 
 def bind_optimizer(optimizer: Optimizer, loop: TrainingLoop, bindings: OptimizerBindings) -> None:
@@ -97,14 +108,18 @@ def bind_optimizer(optimizer: Optimizer, loop: TrainingLoop, bindings: Optimizer
 
 
 def bind_groups(optimizer: Optimizer, loop: TrainingLoop, trained: Callable[[Any], Any]) -> None:
-    """Let an optimizer that gets more parameters (add_param_group) step what is `trained` in the place of each."""
+    """Let an optimizer that gets more parameters (add_param_group) step what is `trained` in the
+    place of each.
+    """
 
     def adding(own: Callable[..., Any]) -> Callable[..., Any]:
         def add_param_group(self: Optimizer, group: Any, *args: Any) -> Any:
             given = group["params"]
             if not isinstance(given, set):  # which torch refuses
                 given = [given] if isinstance(given, torch.Tensor) else given
-                group["params"] = [(p[0], trained(p[1])) if isinstance(p, tuple) else trained(p) for p in given]
+                group["params"] = [
+                    (p[0], trained(p[1])) if isinstance(p, tuple) else trained(p) for p in given
+                ]
             return own(self, group, *args)
 
         return add_param_group
@@ -118,9 +133,12 @@ def _called(closure: Callable[[], Any]) -> Any:
 
 
 def bind_scheduler(scheduler: Any, loop: TrainingLoop) -> None:
-    """Let `step` of a scheduler act when the optimizer's does. A metric that it judges by must be the same on all workers.
+    """Let `step` of a scheduler act when the optimizer's does.
 
-    Out of lockstep fast workers have more turns than an epoch has batches: a schedule that has reached its end stays there.
+    A metric that it judges by must be the same on all workers.
+
+    Out of lockstep fast workers have more turns than an epoch has batches: a schedule that has
+    reached its end stays there.
     """
 
     def stepping(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,8 +146,15 @@ def bind_scheduler(scheduler: Any, loop: TrainingLoop) -> None:
             if not loop.acting:
                 return None
             if isinstance(self, ReduceLROnPlateau):
-                _same_metric(loop.context.agreement, float(kwargs["metrics"] if "metrics" in kwargs else args[0]))
-            if loop.apart and isinstance(self, OneCycleLR) and self.last_epoch >= self.total_steps - 1:
+                _same_metric(
+                    loop.context.agreement,
+                    float(kwargs["metrics"] if "metrics" in kwargs else args[0]),
+                )
+            if (
+                loop.apart
+                and isinstance(self, OneCycleLR)
+                and self.last_epoch >= self.total_steps - 1
+            ):
                 return None
             return own(self, *args, **kwargs)
 
@@ -137,7 +162,8 @@ def bind_scheduler(scheduler: Any, loop: TrainingLoop) -> None:
 
     def stating(own: Callable[..., Any]) -> Callable[..., Any]:
         def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-            state = own(self, *args, **kwargs)  # all that the object has, the methods set here included
+            # all that the object has, the methods set here included
+            state = own(self, *args, **kwargs)
             return {key: value for key, value in state.items() if key not in ("step", "state_dict")}
 
         return state_dict
@@ -147,10 +173,16 @@ def bind_scheduler(scheduler: Any, loop: TrainingLoop) -> None:
 
 
 def _same_metric(agreement: Agreement, metric: float) -> None:
-    found = [msgpack.unpackb(answer) for answer in agreement.meet("scheduler.step", msgpack.packb(metric))]
+    found = [
+        msgpack.unpackb(answer)
+        for answer in agreement.meet("scheduler.step", msgpack.packb(metric))
+    ]
     if len(set(map(repr, found))) > 1:
         sides = ", ".join(f"{value:g} on rank {rank}" for rank, value in enumerate(found))
-        raise UsageError(f"scheduler.step got different metrics ({sides}), and learning rates would part; give it run.mean(metric)")
+        raise UsageError(
+            f"scheduler.step got different metrics ({sides}), and learning rates would part; "
+            "give it run.mean(metric)"
+        )
 
 
 def bind_scaler(scaler: Any, loop: TrainingLoop) -> None:

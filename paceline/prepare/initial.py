@@ -1,4 +1,6 @@
-"""Values that models begin with: what `run.prepare(init=...)` says, or their own modules where they were built without memory."""
+"""Values that models begin with: what `run.prepare(init=...)` says, or their own modules where
+they were built without memory.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ Init = Callable[[nn.Module], Any] | Source
 def check_asked(init: Init | None, models: Sequence[nn.Module], fresh: Sequence[nn.Module]) -> None:
     """Raise `UsageError` where a call says `init` for models that were prepared before."""
     if init is not None and models and not fresh:
-        raise UsageError("init= is for models that are prepared for the first time, and these were prepared before: say it then")
+        raise UsageError(
+            "init= is for models that are prepared for the first time, and these were prepared "
+            "before: say it then"
+        )
 
 
 def move(models: Sequence[nn.Module], device: torch.device) -> None:
@@ -32,32 +37,55 @@ def move(models: Sequence[nn.Module], device: torch.device) -> None:
             model.to(device)
             continue
         for module in model.modules():
-            module._buffers.update((name, buffer.to(device)) for name, buffer in module._buffers.items() if buffer is not None)
+            module._buffers.update(
+                (name, buffer.to(device))
+                for name, buffer in module._buffers.items()
+                if buffer is not None
+            )
 
 
 class InitialValues:
-    """The values of models that are prepared together, which have these prefixes in names: known before they are cut, and given after that.
+    """The values of models that are prepared together, which have these prefixes in names: known
+    before they are cut, and given after that.
 
     Raises `UsageError` where `init` says nothing that could be done.
     """
 
-    def __init__(self, models: Sequence[tuple[str, nn.Module]], init: Init | None, seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        models: Sequence[tuple[str, nn.Module]],
+        init: Init | None,
+        seed: int,
+        device: torch.device,
+    ) -> None:
         init = init if models else None
         self._seed, self.device = seed, device
         self._source: Source | None = None if init is None or callable(init) else init
         unborn = [(prefix, model) for prefix, model in models if is_unborn(model)]
         if callable(init) and not unborn:
             raise UsageError(
-                "init=function gives values to models that were built under pl.meta(), and these have values already: build them so, or "
+                "init=function gives values to models that were built under pl.meta(), and these "
+                "have values already: build them so, or "
                 "give a file or a state dict, init='model.safetensors'"
             )
         if self._source is not None and len(models) != 1:
-            raise UsageError(f"init= has weights of one model, and {len(models)} models are prepared here: prepare each with its own")
+            raise UsageError(
+                f"init= has weights of one model, and {len(models)} models are prepared here: "
+                "prepare each with its own"
+            )
         self._models = list(models)
-        self._plans = [] if self._source is not None else [(model, Blueprint(model, init, prefix=prefix)) for prefix, model in unborn]  # type: ignore[arg-type]
+        self._plans = (
+            []
+            if self._source is not None
+            else [(model, Blueprint(model, init, prefix=prefix)) for prefix, model in unborn]
+        )  # type: ignore[arg-type]
 
-    def give(self, placements: Placements, agreement: Agreement, say: Callable[[str], None]) -> None:
-        """Give each worker its part of the values. Collective, where weights are read: if one worker can't, all raise.
+    def give(
+        self, placements: Placements, agreement: Agreement, say: Callable[[str], None]
+    ) -> None:
+        """Give each worker its part of the values.
+
+        Collective, where weights are read: if one worker can't, all raise.
 
         `say` is told of checkpoints that can't be used, where an older one is.
         """
@@ -67,7 +95,13 @@ class InitialValues:
             self._read(self._source, placements, agreement, say)
         move([model for _, model in self._models], self.device)
 
-    def _read(self, source: Source, placements: Placements, agreement: Agreement, say: Callable[[str], None]) -> None:
+    def _read(
+        self,
+        source: Source,
+        placements: Placements,
+        agreement: Agreement,
+        say: Callable[[str], None],
+    ) -> None:
         (prefix, model), found = self._models[0], list[Weights]()
 
         def begin() -> bytes:
@@ -80,7 +114,12 @@ class InitialValues:
 
         with contextlib.ExitStack() as files:
             digests = act_together(agreement, "weights of prepare", begin, UsageError)
-            other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+            other = next(
+                (rank for rank, digest in enumerate(digests) if digest != digests[0]), None
+            )
             if other is not None:
-                raise UsageError(f"ranks 0 and {other} were given different weights by init=; give all workers the same file or dict")
+                raise UsageError(
+                    f"ranks 0 and {other} were given different weights by init=; "
+                    "give all workers the same file or dict"
+                )
             act_together(agreement, "parts of the weights of prepare", read, UsageError)

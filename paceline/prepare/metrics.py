@@ -19,15 +19,21 @@ from paceline.record.logged.metric import HOME, is_metric
 
 
 def check_logged(values: Mapping[str, Any], prepared: Iterable[nn.Module]) -> None:
-    """Raise `UsageError` for a metric that is given to `run.log` and isn't among those `prepared`, or that can't be logged."""
+    """Raise `UsageError` for a metric that is given to `run.log` and isn't among those
+    `prepared`, or that can't be logged.
+    """
     for name, metric in values.items():
         if not is_metric(metric):
             continue
         if isinstance(metric, sys.modules[HOME].MetricTracker):
-            raise UsageError(f"run.log({name}=...) got a {type(metric).__qualname__}; log the metric that it holds now: tracker[-1]")
+            raise UsageError(
+                f"run.log({name}=...) got a {type(metric).__qualname__}; "
+                "log the metric that it holds now: tracker[-1]"
+            )
         if not any(part is metric for known in prepared for part in known.modules()):
             raise UsageError(
-                f"run.log({name}=...) got a {type(metric).__qualname__} that run.prepare doesn't know, and that counts ghosts; give it to "
+                f"run.log({name}=...) got a {type(metric).__qualname__} that run.prepare doesn't "
+                "know, and that counts ghosts; give it to "
                 "run.prepare, too: metric = run.prepare(metric)"
             )
 
@@ -42,13 +48,17 @@ def within(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def bind(metric: nn.Module, loop: TrainingLoop) -> None:
-    """Let `update` and `forward` count nothing in a ghost turn. `forward` still returns a value, of the ghost alone.
+    """Let `update` and `forward` count nothing in a ghost turn.
 
-    Raises `UsageError` for a metric that exchanges in each step, where a ghost would count on the other workers.
+    `forward` still returns a value, of the ghost alone.
+
+    Raises `UsageError` for a metric that exchanges in each step, where a ghost would count on the
+    other workers.
     """
     if any(getattr(part, "dist_sync_on_step", False) for part in metric.modules()):
         raise UsageError(
-            f"the {type(metric).__qualname__} has dist_sync_on_step=True, and would count the samples of ghosts in each step; leave that "
+            f"the {type(metric).__qualname__} has dist_sync_on_step=True, and would count the "
+            "samples of ghosts in each step; leave that "
             "out: compute() brings all workers together"
         )
 
@@ -60,7 +70,11 @@ def bind(metric: nn.Module, loop: TrainingLoop) -> None:
 
     def running(own: Callable[..., Any]) -> Callable[..., Any]:
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return type(self).forward(_fresh(self), *args, **kwargs) if _ghost(loop) else own(self, *args, **kwargs)
+            return (
+                type(self).forward(_fresh(self), *args, **kwargs)
+                if _ghost(loop)
+                else own(self, *args, **kwargs)
+            )
 
         return forward
 

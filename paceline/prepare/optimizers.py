@@ -1,12 +1,14 @@
-"""Watches every optimizer of this process before it steps, prepared or not, and refuses wrong steps before they change anything.
+"""Watches every optimizer of this process before it steps, prepared or not, and refuses wrong steps
+before they change anything.
 
-torch calls one hook for all optimizers. Each run has its `OptimizerWatch`, which knows its own by their parameters.
+torch calls one hook for all optimizers. Each run has its `OptimizerWatch`, which knows its own by
+their parameters.
 
     optimizer.step()    not prepared, where steps on its gradients are wrong         raises
                         inside of loss.backward()                                    raises
                         not prepared                                                 `strange` is told, once
                         the run's                                                    counted (`StepCount`), looked at (`ManualGradients`)
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -43,13 +45,25 @@ class KnownOptimizer(NamedTuple):
 class OptimizerWatch:
     """Sees optimizers step on behalf of one run, from `begin` to `end`.
 
-    `strange` is called once for each that was not prepared, and told whether it has parameters of the run.
+    `strange` is called once for each that was not prepared, and told whether it has parameters of
+    the run.
     """
 
     def __init__(
-        self, prepared: Prepared, loop: TrainingLoop, by_hand: ManualGradients, tally: StepCount, strange: Callable[[Optimizer, bool], None]
+        self,
+        prepared: Prepared,
+        loop: TrainingLoop,
+        by_hand: ManualGradients,
+        tally: StepCount,
+        strange: Callable[[Optimizer, bool], None],
     ) -> None:
-        self._prepared, self._loop, self._by_hand, self.tally, self._strange = prepared, loop, by_hand, tally, strange
+        self._prepared, self._loop, self._by_hand, self.tally, self._strange = (
+            prepared,
+            loop,
+            by_hand,
+            tally,
+            strange,
+        )
         self._alike = False  # all workers take the same steps
         self._known: dict[int, KnownOptimizer] = {}
         self._ours: set[int] = set()
@@ -57,7 +71,9 @@ class OptimizerWatch:
 
     def begin(self) -> None:
         """Watch from now on, and compare counts of steps where all workers take the same ones."""
-        self._alike = not self._loop.backward.sync.replicas_diverge and self._loop.abilities.remote is None
+        self._alike = (
+            not self._loop.backward.sync.replicas_diverge and self._loop.abilities.remote is None
+        )
         if self._alike:
             self._prepared.context.agreement.compare_steps(self.tally.told)
         with _REGISTRY:
@@ -76,10 +92,15 @@ class OptimizerWatch:
     def see(self, optimizer: Optimizer, *, alone: bool, closure: bool) -> None:
         """Check an optimizer that is about to step.
 
-        `alone`: this is the only run that watches in this process; `closure`: the gradients are made inside of the step.
+        `alone`: this is the only run that watches in this process; `closure`: the gradients are
+        made inside of the step.
         """
         known = self._known.get(id(optimizer))
-        if known is None or known.optimizer() is not optimizer or known[1:3] != (len(optimizer.param_groups), len(self._prepared.slots)):
+        if (
+            known is None
+            or known.optimizer() is not optimizer
+            or known[1:3] != (len(optimizer.param_groups), len(self._prepared.slots))
+        ):
             known = self._meet(optimizer, known, alone=alone)
         if not known.ours:
             return
@@ -95,17 +116,29 @@ class OptimizerWatch:
         else:
             tally.add()
         if self._alike and not closure and loop.backward.hooks:
-            within = loop.leader is not None and loop.steps >= FIRST and loop.leader.turn is not None
+            within = (
+                loop.leader is not None and loop.steps >= FIRST and loop.leader.turn is not None
+            )
             if not within or loop.steps + 1 >= self._by_hand.meetings.next:
                 self._by_hand.look(optimizer)
 
-    def _meet(self, optimizer: Optimizer, before: KnownOptimizer | None, *, alone: bool) -> KnownOptimizer:
+    def _meet(
+        self, optimizer: Optimizer, before: KnownOptimizer | None, *, alone: bool
+    ) -> KnownOptimizer:
         self._ours = {id(slot.parameter) for slot in self._prepared.slots}
         prepared = any(optimizer is other for other in self._prepared.optimizers)
-        ours = prepared or any(id(p) in self._ours for group in optimizer.param_groups for p in group["params"])
+        ours = prepared or any(
+            id(p) in self._ours for group in optimizer.param_groups for p in group["params"]
+        )
         if ours:
             self._prepared.cuts.refuse_whole([optimizer])
-        found = KnownOptimizer(weakref.ref(optimizer), len(optimizer.param_groups), len(self._prepared.slots), ours, prepared)
+        found = KnownOptimizer(
+            weakref.ref(optimizer),
+            len(optimizer.param_groups),
+            len(self._prepared.slots),
+            ours,
+            prepared,
+        )
         self._known[id(optimizer)] = found
         new = before is None or before.optimizer() is not optimizer
         if new and not prepared and (ours or alone or threading.get_ident() == self._thread):
@@ -118,7 +151,10 @@ class OptimizerWatch:
         watched, handles = bool(loop.backward.hooks), self._prepared.tables.handles()
         why = ""
         if watched and loop.abilities.remote is not None:
-            why = "with ParameterServer optimizers step on servers, and this one steps on one worker's share"
+            why = (
+                "with ParameterServer optimizers step on servers, and this one steps on one "
+                "worker's share"
+            )
         elif loop.transaction.recovers:
             why = "when a worker is lost (--min-workers), it would step twice for one step"
         elif any(id(p) in handles for group in optimizer.param_groups for p in group["params"]):
@@ -131,12 +167,18 @@ class OptimizerWatch:
             self._prepared.cuts.refuse_late([optimizer])
         else:
             raise UsageError(
-                f"{name} steps on parameters of a prepared model and was not given to run.prepare: {why}; give it to run.prepare"
+                f"{name} steps on parameters of a prepared model and was not given to run.prepare: "
+                f"{why}; give it to run.prepare"
             )
 
     def _around(self) -> Optimizer | None:
-        """Return the prepared optimizer that is stepping, and has this one inside (SAM, Lookahead)."""
-        frame, prepared = sys._getframe(2), {id(optimizer): optimizer for optimizer in self._prepared.optimizers}
+        """Return the prepared optimizer that is stepping, and has this one inside (SAM,
+        Lookahead).
+        """
+        frame, prepared = (
+            sys._getframe(2),
+            {id(optimizer): optimizer for optimizer in self._prepared.optimizers},
+        )
         while frame.f_back is not None:
             frame = frame.f_back
             if (found := prepared.get(id(frame.f_locals.get("self")))) is not None:
@@ -145,7 +187,9 @@ class OptimizerWatch:
 
 
 class StepHook:
-    """The hook that torch calls before each step. One serves all runs, and stays when they are over.
+    """The hook that torch calls before each step.
+
+    One serves all runs, and stays when they are over.
 
     Torch fails where its list of hooks changes while another thread's step goes through it.
     """
@@ -156,7 +200,11 @@ class StepHook:
     @staticmethod
     def all() -> Iterator[StepHook]:
         """Yield those that torch calls."""
-        return (hook for hook in torch_optimizer._global_optimizer_pre_hooks.values() if isinstance(hook, StepHook))
+        return (
+            hook
+            for hook in torch_optimizer._global_optimizer_pre_hooks.values()
+            if isinstance(hook, StepHook)
+        )
 
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         watches = self.watches

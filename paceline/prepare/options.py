@@ -1,4 +1,7 @@
-"""Options of run.prepare for loaders and models. One given before there is any is kept for those that come."""
+"""Options of run.prepare for loaders and models.
+
+One given before there is any is kept for those that come.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ from paceline.prepare.cuts import Asked
 from paceline.prepare.initial import Init
 
 BatchNorm = Literal["sync", "local"]
-Preparable = nn.Module | Optimizer | DataLoader[Any] | LRScheduler | torch.amp.GradScaler  # metrics of torchmetrics are modules
+# metrics of torchmetrics are modules
+Preparable = nn.Module | Optimizer | DataLoader[Any] | LRScheduler | torch.amp.GradScaler
 S = TypeVar("S")
 T = TypeVar("T")
 A = TypeVar("A", bound=Preparable)
@@ -35,7 +39,9 @@ E = TypeVar("E", bound=Preparable)
 if TYPE_CHECKING:
 
     class PreparedLoader(DataLoader[T]):
-        """What is known of a loader that `run.prepare` gives back: a `ShareLoader` has all that the DataLoader has."""
+        """What is known of a loader that `run.prepare` gives back: a `ShareLoader` has all that
+        the DataLoader has.
+        """
 
         def peek(self) -> Any: ...
 
@@ -71,7 +77,9 @@ OF_STREAMS = frozenset({"shard"})
 
 
 class PrepareOptions:
-    """The options of all calls of `prepare`. `given` are those of one call, with None for each that it leaves out.
+    """The options of all calls of `prepare`.
+
+    `given` are those of one call, with None for each that it leaves out.
 
     `shares`: those of `paceline run --shares`, in the place of the script's.
     """
@@ -80,17 +88,25 @@ class PrepareOptions:
         self._shares = None if shares is None else notation.shares(shares)
         self._kept: dict[str, Any] = {}
 
-    def hear(self, given: Mapping[str, Any], size: int, *, loaders: bool, models: bool) -> dict[str, Any]:
-        """Return the options for the `loaders` and `models` of this call: what it says, else what was said before there were any.
+    def hear(
+        self, given: Mapping[str, Any], size: int, *, loaders: bool, models: bool
+    ) -> dict[str, Any]:
+        """Return the options for the `loaders` and `models` of this call: what it says, else what
+        was said before there were any.
 
-        `size` is the number of workers. Raises `UsageError` for an unknown value as early as it is said.
+        `size` is the number of workers. Raises `UsageError` for an unknown value as early as it is
+        said.
         """
         said = {name: value for name, value in given.items() if value is not None}
         found = {**DEFAULTS, **self._before(said), **said}
         if self._shares is not None:
             found["shares"] = self._shares
         _check(found, size)
-        later = {name: value for name, value in said.items() if not (models if name in OF_MODELS else loaders)}
+        later = {
+            name: value
+            for name, value in said.items()
+            if not (models if name in OF_MODELS else loaders)
+        }
         self._kept = {**self._before(later), **later}
         return found
 
@@ -100,9 +116,16 @@ class PrepareOptions:
         return {name: value for name, value in self._kept.items() if name not in against}
 
     def of(self, dataset: Any, options: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of one loader. Options for streams that were said before don't hold for other data sets."""
+        """Return the options of one loader.
+
+        Options for streams that were said before don't hold for other data sets.
+        """
         stream = isinstance(dataset, IterableDataset)
-        out = {} if stream else {name: DEFAULTS[name] for name in OF_STREAMS if given.get(name) is None}
+        out = (
+            {}
+            if stream
+            else {name: DEFAULTS[name] for name in OF_STREAMS if given.get(name) is None}
+        )
         return {name: value for name, value in {**options, **out}.items() if name not in OF_MODELS}
 
 

@@ -1,4 +1,6 @@
-"""The models, optimizers, loaders, schedulers and scalers that take part in a run, and the groups that they need."""
+"""The models, optimizers, loaders, schedulers and scalers that take part in a run, and the
+groups that they need.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,12 @@ class Prepared:
         self.optimizers: list[Optimizer] = []
         self.loaders: list[ShareLoader] = []
         self.slots: list[Slot] = []
-        self.axes, self.cuts, self.state, self._unowned = axes, cuts, Versioned(), UnownedParameters()
+        self.axes, self.cuts, self.state, self._unowned = (
+            axes,
+            cuts,
+            Versioned(),
+            UnownedParameters(),
+        )
         self.context = context = axes.slice
         self.survives = context.survives
         self._backward, self._loop, self._device, self.subgroups = backward, loop, device, subgroups
@@ -66,7 +73,8 @@ class Prepared:
         self.metrics: list[nn.Module] = []  # of torchmetrics
         self._unstepped: set[int] = set()  # the ids of optimizers
         self._bindings = hooks.OptimizerBindings(self._begins)
-        self._groups: dict[int, int] = {}  # of each optimizer, by its id: how many parameter groups it was prepared with
+        # of each optimizer, by its id: how many parameter groups it was prepared with
+        self._groups: dict[int, int] = {}
         self.tables = RunTables(context, backward)
         self._abilities, self._remote = loop.abilities, loop.abilities.remote
         self._remote_steps, self._speeds = RemoteSteps(loop, self.tables), WorkerSpeeds()
@@ -74,21 +82,35 @@ class Prepared:
         self.clipping = GradientClipping(loop, cuts, axes, self._remote_steps)
 
     def prepare(self, objects: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
-        """Prepare a script's objects and return them, in their order. `given` has None for each option that the call leaves out."""
+        """Prepare a script's objects and return them, in their order.
+
+        `given` has None for each option that the call leaves out.
+        """
         kinds = [checks.kind(value) for value in objects]
         by_kind: dict[str, list[Any]] = defaultdict(list)
         for value, kind in zip(objects, kinds, strict=True):
             if not any(value is other for other in by_kind[kind]):
                 by_kind[kind].append(value)
         tensor_peers.share_randomness(self.axes)
-        options = self._wishes.hear(given, self.context.group.size, loaders=bool(by_kind["loader"]), models=bool(by_kind["model"]))
+        options = self._wishes.hear(
+            given,
+            self.context.group.size,
+            loaders=bool(by_kind["loader"]),
+            models=bool(by_kind["model"]),
+        )
         check_asked(given["init"], by_kind["model"], self._fresh(by_kind["model"]))
         self.cuts.hear(by_kind["loader"], given["batchnorm"])
         if by_kind["model"] or by_kind["optimizer"]:
             self._replicate(by_kind["model"], by_kind["optimizer"], options)
-        for metric in [*by_kind["metric"], *(metric for model in by_kind["model"] for metric in metrics.within(model))]:
+        for metric in [
+            *by_kind["metric"],
+            *(metric for model in by_kind["model"] for metric in metrics.within(model)),
+        ]:
             self._count_in(metric)
-        for kind, bind in (("scheduler", hooks.bind_scheduler), ("scaler", functools.partial(scaling.bind_scaler, axes=self.axes))):
+        for kind, bind in (
+            ("scheduler", hooks.bind_scheduler),
+            ("scaler", functools.partial(scaling.bind_scaler, axes=self.axes)),
+        ):
             for thing in self._fresh(by_kind[kind]):
                 if self._remote is not None:
                     checks.check_elsewhere(thing)
@@ -97,13 +119,17 @@ class Prepared:
         if any(scaler.is_enabled() for scaler in self._loop.scalers):
             self.tables.check_scaler()
         ready = [
-            self._deal(value, self._wishes.of(value.dataset, options, given)) if kind == "loader" else value
+            self._deal(value, self._wishes.of(value.dataset, options, given))
+            if kind == "loader"
+            else value
             for value, kind in zip(objects, kinds, strict=True)
         ]
         self._bind()
         return ready
 
-    def _replicate(self, models: list[nn.Module], optimizers: list[Optimizer], options: dict[str, Any]) -> None:
+    def _replicate(
+        self, models: list[nn.Module], optimizers: list[Optimizer], options: dict[str, Any]
+    ) -> None:
         fresh, cuts = self._fresh(models), self.cuts.choose(options["cut"])
         move(self.cuts.on_one_device(models, cuts), self._device)
         for model in fresh:
@@ -115,34 +141,53 @@ class Prepared:
         new = [(prefix, model) for prefix, model in self.models if model in fresh]
         if self.axes.groups.along(*SAMPLED).size > 1 or self.axes.mesh.extent("stage") > 1:
             checks.check_embeddings(new)
-        unknown = list(checks.unknown(self.cuts.slots(checks.slots(self.models, optimizers)), self.slots))
+        unknown = list(
+            checks.unknown(self.cuts.slots(checks.slots(self.models, optimizers)), self.slots)
+        )
         checks.level(self.axes.everyone, unknown, new, optimizers, self.context.announce)
         self._unowned.add(checks.unowned(unknown, self.models), self.state)
-        home = self._device if all(cut.axis for cut in cuts) else torch.device("cpu")  # a cut of this worker's own moves its model
-        for source in self.cuts.apply(new, cuts, optimizers, InitialValues(new, options["init"], self.cuts.seed, home)):
+        # a cut of this worker's own moves its model
+        home = self._device if all(cut.axis for cut in cuts) else torch.device("cpu")
+        for source in self.cuts.apply(
+            new, cuts, optimizers, InitialValues(new, options["init"], self.cuts.seed, home)
+        ):
             self._backward.follow(source)
         self.cuts.repoint(optimizers)
         slots = list(self.cuts.slots(checks.slots(self.models, optimizers)))
         owners = {id(slot.parameter): slot.optimizer for slot in slots}
-        self.slots = [slot._replace(optimizer=slot.optimizer or owners.get(id(slot.parameter))) for slot in self.slots]
+        self.slots = [
+            slot._replace(optimizer=slot.optimizer or owners.get(id(slot.parameter)))
+            for slot in self.slots
+        ]
         self.slots += checks.unknown(slots, self.slots)
         if optimizers:
             self.cuts.check_used()
-        if options["batchnorm"] == "sync" and any(isinstance(module, _BatchNorm) for model in models for module in model.modules()):
+        if options["batchnorm"] == "sync" and any(
+            isinstance(module, _BatchNorm) for model in models for module in model.modules()
+        ):
             if self._sample_queue is not None:
                 raise UsageError(
-                    "a model has BatchNorm layers, whose statistics are those of all workers in each step, and with staleness or "
-                    "backup_workers they are not in lockstep: say prepare(..., batchnorm='local'), or use another kind of norm"
+                    "a model has BatchNorm layers, whose statistics are those of all workers in "
+                    "each step, and with staleness or "
+                    "backup_workers they are not in lockstep: say prepare(..., batchnorm='local'), "
+                    "or use another kind of norm"
                 )
-            self._synchronous += [model for model in self.cuts.without_stages(models) if model not in self._synchronous]
+            self._synchronous += [
+                model
+                for model in self.cuts.without_stages(models)
+                if model not in self._synchronous
+            ]
             self._synchronise(self._synchronous)
         for optimizer in self._fresh(optimizers):
             if self._device.type == "cuda" and optimizer.state:
-                optimizer.load_state_dict(optimizer.state_dict())  # its state follows the parameters
+                # its state follows the parameters
+                optimizer.load_state_dict(optimizer.state_dict())
             self._add("optimizer", optimizer)
             self.optimizers.append(optimizer)
             self._unstepped.add(id(optimizer))
-        self._groups.update((id(optimizer), len(optimizer.param_groups)) for optimizer in optimizers)
+        self._groups.update(
+            (id(optimizer), len(optimizer.param_groups)) for optimizer in optimizers
+        )
         self._bindings.groups.clear()
         self._loop.models += fresh
         self._open_tables()
@@ -150,11 +195,16 @@ class Prepared:
     def _count_in(self, metric: nn.Module) -> None:
         if self.survives:
             raise UsageError(
-                f"a {type(metric).__qualname__} would count a turn twice that is dealt again when a worker is lost, and asks nobody else "
+                f"a {type(metric).__qualname__} would count a turn twice that is dealt again when "
+                "a worker is lost, and asks nobody else "
                 "there: with --min-workers use run.mean and run.gather, or leave out --min-workers"
             )
         self.axes.refuse(
-            f"a {type(metric).__qualname__}", "it would count samples once for each worker that has them; use run.mean and run.gather"
+            f"a {type(metric).__qualname__}",
+            (
+                "it would count samples once for each worker that has them; "
+                "use run.mean and run.gather"
+            ),
         )
         if self._device.type == "cuda":
             metric.to(self._device)
@@ -162,25 +212,39 @@ class Prepared:
         self.metrics.append(metric)
 
     def check_known(self) -> None:
-        """Raise `UsageError` for a parameter that came into a model or an optimizer after it was prepared."""
+        """Raise `UsageError` for a parameter that came into a model or an optimizer after it was
+        prepared.
+        """
         checks.check_known(self.cuts.slots(checks.slots(self.models, self.optimizers)), self.slots)
 
     def _begins(self, optimizer: Optimizer, graded: bool) -> None:
-        """Check an optimizer that steps: all of its parameters must be exchanged. A copy of one is not checked."""
+        """Check an optimizer that steps: all of its parameters must be exchanged.
+
+        A copy of one is not checked.
+        """
         if graded and id(optimizer) in self._unstepped:
             self._unstepped.remove(id(optimizer))
             self._loop.first_step(optimizer)
-        if len(optimizer.param_groups) == self._groups.get(id(optimizer), len(optimizer.param_groups)):
+        if len(optimizer.param_groups) == self._groups.get(
+            id(optimizer), len(optimizer.param_groups)
+        ):
             if id(optimizer) in self._groups and id(optimizer) not in self._unstepped:
-                self._bindings.groups[id(optimizer)] = len(optimizer.param_groups)  # nothing more to ask, until it has others
+                # nothing more to ask, until it has others
+                self._bindings.groups[id(optimizer)] = len(optimizer.param_groups)
             return
         self.check_known()
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        orphans = [slot.name for slot in self.slots if slot.optimizer is None and id(slot.parameter) in mine]
+        orphans = [
+            slot.name
+            for slot in self.slots
+            if slot.optimizer is None and id(slot.parameter) in mine
+        ]
         if orphans and self._remote is not None:
             raise UsageError(
-                f"the parameter {orphans[0]} came into the {type(optimizer).__qualname__} after run.prepare (add_param_group), and "
-                "optimizers step on servers here; give the optimizer to run.prepare again, on every worker"
+                f"the parameter {orphans[0]} came into the {type(optimizer).__qualname__} after "
+                "run.prepare (add_param_group), and "
+                "optimizers step on servers here; give the optimizer to run.prepare again, on "
+                "every worker"
             )
         self._groups[id(optimizer)] = len(optimizer.param_groups)
 
@@ -191,26 +255,40 @@ class Prepared:
             self.axes.refuse(f"the sparse table {found[0][0]}", UNCUT, beside=SAMPLED)
         if found and self.survives and self._sample_queue is not None:
             raise UsageError(
-                f"sparse tables ({found[0][0]}) go on when workers are lost if all are in lockstep, and with staleness or backup_workers "
+                f"sparse tables ({found[0][0]}) go on when workers are lost if all are in "
+                "lockstep, and with staleness or backup_workers "
                 "they aren't: leave those out, or leave out --min-workers"
             )
         handles = {id(module.weight) for _, module in found} | self.tables.handles()
-        others = [slot for slot in self.slots if slot.optimizer is not None and id(slot.parameter) not in handles]
-        if found and self._sample_queue is not None and not any(slot.parameter.requires_grad for slot in others):
+        others = [
+            slot
+            for slot in self.slots
+            if slot.optimizer is not None and id(slot.parameter) not in handles
+        ]
+        if (
+            found
+            and self._sample_queue is not None
+            and not any(slot.parameter.requires_grad for slot in others)
+        ):
             raise UsageError(
-                f"nothing but sparse tables ({found[0][0]}) is trained here, and with staleness or backup_workers the servers of other "
-                "parameters keep the clocks: leave those out, or train some other parameter with them"
+                f"nothing but sparse tables ({found[0][0]}) is trained here, and with staleness or "
+                "backup_workers the servers of other "
+                "parameters keep the clocks: leave those out, or train some other parameter with "
+                "them"
             )
         if found and self.survives and self._backward.sync.replicas_diverge:
             raise UsageError(
-                f"sparse tables ({found[0][0]}) go on when workers are lost beside AllReduce or ParameterServer, and with this strategy "
+                f"sparse tables ({found[0][0]}) go on when workers are lost beside AllReduce or "
+                "ParameterServer, and with this strategy "
                 "replicas part between two steps: use one of those, or leave out --min-workers"
             )
         had = bool(self.tables.kept)
         self.tables.open(found, self.optimizers, self._abilities.unlocked_rows)
         if self.tables.kept and not had:
             observers = self._loop.observers
-            self._loop.observe(replace(observers, committed=(self.tables.commit, *observers.committed)))
+            self._loop.observe(
+                replace(observers, committed=(self.tables.commit, *observers.committed))
+            )
 
     def _bind(self) -> None:
         """Follow all that is prepared; called again when there is more."""
@@ -229,7 +307,9 @@ class Prepared:
         handles = self.tables.handles()
         slots = [slot for slot in self.slots if id(slot.parameter) not in handles]
         self.clipping.follow(slot.parameter for slot in slots)
-        self._backward.watch(self.cuts.summed([slot for slot in slots if slot.parameter.requires_grad]))
+        self._backward.watch(
+            self.cuts.summed([slot for slot in slots if slot.parameter.requires_grad])
+        )
         loop.freeze([slot for slot in slots if not slot.parameter.requires_grad])
         for _, model in self.models:
             hooks.follow(model, loop)
@@ -237,7 +317,11 @@ class Prepared:
 
     def _deal(self, loader: DataLoader[Any], options: dict[str, Any]) -> ShareLoader:
         tensor_peers.check(options, self.axes)
-        loop, say, move = self._loop, self.context.announce, tensor_peers.compared(mover(self._device), self.axes)
+        loop, say, move = (
+            self._loop,
+            self.context.announce,
+            tensor_peers.compared(mover(self._device), self.axes),
+        )
         options |= {"sample_queue": self._sample_queue, "speeds": self._speeds, "order": self.order}
         dealt = deal(loader, self.context.agreement, hooks=loop, say=say, move=move, **options)
         self.loaders.append(dealt)
@@ -249,17 +333,27 @@ class Prepared:
         return self._loop.abilities.sample_queue
 
     def _synchronise(self, models: list[nn.Module]) -> None:
-        """Let BatchNorm layers exchange in a group of their own, as they do it while buckets are under way."""
+        """Let BatchNorm layers exchange in a group of their own, as they do it while buckets are
+        under way.
+        """
         context = self.context
         if context.group.size == 1:
             return
         self.subgroups.everyone()
         norms: Any = _WatchedGroup(self)
         for model in models:
-            synchronise(model, norms, ghost=lambda: context.step_state.ghost, scale=lambda: context.step_state.scale, copies=self._in_loop)
+            synchronise(
+                model,
+                norms,
+                ghost=lambda: context.step_state.ghost,
+                scale=lambda: context.step_state.scale,
+                copies=self._in_loop,
+            )
 
     def _in_loop(self) -> bool:
-        """Whether this is inside of a loop over a prepared loader, which all workers run, each on its share."""
+        """Whether this is inside of a loop over a prepared loader, which all workers run, each
+        on its share.
+        """
         return self._loop.turn is not None
 
     def regroup(self) -> None:
@@ -284,21 +378,32 @@ class Prepared:
 
 
 class _WatchedGroup:
-    """A group for BatchNorm whose sums can be seen from outside while they last, and that survives the loss of a worker."""
+    """A group for BatchNorm whose sums can be seen from outside while they last, and that
+    survives the loss of a worker.
+    """
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
         self.size = prepared.context.group.size
 
-    def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
+    def all_reduce(
+        self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None
+    ) -> Work[Tensor]:
 
         agreement, norms = self._prepared.context.agreement, self._prepared.subgroups.norms
         if agreement.recovery is None and norms is not None:
-            return Finished(agreement.wait(lambda: norms.all_reduce(x, op=op, name=name, out=out).wait(), name or "BatchNorm"))
+            return Finished(
+                agreement.wait(
+                    lambda: norms.all_reduce(x, op=op, name=name, out=out).wait(),
+                    name or "BatchNorm",
+                )
+            )
 
         def act() -> Tensor:
             norms = self._prepared.subgroups.norms
-            return x.clone() if norms is None else norms.all_reduce(x.clone(), op=op, name=name).wait()
+            return (
+                x.clone() if norms is None else norms.all_reduce(x.clone(), op=op, name=name).wait()
+            )
 
         total = agreement.attempt(act, name or "BatchNorm")
         return Finished(total if out is None else out.copy_(total))

@@ -1,4 +1,6 @@
-"""Optimizers that step on servers, for all of their parameters or for the sparse tables among them; the others never come here."""
+"""Optimizers that step on servers, for all of their parameters or for the sparse tables among
+them; the others never come here.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,26 @@ OwnStep = Callable[..., Any]
 
 
 class RemoteSteps:
-    """Steps and clips on servers, on behalf of one run: `tables`, and everything else where the strategy does."""
+    """Steps and clips on servers, on behalf of one run: `tables`, and everything else where the
+    strategy does.
+    """
 
     def __init__(self, loop: TrainingLoop, tables: RunTables) -> None:
-        self._loop, self._sync, self._clipping, self._tables = loop, loop.abilities.remote, loop.abilities.clipping, tables
+        self._loop, self._sync, self._clipping, self._tables = (
+            loop,
+            loop.abilities.remote,
+            loop.abilities.clipping,
+            tables,
+        )
 
-    def step(self, optimizer: Optimizer, own: OwnStep, closure: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
+    def step(
+        self,
+        optimizer: Optimizer,
+        own: OwnStep,
+        closure: Callable[[], Any] | None,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
         """Make a step of `optimizer`; `own` is its own step, for what isn't on servers."""
         loop, tables = self._loop, self._tables
         whole, rows = self._sync is not None and self._sync.steps(optimizer), tables.has(optimizer)
@@ -44,7 +60,10 @@ class RemoteSteps:
         return result
 
     def _step(self, optimizer: Optimizer, own: OwnStep, *, whole: bool) -> None:
-        """Make a step of tables, of everything else (`whole`), or of both. Nothing of it is made where the turn is dealt again."""
+        """Make a step of tables, of everything else (`whole`), or of both.
+
+        Nothing of it is made where the turn is dealt again.
+        """
         loop, tables = self._loop, self._tables
         if whole:
             self._refuse_mixed(optimizer)
@@ -58,28 +77,40 @@ class RemoteSteps:
             tables.make(optimizer)
 
     def _refuse_mixed(self, optimizer: Optimizer) -> None:
-        """Raise `UsageError` if p.grad of a parameter adds up passes that have to be weighted one by one on their way to servers."""
-        mixed = self._loop.backward.mixed.find(p for group in optimizer.param_groups for p in group["params"])
+        """Raise `UsageError` if p.grad of a parameter adds up passes that have to be weighted
+        one by one on their way to servers.
+        """
+        mixed = self._loop.backward.mixed.find(
+            p for group in optimizer.param_groups for p in group["params"]
+        )
         if mixed is not None:
             raise UsageError(
-                f"p.grad of {mixed} adds up batches that this worker has different parts of, and goes to servers with the weight "
+                f"p.grad of {mixed} adds up batches that this worker has different parts of, and "
+                "goes to servers with the weight "
                 "of the last: add them up under run.no_sync(), all but the last, which weights each"
             )
 
     def _push_rows(self, optimizer: Optimizer, *, last: bool) -> None:
-        """Give servers the gradients for the next step of the optimizer's tables. `last`: nothing else of the step can fail."""
+        """Give servers the gradients for the next step of the optimizer's tables.
+
+        `last`: nothing else of the step can fail.
+        """
         loop, tables = self._loop, self._tables
         if tables.lasting is None or not tables.has(optimizer):
             tables.give(optimizer)
         else:
-            loop.transaction.step(lambda: tables.give(optimizer), "optimizer.step", last=last, apart=loop.apart)
+            loop.transaction.step(
+                lambda: tables.give(optimizer), "optimizer.step", last=last, apart=loop.apart
+            )
 
     def _step_all(self, optimizer: Optimizer) -> None:
         """Step everything but tables on servers. Collective."""
         loop, sync = self._loop, self._sync
         assert sync is not None
         began = time.perf_counter()
-        loop.transaction.step(lambda: sync.step(optimizer), "optimizer.step", last=True, apart=loop.apart)
+        loop.transaction.step(
+            lambda: sync.step(optimizer), "optimizer.step", last=True, apart=loop.apart
+        )
         loop.backward.expose(time.perf_counter() - began)
 
     @property
@@ -92,5 +123,7 @@ class RemoteSteps:
         loop, sync, clipping = self._loop, self._sync, self._clipping
         if sync is None or clipping is None or not self.steps_all:
             return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        found = loop.transaction.step(lambda: clipping.clip(parameters, max_norm, norm_type), "run.clip", apart=loop.apart)
+        found = loop.transaction.step(
+            lambda: clipping.clip(parameters, max_norm, norm_type), "run.clip", apart=loop.apart
+        )
         return torch.zeros(()) if found is None else found

@@ -1,4 +1,6 @@
-"""A few samples of a loader that is prepared, before it is dealt: what the layers of a model are measured on."""
+"""A few samples of a loader that is prepared, before it is dealt: what the layers of a model are
+measured on.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,38 @@ INSTEAD = "say split=[layers of each stage], or split='even'"
 
 
 def sample_batch(loaders: Sequence[DataLoader[Any]], parts: int) -> tuple[Any, ...]:
-    """Return inputs and target of a fraction of a global batch of the first loader: one in `parts`, or a sample. Draws nothing.
+    """Return inputs and target of a fraction of a global batch of the first loader: one in `parts`,
+    or a sample. Draws nothing.
 
-    What a loader gives has to be a tuple or a list, whose last part is the target. Raises `UsageError` where that isn't so.
+    What a loader gives has to be a tuple or a list, whose last part is the target. Raises
+    `UsageError` where that isn't so.
     """
     if not loaders:
-        raise UsageError(f"split='auto' measures layers on samples of a loader: give one to the same prepare, or {INSTEAD}")
+        raise UsageError(
+            "split='auto' measures layers on samples of a loader: give one to the same prepare, "
+            f"or {INSTEAD}"
+        )
     loader = loaders[0]
-    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__") or loader.batch_size is None:
-        raise UsageError(f"split='auto' measures layers on samples of a data set with indices, and this loader has none: {INSTEAD}")
+    if (
+        isinstance(loader.dataset, IterableDataset)
+        or not hasattr(loader.dataset, "__len__")
+        or loader.batch_size is None
+    ):
+        raise UsageError(
+            "split='auto' measures layers on samples of a data set with indices, and this loader "
+            f"has none: {INSTEAD}"
+        )
     dataset: Any = loader.dataset
     with kept_randomness():
-        batch = loader.collate_fn([dataset[index] for index in range(min(len(dataset), max(1, loader.batch_size // parts)))])
+        batch = loader.collate_fn(
+            [
+                dataset[index]
+                for index in range(min(len(dataset), max(1, loader.batch_size // parts)))
+            ]
+        )
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         raise UsageError(
-            f"split='auto' needs a loader that gives (inputs, target), and this one gives a {type(batch).__qualname__}: {INSTEAD}"
+            "split='auto' needs a loader that gives (inputs, target), and this one gives a "
+            f"{type(batch).__qualname__}: {INSTEAD}"
         )
     return tuple(batch)

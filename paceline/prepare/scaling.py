@@ -1,6 +1,8 @@
-"""Lets all workers that hold parts of a model skip the step of an optimizer, where the gradient overflows in the part of one of them.
+"""Lets all workers that hold parts of a model skip the step of an optimizer, where the gradient
+overflows in the part of one of them.
 
-scaler.step(optimizer)     looks for inf and nan in my part of the gradient     ->  found on any worker: nobody steps
+scaler.step(optimizer)     looks for inf and nan in my part of the gradient     ->  found on any
+                           worker: nobody steps
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from paceline.workers.axes import RunAxes
 
 
 def bind_scaler(scaler: Any, loop: TrainingLoop, axes: RunAxes) -> None:
-    """Let a GradScaler act when the optimizer does, and look for overflows on all workers along the axes that models are cut along."""
+    """Let a GradScaler act when the optimizer does, and look for overflows on all workers along
+    the axes that models are cut along.
+    """
     hooks.bind_scaler(scaler, loop)
     if not axes.cut:
         return
@@ -30,4 +34,5 @@ def bind_scaler(scaler: Any, loop: TrainingLoop, axes: RunAxes) -> None:
 
         return look
 
-    rebind(scaler, "_unscale_grads_", looking, loop)  # which all that a GradScaler does with gradients goes through
+    # which all that a GradScaler does with gradients goes through
+    rebind(scaler, "_unscale_grads_", looking, loop)

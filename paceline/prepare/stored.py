@@ -1,6 +1,7 @@
 """Weights out of checkpoints of other runs, read in parts, for `run.prepare(init="runs/NAME")`.
 
-runs/NAME/checkpoints/step-00000100    cut in any way, by any number of workers    each worker reads the rectangles that it holds now
+runs/NAME/checkpoints/step-00000100    cut in any way, by any number of workers    each worker reads
+                                       the rectangles that it holds now
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from paceline.state.snapshot import entries, path_of
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model in a run's folder, or in one of its checkpoints. `part`, `best`: which, as for `paceline.state_dict`."""
+    """A model in a run's folder, or in one of its checkpoints.
+
+    `part`, `best`: which, as for `paceline.state_dict`.
+    """
 
     folder: Path
     part: str | None = None
@@ -39,7 +43,8 @@ Source = weights.Source | StoredModel
 
 @contextlib.contextmanager
 def opened(source: Source, say: Callable[[str], None]) -> Iterator[Weights]:
-    """Open weights: of a file, a dict, or the newest whole checkpoint of a run; `say` is told of checkpoints that are passed over.
+    """Open weights: of a file, a dict, or the newest whole checkpoint of a run; `say` is told of
+    checkpoints that are passed over.
 
     Raises `UsageError` for what can't be read.
     """
@@ -51,7 +56,9 @@ def opened(source: Source, say: Callable[[str], None]) -> Iterator[Weights]:
         return
     with contextlib.ExitStack() as files:
         with _unusable():
-            stored = _of_checkpoint(locate(source.folder, say, best=source.best), source.part, files)
+            stored = _of_checkpoint(
+                locate(source.folder, say, best=source.best), source.part, files
+            )
         yield stored
 
 
@@ -61,7 +68,10 @@ def _of_checkpoint(found: Checkpoint, part: str | None, files: contextlib.ExitSt
     odd = next((name for name, path in paths.items() if path is None), None)
     if odd is not None or not paths:
         what = "it is no dict of tensors" if odd is None else f"{odd} is no tensor"
-        raise CheckpointError(f"{found.path.name} has no model that can be read in parts: {what}; load paceline.state_dict by hand")
+        raise CheckpointError(
+            f"{found.path.name} has no model that can be read in parts: {what}; "
+            "load paceline.state_dict by hand"
+        )
     reader = files.enter_context(BlockReader(found.path, found.index))
     shapes = {name: reader.stored(path).shape for name, path in paths.items() if path is not None}
 
@@ -69,13 +79,16 @@ def _of_checkpoint(found: Checkpoint, part: str | None, files: contextlib.ExitSt
         with _unusable():
             return reader.read(str(paths[name]), box)
 
-    digest = hashlib.sha256((found.path / MANIFEST).read_bytes()).hexdigest()  # which has the hashes of all files
+    # which has the hashes of all files
+    digest = hashlib.sha256((found.path / MANIFEST).read_bytes()).hexdigest()
     return Weights(os.path.relpath(found.path), shapes, read, digest)
 
 
 @contextlib.contextmanager
 def _unusable() -> Iterator[None]:
-    """Raise `UsageError` for a checkpoint that can't be used: what a model begins with is the script's choice."""
+    """Raise `UsageError` for a checkpoint that can't be used: what a model begins with is the
+    script's choice.
+    """
     try:
         yield
     except CheckpointError as error:

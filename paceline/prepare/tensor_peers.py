@@ -1,7 +1,9 @@
-"""Workers that differ along `stage` and `tensor` alone: they run the same script on the same samples, with the same random numbers.
+"""Workers that differ along `stage` and `tensor` alone: they run the same script on the same
+samples, with the same random numbers.
 
 tensor 0   batch 17   dropout 0.31 0.77 ...
-tensor 1   batch 17   dropout 0.31 0.77 ...      what either of them draws or reads otherwise would be another training
+tensor 1   batch 17   dropout 0.31 0.77 ...      what either of them draws or reads otherwise would
+                                                 be another training
 """
 
 from __future__ import annotations
@@ -24,26 +26,37 @@ EARLY, OFTEN = 3, 100  # batches that are compared: the first ones, and one in s
 
 
 def check(options: Mapping[str, Any], axes: RunAxes) -> None:
-    """Raise `UsageError` for options of a loader that can't be had where workers have the same samples."""
+    """Raise `UsageError` for options of a loader that can't be had where workers have the same
+    samples.
+    """
     if axes.mesh.extent("tensor") * axes.mesh.extent("stage") == 1:
         return
     if options["shard"] == "mine":
         raise UsageError(
-            f'shard="mine" has each rank read samples of its own, and workers along `stage` and `tensor` of the mesh ({axes.mesh}) need '
+            'shard="mine" has each rank read samples of its own, and workers along `stage` and '
+            f"`tensor` of the mesh ({axes.mesh}) need "
             "the same ones: leave it out, and deal the whole stream"
         )
 
 
 def share_randomness(axes: RunAxes) -> None:
-    """Let torch, Python and numpy draw on all workers along `stage` and `tensor` what they draw on the first of them. Collective."""
+    """Let torch, Python and numpy draw on all workers along `stage` and `tensor` what they draw
+    on the first of them. Collective.
+    """
     group = axes.groups.along("stage", "tensor")
     if group.size > 1:
-        states = group.agree(pack(rng.shared_state(), what="the state of random generators") if group.rank == 0 else b"")
+        states = group.agree(
+            pack(rng.shared_state(), what="the state of random generators")
+            if group.rank == 0
+            else b""
+        )
         rng.put_shared(unpack(states[0]))
 
 
 def compared(move: Callable[[Any], Any] | None, axes: RunAxes) -> Callable[[Any], Any] | None:
-    """Return what brings a batch to its device, after some of them have been compared along `stage` and `tensor`."""
+    """Return what brings a batch to its device, after some of them have been compared along
+    `stage` and `tensor`.
+    """
     group = axes.groups.along("stage", "tensor")
     if group.size == 1:
         return move
@@ -56,7 +69,13 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         yield batch
         return
-    for part in batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ():
+    for part in (
+        batch.values()
+        if isinstance(batch, Mapping)
+        else batch
+        if isinstance(batch, list | tuple)
+        else ()
+    ):
         yield from tensors_of(part)
 
 
@@ -64,30 +83,58 @@ def checksum(batch: Any) -> int:
     """Return a number that tells a batch from others, by its tensors; 0 for one without any."""
     found = 0
     for tensor in tensors_of(batch):
-        found = zlib.crc32(raw(tensor.detach()).numpy().data, zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), found))
+        found = zlib.crc32(
+            raw(tensor.detach()).numpy().data,
+            zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), found),
+        )
     return found
 
 
 def check_equal(group: Group, batch: Any, what: str, hint: str) -> None:
-    """Raise `DataError`, on all workers, where tensors that should be the same along `tensor` are not. Collective."""
-    found = [int.from_bytes(body, "little") for body in group.agree(checksum(batch).to_bytes(4, "little"))]
+    """Raise `DataError`, on all workers, where tensors that should be the same along `tensor`
+    are not. Collective.
+    """
+    found = [
+        int.from_bytes(body, "little")
+        for body in group.agree(checksum(batch).to_bytes(4, "little"))
+    ]
     other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
     if other is not None:
         one, two = group.global_rank(0), group.global_rank(other)
-        raise DataError(f"{what} is not the same on ranks {one} and {two}, which need the same samples: {hint}")
+        raise DataError(
+            f"{what} is not the same on ranks {one} and {two}, which need the same samples: {hint}"
+        )
 
 
 class BatchComparer:
-    """Compares batches over `group`, whose workers should have the same ones. All of them call it for each batch.
+    """Compares batches over `group`, whose workers should have the same ones.
+
+    All of them call it for each batch.
 
     `meter` measures the exchange, and `announce` is told once of batches that can't be compared.
     """
 
-    def __init__(self, group: Group, meter: AxisMeter, move: Callable[[Any], Any] | None, announce: Callable[[str], None]) -> None:
-        self._group, self._meter, self._move, self._announce, self._seen, self._warned = group, meter, move, announce, 0, False
+    def __init__(
+        self,
+        group: Group,
+        meter: AxisMeter,
+        move: Callable[[Any], Any] | None,
+        announce: Callable[[str], None],
+    ) -> None:
+        self._group, self._meter, self._move, self._announce, self._seen, self._warned = (
+            group,
+            meter,
+            move,
+            announce,
+            0,
+            False,
+        )
 
     def __call__(self, batch: Any) -> Any:
-        """Return the batch on its device. Raises `DataError`, on all workers, where they have different ones."""
+        """Return the batch on its device.
+
+        Raises `DataError`, on all workers, where they have different ones.
+        """
         self._seen += 1
         if self._seen <= EARLY or self._seen % OFTEN == 0:
             self._compare(batch)
@@ -97,9 +144,13 @@ class BatchComparer:
         if not self._warned and next(tensors_of(batch), None) is None:
             self._warned = True
             self._announce(
-                f"batch {self._seen} of a loader is a {type(batch).__qualname__} in which no tensor is found, so it isn't compared along "
-                "`tensor`, where workers need the same samples: return tensors in dicts, lists or tuples to have them compared"
+                f"batch {self._seen} of a loader is a {type(batch).__qualname__} in which no "
+                "tensor is found, so it isn't compared along "
+                "`tensor`, where workers need the same samples: return tensors in dicts, lists or "
+                "tuples to have them compared"
             )
-        hint = "read and augment samples by a seed that both have (run.seed), and not by rank or time"
+        hint = (
+            "read and augment samples by a seed that both have (run.seed), and not by rank or time"
+        )
         with self._meter.exchange("the batches"):
             check_equal(self._group, batch, f"batch {self._seen} of a loader", hint)

@@ -1,6 +1,8 @@
-"""Whole parameters of a cut model, for a while: a script reads them, changes them, or adds to their gradients.
+"""Whole parameters of a cut model, for a while: a script reads them, changes them, or adds to their
+gradients.
 
-    part of each worker    -- gathered along the axes of its cut -->    whole on all of them: value and gradient
+    part of each worker    -- gathered along the axes of its cut -->    whole on all of them: value
+                           and gradient
     part of each worker    <-- its part of what the block has left --   whole
 
 All that workers have to do in the block is the same; that they did is compared.
@@ -32,14 +34,23 @@ class WholeParameters:
 
     @contextlib.contextmanager
     def lend(self, parameters: Mapping[str, Parameter]) -> Iterator[dict[str, Parameter]]:
-        """Yield a whole parameter for each one, and take this worker's part of what is left of it. Collective along the cuts."""
+        """Yield a whole parameter for each one, and take this worker's part of what is left of it.
+
+        Collective along the cuts.
+        """
         backward = self._loop.backward
         if self._loop.abilities.remote is not None:
-            raise UsageError("run.whole changes parameters on workers, and with ParameterServer servers keep them: use AllReduce")
+            raise UsageError(
+                "run.whole changes parameters on workers, and with ParameterServer servers keep "
+                "them: use AllReduce"
+            )
         if backward.passes or backward.owing:
             self._loop.ready("run.whole")
         graded, wait = self._loop.acting, self._axes.slice.agreement.wait
-        wholes = wait(lambda: {name: self._gather(name, p, graded=graded) for name, p in parameters.items()}, "run.whole")
+        wholes = wait(
+            lambda: {name: self._gather(name, p, graded=graded) for name, p in parameters.items()},
+            "run.whole",
+        )
         yield wholes
         wait(lambda: self._check_alike(wholes, parameters), "run.whole")
         with torch.no_grad():
@@ -55,24 +66,39 @@ class WholeParameters:
 
     def _gather(self, name: str, parameter: Parameter, *, graded: bool) -> Parameter:
         trained, placement, group = self._place(parameter)
-        values = [trained.detach(), *([trained.grad] if graded and trained.grad is not None else [])]
-        facts = [[[list(ends) for ends in region.logical] for region in placement.regions], len(values)]
+        values = [
+            trained.detach(),
+            *([trained.grad] if graded and trained.grad is not None else []),
+        ]
+        facts = [
+            [[list(ends) for ends in region.logical] for region in placement.regions],
+            len(values),
+        ]
         told = group.gather_objects(facts, name=f"run.whole of {name}")
         if len(values) < max(count for _, count in told):
             values.append(torch.zeros_like(trained))  # of layers that other stages have
-        gathered = [_put_together(value, placement, [places for places, _ in told], group, name) for value in values]
+        gathered = [
+            _put_together(value, placement, [places for places, _ in told], group, name)
+            for value in values
+        ]
         whole = Parameter(gathered[0], requires_grad=trained.requires_grad)
         whole.grad = gathered[1] if len(gathered) > 1 else None
         return whole
 
-    def _check_alike(self, wholes: Mapping[str, Parameter], parameters: Mapping[str, Parameter]) -> None:
+    def _check_alike(
+        self, wholes: Mapping[str, Parameter], parameters: Mapping[str, Parameter]
+    ) -> None:
         for name, whole in wholes.items():
             left = checksums([whole.detach(), *([] if whole.grad is None else [whole.grad])])
-            told = self._place(parameters[name])[2].gather_objects(left, name=f"what run.whole has left of {name}")
+            told = self._place(parameters[name])[2].gather_objects(
+                left, name=f"what run.whole has left of {name}"
+            )
             if any(other != told[0] for other in told):
                 raise UsageError(
-                    f"run.whole: workers have left different values or gradients of {name}, and each keeps a part: do the same on all of "
-                    "them, with random numbers of a generator of one seed (torch.Generator().manual_seed(run.seed))"
+                    f"run.whole: workers have left different values or gradients of {name}, and "
+                    "each keeps a part: do the same on all of "
+                    "them, with random numbers of a generator of one seed "
+                    "(torch.Generator().manual_seed(run.seed))"
                 )
 
     def _give(self, parameter: Parameter, whole: Parameter, *, graded: bool) -> None:
@@ -86,19 +112,30 @@ class WholeParameters:
 
 
 def parameters_of(what: nn.Module | Parameter, cuts: ModelCuts) -> dict[str, Parameter]:
-    """Return the parameters that a script names, by name: those of a module as they are called there."""
+    """Return the parameters that a script names, by name: those of a module as they are called
+    there.
+    """
     if isinstance(what, nn.Module):
         return dict(what.named_parameters())
     if not isinstance(what, Parameter):
-        raise UsageError(f"run.whole got a {type(what).__qualname__}; give it a parameter, or a module, whose parameters it takes by name")
+        raise UsageError(
+            f"run.whole got a {type(what).__qualname__}; give it a parameter, or a module, whose "
+            "parameters it takes by name"
+        )
     return {cuts.placements.of(cuts.trained(what)).name or "a parameter": what}
 
 
-def _put_together(part: Tensor, placement: Placement, places: list[list[list[list[int]]]], group: Group, name: str) -> Tensor:
-    """Return the logical tensor, of the parts of all workers of a group, whose rectangles are `places`."""
+def _put_together(
+    part: Tensor, placement: Placement, places: list[list[list[list[int]]]], group: Group, name: str
+) -> Tensor:
+    """Return the logical tensor, of the parts of all workers of a group, whose rectangles are
+    `places`.
+    """
     whole = part.new_empty(placement.shape)
     mine = [region.of_local(part).reshape(-1) for region in placement.regions]
-    parts = group.all_gather(torch.cat([part.new_empty(0), *mine]), name=f"run.whole of {name}").wait()
+    parts = group.all_gather(
+        torch.cat([part.new_empty(0), *mine]), name=f"run.whole of {name}"
+    ).wait()
     for rectangles, values in zip(places, parts, strict=True):
         for rectangle in rectangles:
             into = whole[tuple(slice(*ends) for ends in rectangle)]

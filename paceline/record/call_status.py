@@ -1,8 +1,9 @@
-"""The status of a run on its way from the first worker of a call by `pl.launch` to who has made it, and shows it.
+"""The status of a run on its way from the first worker of a call by `pl.launch` to who has made it,
+and shows it.
 
 first worker                                           caller
   MetricsWriter -- step, logged, late, remark --> StatusReports == "status" ==> StatusRelay -- the same --> StatusLine, or a notebook's bar
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -22,9 +23,14 @@ _VALUES = 16  # logged values in a report: nobody shows more
 
 
 class StatusReports:
-    """Sends how far the run is, at most twice a second, and the last step in any case. Never holds a step up."""
+    """Sends how far the run is, at most twice a second, and the last step in any case.
 
-    def __init__(self, channel: CallChannel, *, clock: Callable[[], float] = time.monotonic) -> None:
+    Never holds a step up.
+    """
+
+    def __init__(
+        self, channel: CallChannel, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._channel, self._clock = channel, clock
         self._last: FinishedStep | None = None
         self._total: int | None = None
@@ -36,7 +42,8 @@ class StatusReports:
         self._late: tuple[int, dict[str, float], str, float] | None = None
         self._remark = ""
         self._begun = False
-        self._beside: tuple[int, dict[str, float]] | None = None  # what was logged of a step that was over, and isn't sent yet
+        # what was logged of a step that was over, and isn't sent yet
+        self._beside: tuple[int, dict[str, float]] | None = None
 
     def step(self, beat: FinishedStep, total: int | None) -> None:
         """Take in the next step, of `total` if that is known."""
@@ -62,7 +69,9 @@ class StatusReports:
         self._beside = step, {**before, **values}
 
     def late(self, latest: RankLateness, host: str, step: float) -> None:
-        """Report from the next time on who is latest, on which host, in a step of so many seconds."""
+        """Report from the next time on who is latest, on which host, in a step of so many
+        seconds.
+        """
         self._late = (latest.rank, latest.by_cause, host, step)
 
     def remark(self, text: str) -> None:
@@ -81,7 +90,14 @@ class StatusReports:
             step, when, _, values, _ = self._last
             beat = step, when, self._samples, _fewest(values), self._seconds
         beside = None if self._beside is None else (self._beside[0], _fewest(self._beside[1]))
-        report = {"beat": beat, "total": total, "epoch": self._epoch, "late": self._late, "remark": self._remark, "beside": beside}
+        report = {
+            "beat": beat,
+            "total": total,
+            "epoch": self._epoch,
+            "late": self._late,
+            "remark": self._remark,
+            "beside": beside,
+        }
         report["begins"] = not self._begun
         if self._channel.send("status", report, waits=waits):
             self._begun, self._beside = True, None
@@ -90,7 +106,10 @@ class StatusReports:
 
 def _fewest(values: Mapping[str, float]) -> dict[str, float]:
     """Return as many values as are shown, the loss among them."""
-    return {name: values[name] for name in sorted(values, key=lambda name: (name != "loss", name))[:_VALUES]}
+    return {
+        name: values[name]
+        for name in sorted(values, key=lambda name: (name != "loss", name))[:_VALUES]
+    }
 
 
 class StatusRelay:
@@ -126,5 +145,11 @@ class StatusRelay:
 
 
 def display(place: Place) -> StatusDisplay:
-    """Return where the worker in this place shows how far its run is: on its own output, or at the caller of `pl.launch`."""
-    return StatusLine(choose(place)) if place.call is None else StatusReports(CallChannel.inherited(place.call.channel))
+    """Return where the worker in this place shows how far its run is: on its own output, or at
+    the caller of `pl.launch`.
+    """
+    return (
+        StatusLine(choose(place))
+        if place.call is None
+        else StatusReports(CallChannel.inherited(place.call.channel))
+    )

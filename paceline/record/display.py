@@ -1,8 +1,11 @@
-"""Where the status of a run is shown: as a bar on a terminal, by the launcher on its own, or else as lines of text.
+"""Where the status of a run is shown: as a bar on a terminal, by the launcher on its own, or else
+as lines of text.
 
 on a terminal alone    bar at the bottom; what the script prints goes above it       TerminalBar
-paceline run           the worker tells its launcher, which draws the bar            LauncherBar    (cluster/launcher/output.py)
-pipes, CI, torchrun    a line a second, later one a minute                                               PlainLines
+paceline run           the worker tells its launcher, which draws the bar            LauncherBar
+                       (cluster/launcher/output.py)
+pipes, CI, torchrun    a line a second, later one a minute
+                       PlainLines
 """
 
 from __future__ import annotations
@@ -42,11 +45,17 @@ def choose(place: Place, stream: TextIO | None = None) -> Display:
     if place.bar and place.report_fd is not None:
         return LauncherBar(place)
     stream = sys.stderr if stream is None else stream
-    return TerminalBar(stream, breaks=place.breaks) if place.bar and _is_terminal(stream) else PlainLines(stream, place.status_every)
+    return (
+        TerminalBar(stream, breaks=place.breaks)
+        if place.bar and _is_terminal(stream)
+        else PlainLines(stream, place.status_every)
+    )
 
 
 class PlainLines:
-    """Writes each status as a line of text, `every` so many seconds: None for fewer and fewer lines, infinity for none."""
+    """Writes each status as a line of text, `every` so many seconds: None for fewer and fewer
+    lines, infinity for none.
+    """
 
     def __init__(self, stream: TextIO, every: float | None = None) -> None:
         self._stream, self._every = stream, every
@@ -69,7 +78,9 @@ class PlainLines:
 
 
 class LauncherBar:
-    """Has the launcher of this worker draw a bar, as it writes what all workers of its host print."""
+    """Has the launcher of this worker draw a bar, as it writes what all workers of its host
+    print.
+    """
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -88,9 +99,12 @@ class LauncherBar:
 
 
 class TerminalBar:
-    """Draws a bar at the bottom of the terminal that this process alone writes to. `breaks`: as for `LiveBar`.
+    """Draws a bar at the bottom of the terminal that this process alone writes to.
 
-    Standard output and error of the process, where they are a terminal, write above the bar until it is closed.
+    `breaks`: as for `LiveBar`.
+
+    Standard output and error of the process, where they are a terminal, write above the bar until
+    it is closed.
     """
 
     def __init__(self, stream: TextIO, *, breaks: bool = True) -> None:
@@ -124,7 +138,9 @@ class TerminalBar:
             self._stream.flush()
 
     def _stand_in(self) -> None:
-        """Put streams that write above the bar in the place of those of the process, also where its log goes."""
+        """Put streams that write above the bar in the place of those of the process, also where
+        its log goes.
+        """
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if not _is_terminal(stream):
@@ -142,13 +158,17 @@ class TerminalBar:
         """Take the bar away while `text` is written."""
         with self._lock:
             self._put(self._bar.away())
-            self._bar.wrote(text.encode(errors="replace"))  # first: an interrupt may come right behind the text
+            # first: an interrupt may come right behind the text
+            self._bar.wrote(text.encode(errors="replace"))
             yield
             self._put(self._bar.back())
 
 
 class StreamAbove:
-    """A stream of a terminal, all of whose text comes above a bar. Processes that were forked of this one write as if there were none."""
+    """A stream of a terminal, all of whose text comes above a bar.
+
+    Processes that were forked of this one write as if there were none.
+    """
 
     def __init__(self, stream: TextIO, above: Any) -> None:
         self._stream, self._above, self._process = stream, above, os.getpid()
@@ -175,7 +195,10 @@ class StreamAbove:
 
 
 def _is_terminal(stream: Any) -> bool:
-    """Whether a stream is a terminal. Scripts may put anything that has `write` in the place of standard output, or nothing."""
+    """Whether a stream is a terminal.
+
+    Scripts may put anything that has `write` in the place of standard output, or nothing.
+    """
     asked = getattr(stream, "isatty", None)
     return asked is not None and bool(asked())
 

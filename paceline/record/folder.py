@@ -5,7 +5,8 @@ runs/NAME/
   summary.json    written when the run ends   checkpoints/  what it can go on from
   live.json       while it is under way: what is known of the summary, and where it is
   media.jsonl     histograms and images       media/        the images
-  .name           in NAME-7: which name was asked for, as NAME-7 may be the seventh run called NAME, or the first called NAME-7
+  .name           in NAME-7: which name was asked for, as NAME-7 may be the seventh run called NAME,
+                  or the first called NAME-7
 """
 
 from __future__ import annotations
@@ -45,9 +46,15 @@ def script() -> str:
 
 def prove(name: str) -> None:
     """Raise `UsageError` if no run can have this name."""
-    if not name or name.startswith(".") or any(sign in name for sign in "/\\") or not name.isprintable():
+    if (
+        not name
+        or name.startswith(".")
+        or any(sign in name for sign in "/\\")
+        or not name.isprintable()
+    ):
         raise UsageError(
-            f"a run can't be called {name!r}: give a name without slashes and control characters that doesn't start with a dot, or none"
+            f"a run can't be called {name!r}: give a name without slashes and control characters "
+            "that doesn't start with a dot, or none"
         )
 
 
@@ -55,7 +62,8 @@ def prove(name: str) -> None:
 class RunFolder:
     """The folder of one run.
 
-    `earlier` are those of runs that asked for the same name before, newest first; `named`: the name was given, and isn't the date and time.
+    `earlier` are those of runs that asked for the same name before, newest first; `named`: the name
+    was given, and isn't the date and time.
     """
 
     path: Path
@@ -99,7 +107,9 @@ class RunFolder:
 
     @property
     def script(self) -> str | None:
-        """Name of the script that made this run, as its summary or `live.json` tells it; None where neither does."""
+        """Name of the script that made this run, as its summary or `live.json` tells it; None
+        where neither does.
+        """
         for path, part in ((self.summary, "settings"), (self.live, "live")):
             with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
                 found = (json.loads(path.read_text(encoding="utf-8")).get(part) or {}).get("script")
@@ -109,9 +119,12 @@ class RunFolder:
 
     @staticmethod
     def create(root: Path, name: str | None, *, say: Callable[[str], None]) -> RunFolder:
-        """Make the folder of a new run in `root`. A name that is taken becomes NAME-2, NAME-3, ..., and `say` is told.
+        """Make the folder of a new run in `root`.
 
-        Without a name it is the date and time. Raises `UsageError` for a name that no run can have, and for a place that can't be written.
+        A name that is taken becomes NAME-2, NAME-3, ..., and `say` is told.
+
+        Without a name it is the date and time. Raises `UsageError` for a name that no run can have,
+        and for a place that can't be written.
         """
         wanted = time.strftime("%Y%m%d-%H%M%S") if name is None else name
         prove(wanted)
@@ -123,7 +136,8 @@ class RunFolder:
                 (path / _ASKED).write_text(name, encoding="utf-8")
         except OSError as error:
             raise UsageError(
-                f"the run's folder {root / wanted} can't be made ({_reason(root, error)}); give start(folder=...) a place for it"
+                f"the run's folder {root / wanted} can't be made ({_reason(root, error)}); "
+                "give start(folder=...) a place for it"
             ) from error
         if path.name != wanted and name is not None:
             say(f"there is a run {wanted} already: this one is {path.name}")
@@ -133,11 +147,17 @@ class RunFolder:
     def again(path: Path, name: str | None) -> RunFolder:
         """Return the folder of a run whose job has started again, and that was given this name."""
         earlier = () if name is None else _earlier(path.parent, name)
-        return RunFolder(path, earlier[earlier.index(path) + 1 :] if path in earlier else (), name is not None)
+        return RunFolder(
+            path, earlier[earlier.index(path) + 1 :] if path in earlier else (), name is not None
+        )
 
     @staticmethod
-    def agree(agreement: Agreement, root: Path, name: str | None, *, say: Callable[[str], None]) -> RunFolder:
-        """Let the first worker `create` the folder, for all: the path is the same everywhere, and a failure ends all. Collective."""
+    def agree(
+        agreement: Agreement, root: Path, name: str | None, *, say: Callable[[str], None]
+    ) -> RunFolder:
+        """Let the first worker `create` the folder, for all: the path is the same everywhere,
+        and a failure ends all. Collective.
+        """
 
         def make() -> bytes:
             folder = RunFolder.create(root, name, say=say)
@@ -148,7 +168,10 @@ class RunFolder:
 
 
 def _made(root: Path, wanted: str) -> Path:
-    """Make a new folder in `root`, which exists: of that name, or with a number behind it. Raises `OSError`."""
+    """Make a new folder in `root`, which exists: of that name, or with a number behind it.
+
+    Raises `OSError`.
+    """
     for number in itertools.count(1):
         path = root / (wanted if number == 1 else f"{wanted}-{number}")
         with contextlib.suppress(FileExistsError):
@@ -165,7 +188,9 @@ def _reason(root: Path, error: OSError) -> str:
 
 
 def _earlier(root: Path, name: str) -> tuple[Path, ...]:
-    """List the runs that were called so, newest first; not those that were called NAME-2 by somebody."""
+    """List the runs that were called so, newest first; not those that were called NAME-2 by
+    somebody.
+    """
     numbers = {1: root / name} if (root / name).is_dir() else {}
     for path in root.glob(f"{glob.escape(name)}-*"):
         match = _NUMBERED.fullmatch(path.name)
@@ -175,7 +200,9 @@ def _earlier(root: Path, name: str) -> tuple[Path, ...]:
 
 
 def _asked(path: Path) -> str | None:
-    """Return the name that was asked for when a numbered folder was made; None where that isn't known."""
+    """Return the name that was asked for when a numbered folder was made; None where that isn't
+    known.
+    """
     try:
         return (path / _ASKED).read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -184,7 +211,10 @@ def _asked(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class RunTotals:
-    """Totals over all steps of a run. Seconds of a step are means over steps and workers, and its parts add up to the whole step."""
+    """Totals over all steps of a run.
+
+    Seconds of a step are means over steps and workers, and its parts add up to the whole step.
+    """
 
     steps: int  # taken in this run, those before a resume not counted
     samples: int
@@ -193,10 +223,14 @@ class RunTotals:
     final_loss: float | None
     step_seconds: dict[str, float]
     rank_seconds: list[dict[str, float]]  # step_seconds of each rank
-    rank_work: list[dict[str, float]] = field(default_factory=list)  # of each rank, see `paceline.unequal.stragglers.stragglers.unequal`
-    rank_late: list[dict[str, float]] = field(default_factory=list)  # of each rank: seconds of a mean step by which it was late, by cause
-    members: list[dict[str, Any]] = field(default_factory=list)  # all who took part, see `paceline.record.outcome.members.RunMembers`
-    logged: dict[str, float] = field(default_factory=dict)  # the last value of everything that was logged
+    # of each rank, see `paceline.unequal.stragglers.stragglers.unequal`
+    rank_work: list[dict[str, float]] = field(default_factory=list)
+    # of each rank: seconds of a mean step by which it was late, by cause
+    rank_late: list[dict[str, float]] = field(default_factory=list)
+    # all who took part, see `paceline.record.outcome.members.RunMembers`
+    members: list[dict[str, Any]] = field(default_factory=list)
+    # the last value of everything that was logged
+    logged: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -208,25 +242,41 @@ class RunSummary:
     hosts: int
     totals: RunTotals
     bytes_sent: dict[str, float]  # by all workers, in a step: "within" hosts, and "between" them
-    codecs: list[dict[str, Any]]  # whether each codec in use paid: the fields of `paceline.sync.codec_cost.CodecVerdict`
+    # whether each codec in use paid: the fields of `paceline.sync.codec_cost.CodecVerdict`
+    codecs: list[dict[str, Any]]
     parameters_sha256: str
-    checkpoints: dict[str, Any]  # the fields of `paceline.checkpoint.saving.SaveTally`, and the "best" if there is one
-    events: list[dict[str, Any]]  # joins, losses, recoveries: at least {"time": seconds since the start, "what": text}
-    saves: list[dict[str, Any]] = field(default_factory=list)  # the last checkpoints, as events with their "step"
-    servers: list[dict[str, Any]] = field(default_factory=list)  # messages, bytes, staleness, what was dropped
-    loader: dict[str, Any] | None = None  # how the training loader was dealt: num_workers, and the shares of a usual batch
-    mesh: dict[str, int] = field(default_factory=dict)  # the size of each axis, if a model was cut; then also
+    # the fields of `paceline.checkpoint.saving.SaveTally`, and the "best" if there is one
+    checkpoints: dict[str, Any]
+    # joins, losses, recoveries: at least {"time": seconds since the start, "what": text}
+    events: list[dict[str, Any]]
+    # the last checkpoints, as events with their "step"
+    saves: list[dict[str, Any]] = field(default_factory=list)
+    # messages, bytes, staleness, what was dropped
+    servers: list[dict[str, Any]] = field(default_factory=list)
+    # how the training loader was dealt: num_workers, and the shares of a usual batch
+    loader: dict[str, Any] | None = None
+    # the size of each axis, if a model was cut; then also
+    mesh: dict[str, int] = field(default_factory=dict)
     places: list[dict[str, int]] = field(default_factory=list)  # where each rank was on the axes
-    axes: dict[str, dict[str, float]] = field(default_factory=dict)  # a step's exchange by axis: "seconds", a mean, and all bytes sent
-    memory: list[dict[str, Any]] = field(default_factory=list)  # what each rank held (`paceline.record.memory`)
-    log_began: float = 0.0  # when times in metrics.jsonl are 0, in the seconds of events: what joining took
-    untold: list[str] = field(default_factory=list)  # causes of lateness that could not be told on some worker
-    # the way between hosts that a measured cluster has decided (`paceline.sync.route_choice.RouteChoice`)
+    # a step's exchange by axis: "seconds", a mean, and all bytes sent
+    axes: dict[str, dict[str, float]] = field(default_factory=dict)
+    # what each rank held (`paceline.record.memory`)
+    memory: list[dict[str, Any]] = field(default_factory=list)
+    # when times in metrics.jsonl are 0, in the seconds of events: what joining took
+    log_began: float = 0.0
+    # causes of lateness that could not be told on some worker
+    untold: list[str] = field(default_factory=list)
+    # the way between hosts that a measured cluster has decided
+    # (`paceline.sync.route_choice.RouteChoice`)
     route: dict[str, Any] | None = None
-    links: list[dict[str, Any]] = field(default_factory=list)  # that became slow (`paceline.unequal.probe.link_watch`)
-    pipelines: list[dict[str, Any]] = field(default_factory=list)  # of each (`paceline.record.pipeline_profile`)
-    settings: dict[str, Any] = field(default_factory=dict)  # what was asked for (`paceline.record.outcome.settings`)
-    results: dict[str, Any] = field(default_factory=dict)  # what the script has put into `Run.results`
+    # that became slow (`paceline.unequal.probe.link_watch`)
+    links: list[dict[str, Any]] = field(default_factory=list)
+    # of each (`paceline.record.pipeline_profile`)
+    pipelines: list[dict[str, Any]] = field(default_factory=list)
+    # what was asked for (`paceline.record.outcome.settings`)
+    settings: dict[str, Any] = field(default_factory=dict)
+    # what the script has put into `Run.results`
+    results: dict[str, Any] = field(default_factory=dict)
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of the file, those of `totals` among them."""
@@ -272,10 +322,15 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def beside(path: Path) -> Path:
-    """Return a name beside `path` for what is being written, which nobody can guess: a link that lies there might lead to any file."""
+    """Return a name beside `path` for what is being written, which nobody can guess: a link that
+    lies there might lead to any file.
+    """
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
 
 
 def unwritten(path: Path, error: OSError) -> ResourceError:
     """Return the error for a file of a run that can't be written."""
-    return ResourceError(f"{path} could not be written ({error.strerror}); free some space, or give start(folder=...) another place")
+    return ResourceError(
+        f"{path} could not be written ({error.strerror}); free some space, or give "
+        "start(folder=...) another place"
+    )

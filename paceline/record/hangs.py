@@ -1,6 +1,8 @@
-"""Notices that this worker waits for others far longer than it ever did, and tells its launcher, which finds the missing worker.
+"""Notices that this worker waits for others far longer than it ever did, and tells its launcher,
+which finds the missing worker.
 
-thread    looks at the call under way, four times a second          main thread   says when a call begins and ends (`Agreement`)
+thread    looks at the call under way, four times a second          main thread   says when a call
+                                                                    begins and ends (`Agreement`)
           answers when the launcher asks what this worker does
 """
 
@@ -58,18 +60,26 @@ class WaitUnderWay(NamedTuple):
 class HangDetector:
     """A thread that measures how long the present call takes, and answers its launcher.
 
-    `deadline` is when waits are given up, `late_after` how long one may last before it is reported (None: learnt from the run's own calls);
-    both in seconds. `others`: where this worker may wait beside calls of `agreement`, as along the axes of a mesh.
+    `deadline` is when waits are given up, `late_after` how long one may last before it is reported
+    (None: learnt from the run's own calls); both in seconds. `others`: where this worker may wait
+    beside calls of `agreement`, as along the axes of a mesh.
     """
 
     def __init__(
-        self, place: Place, agreement: Agreement, deadline: float, late_after: float | None = None, *, others: Sequence[Waits] = ()
+        self,
+        place: Place,
+        agreement: Agreement,
+        deadline: float,
+        late_after: float | None = None,
+        *,
+        others: Sequence[Waits] = (),
     ) -> None:
         self._place, self._late_after = place, late_after
         self._waits: tuple[Waits, ...] = (agreement, *others)
         self._timings = place.timings.hangs
         self._given_up = giving_up(deadline, timings=self._timings)
-        self._listens = place.worker is None  # else the thread that hears of views listens for questions, too (`commands.CommandPipe`)
+        # else the thread that hears of views listens for questions, too (`commands.CommandPipe`)
+        self._listens = place.worker is None
         self._borne = 0.0  # seconds
         self._over = threading.Event()
         if place.stack_fd is not None:  # only `paceline run` asks its workers
@@ -81,7 +91,13 @@ class HangDetector:
         now, wait = time.monotonic(), self._wait()
         last = max(self._waits, key=lambda each: each.ended[-1] if each.ended else 0.0)
         seconds = now - (last.ended[-1] if last.ended else now)
-        events.where(self._place, self._calls, last.what if wait is None else wait.what, seconds, waits=wait is not None)
+        events.where(
+            self._place,
+            self._calls,
+            last.what if wait is None else wait.what,
+            seconds,
+            waits=wait is not None,
+        )
 
     @property
     def _calls(self) -> int:
@@ -89,7 +105,9 @@ class HangDetector:
         return sum(each.calls for each in self._waits)
 
     def _wait(self) -> WaitUnderWay | None:
-        """Return what this worker waits in; the innermost, as a call of all may exchange along an axis."""
+        """Return what this worker waits in; the innermost, as a call of all may exchange along
+        an axis.
+        """
         for each in reversed(self._waits):
             what, since = each.what, each.since
             if since is not None:
@@ -110,7 +128,9 @@ class HangDetector:
         intervals = [after - before for before, after in pairwise(moments)]
         if not intervals:
             return self._given_up
-        usual = max(FACTOR * statistics.median(intervals), WIDEST * max(intervals), BORNE * self._borne)
+        usual = max(
+            FACTOR * statistics.median(intervals), WIDEST * max(intervals), BORNE * self._borne
+        )
         return min(max(self._timings.least, usual), self._given_up)
 
     def _watch(self) -> None:
@@ -129,7 +149,10 @@ class HangDetector:
                 events.late(self._place, calls, wait.what, given_up=due == 2)
 
     def _pause(self) -> bool:
-        """Wait until the next look, answering a launcher that asks. Returns whether the run is over."""
+        """Wait until the next look, answering a launcher that asks.
+
+        Returns whether the run is over.
+        """
         if not self._listens or self._place.orders_fd is None:
             return self._over.wait(self._timings.look)
         if commands.asked(self._place.orders_fd, self._timings.look):
@@ -138,15 +161,20 @@ class HangDetector:
 
 
 def giving_up(deadline: float, *, timings: HangTimings = DEFAULTS.hangs) -> float:
-    """Return how many seconds a wait may last before the launcher gives up the missing worker; workers give up at the deadline."""
+    """Return how many seconds a wait may last before the launcher gives up the missing worker;
+    workers give up at the deadline.
+    """
     return max(deadline / 2, deadline - timings.margin)
 
 
-def check_lateness(late_after: float | None, deadline: float, *, timings: HangTimings = DEFAULTS.hangs) -> None:
+def check_lateness(
+    late_after: float | None, deadline: float, *, timings: HangTimings = DEFAULTS.hangs
+) -> None:
     """Raise `UsageError` if waits can't be reported after `late_after` seconds."""
     latest = giving_up(deadline, timings=timings)
     if late_after is not None and not 0 < late_after <= latest:
         raise UsageError(
-            f"late_after={late_after:g} can't be honoured: give seconds above 0, and at most {latest:g} (waits are given up "
+            f"late_after={late_after:g} can't be honoured: give seconds above 0, and at most "
+            f"{latest:g} (waits are given up "
             f"after deadline={deadline:g}), or leave it out"
         )

@@ -1,9 +1,11 @@
-"""Says what a script has joined, and at its first step what is missing: workers may train each for itself.
+"""Says what a script has joined, and at its first step what is missing: workers may train each for
+itself.
 
 first optimizer that steps     nothing prepared         loops over     its gradients
   is not the run's             said                     -              -
   is the run's                 -                        no loader, or not the prepared one: said
-  was prepared                 -                        the same       none, and of no prepared model: said
+  was prepared                 -                        the same       none, and of no prepared
+                                                        model: said
 """
 
 from __future__ import annotations
@@ -36,42 +38,65 @@ class StartupHints:
 
     def introduce(self, axes: RunAxes, strategy: str) -> None:
         """Say in one line what was joined, once a loader tells the global batch."""
-        loader = next((loader for loader in self._prepared.loaders if loader.terms.train is not False), None)
+        loader = next(
+            (loader for loader in self._prepared.loaders if loader.terms.train is not False), None
+        )
         if not self._introduced and loader is not None:
             self._introduced = True
             batch = loader.terms.loader.batch_size
-            shares = None if batch is None else (batch,) if loader.terms.by_cost else loader.terms.shares(batch)
+            shares = (
+                None
+                if batch is None
+                else (batch,)
+                if loader.terms.by_cost
+                else loader.terms.shares(batch)
+            )
             hosts, workers = axes.cluster(), axes.everyone.group.size
             grid = describe(axes.mesh, hosts) if axes.cut else ""
-            self._prepared.context.announce(introduction(workers, len(hosts.hosts), strategy, shares, grid))
+            self._prepared.context.announce(
+                introduction(workers, len(hosts.hosts), strategy, shares, grid)
+            )
 
     # ---- an optimizer's first step
 
     def strange(self, optimizer: Optimizer, ours: bool) -> None:
-        """Hint at an optimizer that steps and wasn't prepared. `ours`: it has parameters of the run."""
+        """Hint at an optimizer that steps and wasn't prepared.
+
+        `ours`: it has parameters of the run.
+        """
         if ours:
             self.ours()
         elif not (self._prepared.models or self._prepared.optimizers):
             self._nothing()
         else:
             self._say(
-                f"the {type(optimizer).__qualname__} steps on parameters that were not given to run.prepare: each of the {self._size} "
-                "workers trains them for itself; unless that is meant, give their model and it to run.prepare"
+                f"the {type(optimizer).__qualname__} steps on parameters that were not given to "
+                f"run.prepare: each of the {self._size} "
+                "workers trains them for itself; unless that is meant, give their model and it to "
+                "run.prepare"
             )
 
     def ours(self) -> None:
         """Hint at loaders, as an optimizer steps on prepared parameters."""
         training = [loader for loader in self._prepared.loaders if loader.terms.train is not False]
-        count = f"each of the {self._size} workers takes batches of its own, whole, and counts as 1/{self._size} of a step"
+        count = (
+            f"each of the {self._size} workers takes batches of its own, whole, and counts as "
+            f"1/{self._size} of a step"
+        )
         if not training:
-            self._say(f"no loader was given to run.prepare: {count}; write {_PREPARE}, or see that they take different samples")
+            self._say(
+                f"no loader was given to run.prepare: {count}; write {_PREPARE}, or see that they "
+                "take different samples"
+            )
         elif self._loop.turn is None and not self._loop.steps:
             self._say(
-                f"an optimizer steps outside of a loop over the prepared loader: {count}; loop over what run.prepare gives back: {_PREPARE}"
+                f"an optimizer steps outside of a loop over the prepared loader: {count}; "
+                f"loop over what run.prepare gives back: {_PREPARE}"
             )
         if self._prepared.survives and HOME in sys.modules:
             self._say(
-                f"with --min-workers torch.distributed has no default process group, so {HOME} sees one worker alone: use run.mean and "
+                f"with --min-workers torch.distributed has no default process group, so {HOME} "
+                "sees one worker alone: use run.mean and "
                 "run.gather"
             )
 
@@ -82,8 +107,10 @@ class StartupHints:
         models = {id(p) for _, model in self._prepared.models for p in model.parameters()}
         if models and not any(p.grad is not None or id(p) in models for p in mine):
             self._say(
-                f"the {type(optimizer).__qualname__} steps, and trains nothing: none of its {len(mine)} parameters has a gradient, or is "
-                "in a model that was given to run.prepare; make it with the parameters of that model"
+                f"the {type(optimizer).__qualname__} steps, and trains nothing: "
+                f"none of its {len(mine)} parameters has a gradient, or is "
+                "in a model that was given to run.prepare; make it with the parameters of that "
+                "model"
             )
 
     # ---- elsewhere
@@ -92,15 +119,19 @@ class StartupHints:
         """Hint at metrics, as some workers had no samples in a step."""
         if HOME in sys.modules and not self._prepared.metrics:
             self._say(
-                f"some batches have fewer samples than there are workers, who get the first sample once more (a ghost), and {HOME} is in "
-                "use: a metric that is given batches of training counts that sample twice, unless it was given to run.prepare"
+                "some batches have fewer samples than there are workers, who get the first sample "
+                f"once more (a ghost), and {HOME} is in "
+                "use: a metric that is given batches of training counts that sample twice, unless "
+                "it was given to run.prepare"
             )
 
     def added_up(self) -> None:
         """Hint at sums that a script has made over a loop in which some workers had no samples."""
         self._say(
-            "run.sum after a loop in which some workers had no samples, and ran on the batch's first "
-            "one (a ghost): if the script added x up in that loop, call run.sum in it instead, or add "
+            "run.sum after a loop in which some workers had no samples, and ran on the batch's "
+            "first "
+            "one (a ghost): if the script added x up in that loop, call run.sum in it instead, or "
+            "add "
             "x * (run.weight > 0), so that ghosts don't count"
         )
 
@@ -108,12 +139,18 @@ class StartupHints:
         """Hint at loaders, as the script logs numbers without one."""
         if not (self._prepared.models or self._prepared.optimizers):
             self._nothing()
-        self._say("run.log writes a line for each turn of a loader that was given to run.prepare, and there is none: all is one line")
+        self._say(
+            "run.log writes a line for each turn of a loader that was given to run.prepare, and "
+            "there is none: all is one line"
+        )
 
     def ended(self) -> None:
         """Hint at a script that gave nothing to run.prepare, as an epoch or the run has ended."""
         prepared = self._prepared
-        if not (prepared.models or prepared.optimizers or prepared.loaders) and self._together() == self._before:
+        if (
+            not (prepared.models or prepared.optimizers or prepared.loaders)
+            and self._together() == self._before
+        ):
             self._nothing()
 
     def _together(self) -> tuple[int, Traffic]:
@@ -124,7 +161,8 @@ class StartupHints:
     def _nothing(self) -> None:
         loader = "but a loader " if self._prepared.loaders else ""
         self._say(
-            f"nothing {loader}was given to run.prepare: if this script trains, each of the {self._size} workers does it for itself; "
+            f"nothing {loader}was given to run.prepare: if this script trains, each of the "
+            f"{self._size} workers does it for itself; "
             f"write {_PREPARE}"
         )
 
@@ -138,11 +176,23 @@ class StartupHints:
             self._prepared.context.announce(text)
 
 
-def introduction(workers: int, hosts: int, strategy: str, shares: tuple[int, ...] | None, mesh: str = "") -> str:
-    """Say in one line what was joined. `shares` are those of a usual batch; `mesh` says how workers are dealt to it, if to one."""
+def introduction(
+    workers: int, hosts: int, strategy: str, shares: tuple[int, ...] | None, mesh: str = ""
+) -> str:
+    """Say in one line what was joined.
+
+    `shares` are those of a usual batch; `mesh` says how workers are dealt to it, if to one.
+    """
     batch = ""
     if shares is not None:
-        cut = f"{len(shares)} x {shares[0]}" if len(set(shares)) == 1 else " + ".join(map(str, shares))
+        cut = (
+            f"{len(shares)} x {shares[0]}"
+            if len(set(shares)) == 1
+            else " + ".join(map(str, shares))
+        )
         batch = f", global batch {sum(shares)}" + (f" = {cut}" if len(shares) > 1 else "")
     grid = f", {mesh}" if mesh else ""
-    return f"{workers} worker{'s' if workers > 1 else ''} on {hosts} host{'s' if hosts > 1 else ''}{grid}, {strategy}{batch}"
+    return (
+        f"{workers} worker{'s' if workers > 1 else ''} on {hosts} "
+        f"host{'s' if hosts > 1 else ''}{grid}, {strategy}{batch}"
+    )

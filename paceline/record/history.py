@@ -11,10 +11,11 @@ SAVES: Final = 1000  # checkpoints that are told of, the last ones
 
 
 class RunHistory:
-    """The run's `seed`, when it `began`, its `events` and `saves`; `results` are what the script of the first worker adds to the summary.
+    """The run's `seed`, when it `began`, its `events` and `saves`; `results` are what the script of
+    the first worker adds to the summary.
 
-    An event has at least a `time`, in seconds since the run began, and in `what` the words. `saves` are the same of checkpoints, with their
-    `step`.
+    An event has at least a `time`, in seconds since the run began, and in `what` the words. `saves`
+    are the same of checkpoints, with their `step`.
     """
 
     def __init__(self, seed: int, began: float, announce: Callable[[str], None]) -> None:
@@ -34,9 +35,15 @@ class RunHistory:
         self._noted()
 
     def saved(self, name: str, step: int, *, background: bool) -> None:
-        """Note that a checkpoint of this name was written, or begun in the `background`. Of many the last `SAVES` are kept."""
+        """Note that a checkpoint of this name was written, or begun in the `background`.
+
+        Of many the last `SAVES` are kept.
+        """
         what = f"{name} is being written" if background else f"saved {name}"
-        self.saves = [*self.saves[1 - SAVES :], {"time": time.time() - self.began, "what": what, "step": step}]
+        self.saves = [
+            *self.saves[1 - SAVES :],
+            {"time": time.time() - self.began, "what": what, "step": step},
+        ]
         self._noted()
 
     def _noted(self) -> None:
@@ -49,7 +56,9 @@ class RunHistory:
         self._announce(what)
 
     def identity(self, name: str) -> str:
-        """Return what tells the run of this name from all others, in all starts of its job and on all workers that know of its begin."""
+        """Return what tells the run of this name from all others, in all starts of its job and
+        on all workers that know of its begin.
+        """
         return hashlib.sha256(f"{name} {self.seed} {self.began!r}".encode()).hexdigest()[:12]
 
     def facts(self) -> dict[str, Any]:
@@ -58,4 +67,9 @@ class RunHistory:
 
     def learn(self, facts: dict[str, Any]) -> None:
         """Take over what the `facts` of another worker say."""
-        self.events, self.saves, self.began, self.seed = facts["events"], facts["saves"], facts["began"], facts["seed"]
+        self.events, self.saves, self.began, self.seed = (
+            facts["events"],
+            facts["saves"],
+            facts["began"],
+            facts["seed"],
+        )

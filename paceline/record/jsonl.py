@@ -1,4 +1,7 @@
-"""A file that grows by whole lines. What could not be written in full is removed again, so that a reader never finds part of a line."""
+"""A file that grows by whole lines.
+
+What could not be written in full is removed again, so that a reader never finds part of a line.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from paceline.record.folder import unwritten, write_whole
 
 
 class JsonLines:
-    """A file with one JSON object a line. If the disk refuses, it raises `ResourceError`, and the file stays as it was."""
+    """A file with one JSON object a line.
+
+    If the disk refuses, it raises `ResourceError`, and the file stays as it was.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -36,7 +42,9 @@ class JsonLines:
             raise unwritten(self._path, error) from error
 
     def last(self) -> dict[str, Any] | None:
-        """Return the last whole line of a file whose writer may have been killed, and remove what follows it. None if there is none."""
+        """Return the last whole line of a file whose writer may have been killed, and remove
+        what follows it. None if there is none.
+        """
         try:
             data = self._path.read_bytes() if self._path.exists() else b""
             lines, found = data.split(b"\n")[:-1], None
@@ -51,7 +59,9 @@ class JsonLines:
         return found
 
     def cut(self, step: int) -> list[dict[str, Any]]:
-        """Remove the lines of steps after this one, and whatever is no line; return those that stay."""
+        """Remove the lines of steps after this one, and whatever is no line; return those that
+        stay.
+        """
         self.close()
         if not self._path.exists():
             return []

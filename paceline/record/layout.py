@@ -1,4 +1,6 @@
-"""Finds out what each worker would hold of a prepared model, for `paceline layout`: where parameters are, and how many bytes."""
+"""Finds out what each worker would hold of a prepared model, for `paceline layout`: where
+parameters are, and how many bytes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from paceline.workers.axes import RunAxes
 
 
 class ModelLayout:
-    """Writes the layout of what was `prepared` into `folder` in the place of training, and ends the script on all workers."""
+    """Writes the layout of what was `prepared` into `folder` in the place of training, and ends
+    the script on all workers.
+    """
 
     def __init__(self, prepared: Prepared, axes: RunAxes, folder: Path) -> None:
         self._prepared, self._axes, self._folder = prepared, axes, folder
@@ -30,8 +34,15 @@ class ModelLayout:
         everyone = self._axes.everyone
         totals = [json.loads(body) for body in everyone.meet("layout", json.dumps(held).encode())]
         if everyone.group.rank == 0:
-            cuts = [{"cut": spell(cut), "travels": cut.travels} for cut in self._prepared.cuts.applied]
-            found = {"mesh": str(self._axes.mesh) if self._axes.cut else "", "cuts": cuts, "rows": rows, "workers": totals}
+            cuts = [
+                {"cut": spell(cut), "travels": cut.travels} for cut in self._prepared.cuts.applied
+            ]
+            found = {
+                "mesh": str(self._axes.mesh) if self._axes.cut else "",
+                "cuts": cuts,
+                "rows": rows,
+                "workers": totals,
+            }
             (self._folder / LAYOUT).write_text(json.dumps(found))
         raise SystemExit(0)
 

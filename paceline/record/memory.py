@@ -1,7 +1,9 @@
-"""What a worker holds of prepared models: predicted before an optimizer steps for the first time, and measured while it trains.
+"""What a worker holds of prepared models: predicted before an optimizer steps for the first time,
+and measured while it trains.
 
 parameters    as they are in the model
-gradients     as many bytes as what optimizers step, and the buckets that a cut keeps from pass to pass
+gradients     as many bytes as what optimizers step, and the buckets that a cut keeps from pass to
+              pass
 optimizer     predicted: what a copy of it keeps, which has stepped parameters without memory
 """
 
@@ -29,11 +31,16 @@ from paceline.sync.abilities import RemoteOptimizer
 from paceline.sync.base import Slot
 
 _KEPT: dict[tuple[Any, ...], int | None] = {}  # what `_tried` has found
-OptimizerBytes = Callable[[Optimizer], dict[int, int] | None]  # by the id of each parameter; None where it isn't known
+# by the id of each parameter; None where it isn't known
+OptimizerBytes = Callable[[Optimizer], dict[int, int] | None]
 
 
-def predict(prepared: Prepared, memory: OptimizerBytes) -> Iterator[tuple[Placement, Parameter, dict[str, int | None]]]:
-    """Yield where each parameter is, the parameter, and the bytes that this worker will hold of each of `KINDS`."""
+def predict(
+    prepared: Prepared, memory: OptimizerBytes
+) -> Iterator[tuple[Placement, Parameter, dict[str, int | None]]]:
+    """Yield where each parameter is, the parameter, and the bytes that this worker will hold of
+    each of `KINDS`.
+    """
     cuts, slots = prepared.cuts, {id(slot.parameter): slot for slot in prepared.slots}
     known: dict[int, dict[int, int] | None] = {}
     for prefix, model in prepared.models:
@@ -46,8 +53,15 @@ def predict(prepared: Prepared, memory: OptimizerBytes) -> Iterator[tuple[Placem
                     known[id(slot.optimizer)] = memory(slot.optimizer)
                 by_parameter = known[id(slot.optimizer)]
                 kept = None if by_parameter is None else by_parameter.get(id(trained), 0)
-            sizes = {"parameters": nbytes(local(parameter)), "gradients": nbytes(local(trained)) if trained.requires_grad else 0}
-            yield cuts.placements.of(trained, prefix + name), parameter, {**sizes, "optimizer": kept}
+            sizes = {
+                "parameters": nbytes(local(parameter)),
+                "gradients": nbytes(local(trained)) if trained.requires_grad else 0,
+            }
+            yield (
+                cuts.placements.of(trained, prefix + name),
+                parameter,
+                {**sizes, "optimizer": kept},
+            )
 
 
 def kept_in_buckets(prepared: Prepared) -> int:
@@ -63,7 +77,9 @@ def nbytes(tensor: Tensor) -> int:
 
 
 def optimizer_nbytes(optimizer: Optimizer) -> dict[int, int] | None:
-    """Return the bytes that an optimizer will keep for each parameter, by steps of a copy of it without memory; None where that fails."""
+    """Return the bytes that an optimizer will keep for each parameter, by steps of a copy of it
+    without memory; None where that fails.
+    """
     found: dict[int, int | None] = {}
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key != "params"}
@@ -83,9 +99,13 @@ def optimizer_nbytes(optimizer: Optimizer) -> dict[int, int] | None:
 
 
 def _tried(optimizer: Optimizer, settings: dict[str, Any], parameter: Tensor) -> int | None:
-    """Return what an optimizer keeps for such a parameter; what one of torch's own has been seen to keep isn't tried again."""
+    """Return what an optimizer keeps for such a parameter; what one of torch's own has been seen
+    to keep isn't tried again.
+    """
     key = type(optimizer), parameter.shape, parameter.dtype, *settings.items()
-    if not all(map(_plain, settings.values())) or not type(optimizer).__module__.startswith("torch.optim."):
+    if not all(map(_plain, settings.values())) or not type(optimizer).__module__.startswith(
+        "torch.optim."
+    ):
         return _try(optimizer, settings, parameter)
     with contextlib.suppress(KeyError):
         return _KEPT[key]
@@ -97,21 +117,33 @@ def _tried(optimizer: Optimizer, settings: dict[str, Any], parameter: Tensor) ->
 
 
 def _plain(value: Any) -> bool:
-    """Whether a setting of an optimizer is a number, a word, or some of them: equal ones mean the same."""
-    return all(map(_plain, value)) if isinstance(value, tuple) else isinstance(value, int | float | str | None)
+    """Whether a setting of an optimizer is a number, a word, or some of them: equal ones mean
+    the same.
+    """
+    return (
+        all(map(_plain, value))
+        if isinstance(value, tuple)
+        else isinstance(value, int | float | str | None)
+    )
 
 
 def _try(optimizer: Optimizer, settings: dict[str, Any], parameter: Tensor) -> int | None:
-    """Return what an optimizer keeps for such a parameter, by a step of a copy of it; None where that fails."""
+    """Return what an optimizer keeps for such a parameter, by a step of a copy of it; None where
+    that fails.
+    """
     probe = _probe(parameter)
-    group = {key: value.clone() if isinstance(value, Tensor) else value for key, value in settings.items()}
+    group = {
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in settings.items()
+    }
     copied = copy.copy(optimizer)
     copied.__dict__.update(param_groups=[{**group, "params": [probe]}], state=defaultdict(dict))
     step = inspect.unwrap(type(optimizer).step)  # without the hooks on steps
     try:
         with torch.no_grad():
             step(copied)
-    except Exception:  # noqa: BLE001  a script's own optimizer may look at numbers, and raise anything
+    except Exception:  # noqa: BLE001
+        # a script's own optimizer may look at numbers, and raise anything
         return None
     return sum(map(nbytes, _tensors(copied.state[probe])))
 
@@ -124,9 +156,12 @@ def _probe(parameter: Tensor) -> Parameter:
 
 
 class MemoryWatch:
-    """Predicts and measures what this worker holds, for the summary. `remote`: what steps optimizers elsewhere, if anything does.
+    """Predicts and measures what this worker holds, for the summary.
 
-    It is told to measure after the first step of an optimizer, and after the second, fourth, eighth and so on.
+    `remote`: what steps optimizers elsewhere, if anything does.
+
+    It is told to measure after the first step of an optimizer, and after the second, fourth, eighth
+    and so on.
     """
 
     def __init__(self, prepared: Prepared, remote: RemoteOptimizer | None) -> None:
@@ -135,34 +170,51 @@ class MemoryWatch:
         self._held = dict.fromkeys(KINDS, 0)
 
     def predict(self, optimizer: Optimizer) -> None:
-        """Predict what an optimizer will keep, before it steps for the first time. One that isn't torch's own isn't tried."""
+        """Predict what an optimizer will keep, before it steps for the first time.
+
+        One that isn't torch's own isn't tried.
+        """
         if self._remote is not None and self._remote.steps(optimizer):
             self._predicted[id(optimizer)] = {}
         elif inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim."):
             self._predicted[id(optimizer)] = optimizer_nbytes(optimizer)
 
     def facts(self) -> dict[str, Any]:
-        """Return the bytes predicted and measured of each of `KINDS`, and the most that this process has had in memory."""
+        """Return the bytes predicted and measured of each of `KINDS`, and the most that this
+        process has had in memory.
+        """
         self.measure()
-        rows = [held for _, _, held in predict(self._prepared, lambda optimizer: self._predicted.get(id(optimizer)))]
+        rows = [
+            held
+            for _, _, held in predict(
+                self._prepared, lambda optimizer: self._predicted.get(id(optimizer))
+            )
+        ]
         predicted = {kind: _sum(row[kind] for row in rows) for kind in KINDS}
         predicted["gradients"] = (predicted["gradients"] or 0) + kept_in_buckets(self._prepared)
         return {"predicted": predicted, "measured": dict(self._held), "peak": peak()}
 
     def measure(self) -> None:
         """Measure what is held; the most of each kind counts."""
-        with torch._C.DisableTorchFunctionSubclass():  # who asks for values that are on their way would wait for them
+        # who asks for values that are on their way would wait for them
+        with torch._C.DisableTorchFunctionSubclass():
             self._measure()
 
     def _measure(self) -> None:
         prepared = self._prepared
         trained = {id(slot.parameter): slot.parameter for slot in prepared.slots}
-        parameters = [*(local(p) for _, model in prepared.models for p in model.parameters()), *(local(p) for p in trained.values())]
+        parameters = [
+            *(local(p) for _, model in prepared.models for p in model.parameters()),
+            *(local(p) for p in trained.values()),
+        ]
         grads = [parameter.grad for parameter in trained.values() if parameter.grad is not None]
-        states = {id(x): x for optimizer in prepared.optimizers for x in _tensors(dict(optimizer.state))}
+        states = {
+            id(x): x for optimizer in prepared.optimizers for x in _tensors(dict(optimizer.state))
+        }
         now = {
             "parameters": sum(dict(map(_memory_of, parameters)).values()),
-            "gradients": sum(nbytes(local(grad)) for grad in grads) + sum(source.nbytes for source in prepared.cuts.sources),
+            "gradients": sum(nbytes(local(grad)) for grad in grads)
+            + sum(source.nbytes for source in prepared.cuts.sources),
             "optimizer": sum(map(nbytes, states.values())),
         }
         self._held = {kind: max(now[kind], self._held[kind]) for kind in KINDS}
@@ -175,7 +227,9 @@ def peak() -> int:
 
 
 def _memory_of(x: Tensor) -> tuple[int, int]:
-    """Return what tells the memory of a tensor from others', and its bytes, which may be more than those of the elements."""
+    """Return what tells the memory of a tensor from others', and its bytes, which may be more
+    than those of the elements.
+    """
     if x.layout != torch.strided:
         return id(x), nbytes(x)
     return x.untyped_storage()._cdata, x.untyped_storage().nbytes()

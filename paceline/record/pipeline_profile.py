@@ -1,8 +1,10 @@
-"""What the steps of a pipeline were, put together from what its workers have measured; and what they would be with other terms.
+"""What the steps of a pipeline were, put together from what its workers have measured; and what
+they would be with other terms.
 
 worker 0    F0 F1 .  .  B0 B1         its actions, each with the wait before it, on its own clock
 worker 1    .  F0 B0 F1 B1 .
-              -> the bubble measured; the medians of actions and messages; and the same schedule simulated with these medians
+              -> the bubble measured; the medians of actions and messages; and the same schedule
+              simulated with these medians
 
 Times are seconds. Reading a profile takes no torch.
 """
@@ -25,12 +27,17 @@ from paceline.parallel.pipelining.split import LayerCost, SplitProblem
 from paceline.record.timeline import ClockOffset
 
 WAITED: Final = 50_000  # nanoseconds: a shorter wait doesn't show when a message came
-UNIT: Final = 1e9  # a transfer is told to the simulator as so many bytes for each second, over a link that takes so many a second
+# a transfer is told to the simulator as so many bytes for each second, over a link that takes so
+# many a second
+UNIT: Final = 1e9
 
 
 @dataclass(frozen=True)
 class StageProfile:
-    """One stage of a pipeline. `seconds`: of a micro-batch, by kind of action; `waited`: before all actions of a step."""
+    """One stage of a pipeline.
+
+    `seconds`: of a micro-batch, by kind of action; `waited`: before all actions of a step.
+    """
 
     layers: tuple[str, ...]
     layer_seconds: tuple[float, ...]  # of their forwards, as measured in one step
@@ -42,15 +49,22 @@ class StageProfile:
     def dealt(self, kind: str) -> list[float]:
         """Return the seconds of an action by layer, in proportion to their forwards."""
         whole = sum(self.layer_seconds)
-        shares = [each / whole for each in self.layer_seconds] if whole else [1 / len(self.layers)] * len(self.layers)
+        shares = (
+            [each / whole for each in self.layer_seconds]
+            if whole
+            else [1 / len(self.layers)] * len(self.layers)
+        )
         return [share * self.seconds.get(kind, 0.0) for share in shares]
 
 
 @dataclass(frozen=True)
 class PipelineProfile:
-    """A pipeline of a run, medians over `steps` steps. `ranks` are those of the run, by their place along `stage`.
+    """A pipeline of a run, medians over `steps` steps.
 
-    `sends` and `returns` are what messages take over each boundary between a stage and the next; None where nobody had to wait for one.
+    `ranks` are those of the run, by their place along `stage`.
+
+    `sends` and `returns` are what messages take over each boundary between a stage and the next;
+    None where nobody had to wait for one.
     """
 
     schedule: str
@@ -67,7 +81,10 @@ class PipelineProfile:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> PipelineProfile:
-        """Read what `fields` has made. Raises KeyError, ValueError or TypeError for anything else."""
+        """Read what `fields` has made.
+
+        Raises KeyError, ValueError or TypeError for anything else.
+        """
         stages = tuple(
             StageProfile(
                 tuple(map(str, each["layers"])),
@@ -95,7 +112,9 @@ class PipelineProfile:
         )
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields that `summary.json` has of it, the predicted bubble and the bytes that each worker keeps among them."""
+        """Return the fields that `summary.json` has of it, the predicted bubble and the bytes
+        that each worker keeps among them.
+        """
         found = self.timeline
         return {
             **asdict(self),
@@ -119,7 +138,9 @@ class PipelineProfile:
         """The schedule, simulated with the medians measured."""
         whole = [stage.seconds for stage in self.stages]
         halves = [[each.get(kind, 0.0) for each in whole] for kind in ("input", "weight")]
-        backwards = [each.get("backward", each.get("input", 0.0) + each.get("weight", 0.0)) for each in whole]
+        backwards = [
+            each.get("backward", each.get("input", 0.0) + each.get("weight", 0.0)) for each in whole
+        ]
         times = StageTimes(
             forwards=[each["forward"] for each in whole],
             backwards=backwards,
@@ -134,32 +155,61 @@ class PipelineProfile:
 
     @cached_property
     def costs(self) -> list[LayerCost]:
-        """What each layer takes for a micro-batch, as far as it is known: a stage's times, dealt to its layers as their forwards are."""
+        """What each layer takes for a micro-batch, as far as it is known: a stage's times, dealt
+        to its layers as their forwards are.
+        """
         sends, returns = (_known(each) for each in (self.sends, self.returns))
         found = list[LayerCost]()
         for number, stage in enumerate(self.stages):
-            backward = [sum(each) for each in zip(*(stage.dealt(kind) for kind in ("backward", "input", "weight")), strict=True)]
-            for name, ahead, back in zip(stage.layers, stage.dealt("forward"), backward, strict=True):
-                found.append(LayerCost(name, ahead, back, sends=round(sends[-1] * UNIT), returns=round(returns[-1] * UNIT)))
+            backward = [
+                sum(each)
+                for each in zip(
+                    *(stage.dealt(kind) for kind in ("backward", "input", "weight")), strict=True
+                )
+            ]
+            for name, ahead, back in zip(
+                stage.layers, stage.dealt("forward"), backward, strict=True
+            ):
+                found.append(
+                    LayerCost(
+                        name,
+                        ahead,
+                        back,
+                        sends=round(sends[-1] * UNIT),
+                        returns=round(returns[-1] * UNIT),
+                    )
+                )
             if number < len(self.sends):
-                end = LayerCost(**{**asdict(found[-1]), "sends": round(sends[number] * UNIT), "returns": round(returns[number] * UNIT)})
+                end = LayerCost(
+                    **{
+                        **asdict(found[-1]),
+                        "sends": round(sends[number] * UNIT),
+                        "returns": round(returns[number] * UNIT),
+                    }
+                )
                 found[-1] = end
         return found
 
     def problem(self, schedule: PipelineSchedule) -> SplitProblem:
-        """Return these layers as what a schedule's stages are to have, over workers that are taken to be alike."""
+        """Return these layers as what a schedule's stages are to have, over workers that are
+        taken to be alike.
+        """
         links = [LinkSpeed(0.0, UNIT)] * (schedule.stages - 1)
         return SplitProblem(self.costs, schedule, [1.0] * schedule.ranks, links=links)
 
 
 def _known(transfers: Sequence[float | None]) -> list[float]:
-    """Return transfers with the median of those that are known in the place of others, and after all of them."""
+    """Return transfers with the median of those that are known in the place of others, and after
+    all of them.
+    """
     usual = statistics.median([each for each in transfers if each is not None] or [0.0])
     return [*(usual if each is None else each for each in transfers), usual]
 
 
 class _Times(NamedTuple):
-    """When an action began, had all that it needs, and ended: nanoseconds on the clock of rank 0."""
+    """When an action began, had all that it needs, and ended: nanoseconds on the clock of rank
+    0.
+    """
 
     began: int
     ready: int
@@ -171,11 +221,16 @@ class _Step:
 
     def __init__(self, schedule: PipelineSchedule, rows: Sequence[Sequence[_Times]]) -> None:
         self._schedule = schedule
-        self.at = {action: time for row, times in zip(schedule.rows, rows, strict=True) for action, time in zip(row, times, strict=True)}
+        self.at = {
+            action: time
+            for row, times in zip(schedule.rows, rows, strict=True)
+            for action, time in zip(row, times, strict=True)
+        }
         first = min(row[0].ready for row in rows)
         self.spans = tuple(
             tuple(
-                ActionSpan(action, (time.ready - first) / 1e9, (time.ended - first) / 1e9) for action, time in zip(row, times, strict=True)
+                ActionSpan(action, (time.ready - first) / 1e9, (time.ended - first) / 1e9)
+                for action, time in zip(row, times, strict=True)
             )
             for row, times in zip(schedule.rows, rows, strict=True)
         )
@@ -185,10 +240,16 @@ class _Step:
         return PipelineTimeline(self._schedule, self.spans, (), ())
 
     def transfer(self, source: int, target: int) -> float | None:
-        """Return what the fastest message from a stage to its neighbour took of those that were waited for."""
+        """Return what the fastest message from a stage to its neighbour took of those that were
+        waited for.
+        """
         took = []
         for action, time in self.at.items():
-            if action.kind == "weight" or action.stage != target or (action.kind == "forward") != (source < target):
+            if (
+                action.kind == "weight"
+                or action.stage != target
+                or (action.kind == "forward") != (source < target)
+            ):
                 continue
             made = self.at.get(Action(action.kind, source, action.micro_batch))
             if made is not None and time.ready - time.began > WAITED:
@@ -196,11 +257,19 @@ class _Step:
         return min(took, default=None)
 
     def waited(self, stage: int) -> float:
-        return sum(time.ready - time.began for action, time in self.at.items() if action.stage == stage) / 1e9
+        return (
+            sum(
+                time.ready - time.began for action, time in self.at.items() if action.stage == stage
+            )
+            / 1e9
+        )
 
 
-def combine(workers: Sequence[Mapping[str, Any]], ranks: Sequence[int], offsets: Sequence[ClockOffset]) -> PipelineProfile | None:
-    """Put together what the workers of one pipeline have measured, in their order along `stage`; None where no step was kept.
+def combine(
+    workers: Sequence[Mapping[str, Any]], ranks: Sequence[int], offsets: Sequence[ClockOffset]
+) -> PipelineProfile | None:
+    """Put together what the workers of one pipeline have measured, in their order along `stage`;
+    None where no step was kept.
 
     `ranks` are theirs in the run, `offsets` how far the clock of each is ahead.
     """
@@ -210,11 +279,20 @@ def combine(workers: Sequence[Mapping[str, Any]], ranks: Sequence[int], offsets:
         return None
     micro_batches = int(usual[0][0])
     schedule = make_schedule(terms["schedule"], len(workers), micro_batches, terms["chunks"])
-    rows = [{number: times for number, count, times in each["steps"] if count == micro_batches} for each in workers]
+    rows = [
+        {number: times for number, count, times in each["steps"] if count == micro_batches}
+        for each in workers
+    ]
     both = sorted(set(rows[0]).intersection(*rows[1:]))
     ahead = [offset.ahead for offset in offsets]
     steps = [
-        _Step(schedule, [[_Times(*(at - by for at in time)) for time in row[number]] for row, by in zip(rows, ahead, strict=True)])
+        _Step(
+            schedule,
+            [
+                [_Times(*(at - by for at in time)) for time in row[number]]
+                for row, by in zip(rows, ahead, strict=True)
+            ],
+        )
         for number in both
         if all(len(row[number]) == len(plan) for row, plan in zip(rows, schedule.rows, strict=True))
     ]
@@ -227,18 +305,30 @@ def combine(workers: Sequence[Mapping[str, Any]], ranks: Sequence[int], offsets:
         chunks=terms["chunks"],
         micro_batches=micro_batches,
         ranks=tuple(ranks),
-        stages=tuple(_stage(workers, schedule, steps, ranks, stage) for stage in range(schedule.stages)),
-        sends=tuple(_median(step.transfer(low, high) for step in steps) for low, high in boundaries),
-        returns=tuple(_median(step.transfer(high, low) for step in steps) for low, high in boundaries),
+        stages=tuple(
+            _stage(workers, schedule, steps, ranks, stage) for stage in range(schedule.stages)
+        ),
+        sends=tuple(
+            _median(step.transfer(low, high) for step in steps) for low, high in boundaries
+        ),
+        returns=tuple(
+            _median(step.transfer(high, low) for step in steps) for low, high in boundaries
+        ),
         steps=len(steps),
         step_seconds=statistics.median(each.makespan for each in timelines),
         bubble=statistics.median(each.bubble for each in timelines),
-        idle=tuple(statistics.median(each.idle[place] for each in timelines) for place in range(len(ranks))),
+        idle=tuple(
+            statistics.median(each.idle[place] for each in timelines) for place in range(len(ranks))
+        ),
     )
 
 
 def _stage(
-    workers: Sequence[Mapping[str, Any]], schedule: PipelineSchedule, steps: Sequence[_Step], ranks: Sequence[int], stage: int
+    workers: Sequence[Mapping[str, Any]],
+    schedule: PipelineSchedule,
+    steps: Sequence[_Step],
+    ranks: Sequence[int],
+    stage: int,
 ) -> StageProfile:
     place = schedule.placed[stage]
     mine = workers[place]
@@ -250,7 +340,9 @@ def _stage(
                 took.setdefault(action.kind, []).append((time.ended - time.ready) / 1e9)
     return StageProfile(
         layers=tuple(mine["layers"][start:stop]),
-        layer_seconds=tuple(float(mine["layer_seconds"].get(layer, 0.0)) for layer in range(start, stop)),
+        layer_seconds=tuple(
+            float(mine["layer_seconds"].get(layer, 0.0)) for layer in range(start, stop)
+        ),
         rank=ranks[place],
         seconds={kind: statistics.median(seconds) for kind, seconds in took.items()},
         waited=statistics.median(step.waited(stage) for step in steps),

@@ -11,7 +11,10 @@ from paceline.record.log import MetricsLog
 
 
 class LogMeetings:
-    """When workers meet to hand over what was logged. `next`: the step after which they meet next."""
+    """When workers meet to hand over what was logged.
+
+    `next`: the step after which they meet next.
+    """
 
     def __init__(self) -> None:
         self.next = 1

@@ -1,4 +1,6 @@
-"""What is shown of a run while it trains: a status now and then, made of its steps, on whatever display there is."""
+"""What is shown of a run while it trains: a status now and then, made of its steps, on whatever
+display there is.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,16 @@ from paceline.unequal.stragglers.lateness import RankLateness
 EVERY = 0.9  # seconds between two statuses at least: steps come about once a second
 _VALUES = 4  # logged values that are shown, the loss among them
 _BESIDE = 10  # and in a line beside steps
-LATE, LEAST = 0.2, 1e-3  # of a step, and seconds of it, from which on it is shown that a worker is late
+# of a step, and seconds of it, from which on it is shown that a worker is late
+LATE, LEAST = 0.2, 1e-3
 WINDOW = 30  # statuses over which the time left is estimated
 
 
 class FinishedStep(NamedTuple):
-    """A finished step. `time`: seconds since the run began; `seconds`: of each part of it, mean over workers."""
+    """A finished step.
+
+    `time`: seconds since the run began; `seconds`: of each part of it, mean over workers.
+    """
 
     step: int
     time: float
@@ -45,7 +51,9 @@ class StatusDisplay(Protocol):
         """Show what was logged of a step once it was over."""
 
     def late(self, latest: RankLateness, host: str, step: float) -> None:
-        """Show from the next time on who is latest, on which host, where it matters in a step of so many seconds."""
+        """Show from the next time on who is latest, on which host, where it matters in a step of
+        so many seconds.
+        """
 
     def remark(self, text: str) -> None:
         """Show this text, too, from the next time on."""
@@ -55,7 +63,9 @@ class StatusDisplay(Protocol):
 
 
 class StatusLine:
-    """Shows on `display` how far the run is, about once a second (as text less often), and the last step in any case."""
+    """Shows on `display` how far the run is, about once a second (as text less often), and the
+    last step in any case.
+    """
 
     def __init__(self, display: Display, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._display, self._clock = display, clock
@@ -69,7 +79,8 @@ class StatusLine:
         self._curves: dict[str, ValueCurve] = {}  # of the first value alone
         self._epoch: tuple[int, int] | None = None
         self._late = self._remark = ""  # who is late, and what else is to be seen
-        self._beside: tuple[int, dict[str, float]] | None = None  # what was logged of a step that was over, and isn't shown yet
+        # what was logged of a step that was over, and isn't shown yet
+        self._beside: tuple[int, dict[str, float]] | None = None
         self._next_beside = -float("inf")
         self._marks: deque[tuple[int, float]] = deque(maxlen=WINDOW)
 
@@ -89,7 +100,11 @@ class StatusLine:
         """Show the newest step, unless the last status is too new."""
         now = self._clock()
         if self._unshown and now >= self._next:
-            self._next = now + (max(EVERY, self._display.pause(now - self._began)) if isinstance(self._display, PlainLines) else EVERY)
+            self._next = now + (
+                max(EVERY, self._display.pause(now - self._began))
+                if isinstance(self._display, PlainLines)
+                else EVERY
+            )
             self._show(self._total)
 
     def at(self, epoch: tuple[int, int] | None) -> None:
@@ -97,7 +112,9 @@ class StatusLine:
         self._epoch = epoch
 
     def logged(self, step: int, values: Mapping[str, float]) -> None:
-        """Show in a line of its own what was logged of a step once it was over, at most once a second, and the last in any case."""
+        """Show in a line of its own what was logged of a step once it was over, at most once a
+        second, and the last in any case.
+        """
         before = self._beside[1] if self._beside is not None and self._beside[0] == step else {}
         self._beside = (step, {**before, **values})
         now = self._clock()
@@ -106,7 +123,9 @@ class StatusLine:
             self._show_beside()
 
     def late(self, latest: RankLateness, host: str, step: float) -> None:
-        """Show from the next status on who is latest, on which host, where it matters in a step of so many seconds."""
+        """Show from the next status on who is latest, on which host, where it matters in a step
+        of so many seconds.
+        """
         self._late = late_words(latest, host, step)
 
     def remark(self, text: str) -> None:
@@ -114,7 +133,10 @@ class StatusLine:
         self._remark = text
 
     def close(self, total: int | None) -> None:
-        """Show the last step if it hasn't been, and release the display. Calling it twice is harmless."""
+        """Show the last step if it hasn't been, and release the display.
+
+        Calling it twice is harmless.
+        """
         if self._unshown:
             self._show(total)
         self._show_beside()
@@ -131,7 +153,17 @@ class StatusLine:
         beat = self._last._replace(samples=self._samples, seconds=self._seconds)
         curve = self._curves.get("loss" if "loss" in beat.values else min(beat.values, default=""))
         left = time_left(self._marks, total)
-        self._display.show(summary(beat, total, left=left, epoch=self._epoch, curve=curve, late=self._late, remark=self._remark))
+        self._display.show(
+            summary(
+                beat,
+                total,
+                left=left,
+                epoch=self._epoch,
+                curve=curve,
+                late=self._late,
+                remark=self._remark,
+            )
+        )
         self._samples, self._seconds, self._unshown = 0, dict.fromkeys(PARTS, 0.0), False
 
 
@@ -145,7 +177,9 @@ def summary(
     late: str = "",
     remark: str = "",
 ) -> RunStatus:
-    """Make a status of the newest step, which has the samples and the seconds of all since the last status. `left`: seconds."""
+    """Make a status of the newest step, which has the samples and the seconds of all since the
+    last status. `left`: seconds.
+    """
     names = sorted(beat.values, key=lambda name: (name != "loss", name))[:_VALUES]
     whole = sum(beat.seconds.values())
     return RunStatus(
@@ -164,14 +198,20 @@ def summary(
 
 
 def late_words(latest: RankLateness, host: str, step: float) -> str:
-    """Say by how much of a step of so many seconds the latest worker is late, and why; nothing where it doesn't matter."""
+    """Say by how much of a step of so many seconds the latest worker is late, and why; nothing
+    where it doesn't matter.
+    """
     seconds = latest.seconds
     matters = seconds >= LEAST and seconds >= LATE * step
-    return f"rank {latest.rank} on {host} late {seconds / step:.0%}: {latest.cause}" if matters else ""
+    return (
+        f"rank {latest.rank} on {host} late {seconds / step:.0%}: {latest.cause}" if matters else ""
+    )
 
 
 def time_left(marks: Sequence[tuple[int, float]], total: int | None) -> float | None:
-    """Return the seconds until step `total`, by steps and the seconds at which they were over, oldest first; None if that isn't known."""
+    """Return the seconds until step `total`, by steps and the seconds at which they were over,
+    oldest first; None if that isn't known.
+    """
     (first, began), (last, now) = marks[0], marks[-1]
     if total is None or last == first:
         return None
@@ -180,4 +220,6 @@ def time_left(marks: Sequence[tuple[int, float]], total: int | None) -> float | 
 
 def beside_words(step: int, values: Mapping[str, float]) -> str:
     """Format what was logged of a step once it was over."""
-    return "  ".join([f"step {step}", *(f"{name} {values[name]:.4g}" for name in sorted(values)[:_BESIDE])])
+    return "  ".join(
+        [f"step {step}", *(f"{name} {values[name]:.4g}" for name in sorted(values)[:_BESIDE])]
+    )

@@ -38,7 +38,8 @@ class RunOutcome(NamedTuple):
     cluster: Topology
     prepared: Prepared
     sent: Traffic  # by this worker, in all steps
-    along: dict[str, AxisTotals]  # of that, and of its time, what it has exchanged along each axis, where a model is cut
+    # of that, and of its time, what it has exchanged along each axis, where a model is cut
+    along: dict[str, AxisTotals]
     memory: dict[str, Any]  # the facts of this worker's `MemoryWatch`
     untold: Sequence[str]  # causes of lateness that can't be told where this worker runs
     event: Callable[[str], None]
@@ -79,30 +80,58 @@ def _gather(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
     bytes_sent = [outcome.sent.within, outcome.sent.between]
     heads = [
         msgpack.unpackb(body)
-        for body in agreement.meet("bytes sent", msgpack.packb([bytes_sent, outcome.along, outcome.memory, outcome.untold]))
+        for body in agreement.meet(
+            "bytes sent", msgpack.packb([bytes_sent, outcome.along, outcome.memory, outcome.untold])
+        )
     ]
     sent, along, memory, untold = ([head[at] for head in heads] for at in range(4))
     ahead = timeline.compare(agreement, cluster.where())
     spans = timeline.gather(agreement, context.trace.spans())
     pipelines = _pipelines(outcome.prepared, axes, ahead)
-    mine = outcome.prepared.tables.fingerprint(fingerprint(model for _, model in outcome.prepared.models))
+    mine = outcome.prepared.tables.fingerprint(
+        fingerprint(model for _, model in outcome.prepared.models)
+    )
     digests = [body.decode() for body in agreement.meet("parameters", mine.encode())]
     twins = [axes.twin(rank) for rank in range(len(digests))]
     different = {rank: twin for rank, twin in enumerate(twins) if digests[rank] != digests[twin]}
     parts = [digests[rank] for rank in dict.fromkeys(twins)]
     digest = parts[0] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
-    codecs = [msgpack.unpackb(body) for body in agreement.meet("codecs", msgpack.packb([account.facts() for account in context.accounts]))]
-    return GatheredEnds(sent, along, memory, sorted(set(itertools.chain(*untold))), ahead, pipelines, spans, digest, different, codecs)
+    codecs = [
+        msgpack.unpackb(body)
+        for body in agreement.meet(
+            "codecs", msgpack.packb([account.facts() for account in context.accounts])
+        )
+    ]
+    return GatheredEnds(
+        sent,
+        along,
+        memory,
+        sorted(set(itertools.chain(*untold))),
+        ahead,
+        pipelines,
+        spans,
+        digest,
+        different,
+        codecs,
+    )
 
 
-def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLog, found: GatheredEnds) -> bytes:
+def _write(
+    outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLog, found: GatheredEnds
+) -> bytes:
     """Write both files, on the first worker."""
     totals = log.totals()
     assert totals is not None, "the first worker keeps the book"
     cluster, context = outcome.cluster, axes.slice
     if found.different:
-        different, others = (", ".join(map(str, dict.fromkeys(ranks))) for ranks in (found.different, found.different.values()))
-        text = f"replicas have parted: the parameters of rank {different} are not those of rank {others}"
+        different, others = (
+            ", ".join(map(str, dict.fromkeys(ranks)))
+            for ranks in (found.different, found.different.values())
+        )
+        text = (
+            f"replicas have parted: the parameters of rank {different} are not those of rank "
+            f"{others}"
+        )
         outcome.event(text)
         context.announce(f"{text} at the end; was something changed on some workers only?")
     steps = max(totals.steps, 1)
@@ -113,7 +142,10 @@ def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLo
         workers=axes.everyone.group.size,
         hosts=len(cluster.hosts),
         totals=totals,
-        bytes_sent={"within": sum(s[0] for s in found.sent) / steps, "between": sum(s[1] for s in found.sent) / steps},
+        bytes_sent={
+            "within": sum(s[0] for s in found.sent) / steps,
+            "between": sum(s[1] for s in found.sent) / steps,
+        },
         codecs=[asdict(verdict) for verdict in verdicts if verdict is not None],
         parameters_sha256=found.digest,
         events=outcome.events,
@@ -139,7 +171,9 @@ def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLo
     if any(found.spans.values()):
         mesh = axes.mesh if axes.cut else None
         spans = timeline.mark_late(found.spans, log.lateness.recent())
-        events = timeline.merge(spans, names=cluster.names(), offsets=found.ahead, servers=outcome.served, mesh=mesh)
+        events = timeline.merge(
+            spans, names=cluster.names(), offsets=found.ahead, servers=outcome.served, mesh=mesh
+        )
         timeline.write(folder.trace, events, offsets=found.ahead)
     if totals.steps and not (
         folder.path.is_absolute() and folder.path.is_relative_to(tempfile.gettempdir())
@@ -152,36 +186,67 @@ def told(path: Path, totals: RunTotals) -> str:
     """Say in a line where a run's folder is, what came of it, and how to learn more."""
     loss = "" if totals.final_loss is None else f", loss {totals.final_loss:.4g}"
     took = f"{totals.seconds:.1f} s" if totals.seconds < 60 else spoken(totals.seconds)
-    return f"{path}: {counted(totals.steps, 'step')}{loss}, {took}; paceline report {shlex.quote(str(path))}"
+    return (
+        f"{path}: {counted(totals.steps, 'step')}{loss}, {took}; "
+        f"paceline report {shlex.quote(str(path))}"
+    )
 
 
-def _by_axis(along: Sequence[Mapping[str, Sequence[float]]], axes: RunAxes, steps: int) -> dict[str, dict[str, float]]:
-    """Return what a step has taken for exchanges along each axis: the mean of seconds, and the bytes of all workers."""
+def _by_axis(
+    along: Sequence[Mapping[str, Sequence[float]]], axes: RunAxes, steps: int
+) -> dict[str, dict[str, float]]:
+    """Return what a step has taken for exchanges along each axis: the mean of seconds, and the
+    bytes of all workers.
+    """
     found = {}
     for axis in (name for name, size in axes.mesh.axes if axes.cut and size > 1):
-        seconds, within, between = (sum(column) / steps for column in zip(*(each.get(axis, (0.0, 0, 0)) for each in along), strict=True))
+        seconds, within, between = (
+            sum(column) / steps
+            for column in zip(*(each.get(axis, (0.0, 0, 0)) for each in along), strict=True)
+        )
         found[axis] = {"seconds": seconds / len(along), "within": within, "between": between}
     return found
 
 
-def _pipelines(prepared: Prepared, axes: RunAxes, ahead: Sequence[timeline.ClockOffset]) -> list[PipelineProfile]:
-    """Return what was measured of each pipeline: of each model, and of each replica or part of it. Collective."""
+def _pipelines(
+    prepared: Prepared, axes: RunAxes, ahead: Sequence[timeline.ClockOffset]
+) -> list[PipelineProfile]:
+    """Return what was measured of each pipeline: of each model, and of each replica or part of it.
+
+    Collective.
+    """
     mine = [pipeline.profile() for _, pipeline in prepared.cuts.pipelines]
     if not mine:
         return []
-    told = [msgpack.unpackb(body, strict_map_key=False) for body in axes.everyone.meet("pipelines", msgpack.packb(mine))]
+    told = [
+        msgpack.unpackb(body, strict_map_key=False)
+        for body in axes.everyone.meet("pipelines", msgpack.packb(mine))
+    ]
     groups = itertools.product(range(len(mine)), axes.mesh.groups(["stage"]))
-    found = (combine([told[rank][at] for rank in ranks], ranks, [ahead[rank] for rank in ranks]) for at, ranks in groups)
+    found = (
+        combine([told[rank][at] for rank in ranks], ranks, [ahead[rank] for rank in ranks])
+        for at, ranks in groups
+    )
     return [profile for profile in found if profile is not None]
 
 
 def dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any] | None:
     """Return how the first training loader is dealt; None where there is none."""
-    terms = next((loader.terms for loader in loaders if loader.terms.train is not False and loader.terms.training), None)
+    terms = next(
+        (
+            loader.terms
+            for loader in loaders
+            if loader.terms.train is not False and loader.terms.training
+        ),
+        None,
+    )
     if terms is None:
         return None
     batch = terms.loader.batch_size
-    return {"num_workers": terms.loader.num_workers, "shares": [] if batch is None else list(terms.shares(batch))}
+    return {
+        "num_workers": terms.loader.num_workers,
+        "shares": [] if batch is None else list(terms.shares(batch)),
+    }
 
 
 def fingerprint(models: Iterable[nn.Module]) -> str:

@@ -1,4 +1,6 @@
-"""How many steps a run will take, as far as that is known, to estimate the time left; and which epoch is under way."""
+"""How many steps a run will take, as far as that is known, to estimate the time left; and which
+epoch is under way.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,18 @@ from paceline.data.loader import ShareLoader
 
 
 class TotalSteps:
-    """Calls `tell` with the number of steps in all (None: not known), and the epoch: which, from 1 on, and of how many.
+    """Calls `tell` with the number of steps in all (None: not known), and the epoch: which, from 1
+    on, and of how many.
 
-    `given`: the number that the script says, which holds. Else it is that of the epochs times the lengths of the loaders whose turns are
-    steps. The only one that may train is known from the start; of several (one for training and one for validation, or two that take turns)
-    each is known from its first step on.
+    `given`: the number that the script says, which holds. Else it is that of the epochs times the
+    lengths of the loaders whose turns are steps. The only one that may train is known from the
+    start; of several (one for training and one for validation, or two that take turns) each is
+    known from its first step on.
     """
 
-    def __init__(self, given: int | None, tell: Callable[[int | None, tuple[int, int] | None], None]) -> None:
+    def __init__(
+        self, given: int | None, tell: Callable[[int | None, tuple[int, int] | None], None]
+    ) -> None:
         self._given, self._tell = given, tell
         self._epochs = 0
         self._known, self._epoch = given, 0

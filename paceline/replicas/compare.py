@@ -1,13 +1,15 @@
-"""Compares replicas by hash after the first step and every so many; the run stops where they differ, or what differs is healed.
+"""Compares replicas by hash after the first step and every so many; the run stops where they
+differ, or what differs is healed.
 
     step 100    a digest of each worker             all are the same: go on
     step 200    a digest of each worker             one is not
                 the number of each of its tensors   which workers have what most don't have
        "stop"   the summary is written, and all workers raise the same error
-       "heal"   what differs comes from a near worker that is right, all compare once more, and go on
+       "heal"   what differs comes from a near worker that is right, all compare once more, and go
+                on
 
-A worker may die in any of these calls. So what is done next follows from the result of a call, which is the same on all workers, and never
-from which workers are there.
+A worker may die in any of these calls. So what is done next follows from the result of a call,
+which is the same on all workers, and never from which workers are there.
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ from torch import Tensor
 
 from paceline.errors import ReplicasDiffer, UsageError
 from paceline.formatting import unknown
-from paceline.replicas.contents import CHANGED, SAME, Entry, PreparedObjects, ReplicaContents, ReplicaDigest, plain
+from paceline.replicas.contents import (
+    CHANGED,
+    SAME,
+    Entry,
+    PreparedObjects,
+    ReplicaContents,
+    ReplicaDigest,
+    plain,
+)
 from paceline.replicas.majority import majority, nearest
 from paceline.state.checksum import flat
 from paceline.sync.abilities import Replicated
@@ -33,14 +43,17 @@ from paceline.sync.context import SyncContext
 
 Differing = Literal["stop", "heal"]
 USUAL: Final = 100  # steps between two comparisons, where nothing else is said
-EARLY: Final = (1, 10)  # steps after which buffers are compared, as they may have become each worker's own
+# steps after which buffers are compared, as they may have become each worker's own
+EARLY: Final = (1, 10)
 SHOWN: Final = 3  # tensors that a message lists, of each rank
 ALIGNED: Final = 16  # bytes: each tensor in a message begins at a multiple
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How often replicas are compared (`every`: steps; None: never), and what is done when they differ."""
+    """How often replicas are compared (`every`: steps; None: never), and what is done when they
+    differ.
+    """
 
     every: int | Literal["auto"] | None = "auto"
     differing: Differing = "stop"
@@ -48,11 +61,17 @@ class Comparison:
     def __post_init__(self) -> None:
         every = self.every
         if every is not None and every != "auto" and (type(every) is not int or every < 1):
-            raise UsageError(f"compare={every!r} is not a number of steps; give 1 or more, None for never, or 'auto' for {USUAL}")
+            raise UsageError(
+                f"compare={every!r} is not a number of steps; give 1 or more, None for never, or "
+                f"'auto' for {USUAL}"
+            )
         if wrong := unknown("differing", self.differing, Differing):
             raise UsageError(wrong)
         if every is None and self.differing != "stop":
-            raise UsageError(f"differing={self.differing!r} with compare=None: nobody would see that replicas differ; leave compare out")
+            raise UsageError(
+                f"differing={self.differing!r} with compare=None: nobody would see that replicas "
+                "differ; leave compare out"
+            )
 
     @property
     def asked(self) -> bool:
@@ -72,18 +91,22 @@ def check_comparison(comparison: Comparison, sync: Sync, replicated: Replicated 
     """Raise `UsageError` where replicas are to be compared that are never equal."""
     if comparison.asked and not has_sync_points(sync, replicated):
         raise UsageError(
-            f"start({comparison}) can't be honoured: with this strategy replicas differ all the time, by design; leave it out, or give "
+            f"start({comparison}) can't be honoured: with this strategy replicas differ all the "
+            "time, by design; leave it out, or give "
             "a strategy that makes them equal, such as AllReduce() or LocalSGD(16)"
         )
 
 
 class Difference(NamedTuple):
-    """A part of the state that is not the same everywhere: which ranks have what most have, and which have something else."""
+    """A part of the state that is not the same everywhere: which ranks have what most have, and
+    which have something else.
+    """
 
     name: str
     right: tuple[int, ...]
     wrong: tuple[int, ...]
-    decided: bool  # whether more ranks have it than anything else; if not, it is what the first of them has
+    # whether more ranks have it than anything else; if not, it is what the first of them has
+    decided: bool
     alike: bool  # whether the wrong ranks could take it over: shape and dtype are the same
 
 
@@ -96,7 +119,8 @@ def differences(faces: Sequence[Mapping[str, Entry]]) -> list[Difference]:
             states = [CHANGED if entry is None else entry[1] for entry in entries]
             right = tuple(rank for rank, state in enumerate(states) if state == SAME)
             wrong = tuple(rank for rank, state in enumerate(states) if state != SAME)
-            if wrong and CHANGED not in states and len(right) >= len(wrong):  # else the script has changed it, past torch's counting
+            # else the script has changed it, past torch's counting
+            if wrong and CHANGED not in states and len(right) >= len(wrong):
                 found.append(Difference(name, right, wrong, decided=True, alike=True))
             continue
         votes = {rank: repr(entry) for rank, entry in enumerate(entries)}
@@ -112,7 +136,9 @@ def differences(faces: Sequence[Mapping[str, Entry]]) -> list[Difference]:
 def suspicious(heads: Sequence[bytes]) -> bool:
     """Whether the `ReplicaDigest.head` of all ranks differ."""
     digests, buffers = zip(*(msgpack.unpackb(head) for head in heads), strict=True)
-    return len(set(digests)) > 1 or bool(differences([{name: ["buffer", state] for name, state in of.items()} for of in buffers]))
+    return len(set(digests)) > 1 or bool(
+        differences([{name: ["buffer", state] for name, state in of.items()} for of in buffers])
+    )
 
 
 class ComparisonVerdict(NamedTuple):
@@ -125,7 +151,10 @@ class ComparisonVerdict(NamedTuple):
 
 
 class ReplicaComparer:
-    """One worker's part in comparing. `event` notes what has happened, `conclude` writes the summary (collective)."""
+    """One worker's part in comparing.
+
+    `event` notes what has happened, `conclude` writes the summary (collective).
+    """
 
     def __init__(
         self,
@@ -141,10 +170,16 @@ class ReplicaComparer:
         meets = has_sync_points(sync, replicated)
         every = USUAL if comparison.every == "auto" else comparison.every
         self._comparison, self._every = comparison, every if meets else None
-        self._context, self._mirrored, self._replicated = context, ReplicaContents(prepared, apart=sync.replicas_diverge), replicated
+        self._context, self._mirrored, self._replicated = (
+            context,
+            ReplicaContents(prepared, apart=sync.replicas_diverge),
+            replicated,
+        )
         self._event, self._conclude = event, conclude
         self._done: int | None = None  # how many comparisons have been made
-        self._start = 0  # steps before the first; where nothing else was asked for they are compared one step later, too
+        # steps before the first; where nothing else was asked for they are compared one step later,
+        # too
+        self._start = 0
         self._said = False  # whether it was said that buffers are each worker's own
 
     def begin(self, steps: int) -> None:
@@ -169,11 +204,17 @@ class ReplicaComparer:
         self._every, self._done, self._start = facts
 
     def step_ended(self, steps: int, *_: Any) -> None:
-        """Compare replicas after step `steps`, if a comparison is due and replicas should be equal now. Collective.
+        """Compare replicas after step `steps`, if a comparison is due and replicas should be equal
+        now. Collective.
 
         Raises `ReplicasDiffer`, on all workers, if they differ and aren't healed.
         """
-        if self._every is not None and steps in EARLY and self._mirrored.watches and self._context.group.size > 1:
+        if (
+            self._every is not None
+            and steps in EARLY
+            and self._mirrored.watches
+            and self._context.group.size > 1
+        ):
             self._see_buffers()
         if self._every is None or self._due(steps) == self._done:
             return
@@ -184,8 +225,13 @@ class ReplicaComparer:
                 self._compare(steps, more)
 
     def _see_buffers(self) -> None:
-        """Say once which buffers differ because each worker makes them of its own samples. Collective."""
-        bodies = self._context.agreement.meet("buffers of each worker", msgpack.packb(self._mirrored.own()))
+        """Say once which buffers differ because each worker makes them of its own samples.
+
+        Collective.
+        """
+        bodies = self._context.agreement.meet(
+            "buffers of each worker", msgpack.packb(self._mirrored.own())
+        )
         first, *others = map(msgpack.unpackb, bodies)
         names = [name for name in first if any(other.get(name) != first[name] for other in others)]
         if not names or self._said:
@@ -194,13 +240,17 @@ class ReplicaComparer:
         frozen = [name for name in names if name in self._mirrored.frozen]
         if frozen:
             self._context.announce(
-                f"the frozen parameter {_counted(frozen)} differs between workers: the script changes it, and with this strategy replicas "
-                "differ between exchanges. Each worker goes on with its own, and checkpoints have the first one's; run.mean gives the mean"
+                f"the frozen parameter {_counted(frozen)} differs between workers: "
+                "the script changes it, and with this strategy replicas "
+                "differ between exchanges. Each worker goes on with its own, and checkpoints have "
+                "the first one's; run.mean gives the mean"
             )
         if buffers := [name for name in names if name not in frozen]:
             self._context.announce(
-                f"the buffer {_counted(buffers)} differs between workers: its module makes it of the samples that it sees, which are one "
-                "worker's share. Each worker goes on with its own, in evaluation too, and checkpoints have the first one's; have the "
+                f"the buffer {_counted(buffers)} differs between workers: "
+                "its module makes it of the samples that it sees, which are one "
+                "worker's share. Each worker goes on with its own, in evaluation too, and "
+                "checkpoints have the first one's; have the "
                 "module use run.gather(x) or run.mean(x), if it should be made of all samples"
             )
 
@@ -215,27 +265,40 @@ class ReplicaComparer:
         text = f"replicas differ after step {steps}: {verdict.text}"
         if verdict.kinds and not self._comparison.asked:
             self._say(
-                f"{text}. They compute differently ({verdict.kinds}), which is a reason for that: replicas are not compared any more. "
+                f"{text}. They compute differently ({verdict.kinds}), which is a reason for that: "
+                "replicas are not compared any more. "
                 f"start(compare={USUAL}) compares them whatever computes them"
             )
             self._every = None
-        elif self._comparison.differing == "heal" and all(difference.alike for difference in verdict.found):
+        elif self._comparison.differing == "heal" and all(
+            difference.alike for difference in verdict.found
+        ):
             self._heal(text, verdict, look, more)
         else:
             self._stop(text, verdict)
 
     def _judge(self, look: ReplicaDigest) -> ComparisonVerdict:
-        """Find out which workers differ in what, and receive what this one has to take over. Collective; changes nothing."""
+        """Find out which workers differ in what, and receive what this one has to take over.
+
+        Collective; changes nothing.
+        """
         host = self._context.agreement.host
         mine = msgpack.packb([look.entries, host, _kind(next(iter(look.parts.values())).value)])
-        bodies = [msgpack.unpackb(body) for body in self._context.agreement.meet("replicas that differ", mine)]
+        bodies = [
+            msgpack.unpackb(body)
+            for body in self._context.agreement.meet("replicas that differ", mine)
+        ]
         faces, hosts, kinds = ([body[place] for body in bodies] for place in range(3))
         found = differences(faces)
         values: dict[str, Any] = {}
         if self._comparison.differing == "heal" and all(difference.alike for difference in found):
-            kept = {difference.name: faces[difference.right[0]][difference.name] for difference in found}
+            kept = {
+                difference.name: faces[difference.right[0]][difference.name] for difference in found
+            }
             values = {name: plain(entry[1]) for name, entry in kept.items() if entry[0] == "plain"}
-            values |= self._hand_over([difference for difference in found if kept[difference.name][0] != "plain"], look)
+            values |= self._hand_over(
+                [difference for difference in found if kept[difference.name][0] != "plain"], look
+            )
         return ComparisonVerdict(found, _described(found, hosts), _mixed(kinds), values)
 
     def _hand_over(self, found: Sequence[Difference], look: ReplicaDigest) -> dict[str, Tensor]:
@@ -244,38 +307,66 @@ class ReplicaComparer:
         ways: dict[tuple[int, int], list[str]] = {}
         for difference in found:
             for rank in difference.wrong:
-                ways.setdefault((nearest(rank, difference.right, hosts), rank), []).append(difference.name)
+                ways.setdefault((nearest(rank, difference.right, hosts), rank), []).append(
+                    difference.name
+                )
         values = {name: part.value for name, part in look.parts.items()}
         device = next(iter(values.values())).device
-        sends = [(to, _bundle([values[name] for name in names], device)) for (source, to), names in ways.items() if source == group.rank]
+        sends = [
+            (to, _bundle([values[name] for name in names], device))
+            for (source, to), names in ways.items()
+            if source == group.rank
+        ]
         mine = {source: names for (source, to), names in ways.items() if to == group.rank}
-        sizes = {source: sum(_padded_bytes(values[name]) for name in names) for source, names in mine.items()}
-        rooms = {source: torch.empty(size, dtype=torch.uint8, device=device) for source, size in sizes.items()}
+        sizes = {
+            source: sum(_padded_bytes(values[name]) for name in names)
+            for source, names in mine.items()
+        }
+        rooms = {
+            source: torch.empty(size, dtype=torch.uint8, device=device)
+            for source, size in sizes.items()
+        }
         group.exchange(sends, list(rooms.items())).wait()
         taken: dict[str, Tensor] = {}
         for source, names in mine.items():
-            taken |= zip(names, _unbundled(rooms[source], [values[name] for name in names]), strict=True)
+            taken |= zip(
+                names, _unbundled(rooms[source], [values[name] for name in names]), strict=True
+            )
         return taken
 
-    def _heal(self, text: str, verdict: ComparisonVerdict, look: ReplicaDigest, more: Mapping[str, Tensor]) -> None:
+    def _heal(
+        self, text: str, verdict: ComparisonVerdict, look: ReplicaDigest, more: Mapping[str, Tensor]
+    ) -> None:
         for name, value in verdict.values.items():
             look.parts[name].become(value)
-        if suspicious(self._context.agreement.meet("comparing what was healed", self._mirrored.look(more).head())):
+        if suspicious(
+            self._context.agreement.meet(
+                "comparing what was healed", self._mirrored.look(more).head()
+            )
+        ):
             self._stop(f"{text}; they still do after taking over what others have", verdict)
-        whose = "what most workers have" if all(difference.decided for difference in verdict.found) else "what the first of them has"
+        whose = (
+            "what most workers have"
+            if all(difference.decided for difference in verdict.found)
+            else "what the first of them has"
+        )
         self._say(f"{text}; healed by {whose}")
 
     def _stop(self, text: str, verdict: ComparisonVerdict) -> None:
         self._event(text)
         self._conclude()
         cause = (
-            f"These workers compute differently ({verdict.kinds}), which may be all there is to it; give them the same number of threads "
+            f"These workers compute differently ({verdict.kinds}), which may be all there is to "
+            "it; give them the same number of threads "
             "(paceline run --threads), or say start(compare=None)"
             if verdict.kinds
-            else "Few tensors of one rank are most likely memory that failed (look at the ECC counters of its host, and test its memory); "
+            else "Few tensors of one rank are most likely memory that failed (look at the ECC "
+            "counters of its host, and test its memory); "
             "many are something that the script does on some workers only"
         )
-        raise ReplicasDiffer(f"{text}. {cause}. start(differing='heal') goes on instead, with what most workers have")
+        raise ReplicasDiffer(
+            f"{text}. {cause}. start(differing='heal') goes on instead, with what most workers have"
+        )
 
     def _say(self, text: str) -> None:
         self._event(text)
@@ -298,7 +389,14 @@ def _described(found: Sequence[Difference], hosts: Sequence[str]) -> str:
         more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         sides.append(f"rank {rank} on {hosts[rank]} in {', '.join(names[:SHOWN])}{more}")
     doubt = next((d for d in found if not d.decided), None)
-    unclear = "" if doubt is None else f" (from rank {doubt.right[0]} on {hosts[doubt.right[0]]}: no majority tells which of them is right)"
+    unclear = (
+        ""
+        if doubt is None
+        else (
+            f" (from rank {doubt.right[0]} on {hosts[doubt.right[0]]}: no majority tells which of "
+            "them is right)"
+        )
+    )
     return "; ".join(sides) + unclear
 
 
@@ -306,7 +404,10 @@ def _kind(tensor: Any) -> str:
     """Describe the hardware and settings that decide on the last bits of what a worker computes."""
     if isinstance(tensor, Tensor) and tensor.is_cuda:
         return torch.cuda.get_device_name(tensor.device)
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, threads: {torch.get_num_threads()}"
+    return (
+        f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, threads: "
+        f"{torch.get_num_threads()}"
+    )
 
 
 def _mixed(kinds: Sequence[str]) -> str:
@@ -314,7 +415,10 @@ def _mixed(kinds: Sequence[str]) -> str:
     by_kind: dict[str, list[str]] = {}
     for rank, kind in enumerate(kinds):
         by_kind.setdefault(kind, []).append(str(rank))
-    sides = (f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {kind}" for kind, ranks in by_kind.items())
+    sides = (
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {kind}"
+        for kind, ranks in by_kind.items()
+    )
     return "; ".join(sides) if len(by_kind) > 1 else ""
 
 
@@ -326,7 +430,9 @@ def _padded_bytes(tensor: Tensor) -> int:
 def _bundle(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the bytes of the tensors, one after the other."""
     message = torch.zeros(sum(map(_padded_bytes, tensors)), dtype=torch.uint8, device=device)
-    for tensor, place in zip(tensors, message.split([_padded_bytes(tensor) for tensor in tensors]), strict=True):
+    for tensor, place in zip(
+        tensors, message.split([_padded_bytes(tensor) for tensor in tensors]), strict=True
+    ):
         data = flat(tensor)
         place[: data.numel()].copy_(data)
     return message
@@ -336,4 +442,7 @@ def _unbundled(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Cut a message of `_bundle` into tensors like these."""
     places = message.split([_padded_bytes(tensor) for tensor in like])
     sizes = [tensor.numel() * tensor.element_size() for tensor in like]
-    return [place[:size].view(x.dtype).view(x.shape) for place, size, x in zip(places, sizes, like, strict=True)]
+    return [
+        place[:size].view(x.dtype).view(x.shape)
+        for place, size, x in zip(places, sizes, like, strict=True)
+    ]

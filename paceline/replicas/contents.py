@@ -1,15 +1,19 @@
 """Names everything that should be the same on all workers, and what it is here.
 
     parameters       all, frozen ones too                        "blocks.3.attn.weight"
-                     (where replicas differ between steps, frozen ones that the script changes are each worker's own)
-    optimizers       state and settings                          "exp_avg of blocks.3.attn.weight", "lr of group 0 of AdamW"
-                     (where replicas differ between steps, each worker has optimizer state of its own)
+                     (where replicas differ between steps, frozen ones that the script changes are
+                     each worker's own)
+    optimizers       state and settings                          "exp_avg of blocks.3.attn.weight",
+                                                                 "lr of group 0 of AdamW"
+                     (where replicas differ between steps, each worker has optimizer state of its
+                     own)
     the strategy's   what it says is the same, such as           "where all last agreed to be, 0"
                      the momentum of an outer optimizer
     buffers          of synchronous BatchNorm                    "norm.running_mean"
                      constant ones (masks, tables)               "mask"
 
-A buffer that the script's own modules change is each worker's own: they may take it from samples that only this worker has seen.
+A buffer that the script's own modules change is each worker's own: they may take it from samples
+that only this worker has seen.
 """
 
 from __future__ import annotations
@@ -35,8 +39,10 @@ from paceline.sync.base import Slot
 
 PLAIN: Final = (bool, int, float, str, complex, bytes, type(None))
 STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")  # of BatchNorm
-SAME, ALTERED, CHANGED = range(3)  # a buffer since training began: the same; others have appeared in it by themselves; it was changed
-Entry = list[Any]  # [form, number] of a tensor, ["plain", JSON] of another value, ["buffer", SAME, ALTERED or CHANGED]
+# a buffer since training began: the same; others have appeared in it by themselves; it was changed
+SAME, ALTERED, CHANGED = range(3)
+# [form, number] of a tensor, ["plain", JSON] of another value, ["buffer", SAME, ALTERED or CHANGED]
+Entry = list[Any]
 DIGEST: Final = 16  # bytes
 
 
@@ -71,7 +77,11 @@ class ReplicaDigest:
         """Pack a digest of what has to be the same, and the state of each of the other buffers."""
         strict = [[name, *entry] for name, entry in self.entries.items() if entry[0] != "buffer"]
         buffers = {name: entry[1] for name, entry in self.entries.items() if entry[0] == "buffer"}
-        return bytes(msgpack.packb([hashlib.blake2b(msgpack.packb(strict), digest_size=DIGEST).digest(), buffers]))
+        return bytes(
+            msgpack.packb(
+                [hashlib.blake2b(msgpack.packb(strict), digest_size=DIGEST).digest(), buffers]
+            )
+        )
 
 
 @dataclass
@@ -96,14 +106,26 @@ class ReplicaContents:
         self._known: dict[str, _KnownBuffer] = {}
 
     def begin(self) -> None:
-        """Remember the buffers as they are when training begins, or goes on: the same on all workers."""
-        fresh = {name: buffer for name, buffer in self._buffers(synchronous=False) if name not in self._known}
-        for (name, buffer), number in zip(fresh.items(), checksums(list(fresh.values())), strict=True):
+        """Remember the buffers as they are when training begins, or goes on: the same on all
+        workers.
+        """
+        fresh = {
+            name: buffer
+            for name, buffer in self._buffers(synchronous=False)
+            if name not in self._known
+        }
+        for (name, buffer), number in zip(
+            fresh.items(), checksums(list(fresh.values())), strict=True
+        ):
             self._known[name] = _KnownBuffer(weakref.ref(buffer), _version(buffer), number)
 
     def own(self) -> dict[str, int]:
         """Return checksums of the buffers that were changed since training began, by name."""
-        found = {name: buffer for name, buffer in self._buffers(synchronous=False) if self._changed(name, buffer)}
+        found = {
+            name: buffer
+            for name, buffer in self._buffers(synchronous=False)
+            if self._changed(name, buffer)
+        }
         return dict(zip(found, checksums(list(found.values())), strict=True))
 
     def _changed(self, name: str, buffer: Tensor) -> bool:
@@ -112,7 +134,10 @@ class ReplicaContents:
 
     @property
     def watches(self) -> bool:
-        """Whether there are buffers that may be each worker's own. The answer is the same on all workers."""
+        """Whether there are buffers that may be each worker's own.
+
+        The answer is the same on all workers.
+        """
         return bool(self._known)
 
     def look(self, more: Mapping[str, Tensor]) -> ReplicaDigest:
@@ -122,11 +147,18 @@ class ReplicaContents:
             while name in parts:
                 name += "'"
             parts[name] = part
-        buffers = {name: buffer for name, buffer in self._buffers(synchronous=False) if name in self._known}
-        tensors = {name: part.value for name, part in parts.items() if isinstance(part.value, Tensor)}
+        buffers = {
+            name: buffer for name, buffer in self._buffers(synchronous=False) if name in self._known
+        }
+        tensors = {
+            name: part.value for name, part in parts.items() if isinstance(part.value, Tensor)
+        }
         numbers = checksums([*tensors.values(), *buffers.values()])
         found = dict(zip(tensors, numbers, strict=False))
-        entries = {name: [form(part.value), found[name] if name in found else _json(part.value)] for name, part in parts.items()}
+        entries = {
+            name: [form(part.value), found[name] if name in found else _json(part.value)]
+            for name, part in parts.items()
+        }
         for (name, buffer), number in zip(buffers.items(), numbers[len(tensors) :], strict=True):
             entries[name] = ["buffer", self._known[name].state(buffer, number)]
             parts[name] = ReplicaPart(buffer, self._healing(name, buffer))
@@ -143,10 +175,16 @@ class ReplicaContents:
             yield name, _tensor(tensor)
         names = {id(slot.parameter): slot.name for slot in self._prepared.slots}
         for number, optimizer in enumerate([] if self._apart else self._prepared.optimizers):
-            kind = type(optimizer).__name__ + (f" {number}" if len(self._prepared.optimizers) > 1 else "")
+            kind = type(optimizer).__name__ + (
+                f" {number}" if len(self._prepared.optimizers) > 1 else ""
+            )
             for place, group in enumerate(optimizer.param_groups):
                 for key in group:
-                    yield from _leaves(f"{key} of group {place} of {kind}", group, key) if key != "params" else ()
+                    yield from (
+                        _leaves(f"{key} of group {place} of {kind}", group, key)
+                        if key != "params"
+                        else ()
+                    )
                 for parameter in group["params"]:
                     state = optimizer.state.get(parameter, {})
                     for key in state:
@@ -154,11 +192,19 @@ class ReplicaContents:
 
     @property
     def frozen(self) -> dict[str, Parameter]:
-        """The parameters that a script may change on each worker in another way, by name, such as a teacher that follows its replica."""
-        return {slot.name: slot.parameter for slot in self._prepared.slots if self._apart and not slot.parameter.requires_grad}
+        """The parameters that a script may change on each worker in another way, by name, such
+        as a teacher that follows its replica.
+        """
+        return {
+            slot.name: slot.parameter
+            for slot in self._prepared.slots
+            if self._apart and not slot.parameter.requires_grad
+        }
 
     def _buffers(self, *, synchronous: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers of synchronous BatchNorm; or all but those of any BatchNorm, and parameters that may part. Each once."""
+        """Yield the buffers of synchronous BatchNorm; or all but those of any BatchNorm, and
+        parameters that may part. Each once.
+        """
         seen: set[int] = set()
         for name, parameter in () if synchronous else self.frozen.items():
             if _dense(parameter):
@@ -181,9 +227,16 @@ class ReplicaContents:
 
 
 def own_buffers(model: nn.Module) -> set[str]:
-    """Return the names of buffers that each worker may have for itself: all but those of synchronous BatchNorm."""
+    """Return the names of buffers that each worker may have for itself: all but those of
+    synchronous BatchNorm.
+    """
     places = [(f"{place}." if place else "", module) for place, module in model.named_modules()]
-    return {prefix + name for prefix, module in places for name in module._buffers if not _summed(module, name)}
+    return {
+        prefix + name
+        for prefix, module in places
+        for name in module._buffers
+        if not _summed(module, name)
+    }
 
 
 def _statistic(module: nn.Module, name: str) -> bool:
@@ -197,7 +250,11 @@ def _summed(module: nn.Module, name: str) -> bool:
 
 def form(value: Any) -> str:
     """Describe what a part must be like to take over another's value."""
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, Tensor) else "plain"
+    return (
+        f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        if isinstance(value, Tensor)
+        else "plain"
+    )
 
 
 def plain(text: str) -> Any:
@@ -215,7 +272,9 @@ def _leaves(name: str, holder: Any, key: Any) -> Iterator[tuple[str, ReplicaPart
     if isinstance(value, Tensor):
         if _dense(value):
             yield name, _tensor(value)
-    elif type(value) in PLAIN or (type(value) is tuple and all(type(item) in PLAIN for item in value)):
+    elif type(value) in PLAIN or (
+        type(value) is tuple and all(type(item) in PLAIN for item in value)
+    ):
         if not isinstance(holder, tuple):
             yield name, ReplicaPart(value, lambda new: holder.__setitem__(key, new))
     elif isinstance(value, dict | list | tuple):
@@ -233,7 +292,9 @@ def _copy(tensor: Tensor, values: Tensor) -> None:
 
 
 def _dense(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested)
+    return tensor.layout is torch.strided and not (
+        tensor.is_quantized or tensor.is_meta or tensor.is_nested
+    )
 
 
 def _version(buffer: Tensor) -> int | None:

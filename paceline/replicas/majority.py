@@ -7,13 +7,18 @@ from collections.abc import Mapping, Sequence
 
 
 def nearest(rank: int, sources: Sequence[int], hosts: Sequence[int]) -> int:
-    """Choose the source from which `rank` gets something: one on its host; not all ask the same one."""
+    """Choose the source from which `rank` gets something: one on its host; not all ask the same
+    one.
+    """
     near = [source for source in sources if hosts[source] == hosts[rank]] or sources
     return near[rank % len(near)]
 
 
 def majority(hashes: Mapping[int, str]) -> tuple[str, list[int]]:
-    """Return the hash that most have, and the ranks that have another. In a tie that of the lowest rank counts."""
+    """Return the hash that most have, and the ranks that have another.
+
+    In a tie that of the lowest rank counts.
+    """
     counts = Counter(hashes.values())
     most = max(counts.values())
     right = next(digest for _, digest in sorted(hashes.items()) if counts[digest] == most)

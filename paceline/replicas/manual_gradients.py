@@ -1,7 +1,10 @@
-"""Checks gradients that a script sets itself (p.grad = torch.autograd.grad(...)): they are not exchanged, and replicas may diverge by them.
+"""Checks gradients that a script sets itself (p.grad = torch.autograd.grad(...)): they are not
+exchanged, and replicas may diverge by them.
 
-    the first steps, and about once a second    whose p.grad is not what backward has left there?       all, before an optimizer steps
-    a worker has such a gradient                its norm and its sum on each worker                     the same, but for rounding: go on
+    the first steps, and about once a second    whose p.grad is not what backward has left there?
+                                                all, before an optimizer steps
+    a worker has such a gradient                its norm and its sum on each worker
+                                                the same, but for rounding: go on
 
 A gradient changed in place (clipped, decayed) still counts as what backward has left.
 """
@@ -34,33 +37,53 @@ class NextMeeting(Protocol):
 
 
 class ManualGradients:
-    """Checks the gradients of an optimizer that is about to step: in the first steps, and when workers meet anyway.
+    """Checks the gradients of an optimizer that is about to step: in the first steps, and when
+    workers meet anyway.
 
     `twin` gives the first of the workers that have the same part of a cut model as one.
     """
 
-    def __init__(self, loop: TrainingLoop, meetings: NextMeeting, twin: Callable[[int], int]) -> None:
+    def __init__(
+        self, loop: TrainingLoop, meetings: NextMeeting, twin: Callable[[int], int]
+    ) -> None:
         self._loop, self.meetings, self._twin = loop, meetings, twin
         self._calls = 0  # outside of loops over a loader
 
     def look(self, optimizer: Optimizer) -> None:
-        """Raise `UsageError` on all workers if gradients were set that replicas don't have alike. Collective, where a check is due."""
+        """Raise `UsageError` on all workers if gradients were set that replicas don't have alike.
+
+        Collective, where a check is due.
+        """
         if not self._due():
             return
         backward, meet = self._loop.backward, self._loop.context.agreement.meet
         mine = backward.foreign([p for group in optimizer.param_groups for p in group["params"]])
-        found = [msgpack.unpackb(body) for body in meet("optimizer.step", msgpack.packb(mine) if mine else b"") if body]
+        found = [
+            msgpack.unpackb(body)
+            for body in meet("optimizer.step", msgpack.packb(mine) if mine else b"")
+            if body
+        ]
         numbers = sorted({number for theirs in found for number in theirs})
         if not numbers:
             return
         figures = [_figures(backward.hooks[number].parameter.grad) for number in numbers]
-        theirs = [msgpack.unpackb(body) for body in meet("gradients set by the script", msgpack.packb(figures))]
-        for (number, *values), ranks in itertools.product(zip(numbers, *theirs, strict=True), self._replicas(len(theirs))):
+        theirs = [
+            msgpack.unpackb(body)
+            for body in meet("gradients set by the script", msgpack.packb(figures))
+        ]
+        for (number, *values), ranks in itertools.product(
+            zip(numbers, *theirs, strict=True), self._replicas(len(theirs))
+        ):
             if any(not _near(values[ranks[0]], values[rank]) for rank in ranks):
-                sides = "; ".join(f"rank {self._loop.context.group.global_rank(rank)}: {_worded(values[rank])}" for rank in ranks)
+                sides = "; ".join(
+                    f"rank {self._loop.context.group.global_rank(rank)}: {_worded(values[rank])}"
+                    for rank in ranks
+                )
                 raise UsageError(
-                    f"p.grad of {backward.hooks[number].name} was set by the script, and differs between workers ({sides}): only what "
-                    "loss.backward() adds is exchanged. Use loss.backward(), or set p.grad = run.mean(g) on every worker"
+                    f"p.grad of {backward.hooks[number].name} was set by the script, and differs "
+                    f"between workers ({sides}): only what "
+                    "loss.backward() adds is exchanged. Use loss.backward(), or set p.grad = "
+                    "run.mean(g) on every worker"
                 )
 
     def _replicas(self, size: int) -> Iterable[list[int]]:
@@ -86,7 +109,11 @@ def _figures(grad: Tensor | None) -> list[float] | None:
     values = values.coalesce().values() if values.is_sparse else values
     values = torch.view_as_real(values) if values.is_complex() else values
     norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
-    return [norm, float(values.sum(dtype=torch.float64)), NEAR * norm * math.sqrt(max(values.numel(), 1))]
+    return [
+        norm,
+        float(values.sum(dtype=torch.float64)),
+        NEAR * norm * math.sqrt(max(values.numel(), 1)),
+    ]
 
 
 def _near(one: Any, other: Any) -> bool:
@@ -94,7 +121,10 @@ def _near(one: Any, other: Any) -> bool:
         return one is other
     if not all(map(math.isfinite, (*one, *other))):
         return repr(one) == repr(other)
-    return bool(abs(one[0] - other[0]) <= NEAR * max(one[0], other[0]) and abs(one[1] - other[1]) <= max(one[2], other[2]))
+    return bool(
+        abs(one[0] - other[0]) <= NEAR * max(one[0], other[0])
+        and abs(one[1] - other[1]) <= max(one[2], other[2])
+    )
 
 
 def _worded(value: Any) -> str:

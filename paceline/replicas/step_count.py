@@ -1,4 +1,7 @@
-"""Counts steps of optimizers on this worker. The counts travel with each meeting, as replicas diverge where one worker skips a step."""
+"""Counts steps of optimizers on this worker.
+
+The counts travel with each meeting, as replicas diverge where one worker skips a step.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ from collections.abc import Callable
 
 
 class StepCount:
-    """Counts for the present step of training (a turn of the loader; without one, all is one step) and for the one before."""
+    """Counts for the present step of training (a turn of the loader; without one, all is one
+    step) and for the one before.
+    """
 
     def __init__(self, steps: Callable[[], int], *, waits: bool = False) -> None:
         self._steps = steps  # of training, that are over
@@ -32,7 +37,9 @@ class StepCount:
         self.doubt()
 
     def told(self) -> list[int | None]:
-        """Return the step of training, and the counts of the one before and of itself; None for a count that isn't known."""
+        """Return the step of training, and the counts of the one before and of itself; None for
+        a count that isn't known.
+        """
         if (steps := self._steps()) != self.at:
             self._move(steps)
         at, sure = self.at, self.at + 2 if self.waits else self._sure

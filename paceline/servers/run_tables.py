@@ -1,11 +1,15 @@
-"""The sparse tables of a run: found in prepared models, opened on servers, and stepped with their optimizer.
+"""The sparse tables of a run: found in prepared models, opened on servers, and stepped with their
+optimizer.
 
-model.parameters() -- handle of a table --> optimizer group       the group says how the table is stepped
-optimizer.step     -- gradients of rows --> servers               then its own step, for everything else in it
+model.parameters() -- handle of a table --> optimizer group       the group says how the table is
+                                                                  stepped
+optimizer.step     -- gradients of rows --> servers               then its own step, for everything
+                                                                  else in it
 
-Where workers are not in lockstep, both are made on servers, by the same workers (`servers.tables.steps`).
-Where losses are survived, both are made on all workers or on none (`servers.tables.steps`); a turn that is dealt again begins with the
-gradients that it began with at first.
+Where workers are not in lockstep, both are made on servers, by the same workers
+(`servers.tables.steps`). Where losses are survived, both are made on all workers or on none
+(`servers.tables.steps`); a turn that is dealt again begins with the gradients that it began with at
+first.
 """
 
 from __future__ import annotations
@@ -51,7 +55,8 @@ class TableView:
     def weigh(self) -> float:
         if self._frozen:
             raise UsageError(
-                f"the sparse table {self._lookup.name} was frozen when it was prepared, and nothing steps it: thaw it before that"
+                f"the sparse table {self._lookup.name} was frozen when it was prepared, and "
+                "nothing steps it: thaw it before that"
             )
         return self._backward.unhooked_scale()
 
@@ -90,27 +95,41 @@ class RunTables:
         self.lasting: LockstepRowSteps | None = None  # where losses are survived
         self._free: PerWorkerRowSteps | None = None  # where workers are not in lockstep
         self.kept: list[RunTable] = []
-        self._begun: list[tuple[SparseEmbedding, Any]] = []  # the gradients that the turn under way began with
+        # the gradients that the turn under way began with
+        self._begun: list[tuple[SparseEmbedding, Any]] = []
 
     def find(self, models: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, SparseEmbedding]]:
         """Return the tables in these models that are not open yet, once each."""
         found: dict[int, tuple[str, SparseEmbedding]] = {}
         for prefix, model in models:
             for name, module in model.named_modules():
-                if isinstance(module, SparseEmbedding) and all(kept.module is not module for kept in self.kept):
-                    found.setdefault(id(module), (prefix + name if name else prefix.rstrip(".") or "model", module))
+                if isinstance(module, SparseEmbedding) and all(
+                    kept.module is not module for kept in self.kept
+                ):
+                    found.setdefault(
+                        id(module),
+                        (prefix + name if name else prefix.rstrip(".") or "model", module),
+                    )
         return list(found.values())
 
     def open(
-        self, found: Sequence[tuple[str, SparseEmbedding]], optimizers: Sequence[Optimizer], free: PerWorkerRowSteps | None = None
+        self,
+        found: Sequence[tuple[str, SparseEmbedding]],
+        optimizers: Sequence[Optimizer],
+        free: PerWorkerRowSteps | None = None,
     ) -> None:
-        """Open these tables on servers. Collective. Raises `UsageError` for options that can't be honoured.
+        """Open these tables on servers.
+
+        Collective. Raises `UsageError` for options that can't be honoured.
 
         `free`: steps the tables where workers are not in lockstep.
         """
         servers, replicas = _one("servers", found), _one("replicas", found)
         owned = [_owner(name, module.weight, optimizers) for name, module in found]
-        rules = [row_optimizers.described(name, *owner) if owner else None for (name, _), owner in zip(found, owned, strict=True)]
+        rules = [
+            row_optimizers.described(name, *owner) if owner else None
+            for (name, _), owner in zip(found, owned, strict=True)
+        ]
         for (name, module), owner in zip(found, owned, strict=True):
             _check(name, module, frozen=owner is None)
         if found and self._library is None:
@@ -119,12 +138,19 @@ class RunTables:
             here = {"servers": self._library.shards, "replicas": self._library.replicas}
             for option, wanted in (("servers", servers), ("replicas", replicas)):
                 if wanted is not None and wanted != here[option]:
-                    raise UsageError(f"the tables of this run have {option}={here[option]}, and {option}={wanted} asks for others")
+                    raise UsageError(
+                        f"the tables of this run have {option}={here[option]}, and "
+                        f"{option}={wanted} asks for others"
+                    )
         for (name, module), owner, how in zip(found, owned, rules, strict=True):
             assert self._library is not None
             rule, settings = how or ("SGD", {"lr": 0.0})
             dtype = str(module.weight.dtype).removeprefix("torch.")
-            lookup = self._library.open(name, TableSpec(module.rows, module.dim, dtype, int(module.seed), module.std, rule), settings)
+            lookup = self._library.open(
+                name,
+                TableSpec(module.rows, module.dim, dtype, int(module.seed), module.std, rule),
+                settings,
+            )
             module.source = TableView(lookup, self._backward, frozen=owner is None)
             self.kept.append(RunTable(name, module, lookup, *(owner or (None, 0))))
         if found and free is not None:
@@ -150,10 +176,12 @@ class RunTables:
         return [kept for kept in self.kept if kept.optimizer is optimizer]
 
     def give(self, optimizer: Any) -> None:
-        """Send the servers what they need for the next step of the optimizer's tables, without waiting.
+        """Send the servers what they need for the next step of the optimizer's tables, without
+        waiting.
 
-        Where losses are survived it returns once all servers have that of all workers, and `make` makes the step; or it raises
-        `CallDiscarded`. Where workers are not in lockstep, everything else of the step is sent with it.
+        Where losses are survived it returns once all servers have that of all workers, and `make`
+        makes the step; or it raises `CallDiscarded`. Where workers are not in lockstep, everything
+        else of the step is sent with it.
         """
         mine = self._mine(optimizer)
         if mine and self._free is not None:
@@ -190,7 +218,8 @@ class RunTables:
             if id(parameter) in handles:
                 name = next(kept.name for kept in self.kept if kept.module.weight is parameter)
                 raise UsageError(
-                    f"run.clip can't see the gradients of the sparse table {name}, which go to servers: give it the other parameters, "
+                    f"run.clip can't see the gradients of the sparse table {name}, which go to "
+                    "servers: give it the other parameters, "
                     "e.g. [p for p in model.parameters() if p.numel()]"
                 )
 
@@ -198,14 +227,21 @@ class RunTables:
         """Raise `UsageError` where a GradScaler would judge gradients that it can't see."""
         if self.kept:
             raise UsageError(
-                "a GradScaler can't see the gradients of sparse tables, which go to servers: use bfloat16, which needs no scaler"
+                "a GradScaler can't see the gradients of sparse tables, which go to servers: "
+                "use bfloat16, which needs no scaler"
             )
 
     def fingerprint(self, digest: str) -> str:
-        """Return one digest of `digest` and of the rows in use, the same on all workers. Collective."""
+        """Return one digest of `digest` and of the rows in use, the same on all workers.
+
+        Collective.
+        """
         if not self.kept:
             return digest
-        packed = self._context.agreement.tell("sparse tables", lambda: msgpack.packb([kept.lookup.facts()["digest"] for kept in self.kept]))
+        packed = self._context.agreement.tell(
+            "sparse tables",
+            lambda: msgpack.packb([kept.lookup.facts()["digest"] for kept in self.kept]),
+        )
         return hashlib.sha256(digest.encode() + packed).hexdigest()
 
     # ---- where losses are survived
@@ -217,7 +253,10 @@ class RunTables:
             self._begun = [(kept.module, kept.module.kept()) for kept in self.kept]
 
     def commit(self, *_: Any) -> None:
-        """Keep what the turn has changed. Collective, where copies of servers are about to be made."""
+        """Keep what the turn has changed.
+
+        Collective, where copies of servers are about to be made.
+        """
         self._begun = []
         if self.lasting is not None:
             self.lasting.commit()
@@ -234,7 +273,10 @@ class RunTables:
         return None if self.lasting is None else self.lasting.layout()
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
-        """Go on with the context's new group of workers. Collective. Raises `StateLost` where what a lost server kept is nowhere else."""
+        """Go on with the context's new group of workers.
+
+        Collective. Raises `StateLost` where what a lost server kept is nowhere else.
+        """
         if self.lasting is not None:
             self.lasting.regroup(context, layout)
 
@@ -245,11 +287,19 @@ class RunTables:
     def facts(self) -> list[dict[str, Any]]:
         """Return what each of the servers has done so far, for the summary. Not collective."""
         found = self._library
-        return [] if found is None else self._context.agreement.lasting(lambda: found.wires.facts(self._context.deadline))
+        return (
+            []
+            if found is None
+            else self._context.agreement.lasting(lambda: found.wires.facts(self._context.deadline))
+        )
 
     def served(self) -> list[Served]:
         """Return what each server has been busy with and when, for the timeline."""
-        return [] if self._library is None or not self._context.trace.kept else self._library.wires.served(self._context.deadline)
+        return (
+            []
+            if self._library is None or not self._context.trace.kept
+            else self._library.wires.served(self._context.deadline)
+        )
 
     def form(self) -> str:
         """Describe the tables, all but their seeds."""
@@ -290,14 +340,22 @@ def _exchanging(backward: GradientTracker, what: str) -> Iterator[None]:
 
 
 def _one(option: str, found: Sequence[tuple[str, SparseEmbedding]]) -> int | None:
-    """Return the value of an option that all tables share; None if no table asks for it. Raises `UsageError` if they differ."""
+    """Return the value of an option that all tables share; None if no table asks for it.
+
+    Raises `UsageError` if they differ.
+    """
     asked = {value for _, module in found if (value := getattr(module, option)) is not None}
     if len(asked) > 1:
-        raise UsageError(f"all tables of a run share its servers, and tables ask for {option} {sorted(asked)}; give one number")
+        raise UsageError(
+            f"all tables of a run share its servers, and tables ask for {option} {sorted(asked)}; "
+            "give one number"
+        )
     return max(asked, default=None)
 
 
-def _owner(name: str, weight: Parameter, optimizers: Sequence[Optimizer]) -> tuple[Optimizer, int] | None:
+def _owner(
+    name: str, weight: Parameter, optimizers: Sequence[Optimizer]
+) -> tuple[Optimizer, int] | None:
     """Return the optimizer and the number of the group of a table; None for a frozen table."""
     found = [
         (optimizer, number)
@@ -309,8 +367,10 @@ def _owner(name: str, weight: Parameter, optimizers: Sequence[Optimizer]) -> tup
         return None
     if len(found) != 1:
         raise UsageError(
-            f"the sparse table {name} is in {len(found)} of the optimizers that are prepared with it; give its model to run.prepare "
-            "together with the one optimizer that steps it, or freeze it (weight.requires_grad_(False))"
+            f"the sparse table {name} is in {len(found)} of the optimizers that are prepared with "
+            "it; give its model to run.prepare "
+            "together with the one optimizer that steps it, or freeze it "
+            "(weight.requires_grad_(False))"
         )
     return found[0]
 
@@ -318,7 +378,10 @@ def _owner(name: str, weight: Parameter, optimizers: Sequence[Optimizer]) -> tup
 def _check(name: str, module: SparseEmbedding, *, frozen: bool) -> None:
     if module.weight.dtype not in (torch.float32, torch.float64):
         raise UsageError(
-            f"the sparse table {name} is of {module.weight.dtype}; rows are float32 or float64: use model.float() before autocast"
+            f"the sparse table {name} is of {module.weight.dtype}; rows are float32 or float64: "
+            "use model.float() before autocast"
         )
     if module.weight.grad is not None and not frozen:
-        raise UsageError(f"the sparse table {name} has a gradient before it is prepared; call zero_grad() first")
+        raise UsageError(
+            f"the sparse table {name} has a gradient before it is prepared; call zero_grad() first"
+        )

@@ -1,7 +1,8 @@
 """Starts servers: programs beside the first worker of each host.
 
-They end with the worker that has started them, or, where losses are survived, with the launcher of their host. Then a new worker
-connects to them (`join`), and what is lost is started anew in the background (`spawn`, `add`).
+They end with the worker that has started them, or, where losses are survived, with the launcher of
+their host. Then a new worker connects to them (`join`), and what is lost is started anew in the
+background (`spawn`, `add`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from paceline.workers.groups import WorkerContext
 
 
 class StartedServer(NamedTuple):
-    """A server: its number, never used twice, the shard that it keeps, its host (`ServerStarter.here`), its name, and where it listens."""
+    """A server: its number, never used twice, the shard that it keeps, its host
+    (`ServerStarter.here`), its name, and where it listens.
+    """
 
     number: int
     shard: int
@@ -41,12 +44,30 @@ class StartedServer(NamedTuple):
 
 
 class ServerStarter:
-    """Servers of a job, as one worker starts and reaches them (a `ServerPool`). `what` and `kind` name them in messages."""
+    """Servers of a job, as one worker starts and reaches them (a `ServerPool`).
 
-    def __init__(self, worker_context: WorkerContext, agreement: Agreement, what: str = "ParameterServer", kind: str = "server") -> None:
-        self._worker_context, self._agreement, self._what, self._kind = worker_context, agreement, what, kind
+    `what` and `kind` name them in messages.
+    """
+
+    def __init__(
+        self,
+        worker_context: WorkerContext,
+        agreement: Agreement,
+        what: str = "ParameterServer",
+        kind: str = "server",
+    ) -> None:
+        self._worker_context, self._agreement, self._what, self._kind = (
+            worker_context,
+            agreement,
+            what,
+            kind,
+        )
         self._outlive = worker_context.place.worker is not None
-        self.here = worker_context.home if self._outlive else str(worker_context.cluster.where()[worker_context.place.rank])
+        self.here = (
+            worker_context.home
+            if self._outlive
+            else str(worker_context.cluster.where()[worker_context.place.rank])
+        )
         self._known: list[StartedServer] = []
         self._job = self._secret = ""
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -58,23 +79,38 @@ class ServerStarter:
         self.next = 0  # number
 
     def begin(self, asked: int | None, copies: int = 1) -> ServerEndpoints:
-        """Start servers, each in several `copies`, dealt to hosts in turn; return where all of them listen. Collective.
+        """Start servers, each in several `copies`, dealt to hosts in turn; return where all of them
+        listen. Collective.
 
-        `asked` None: as many as the launcher was asked for, else one on each host. Copies are on different hosts, if there are enough.
-        Raises `SecretError` where several hosts have no secret of the job.
+        `asked` None: as many as the launcher was asked for, else one on each host. Copies are on
+        different hosts, if there are enough. Raises `SecretError` where several hosts have no
+        secret of the job.
         """
         worker_context, cluster = self._worker_context, self._worker_context.cluster
         if worker_context.place.joining:
             return self._endpoints()
-        count, hosts, me = asked or worker_context.place.servers or len(cluster.hosts), len(cluster.hosts), worker_context.place.rank
+        count, hosts, me = (
+            asked or worker_context.place.servers or len(cluster.hosts),
+            len(cluster.hosts),
+            worker_context.place.rank,
+        )
         secret = worker_context.place.secret
         if secret is None and hosts > 1:
             raise missing(f"{self._what} listens on {hosts} hosts, and this job has no secret")
         shown = secrets.token_hex(32) if secret is None else ""
-        facts = json.loads(self._agreement.tell("servers begin", lambda: json.dumps([secrets.token_hex(8), shown]).encode()))
+        facts = json.loads(
+            self._agreement.tell(
+                "servers begin", lambda: json.dumps([secrets.token_hex(8), shown]).encode()
+            )
+        )
         self._job, self._secret = facts[0], facts[1] if secret is None else secret.hex()
-        where = [(copy * count + shard, (shard + copy) % hosts) for copy in range(copies) for shard in range(count)]
-        mine = cluster.where()[me] if cluster.of(me).ranks[0] == me else -1  # others of my host start none
+        where = [
+            (copy * count + shard, (shard + copy) % hosts)
+            for copy in range(copies)
+            for shard in range(count)
+        ]
+        # others of my host start none
+        mine = cluster.where()[me] if cluster.of(me).ranks[0] == me else -1
         started = [(number, self._start()) for number, host in where if host == mine]
         begun = [(number, self._begun(process)) for number, process in started]
         answers = self._agreement.meet("servers", msgpack.packb([self.here, begun]))
@@ -83,7 +119,9 @@ class ServerStarter:
             for number, addresses in found:
                 place = cluster.hosts[where[number][1]].name
                 name = self._name(number % count, place, copy=number >= count)
-                self._known.append(StartedServer(number, number % count, host, name, tuple(addresses)))
+                self._known.append(
+                    StartedServer(number, number % count, host, name, tuple(addresses))
+                )
         self._known.sort()
         self.next = count * copies
         self._watch([number for number, _ in begun])
@@ -96,7 +134,9 @@ class ServerStarter:
         known = self._known if known is None else known
         near = [each.host == self.here or len(each.addresses) == 1 for each in known]
         return ServerEndpoints(
-            addresses=tuple(each.addresses[-1 if here else 0] for each, here in zip(known, near, strict=True)),
+            addresses=tuple(
+                each.addresses[-1 if here else 0] for each, here in zip(known, near, strict=True)
+            ),
             names=tuple(each.name for each in known),
             keys=keys(bytes.fromhex(self._secret), self._job),
             watch=self._watchers.append,
@@ -109,7 +149,10 @@ class ServerStarter:
     # ---- the programs
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start a server. One that outlives this worker is in a process group of its own, or would be killed with it."""
+        """Start a server.
+
+        One that outlives this worker is in a process group of its own, or would be killed with it.
+        """
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "paceline.servers.process.main"],
             stdin=subprocess.PIPE,
@@ -117,7 +160,9 @@ class ServerStarter:
             process_group=0 if self._outlive else None,
         )
         self._processes.append(process)
-        between = len(self._worker_context.cluster.hosts) > 1 or (self._outlive and self._worker_context.place.secret is not None)
+        between = len(self._worker_context.cluster.hosts) > 1 or (
+            self._outlive and self._worker_context.place.secret is not None
+        )
         asked: dict[str, Any] = {
             "job": self._job,
             "secret": self._secret,
@@ -131,7 +176,9 @@ class ServerStarter:
         return process
 
     def _begun(self, process: subprocess.Popen[bytes]) -> list[str]:
-        """Return where a server listens: between hosts, if there are several, and inside of this one."""
+        """Return where a server listens: between hosts, if there are several, and inside of this
+        one.
+        """
         poll, seconds = select.poll(), self._worker_context.deadline
         assert process.stdout is not None
         poll.register(process.stdout, select.POLLIN)
@@ -139,7 +186,9 @@ class ServerStarter:
             raise ResourceError(f"a server has not begun within {seconds:g} s")
         line = process.stdout.readline()
         if not line:
-            raise ResourceError(f"a server could not begin: it {_ended(process)}; its own output says more")
+            raise ResourceError(
+                f"a server could not begin: it {_ended(process)}; its own output says more"
+            )
         found: list[str] = json.loads(line)
         self._folders.append(os.path.dirname(found[-1].removeprefix("ipc://")))
         return found
@@ -147,17 +196,28 @@ class ServerStarter:
     def _watch(self, numbers: list[int]) -> None:
         """Watch servers of this worker, so that callers hear when one ends."""
         names = [each.name for each in self._known if each.number in numbers]
-        for name, process in zip(names, self._processes[-len(names) :] if names else [], strict=True):
-            threading.Thread(target=self._wait, args=(name, process), name="paceline server watch", daemon=True).start()
+        for name, process in zip(
+            names, self._processes[-len(names) :] if names else [], strict=True
+        ):
+            threading.Thread(
+                target=self._wait, args=(name, process), name="paceline server watch", daemon=True
+            ).start()
 
     def _wait(self, name: str, process: subprocess.Popen[bytes]) -> None:
-        if process.wait() != 0 and not self._closing and not self._outlive:  # one that was told to end does so with 0
-            error = WorkerLost(f"{name} {_ended(process)}: what it kept is lost; resume from a checkpoint")
+        # one that was told to end does so with 0
+        if process.wait() != 0 and not self._closing and not self._outlive:
+            error = WorkerLost(
+                f"{name} {_ended(process)}: what it kept is lost; resume from a checkpoint"
+            )
             for callback in self._watchers:
                 callback(error)
 
     def close(self) -> None:
-        """Kill the servers. What they keep is not needed any more; a worker that has failed has only a second for its last words."""
+        """Kill the servers.
+
+        What they keep is not needed any more; a worker that has failed has only a second for its
+        last words.
+        """
         self._closing = True
         for process in self._processes:
             process.kill()
@@ -177,7 +237,12 @@ class ServerStarter:
         self._processes = []
 
     def join_info(self) -> Any:
-        return [self._job, self._secret if self._worker_context.place.secret is None else "", self.next, self._known]
+        return [
+            self._job,
+            self._secret if self._worker_context.place.secret is None else "",
+            self.next,
+            self._known,
+        ]
 
     def join(self, info: Any) -> ServerEndpoints:
         self._job, shown, self.next, known = info
@@ -204,7 +269,9 @@ class ServerStarter:
         if number not in self._found and poll.poll(0):
             try:
                 name = self._name(shard, self._agreement.host, copy=True)
-                self._found[number] = list(StartedServer(number, shard, self.here, name, tuple(self._begun(process))))
+                self._found[number] = list(
+                    StartedServer(number, shard, self.here, name, tuple(self._begun(process)))
+                )
             except ResourceError:
                 self._found[number] = False
         return self._found.get(number)

@@ -1,4 +1,5 @@
-"""Builds a run: every part of it once, whole when it is there, and the parts that follow the training loop in one list.
+"""Builds a run: every part of it once, whole when it is there, and the parts that follow the
+training loop in one list.
 
 Joined             this worker, and what it has met the others by
   strategy.begin   -> the strategy as it runs, and what it can
@@ -74,10 +75,11 @@ OpenRecords = Callable[[RunHistory, bool], tuple[RunFolder, MetricsLog]]
 
 @dataclass(frozen=True)
 class Joined:
-    """A worker that has joined: where it stands, with whom it does what, and who sees when it hangs.
+    """A worker that has joined: where it stands, with whom it does what, and who sees when it
+    hangs.
 
-    `world` is torch.distributed's default group, for libraries that ask for it. `quota` measures what steps take of the processors,
-    `straggler` says what is done about slow workers.
+    `world` is torch.distributed's default group, for libraries that ask for it. `quota` measures
+    what steps take of the processors, `straggler` says what is done about slow workers.
     """
 
     view: CurrentView
@@ -100,39 +102,80 @@ def assemble(
 ) -> Run:
     """Build the run of a worker that has joined. Collective.
 
-    `open_records` returns the folder and the log. It is given the history, which has the seed of all workers, and whether the samples of
-    a step are each worker's own, as they are where workers are not in lockstep.
+    `open_records` returns the folder and the log. It is given the history, which has the seed of
+    all workers, and whether the samples of a step are each worker's own, as they are where workers
+    are not in lockstep.
     """
-    return _Assembly(joined, strategy, seed=seed, began=began, comparison=comparison, open_records=open_records).run(total_steps)
+    return _Assembly(
+        joined, strategy, seed=seed, began=began, comparison=comparison, open_records=open_records
+    ).run(total_steps)
 
 
 def _tell_unused(context: SyncContext, strategy: Strategy) -> None:
     """Say so where a strategy goes its own ways, whatever a measured cluster says of links."""
     if context.route_facts is not None and not context.routes:
-        context.announce(f"{context.route_facts.source} decides nothing here: {spell(strategy)} has its own way between hosts")
+        context.announce(
+            f"{context.route_facts.source} decides nothing here: {spell(strategy)} has its own way "
+            "between hosts"
+        )
 
 
 class _Assembly:
     """The parts of a run in the order in which they are built."""
 
     def __init__(
-        self, joined: Joined, strategy: Strategy, *, seed: int | None, began: float, comparison: Comparison, open_records: OpenRecords
+        self,
+        joined: Joined,
+        strategy: Strategy,
+        *,
+        seed: int | None,
+        began: float,
+        comparison: Comparison,
+        open_records: OpenRecords,
     ) -> None:
         view, axes, context = joined.view, joined.axes, joined.axes.slice
         worker, self.elastic = view.worker, view.worker.place.worker is not None
-        self.joined, self.view, self.axes, self.context, self.strategy = joined, view, axes, context, strategy
-        subgroups = Subgroups(context, lambda: axes.hosts_of(context))  # strategies find the workers of a host through it
+        self.joined, self.view, self.axes, self.context, self.strategy = (
+            joined,
+            view,
+            axes,
+            context,
+            strategy,
+        )
+        # strategies find the workers of a host through it
+        subgroups = Subgroups(context, lambda: axes.hosts_of(context))
         if axes.replicas is not context:
             Subgroups(axes.replicas, lambda: axes.hosts_of(axes.replicas))
         self.sync = strategy.begin(axes.replicas)
         _tell_unused(axes.replicas, strategy)
         self.abilities = resolve(self.sync)
         self.loop = TrainingLoop(self.sync, context, self.abilities, worker.page)
-        arguments = f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={worker.replicate!r}"
-        self.history = RunHistory(collectives.seed(axes.everyone, seed, arguments), began, context.announce)
-        cuts = ModelCuts(axes, self.history.seed, worker.place.cut, self.history.note, self._rounds_parts)
-        self.prepared = Prepared(axes, self.loop.backward, self.loop, worker.device, subgroups, cuts=cuts, shares=worker.place.shares)
-        self.layout = StateLayout(axes.mesh, axes.everyone.group.rank, cuts.placements, cuts.renewed, cuts.splits, cuts.level)
+        arguments = (
+            f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={worker.replicate!r}"
+        )
+        self.history = RunHistory(
+            collectives.seed(axes.everyone, seed, arguments), began, context.announce
+        )
+        cuts = ModelCuts(
+            axes, self.history.seed, worker.place.cut, self.history.note, self._rounds_parts
+        )
+        self.prepared = Prepared(
+            axes,
+            self.loop.backward,
+            self.loop,
+            worker.device,
+            subgroups,
+            cuts=cuts,
+            shares=worker.place.shares,
+        )
+        self.layout = StateLayout(
+            axes.mesh,
+            axes.everyone.group.rank,
+            cuts.placements,
+            cuts.renewed,
+            cuts.splits,
+            cuts.level,
+        )
         check_comparison(comparison, self.sync, self.abilities.replicated)
         if self.elastic:
             check_elastic(worker.device, self.abilities)
@@ -141,7 +184,9 @@ class _Assembly:
         self._conclude(comparison)
 
     def _rounds_parts(self) -> bool:
-        """Whether parts of a model that are the same on two stages may be changed in different ways: by codecs, or between replicas."""
+        """Whether parts of a model that are the same on two stages may be changed in different
+        ways: by codecs, or between replicas.
+        """
         return self.loop.backward.replicas_diverge or bool(self.context.accounts)
 
     def _watch(self) -> None:
@@ -150,10 +195,15 @@ class _Assembly:
         worker = self.view.worker
         self.progress = RunProgress(loop, prepared.loaders)
         prepared.state.add("progress", self.progress)
-        tables, pinned, start = prepared.tables, worker.device.type == "cuda", worker.place.job_start
+        tables, pinned, start = (
+            prepared.tables,
+            worker.device.type == "cuda",
+            worker.place.job_start,
+        )
         log = None if start is None else self.log
         number = worker.place.worker
-        place = self.context.group.rank if number is None else number  # nobody has it before or after
+        # nobody has it before or after
+        place = self.context.group.rank if number is None else number
         generator = WorkerGenerator(history.seed, place, worker.device)
         self.own = WorkerState(
             Randomness(worker.device, order=prepared.order, generator=generator),
@@ -168,9 +218,19 @@ class _Assembly:
         )
         parts = CutParts(self.axes.everyone, self.layout, patience(worker.deadline))
         self.saving = CheckpointSaver(
-            prepared.state, self.own, context, history, parts=parts, tables=tables, deadline=worker.deadline, pinned=pinned
+            prepared.state,
+            self.own,
+            context,
+            history,
+            parts=parts,
+            tables=tables,
+            deadline=worker.deadline,
+            pinned=pinned,
         )
-        self.records, self.hints = RunRecords(history, self.folder, self.log, LogMeetings()), StartupHints(prepared, loop)
+        self.records, self.hints = (
+            RunRecords(history, self.folder, self.log, LogMeetings()),
+            StartupHints(prepared, loop),
+        )
         self.resumption = RunResumption(
             self.saving,
             everyone=self.axes.everyone,
@@ -181,7 +241,9 @@ class _Assembly:
             start=start,
         )
         mesh = self.axes.mesh if self.axes.cut else None
-        self.follower = ShareFollower(loop, prepared.loaders, history, mesh=mesh, quota=self.joined.quota)
+        self.follower = ShareFollower(
+            loop, prepared.loaders, history, mesh=mesh, quota=self.joined.quota
+        )
         self.tally = StepCount(lambda: loop.steps, waits=self.view.waits)
         by_hand = ManualGradients(loop, self.records.meetings, self.axes.twin)
         self.watch = OptimizerWatch(prepared, loop, by_hand, self.tally, self.hints.strange)
@@ -206,11 +268,23 @@ class _Assembly:
             self.memory,
             self.links,
         )
-        self.live = LiveRecord(self.folder, lambda: book is not None and not book.stands_by, conclusion.so_far, self.context.announce)
+        self.live = LiveRecord(
+            self.folder,
+            lambda: book is not None and not book.stands_by,
+            conclusion.so_far,
+            self.context.announce,
+        )
         self.context.follow(history.note)
         history.follow(self.live.update)
         self.live.update()
-        self.ending = RunEnding(conclusion, self.watch, self.hints, self.joined.watching, self.joined.world, live=self.live)
+        self.ending = RunEnding(
+            conclusion,
+            self.watch,
+            self.hints,
+            self.joined.watching,
+            self.joined.world,
+            live=self.live,
+        )
         self.comparer = ReplicaComparer(
             comparison,
             self.axes.replicas,
@@ -218,7 +292,8 @@ class _Assembly:
             self.sync,
             self.abilities.replicated,
             event=history.note,
-            conclude=(lambda: None) if self.axes.cut else conclusion.write,  # which only those would call that have this part
+            # which only those would call that have this part
+            conclude=(lambda: None) if self.axes.cut else conclusion.write,
         )
 
     def run(self, total_steps: int | None) -> Run:
@@ -229,27 +304,51 @@ class _Assembly:
         survival = None
         if body is not None and recovery is not None and leaving is not None:
             survival = self._survive(body, recovery, leaving, collector)
-        ended = (self.links.step_ended, collector.step_ended, *(() if survival is None else (survival.step_ended,)))
+        ended = (
+            self.links.step_ended,
+            collector.step_ended,
+            *(() if survival is None else (survival.step_ended,)),
+        )
         plan, policy = TotalSteps(total_steps, log.expect), PolicyCheck(self.joined.straggler)
         observer, place = self.abilities.observer, self.view.worker.place
         restart = () if place.job_start is None else (self.resumption.training_begins,)
         unlimited = place.most_steps is None and place.most_seconds is None
         limit = () if unlimited else (RunLimit(place, collector.stop).step_ended,)
-        instead = () if place.layout is None else (ModelLayout(self.prepared, self.axes, Path(place.layout)).write,)
+        instead = (
+            ()
+            if place.layout is None
+            else (ModelLayout(self.prepared, self.axes, Path(place.layout)).write,)
+        )
 
         def begin_comparing() -> None:
             comparer.begin(loop.steps)
 
         loop.observe(
             LoopObservers(
-                training_begins=(*instead, *restart, *(() if survival is None else (survival.begin,)), begin_comparing),
+                training_begins=(
+                    *instead,
+                    *restart,
+                    *(() if survival is None else (survival.begin,)),
+                    begin_comparing,
+                ),
                 epoch_began=(collector.part, self.follower.epoch_began, self.progress.loop_began),
                 lead_taken=(policy.led, plan.led),
-                first_step=(*instead, self.prepared.cuts.check_used, self.memory.predict, self.hints.prepared),
+                first_step=(
+                    *instead,
+                    self.prepared.cuts.check_used,
+                    self.memory.predict,
+                    self.hints.prepared,
+                ),
                 stepped=() if observer is None else (observer.stepped,),
                 doubled=(self.memory.measure,),
                 committed=() if body is None else (body.buddies.committed,),
-                step_ended=(log.step, comparer.step_ended, self.follower.step_ended, *limit, *ended),
+                step_ended=(
+                    log.step,
+                    comparer.step_ended,
+                    self.follower.step_ended,
+                    *limit,
+                    *ended,
+                ),
                 ghost_ended=(self.hints.had_ghosts,),
                 went_back=(log.fold,),
             )
@@ -287,7 +386,14 @@ class _Assembly:
         assert place.worker is not None and place.orders_fd is not None
         orders = CommandPipe(place.orders_fd, *(() if watching is None else (watching.answer,)))
         members = first_members(worker)
-        leaving = Departure(place.worker, members, orders, context, home=worker.home, keepers=lambda: keepers(own, prepared))
+        leaving = Departure(
+            place.worker,
+            members,
+            orders,
+            context,
+            home=worker.home,
+            keepers=lambda: keepers(own, prepared),
+        )
         body = ElasticRun(
             context,
             prepared,
@@ -320,7 +426,9 @@ class _Assembly:
             eviction=eviction,
         )
 
-    def _survive(self, body: ElasticRun, recovery: Recovery, leaving: Departure, collector: LogCollector) -> Survival:
+    def _survive(
+        self, body: ElasticRun, recovery: Recovery, leaving: Departure, collector: LogCollector
+    ) -> Survival:
         loop, saving, folder = self.loop, self.saving, self.folder
         survival = Survival(
             recovery,
@@ -331,9 +439,14 @@ class _Assembly:
             collector=collector,
             history=self.history,
             tally=self.tally,
-            save=lambda: saving.save(SaveRequest(folder.checkpoints, loop.steps, keep=3, background=False)),
+            save=lambda: saving.save(
+                SaveRequest(folder.checkpoints, loop.steps, keep=3, background=False)
+            ),
             depart=self.ending.depart,
         )
         rollback = Rollback(body.parts, loop.models, self.own.randomness, loop.backward)
-        loop.recover_by(RecoverableTransaction(loop, loop.backward, rollback, self.prepared.tables), survival.generation)
+        loop.recover_by(
+            RecoverableTransaction(loop, loop.backward, rollback, self.prepared.tables),
+            survival.generation,
+        )
         return survival

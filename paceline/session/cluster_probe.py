@@ -1,7 +1,9 @@
 """Measures a cluster, together with all workers of a run: `pl.probe(run)`.
 
 1. each worker says what it is, and how large matrices should be     all at once
-2. products of matrices, copies                                      all workers of a host at once, hosts of one machine in turns: two
+2. products of matrices, copies                                      all workers of a host at once,
+                                                                     hosts of one machine in turns:
+                                                                     two
 3. links inside hosts, one pair at a time, then all pairs            hosts of one machine in turns
 4. links between hosts, one pair of hosts at a time                  in turns
 5. links between hosts, each host sends and receives                 all at once
@@ -30,44 +32,62 @@ from paceline.unequal.probe.links import LinkFigures, LinkMeter, stream_length
 
 COMPUTING: Final = 6.0  # seconds for all products and copies, where hosts share a machine
 MOST_COMPUTING: Final = 0.9  # seconds of each host, each time
-TURNS: Final = 16  # of all hosts of a machine, about: several short ones for each, as a machine is slower at some moments
-SOME_PERIODS: Final = 0.35  # seconds of each product where a quota holds: three periods of 100 ms, and two gaps between
+# of all hosts of a machine, about: several short ones for each, as a machine is slower at some
+# moments
+TURNS: Final = 16
+# seconds of each product where a quota holds: three periods of 100 ms, and two gaps between
+SOME_PERIODS: Final = 0.35
 LINKING: Final = 6.0  # seconds for all links between hosts
 LEAST_LINKING, MOST_LINKING = 0.05, 0.15  # seconds of each direction
 INSIDE: Final = 0.06  # seconds of each direction of a pair inside a host
-CROWDED: Final = 0.3  # seconds of a round in which all hosts send: several connections have to find their paces
+# seconds of a round in which all hosts send: several connections have to find their paces
+CROWDED: Final = 0.3
 
 
 def probe(run: Run, *, dtypes: Sequence[Dtype] = USUAL) -> Topology:
-    """Measure what each worker computes and what each link carries, and return that, the same on all workers. Collective.
+    """Measure what each worker computes and what each link carries, and return that, the same on
+    all workers. Collective.
 
     >>> with pl.start() as run:
     ...     found = pl.probe(run)
     ...     run.print(found.hosts, found.links)
 
-    `dtypes`: of the matrices that are multiplied, such as those that the training uses. Takes less than 20 seconds for 8 workers, and
-    can be called before loops and between them. The devices of hosts are in the order of their ranks; links inside a host are from its
-    index to itself.
+    `dtypes`: of the matrices that are multiplied, such as those that the training uses. Takes less
+    than 20 seconds for 8 workers, and can be called before loops and between them. The devices of
+    hosts are in the order of their ranks; links inside a host are from its index to itself.
 
-    Raises `UsageError` for dtypes that can't be measured or that differ between workers, inside of loops over loaders, and where
-    losses are survived; `WorkerLost` and `DeadlineExceeded` name the worker that is missing.
+    Raises `UsageError` for dtypes that can't be measured or that differ between workers, inside of
+    loops over loaders, and where losses are survived; `WorkerLost` and `DeadlineExceeded` name the
+    worker that is missing.
     """
     parts = parts_of(run)
     if parts.loop.turn is not None:
-        raise UsageError("pl.probe(run) is called inside a loop over a loader: call it before the loop, or after it")
+        raise UsageError(
+            "pl.probe(run) is called inside a loop over a loader: call it before the loop, or "
+            "after it"
+        )
     if parts.survival is not None:
-        raise UsageError("pl.probe(run) measures all workers together, and --min-workers lets some go: leave it out where you measure")
+        raise UsageError(
+            "pl.probe(run) measures all workers together, and --min-workers lets some go: "
+            "leave it out where you measure"
+        )
     return measure(run.group, parts.view.cluster, run.device, dtypes)
 
 
-def measure(group: Group, topology: Topology, device: torch.device, dtypes: Sequence[str]) -> Topology:
-    """Measure the workers of a group, which are those of `topology`; each computes on its `device`. Collective."""
+def measure(
+    group: Group, topology: Topology, device: torch.device, dtypes: Sequence[str]
+) -> Topology:
+    """Measure the workers of a group, which are those of `topology`; each computes on its `device`.
+
+    Collective.
+    """
     check(dtypes)
     asked = group.gather_objects(list(dtypes), name="probe.dtypes")
     if any(each != asked[0] for each in asked):
         other = next(rank for rank, each in enumerate(asked) if each != asked[0])
         raise UsageError(
-            f"workers ask pl.probe for other dtypes: rank 0 for {asked[0]}, rank {other} for {asked[other]}; give all the same"
+            f"workers ask pl.probe for other dtypes: rank 0 for {asked[0]}, rank {other} for "
+            f"{asked[other]}; give all the same"
         )
     known = _described(topology, group.gather_objects(_facts(), name="probe.machines"))
     connected = pairs(group, hostnames=known.names())
@@ -80,32 +100,52 @@ def measure(group: Group, topology: Topology, device: torch.device, dtypes: Sequ
         raise
     connected.close()
     ordered = [_device(each) for each in devices]
-    hosts = tuple(replace(host, devices=tuple(ordered[rank] for rank in host.ranks)) for host in known.hosts)
-    alone, crowded = ([LinkFigures(tuple(pair), *rest) for each in figures for pair, *rest in each[part]] for part in (0, 1))
+    hosts = tuple(
+        replace(host, devices=tuple(ordered[rank] for rank in host.ranks)) for host in known.hosts
+    )
+    alone, crowded = (
+        [LinkFigures(tuple(pair), *rest) for each in figures for pair, *rest in each[part]]
+        for part in (0, 1)
+    )
     return Topology(hosts, tuple(_links(known, alone, crowded)))
 
 
 class _Probe:
     """One worker's part in the measurement."""
 
-    def __init__(self, group: Group, topology: Topology, device: torch.device, dtypes: Sequence[str], connected: Pairs) -> None:
+    def __init__(
+        self,
+        group: Group,
+        topology: Topology,
+        device: torch.device,
+        dtypes: Sequence[str],
+        connected: Pairs,
+    ) -> None:
         self._group, self._topology, self._device, self._dtypes = group, topology, device, dtypes
         self._meter = LinkMeter(connected, timings().probe)
 
     def computed(self) -> Device:
         """Measure this worker's device, when it is its host's turn."""
-        sizes = self._group.gather_objects([compute.side(self._device, dtype) for dtype in self._dtypes], name="probe.sizes")
+        sizes = self._group.gather_objects(
+            [compute.side(self._device, dtype) for dtype in self._dtypes], name="probe.sizes"
+        )
         kinds = self._group.gather_objects(self._device.type, name="probe.kinds")
         alike = [each for each, kind in zip(sizes, kinds, strict=True) if kind == self._device.type]
-        sides = [max(column) for column in zip(*alike, strict=True)]  # devices of one kind are compared by the same matrices
+        # devices of one kind are compared by the same matrices
+        sides = [max(column) for column in zip(*alike, strict=True)]
         waves = rounds.waves(self._topology)
         held = any(host.quota is not None for host in self._topology.hosts)
         turns = waves * max(1, (TURNS // 2 if held else TURNS) // len(waves))
         seconds = min(MOST_COMPUTING, COMPUTING / len(turns)) / (len(sides) + 1)
         if held:
             seconds = max(seconds, SOME_PERIODS)
-        mine, clock, copies = self._topology.where()[self._group.rank], machine.ProcessorClock(0.0, 0.0, ""), list[float]()
-        pair = compute.copied_pair(self._device)  # for all turns: a system takes longer to give such memory than a copy in it takes
+        mine, clock, copies = (
+            self._topology.where()[self._group.rank],
+            machine.ProcessorClock(0.0, 0.0, ""),
+            list[float](),
+        )
+        # for all turns: a system takes longer to give such memory than a copy in it takes
+        pair = compute.copied_pair(self._device)
         tries: dict[str, list[tuple[DeviceSpeed, float]]] = {dtype: [] for dtype in self._dtypes}
         for wave in turns:
             for dtype, side in zip(self._dtypes, sides, strict=True):
@@ -118,10 +158,22 @@ class _Probe:
                 copies.append(compute.copy_rate(pair, seconds))
         del pair  # before anybody asks how much memory is free
         self._meter.meet()
-        best = [max(each, key=lambda found: found[0].flops) for each in tries.values()]  # what disturbs makes slower, never faster
-        return self._found([speed for speed, _ in best], max(copies), statistics.median(used for _, used in best), clock)
+        # what disturbs makes slower, never faster
+        best = [max(each, key=lambda found: found[0].flops) for each in tries.values()]
+        return self._found(
+            [speed for speed, _ in best],
+            max(copies),
+            statistics.median(used for _, used in best),
+            clock,
+        )
 
-    def _found(self, speeds: Sequence[DeviceSpeed], copied: float, attended: float, clock: machine.ProcessorClock) -> Device:
+    def _found(
+        self,
+        speeds: Sequence[DeviceSpeed],
+        copied: float,
+        attended: float,
+        clock: machine.ProcessorClock,
+    ) -> Device:
         device = self._device
         cuda = device.type == "cuda"
         memory = compute.free_memory(device)
@@ -146,7 +198,11 @@ class _Probe:
         alone = meter.alone(rounds.inside(topology), INSIDE)
         alone += meter.alone(between, seconds)
         crowded = meter.crowded(rounds.inside_crowded(topology), INSIDE)
-        slowest = max(self._group.gather_objects(max((each.latency for each in alone), default=0.0), name="probe.latency"))
+        slowest = max(
+            self._group.gather_objects(
+                max((each.latency for each in alone), default=0.0), name="probe.latency"
+            )
+        )
         crowded += meter.crowded(rounds.between_crowded(topology), stream_length(slowest, CROWDED))
         meter.meet()
         return alone, crowded
@@ -167,7 +223,12 @@ def _described(topology: Topology, facts: Sequence[dict[str, Any]]) -> Topology:
     hosts = []
     for host in topology.hosts:
         known = facts[host.ranks[0]]
-        hosts.append(replace(host, **{**known, "interfaces": tuple(Interface(**each) for each in known["interfaces"])}))
+        hosts.append(
+            replace(
+                host,
+                **{**known, "interfaces": tuple(Interface(**each) for each in known["interfaces"])},
+            )
+        )
     return Topology(tuple(hosts))
 
 
@@ -175,14 +236,24 @@ def _device(given: dict[str, Any]) -> Device:
     return Device(**{**given, "speeds": tuple(DeviceSpeed(**each) for each in given["speeds"])})
 
 
-def _links(topology: Topology, alone: Iterable[LinkFigures], crowded: Iterable[LinkFigures]) -> Iterable[HostLink]:
+def _links(
+    topology: Topology, alone: Iterable[LinkFigures], crowded: Iterable[LinkFigures]
+) -> Iterable[HostLink]:
     """Yield the link of each pair of hosts; inside a host the median of its pairs."""
-    where, found = topology.where(), dict[tuple[int, int], tuple[list[LinkFigures], list[LinkFigures]]]()
+    where, found = (
+        topology.where(),
+        dict[tuple[int, int], tuple[list[LinkFigures], list[LinkFigures]]](),
+    )
     for place, figures in ((0, alone), (1, crowded)):
         for each in figures:
-            found.setdefault((where[each.pair[0]], where[each.pair[1]]), ([], []))[place].append(each)
+            found.setdefault((where[each.pair[0]], where[each.pair[1]]), ([], []))[place].append(
+                each
+            )
     for source, target in sorted(found):
         single, many = found[source, target]
-        latency, rate = (statistics.median(getattr(each, name) for each in single) for name in ("latency", "rate"))
+        latency, rate = (
+            statistics.median(getattr(each, name) for each in single)
+            for name in ("latency", "rate")
+        )
         together = statistics.median(each.rate for each in many) if many else 0.0
         yield HostLink(source, target, latency, rate, together)

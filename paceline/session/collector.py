@@ -1,8 +1,11 @@
-"""Collects logs on the first worker, about once a second, and brings workers that are not in lockstep together again.
+"""Collects logs on the first worker, about once a second, and brings workers that are not in
+lockstep together again.
 
 in lockstep    run.log: all meet, at a step agreed before             records -> the first worker
-not so         each posts a letter at its own pace                    letters -> the first worker, when it posts
-               the first call of all after an epoch: all come to the same step, with the same parameters
+not so         each posts a letter at its own pace                    letters -> the first worker,
+                                                                      when it posts
+               the first call of all after an epoch: all come to the same step, with the same
+                   parameters
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from paceline.unequal.shares.follower import ShareFollower
 class LogCollector:
     """Collects on the first worker what was logged. `everyone`: all workers.
 
-    At the same meetings `follower` has shares follow speeds, `links` looks after slow links, and `eviction` has those leave that are late.
-    Then `live` is brought up to date.
+    At the same meetings `follower` has shares follow speeds, `links` looks after slow links, and
+    `eviction` has those leave that are late. Then `live` is brought up to date.
     """
 
     def __init__(
@@ -45,9 +48,15 @@ class LogCollector:
         eviction: Eviction | None = None,
     ) -> None:
         self._follower, self._links, self._live, self._eviction = follower, links, live, eviction
-        self._loop, self._prepared, self._everyone, self._recovery = loop, prepared, everyone, recovery
+        self._loop, self._prepared, self._everyone, self._recovery = (
+            loop,
+            prepared,
+            everyone,
+            recovery,
+        )
         self._history, self._log, self._meetings = records.history, records.log, records.meetings
-        self._known: dict[int, bytes] = {}  # of each worker, how far its records are here, where they come by letter
+        # of each worker, how far its records are here, where they come by letter
+        self._known: dict[int, bytes] = {}
         self.asked = False  # this worker wants to stop
         self.stopping = False  # all have agreed to
 
@@ -61,8 +70,13 @@ class LogCollector:
         self.asked = True
 
     def stop_agreed(self) -> bool:
-        """Whether all stop now, as one of them has asked to. Collective, until all have agreed to stop."""
-        if not self.stopping and any(self._everyone.meet("run.epochs", b"s" if self.asked else b"")):
+        """Whether all stop now, as one of them has asked to.
+
+        Collective, until all have agreed to stop.
+        """
+        if not self.stopping and any(
+            self._everyone.meet("run.epochs", b"s" if self.asked else b"")
+        ):
             self._stop()
         return self.stopping
 
@@ -85,16 +99,22 @@ class LogCollector:
         agreement, recovery = self._everyone, self._recovery
         news = None if recovery is None else recovery.news()
         name, work = agreement.origins[agreement.group.rank], self._follower.drain()
-        me = msgpack.packb([self._log.drain(), self.asked, self._log.steps_ahead(), name, news, work])
+        me = msgpack.packb(
+            [self._log.drain(), self.asked, self._log.steps_ahead(), name, news, work]
+        )
         answers = [msgpack.unpackb(a) for a in agreement.meet("run.log", me)]
         self._meetings.put(self._loop.steps + answers[0][2])
         if recovery is not None:
             recovery.hear([answer[4] for answer in answers])
         names = [a[3] for a in answers]
-        reason = self._log.absorb([a[0] for a in answers], names, agreement.hosts, self._links.remark)
+        reason = self._log.absorb(
+            [a[0] for a in answers], names, agreement.hosts, self._links.remark
+        )
         self._links.take(names, self._log.flushed)
         if self._eviction is not None:
-            self._eviction.take(names, self._log.slowness.judgement, agreement.hosts, agreement.group.rank)
+            self._eviction.take(
+                names, self._log.slowness.judgement, agreement.hosts, agreement.group.rank
+            )
         self._say(reason)
         if reason is not None or any(a[1] for a in answers):
             self._stop()
@@ -121,7 +141,9 @@ class LogCollector:
         for worker, letter in letters:
             gone = [] if worker in agreement.origins else [worker]
             names = [*agreement.origins, *gone]
-            bodies = [letter if name == worker else self._known.get(name, _NOTHING) for name in names]
+            bodies = [
+                letter if name == worker else self._known.get(name, _NOTHING) for name in names
+            ]
             reason = self._log.absorb(bodies, names, () if gone else agreement.hosts)
             upto, bad, _ = msgpack.unpackb(letter)
             self._known[worker] = msgpack.packb([upto, bad, []])
@@ -140,7 +162,9 @@ class LogCollector:
             self._everyone.lockstep.part(self._come_together)
 
     def between(self, recovery: Recovery) -> None:
-        """Pause all workers between two turns where one waits to be let in, or others are waited for; once all pause, let them in."""
+        """Pause all workers between two turns where one waits to be let in, or others are waited
+        for; once all pause, let them in.
+        """
         sample_queue, loop, agreement = self.sample_queue, self._loop, self._everyone
         assert sample_queue is not None
         if not sample_queue.paused:
@@ -152,7 +176,10 @@ class LogCollector:
         agreement.lockstep.come_together()
         recovery.note(min(self._line_up("the middle of an epoch", recovery.orders.latest)))
         if recovery.short and not recovery.pending:
-            text = f"{self._everyone.group.size} workers are left, and more are needed: waiting for others"
+            text = (
+                f"{self._everyone.group.size} workers are left, and more are needed: "
+                "waiting for others"
+            )
             self._history.tell(text)
             recovery.wait()
         if recovery.pending:
@@ -162,8 +189,10 @@ class LogCollector:
         loop, agreement = self._loop, self._everyone
         if loop.training_now:
             raise UsageError(
-                "with staleness or backup_workers workers are not in lockstep inside the loop over a training loader, so what all have to "
-                "do together (run.mean, gather, barrier, save, an evaluation) can't be done there: do it between epochs"
+                "with staleness or backup_workers workers are not in lockstep inside the loop over "
+                "a training loader, so what all have to "
+                "do together (run.mean, gather, barrier, save, an evaluation) can't be done there: "
+                "do it between epochs"
             )
         agreement.lockstep.come_together()
         loop.end_broken()
@@ -171,7 +200,10 @@ class LogCollector:
         loop.abilities.converge()
 
     def _line_up(self, where: str, mine: int = 0) -> list[int]:
-        """Bring all workers to the step of the one that took most. Returns each one's `mine`. Collective."""
+        """Bring all workers to the step of the one that took most.
+
+        Returns each one's `mine`. Collective.
+        """
         loop = self._loop
         self._post()
         answers = self._everyone.meet(where, msgpack.packb([loop.steps, self._log.number, mine]))

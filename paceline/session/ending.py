@@ -1,4 +1,6 @@
-"""The end of a run: in good order with all workers, alone after an error, or between two turns when its host leaves."""
+"""The end of a run: in good order with all workers, alone after an error, or between two turns
+when its host leaves.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ class RunConclusion:
     links: LinkWatch
 
     def so_far(self) -> dict[str, Any]:
-        """Return the fields of the summary that are known while the run is under way, and under `live` where it is.
+        """Return the fields of the summary that are known while the run is under way, and under
+        `live` where it is.
 
         To be asked of the worker that writes.
         """
@@ -57,10 +60,17 @@ class RunConclusion:
         cluster, everyone = self.view.cluster, self.axes.everyone
         fields = {name: value for name, value in vars(totals).items() if name != "rank_work"}
         late, latest = None, book.latest
-        if latest is not None and latest.workers == everyone.origins:  # else ranks have become others since
+        # else ranks have become others since
+        if latest is not None and latest.workers == everyone.origins:
             found = latest.late
             host = cluster.of(found.rank).name
-            late = {"rank": found.rank, "host": host, "seconds": found.seconds, "step": latest.step, "cause": found.cause}
+            late = {
+                "rank": found.rank,
+                "host": host,
+                "seconds": found.seconds,
+                "step": latest.step,
+                "cause": found.cause,
+            }
         mesh = self.axes.mesh
         return {
             "sync": spell(self.strategy),
@@ -72,14 +82,18 @@ class RunConclusion:
             "saves": self.history.saves[-EVENTS:],
             "loader": dealt(self.prepared.loaders),
             "mesh": dict(mesh.axes) if self.axes.cut else {},
-            "places": [mesh.coordinates(rank) for rank in range(mesh.size)] if self.axes.cut else [],
+            "places": [mesh.coordinates(rank) for rank in range(mesh.size)]
+            if self.axes.cut
+            else [],
             "links": self.links.found,
             "live": {
                 "began": self.history.began,
                 "script": script(),
                 "step": self.loop.steps,
                 "total_steps": self.log.total_steps,
-                "cluster": [{"host": host.name, "ranks": list(host.ranks)} for host in cluster.hosts],
+                "cluster": [
+                    {"host": host.name, "ranks": list(host.ranks)} for host in cluster.hosts
+                ],
                 "origins": list(everyone.origins),
                 "recent": book.recent,
                 "late": late,
@@ -91,7 +105,12 @@ class RunConclusion:
         """Write the summary and the trace. Collective."""
         self.log.finish(self.axes.everyone)
         self.saving.wait()
-        history, tables, remote, reports = self.history, self.prepared.tables, self.abilities.remote, self.abilities.reports
+        history, tables, remote, reports = (
+            self.history,
+            self.prepared.tables,
+            self.abilities.remote,
+            self.abilities.reports,
+        )
         facts, served = (tables.facts(), tables.served()) if self.view.is_first else ([], [])
         if self.view.is_first and reports is not None and remote is not None and remote.attached:
             facts, served = [*reports.facts(), *facts], [*reports.served(), *served]
@@ -112,13 +131,18 @@ class RunConclusion:
             served,
             history.results,
             self.links.found,
-            settings(self.view.worker.place, self.view.worker.device, history.seed, self.prepared) if self.view.is_first else {},
+            settings(self.view.worker.place, self.view.worker.device, history.seed, self.prepared)
+            if self.view.is_first
+            else {},
         )
         conclude(outcome, self.axes, self.folder, self.log)
 
 
 class RunEnding:
-    """Ends a run, once. `conclusion` is written if it ends well; `world` is torch's default group, where there is one."""
+    """Ends a run, once.
+
+    `conclusion` is written if it ends well; `world` is torch's default group, where there is one.
+    """
 
     def __init__(
         self,
@@ -130,10 +154,24 @@ class RunEnding:
         *,
         live: LiveRecord,
     ) -> None:
-        self._conclusion, self._live, self._watch, self._hints, self._watching = conclusion, live, watch, hints, watching
+        self._conclusion, self._live, self._watch, self._hints, self._watching = (
+            conclusion,
+            live,
+            watch,
+            hints,
+            watching,
+        )
         self._world = world
-        self._view, self._context, self._loop = conclusion.view, conclusion.axes.slice, conclusion.loop
-        self._log, self._saving, self._prepared = conclusion.log, conclusion.saving, conclusion.prepared
+        self._view, self._context, self._loop = (
+            conclusion.view,
+            conclusion.axes.slice,
+            conclusion.loop,
+        )
+        self._log, self._saving, self._prepared = (
+            conclusion.log,
+            conclusion.saving,
+            conclusion.prepared,
+        )
         self._endings: list[Callable[[], None]] = []
         self._process = os.getpid()
         self.closed = False
@@ -143,7 +181,10 @@ class RunEnding:
         self._endings.append(ending)
 
     def close(self) -> None:
-        """Leave together with all workers: write the summary, and free memory and sockets. Twice is harmless."""
+        """Leave together with all workers: write the summary, and free memory and sockets.
+
+        Twice is harmless.
+        """
         if self._ended:
             return
         self.closed = True
@@ -169,11 +210,15 @@ class RunEnding:
 
     @property
     def _ended(self) -> bool:
-        """Whether nothing is left to be ended here, as in a process that the script has forked: the run is that of the worker."""
+        """Whether nothing is left to be ended here, as in a process that the script has forked:
+        the run is that of the worker.
+        """
         return self.closed or os.getpid() != self._process
 
     def depart(self, prepare: Callable[[], None]) -> NoReturn:
-        """Call `prepare`, and leave the job between two turns; the others deal the next turn among themselves."""
+        """Call `prepare`, and leave the job between two turns; the others deal the next turn
+        among themselves.
+        """
         self.closed = True
         prepare()
         self._saving.wait()  # or the others would sweep it away
@@ -201,7 +246,9 @@ class RunEnding:
             self._log.feed.close(failed=failed)
 
     def free(self, *, failed: bool) -> None:
-        """Give everything back that the run has taken; the script's objects are plain ones again."""
+        """Give everything back that the run has taken; the script's objects are plain ones
+        again.
+        """
         self.closed = True
         if self._watching is not None:
             self._watching.stop()

@@ -1,4 +1,5 @@
-"""Shows an uncaught error of paceline, or Ctrl-C, briefly: the lines of the user's script that led to it, and its message.
+"""Shows an uncaught error of paceline, or Ctrl-C, briefly: the lines of the user's script that led
+to it, and its message.
 
 Lines of paceline and torch between them tell a user nothing; `python -X dev` shows them.
 """
@@ -50,7 +51,9 @@ def _shorten(report: traceback.TracebackException) -> None:
 
 
 def _leads(report: traceback.TracebackException | None) -> bool:
-    """Whether an error came from a script's own code, so that it explains the error of ours that followed."""
+    """Whether an error came from a script's own code, so that it explains the error of ours that
+    followed.
+    """
     return report is not None and any(callsite.scripted(frame.filename) for frame in report.stack)
 
 

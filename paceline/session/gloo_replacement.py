@@ -1,4 +1,6 @@
-"""Puts the backend `paceline` in Gloo's place, in this process and in those that it starts by multiprocessing."""
+"""Puts the backend `paceline` in Gloo's place, in this process and in those that it starts by
+multiprocessing.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,34 @@ SECRET = "PACELINE_SECRET_FD"
 
 
 def replace_gloo() -> None:
-    """Make torch.distributed give a group of this backend to whoever asks for Gloo, or for nothing where no GPU is."""
+    """Make torch.distributed give a group of this backend to whoever asks for Gloo, or for
+    nothing where no GPU is.
+    """
     register()
     torch_distributed = dist.distributed_c10d
     make, barrier = torch_distributed._new_process_group_helper, torch_distributed.monitored_barrier
 
-    def make_ours(group_size: int, group_rank: int, global_ranks: Any, backend: Any, *args: Any, **options: Any) -> Any:
+    def make_ours(
+        group_size: int,
+        group_rank: int,
+        global_ranks: Any,
+        backend: Any,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
         asked = str(backend).lower()
-        ours = asked in ("gloo", "cpu:gloo") or (asked in ("undefined", "none", "cpu:gloo,cuda:nccl") and not torch.cuda.is_available())
+        ours = asked in ("gloo", "cpu:gloo") or (
+            asked in ("undefined", "none", "cpu:gloo,cuda:nccl") and not torch.cuda.is_available()
+        )
         chosen = dist.Backend(NAME) if ours else backend
         return make(group_size, group_rank, global_ranks, chosen, *args, **options)
 
-    def wait_for_all(group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+    def wait_for_all(
+        group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
         """Wait as torch does, which asks for Gloo by its name."""
-        from paceline.comm.backend.process_group import GroupBackend  # not in children that use no groups
+        # not in children that use no groups
+        from paceline.comm.backend.process_group import GroupBackend
 
         waiting = dist.group.WORLD if group is None else group
         if isinstance(waiting, GroupBackend):
@@ -46,9 +62,11 @@ def replace_gloo() -> None:
 
 
 def _tell_children() -> None:
-    """Have processes that multiprocessing starts anew (spawn, forkserver) replace Gloo, too, before they read the script.
+    """Have processes that multiprocessing starts anew (spawn, forkserver) replace Gloo, too, before
+    they read the script.
 
-    What they are sent first is a dict that they unpickle whole, and of which they use the keys that they know.
+    What they are sent first is a dict that they unpickle whole, and of which they use the keys that
+    they know.
     """
     prepare = spawn.get_preparation_data
     spawn.get_preparation_data = lambda name: {**prepare(name), NAME: _Replacement()}
@@ -69,7 +87,9 @@ def _replace_in_child(secret: bytes | None) -> None:
 
 
 def set_torch_variables() -> None:
-    """Set what `init_method="env://"` reads, as torchrun does, where Slurm or MPI have started this process."""
+    """Set what `init_method="env://"` reads, as torchrun does, where Slurm or MPI have started
+    this process.
+    """
     try:
         place = discover()
     except PlaceError:
@@ -77,5 +97,15 @@ def set_torch_variables() -> None:
     if place.launcher in ("alone", "paceline", "torchrun"):
         return
     host, port = place.meeting or ("127.0.0.1", 0)
-    ranks = {"RANK": place.rank, "LOCAL_RANK": place.local_rank, "WORLD_SIZE": place.size, "LOCAL_WORLD_SIZE": place.local_size}
-    os.environ.update({name: str(value) for name, value in (ranks | {"MASTER_ADDR": host, "MASTER_PORT": port}).items()})
+    ranks = {
+        "RANK": place.rank,
+        "LOCAL_RANK": place.local_rank,
+        "WORLD_SIZE": place.size,
+        "LOCAL_WORLD_SIZE": place.local_size,
+    }
+    os.environ.update(
+        {
+            name: str(value)
+            for name, value in (ranks | {"MASTER_ADDR": host, "MASTER_PORT": port}).items()
+        }
+    )

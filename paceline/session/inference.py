@@ -1,7 +1,9 @@
-"""Runs models for what they answer, in any layout: nothing is trained, and all workers of a replica get the whole answer.
+"""Runs models for what they answer, in any layout: nothing is trained, and all workers of a replica
+get the whole answer.
 
               tensor 0          tensor 1
-data 0        answer a          answer a        the same samples, parts of each layer: parts of logits are put together
+data 0        answer a          answer a        the same samples, parts of each layer: parts of
+                                                logits are put together
 data 1        answer b          answer b        other samples
 """
 
@@ -24,32 +26,55 @@ from paceline.workers.axes import RunAxes
 
 
 class ModelInference:
-    """Runs the models of a run. Whether workers along `tensor` have the same inputs is looked at in the first calls, and now and then."""
+    """Runs the models of a run.
+
+    Whether workers along `tensor` have the same inputs is looked at in the first calls, and now and
+    then.
+    """
 
     def __init__(self, axes: RunAxes, cuts: ModelCuts, device: torch.device) -> None:
         self._axes, self._cuts, self._move = axes, cuts, mover(device)
         self._calls = 0
 
     def forward(self, model: nn.Module, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        """Run a model without gradients, and return all of its output. Collective along the axes by which the model is cut."""
+        """Run a model without gradients, and return all of its output.
+
+        Collective along the axes by which the model is cut.
+        """
         if not isinstance(model, nn.Module):
-            raise UsageError(f"run.forward got a {type(model).__qualname__}; give the model first, and then its inputs")
+            raise UsageError(
+                f"run.forward got a {type(model).__qualname__}; give the model first, and then its "
+                "inputs"
+            )
         self._calls += 1
         if self._calls == 1:
             self._cuts.check_used()
         group = self._axes.groups.along("stage", "tensor")
         if group.size > 1 and (self._calls <= EARLY or self._calls % OFTEN == 0):
             hint = "give both the same, as each of them has a part of the model"
-            check_equal(group, [*args, *options.values()], f"the input of run.forward (call {self._calls})", hint)
+            check_equal(
+                group,
+                [*args, *options.values()],
+                f"the input of run.forward (call {self._calls})",
+                hint,
+            )
         if self._move is not None:
             args, options = self._move((*args,)), self._move(dict(options))
         with torch.no_grad():
             stages = self._cuts.pipeline_of(model)
             if stages is not None:
                 self._cuts.level_ties()
-                return stages.forward(Share(tuple(args), options, None, None), lambda out: tree_map(_whole, out))
+                return stages.forward(
+                    Share(tuple(args), options, None, None), lambda out: tree_map(_whole, out)
+                )
             return tree_map(_whole, model(*args, **options))
 
 
 def _whole(value: Any) -> Any:
-    return value.whole() if isinstance(value, VocabLogits) else value.detach() if isinstance(value, Tensor) else value
+    return (
+        value.whole()
+        if isinstance(value, VocabLogits)
+        else value.detach()
+        if isinstance(value, Tensor)
+        else value
+    )

@@ -1,4 +1,5 @@
-"""Models of runs, ready to answer: with the weights of a run's folder, in the layout that the workers of this job have.
+"""Models of runs, ready to answer: with the weights of a run's folder, in the layout that the
+workers of this job have.
 
 runs/NAME/checkpoints/step-00000800     trained by any number of workers, cut in any way
           |
@@ -6,7 +7,8 @@ pl.load("runs/NAME", model, mesh="tensor=2", cut=...)     each worker reads its 
           |
 loaded(x)                               the whole answer, on both workers
 
-Programs of paceline's own leave beside their checkpoints which model they have trained, so that theirs need not be given.
+Programs of paceline's own leave beside their checkpoints which model they have trained, so that
+theirs need not be given.
 """
 
 from __future__ import annotations
@@ -34,16 +36,21 @@ from paceline.prepare.stored import StoredModel
 from paceline.session.run import Run, parts_of
 from paceline.session.start import start
 
-DESCRIPTION: Final = "model.json"  # in a run's folder: the program that has trained its model, and what that makes one of
-PROGRAMS: Final = {"gpt": "paceline.apps.gpt"}  # each has `maker(fields)` and `cuts(axes)`; nothing else that a file names is imported
+# in a run's folder: the program that has trained its model, and what that makes one of
+DESCRIPTION: Final = "model.json"
+# each has `maker(fields)` and `cuts(axes)`; nothing else that a file names is imported
+PROGRAMS: Final = {"gpt": "paceline.apps.gpt"}
 
 M = TypeVar("M", bound=nn.Module)
 
 
 class LoadedModel(Generic[M]):
-    """A model with the weights of a run. Called with inputs it returns all of what the model gives, on every worker.
+    """A model with the weights of a run.
 
-    `run` has begun with it, and ends with `close` or at the end of a `with` block. `model` is as `run.prepare` leaves it, in eval mode.
+    Called with inputs it returns all of what the model gives, on every worker.
+
+    `run` has begun with it, and ends with `close` or at the end of a `with` block. `model` is as
+    `run.prepare` leaves it, in eval mode.
     """
 
     def __init__(self, run: Run, model: M) -> None:
@@ -60,7 +67,12 @@ class LoadedModel(Generic[M]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.run.__exit__(kind, error, trace)
 
 
@@ -77,9 +89,13 @@ class LoadKeywords(TypedDict, total=False):
 @overload
 def load(folder: str | Path, model: M, **options: Unpack[LoadKeywords]) -> LoadedModel[M]: ...
 @overload
-def load(folder: str | Path, model: Callable[[], M], **options: Unpack[LoadKeywords]) -> LoadedModel[M]: ...
+def load(
+    folder: str | Path, model: Callable[[], M], **options: Unpack[LoadKeywords]
+) -> LoadedModel[M]: ...
 @overload
-def load(folder: str | Path, model: None = None, **options: Unpack[LoadKeywords]) -> LoadedModel[nn.Module]: ...
+def load(
+    folder: str | Path, model: None = None, **options: Unpack[LoadKeywords]
+) -> LoadedModel[nn.Module]: ...
 def load(
     folder: str | Path,
     model: nn.Module | Callable[[], nn.Module] | None = None,
@@ -90,32 +106,45 @@ def load(
     best: bool = False,
     device: str | None = None,
 ) -> LoadedModel[Any]:
-    """Join the workers that were started with this process, and load a model with the weights of a run's newest checkpoint, to be used.
+    """Join the workers that were started with this process, and load a model with the weights of a
+    run's newest checkpoint, to be used.
 
     >>> with pl.load("runs/circle", model) as circle:
     ...     print(circle(x))
 
-    `folder`: that of a run, its checkpoints, or one checkpoint; it may have been written in any layout. `model`: the model, or a function
-    that makes it, which is called under `pl.meta()`: then no worker ever has the whole. It can be left out for runs of `paceline demo`.
-    `mesh`, `cut`: the layout to use it in, as for `start` and `run.prepare`; models of the demo bring cuts along. `part`: which of
-    several models, `best`: the best checkpoint in the place of the newest, as for `state_dict`. `device`: as for `start`.
+    `folder`: that of a run, its checkpoints, or one checkpoint; it may have been written in any
+    layout. `model`: the model, or a function that makes it, which is called under `pl.meta()`: then
+    no worker ever has the whole. It can be left out for runs of `paceline demo`. `mesh`, `cut`: the
+    layout to use it in, as for `start` and `run.prepare`; models of the demo bring cuts along.
+    `part`: which of several models, `best`: the best checkpoint in the place of the newest, as for
+    `state_dict`. `device`: as for `start`.
 
-    The run that begins leaves no folder behind. In a run that is there, `run.prepare(model, init="runs/NAME")` does the same.
+    The run that begins leaves no folder behind. In a run that is there, `run.prepare(model,
+    init="runs/NAME")` does the same.
 
     Raises `UsageError` where there is no checkpoint that can be used, and for one of another model.
     """
     where = Path(folder)
     if not where.is_dir():
-        raise UsageError(f"there is no folder {where}; give that of a run, such as runs/NAME, or of one of its checkpoints")
+        raise UsageError(
+            f"there is no folder {where}; give that of a run, such as runs/NAME, or of one of its "
+            "checkpoints"
+        )
     program = _described(where) if model is None else None
     make = model if program is None else program.make
     if make is None or not callable(make):
-        raise UsageError(f"load got the model {model!r}; give an nn.Module, or a function that makes one")
-    kind = folders_of_answers(environment().get("PACELINE_JOB", ""))  # the launcher's janitor looks for these, too
+        raise UsageError(
+            f"load got the model {model!r}; give an nn.Module, or a function that makes one"
+        )
+    # the launcher's janitor looks for these, too
+    kind = folders_of_answers(environment().get("PACELINE_JOB", ""))
     temporary = Path(tempfile.gettempdir()) / f"{kind}{secrets.token_hex(8)}"
     run = start(mesh=mesh, folder=str(temporary), device=device, trace="off", compare=None)
-    if run.is_first and run.folder.path.parent.name.startswith(kind):  # of this start, or of one before it of the same job
-        parts_of(run).ending.on_close(lambda: shutil.rmtree(run.folder.path.parent, ignore_errors=True))
+    # of this start, or of one before it of the same job
+    if run.is_first and run.folder.path.parent.name.startswith(kind):
+        parts_of(run).ending.on_close(
+            lambda: shutil.rmtree(run.folder.path.parent, ignore_errors=True)
+        )
     try:
         cuts = program.cuts(run.mesh.cut) if cut is None and program is not None else cut
         ready = run.prepare(_built(make), init=StoredModel(where, part, best), cut=cuts)
@@ -132,24 +161,34 @@ def describe(program: str, fields: Mapping[str, Any]) -> str:
 
 
 class _Program(NamedTuple):
-    """What one of our programs knows of its model: `make` makes it, `cuts` gives its cuts along the axes of a mesh."""
+    """What one of our programs knows of its model: `make` makes it, `cuts` gives its cuts along
+    the axes of a mesh.
+    """
 
     make: Callable[[], nn.Module]
     cuts: Callable[[Collection[str]], Sequence[ModelCut]]
 
 
 def _described(folder: Path) -> _Program:
-    """Find which of our programs has trained the model of a run. Raises `UsageError` for a run of another script."""
+    """Find which of our programs has trained the model of a run.
+
+    Raises `UsageError` for a run of another script.
+    """
     places = [place / DESCRIPTION for place in (folder, folder.parent, folder.parent.parent)]
     path = next((place for place in places if place.is_file()), None)
     if path is None:
-        raise UsageError(f"{folder} doesn't say which model it has: give load(folder, model), the model or a function that makes it")
+        raise UsageError(
+            f"{folder} doesn't say which model it has: give load(folder, model), the model or a "
+            "function that makes it"
+        )
     try:
         found = json.loads(disk.read(path, 1 << 16))
         module: Any = importlib.import_module(PROGRAMS[found["program"]])
         return _Program(module.maker(found["fields"]), module.cuts)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise UsageError(f"{path} is not what a program of this paceline writes; give load(folder, model)") from error
+        raise UsageError(
+            f"{path} is not what a program of this paceline writes; give load(folder, model)"
+        ) from error
 
 
 def _built(make: nn.Module | Callable[[], nn.Module]) -> nn.Module:
@@ -158,5 +197,8 @@ def _built(make: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     with meta():
         made = make()
     if not isinstance(made, nn.Module):
-        raise UsageError(f"load got a function that makes a {type(made).__qualname__}; give one that makes the model")
+        raise UsageError(
+            f"load got a function that makes a {type(made).__qualname__}; "
+            "give one that makes the model"
+        )
     return made

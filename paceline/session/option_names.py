@@ -1,4 +1,6 @@
-"""Names of options: one that a function doesn't have is refused with what it may have meant, also in the words of other libraries."""
+"""Names of options: one that a function doesn't have is refused with what it may have meant,
+also in the words of other libraries.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,40 @@ from paceline.formatting import choices
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_OTHERS: Final = {  # what Lightning, Fabric, Accelerate, DeepSpeed and torch call it: how it is called here
+# what Lightning, Fabric, Accelerate, DeepSpeed and torch call it: how it is called here
+_OTHERS: Final = {
     "sync": ("strategy", "algorithm", "backend"),
     "device": ("accelerator", "device_type"),
     "name": ("run_name", "experiment", "experiment_name", "project_name"),
-    "folder": ("output_dir", "log_dir", "logging_dir", "project_dir", "default_root_dir", "root", "dir"),
+    "folder": (
+        "output_dir",
+        "log_dir",
+        "logging_dir",
+        "project_dir",
+        "default_root_dir",
+        "root",
+        "dir",
+    ),
     "deadline": ("timeout", "timeout_seconds"),
     "report_to": ("logger", "loggers", "log_with"),
     "mesh": ("device_mesh", "mesh_shape"),
     "seed": ("random_seed", "manual_seed"),
     "total_steps": ("max_steps", "num_training_steps"),
-    "run.step(micro_batches=...)": ("accumulate", "accumulate_grad_batches", "gradient_accumulation_steps"),
+    "run.step(micro_batches=...)": (
+        "accumulate",
+        "accumulate_grad_batches",
+        "gradient_accumulation_steps",
+    ),
     "run.prepare(cut=...)": ("cut", "fsdp_plugin", "zero_stage"),
     "torch.autocast in the script": ("precision", "mixed_precision", "fp16", "bf16"),
-    "paceline run --workers N": ("workers", "num_workers", "devices", "num_processes", "world_size", "nproc_per_node"),
+    "paceline run --workers N": (
+        "workers",
+        "num_workers",
+        "devices",
+        "num_processes",
+        "world_size",
+        "nproc_per_node",
+    ),
     "paceline run --hosts N": ("hosts", "num_nodes", "nnodes"),
 }
 
@@ -38,7 +60,10 @@ def check(where: str, given: Iterable[str], names: Iterable[str]) -> None:
         if name not in possible:
             meant = next((ours for ours, others in _OTHERS.items() if name in others), None)
             fits = meant is not None and (meant in possible or not meant.isidentifier())
-            raise UsageError(f"{where} has no option {name}; {f'did you mean {meant}?' if fits else choices(name, possible)}")
+            raise UsageError(
+                f"{where} has no option {name}; "
+                f"{f'did you mean {meant}?' if fits else choices(name, possible)}"
+            )
 
 
 def own_options(function: Callable[P, T]) -> Callable[P, T]:

@@ -1,4 +1,6 @@
-"""Opens what a run writes: its folder, which all workers agree on, and on the first worker the trackers and the log."""
+"""Opens what a run writes: its folder, which all workers agree on, and on the first worker the
+trackers and the log.
+"""
 
 from __future__ import annotations
 
@@ -21,44 +23,68 @@ from paceline.sync.base import Strategy
 
 
 class Records:
-    """Opens the folder, the trackers and the log of a run, on one worker; `folder`: where the script wants the folders of runs."""
+    """Opens the folder, the trackers and the log of a run, on one worker; `folder`: where the
+    script wants the folders of runs.
+    """
 
     def __init__(
-        self, joined: Joined, folder: str, name: str | None, on_nan: OnNan, *, strategy: Strategy, trackers: Iterable[Tracker] = ()
+        self,
+        joined: Joined,
+        folder: str,
+        name: str | None,
+        on_nan: OnNan,
+        *,
+        strategy: Strategy,
+        trackers: Iterable[Tracker] = (),
     ) -> None:
-        self._worker, self._axes, self._name, self._on_nan = joined.view.worker, joined.axes, name, on_nan
+        self._worker, self._axes, self._name, self._on_nan = (
+            joined.view.worker,
+            joined.axes,
+            name,
+            on_nan,
+        )
         place = self._worker.place
         self._root = Path(place.layout or place.folder or folder)
         self._strategy, self._trackers = strategy, list(trackers)
 
     def open(self, history: RunHistory, adds: bool) -> tuple[RunFolder, MetricsLog]:
-        """Open the folder, the trackers and the log; `adds`: the samples of a step are each worker's own."""
+        """Open the folder, the trackers and the log; `adds`: the samples of a step are each
+        worker's own.
+        """
         folder, worker = self._folder(), self._worker
         self._go_on(history)
         feed = self._feed(folder, history)
-        events.opened(worker.place, str(folder.path.absolute()), history.seed, history.began)  # for launchers that start others for it
+        # for launchers that start others for it
+        events.opened(worker.place, str(folder.path.absolute()), history.seed, history.began)
         if worker.page is not None:
             worker.page.writes_to(folder.path)
         book = self._book(folder, feed, adds=adds)
         if book is not None and not book.stands_by:
             events.writes(worker.place, str(folder.path.absolute()))
         mesh, accounts = self._axes.mesh if self._axes.cut else None, self._axes.slice.accounts
-        return folder, MetricsLog(book, on_nan=self._on_nan, say=history.tell, accounts=accounts, mesh=mesh)
+        return folder, MetricsLog(
+            book, on_nan=self._on_nan, say=history.tell, accounts=accounts, mesh=mesh
+        )
 
     def _folder(self) -> RunFolder:
-        """Return the folder of the run that this worker joins or that its job has begun before, or a new one. Collective."""
+        """Return the folder of the run that this worker joins or that its job has begun before,
+        or a new one. Collective.
+        """
         place, start = self._worker.place, self._worker.place.job_start
         name = self._name if self._name is not None else place.run_name
         if place.run is not None:
             return RunFolder(Path(place.run[0]))
         if start is not None and start.folder is not None:
             if place.rank == 0:  # other hosts need not have it
-                Path(start.folder).mkdir(parents=True, exist_ok=True)  # that of `pl.load` goes when a start fails
+                # that of `pl.load` goes when a start fails
+                Path(start.folder).mkdir(parents=True, exist_ok=True)
             return RunFolder.again(Path(start.folder), name)
         return RunFolder.agree(self._axes.everyone, self._root, name, say=self._worker.say)
 
     def _go_on(self, history: RunHistory) -> None:
-        """Have the history begin with the first start of the job, and say why that and others have ended."""
+        """Have the history begin with the first start of the job, and say why that and others
+        have ended.
+        """
         start = self._worker.place.job_start
         if start is not None and start.events:
             began = history.began if start.folder is None else start.began
@@ -66,9 +92,16 @@ class Records:
             history.learn({**history.facts(), "events": told + history.events, "began": began})
 
     def _feed(self, folder: RunFolder, history: RunHistory) -> TrackerFeed:
-        """Begin in all trackers on the first worker, and tell all when the run began there. Collective, but for one that joins."""
+        """Begin in all trackers on the first worker, and tell all when the run began there.
+
+        Collective, but for one that joins.
+        """
         worker, start, mesh = self._worker, self._worker.place.job_start, self._axes.mesh
-        settings: dict[str, Setting] = {"sync": spell(self._strategy), "workers": worker.place.size, "hosts": len(worker.cluster.hosts)}
+        settings: dict[str, Setting] = {
+            "sync": spell(self._strategy),
+            "workers": worker.place.size,
+            "hosts": len(worker.cluster.hosts),
+        }
         if self._axes.cut:
             settings["mesh"] = ", ".join(f"{axis}={size}" for axis, size in mesh.axes)
         feed = TrackerFeed(
@@ -78,7 +111,8 @@ class Records:
             worker.say,
             settings=settings,
             again=start is not None and start.folder is not None,
-            events_told=0 if start is None else max(len(start.events) - 1, 0),  # the last start ended without a word
+            # the last start ended without a word
+            events_told=0 if start is None else max(len(start.events) - 1, 0),
             timings=worker.place.timings.trackers,
         )
         if worker.place.run is not None:
@@ -88,12 +122,25 @@ class Records:
             feed.begin()
             return bytes(msgpack.packb(history.began))
 
-        history.learn({**history.facts(), "began": msgpack.unpackb(self._axes.everyone.tell("where the run is reported to", begin))})
+        history.learn(
+            {
+                **history.facts(),
+                "began": msgpack.unpackb(
+                    self._axes.everyone.tell("where the run is reported to", begin)
+                ),
+            }
+        )
         return feed
 
     def _book(self, folder: RunFolder, feed: TrackerFeed, *, adds: bool) -> MetricsWriter | None:
-        """Return a writer of metrics on the first worker; where losses are survived, on all, as another one may have to go on."""
+        """Return a writer of metrics on the first worker; where losses are survived, on all, as
+        another one may have to go on.
+        """
         place = self._worker.place
         if place.rank == 0 and not place.joining:
             return MetricsWriter(folder, display(place), adds=adds, feed=feed)
-        return None if place.worker is None else MetricsWriter(folder, stands_by=True, adds=adds, feed=feed)
+        return (
+            None
+            if place.worker is None
+            else MetricsWriter(folder, stands_by=True, adds=adds, feed=feed)
+        )

@@ -1,7 +1,8 @@
-"""Makes torch.distributed know the backend `paceline`, and the meeting point of its launcher, `paceline://`.
+"""Makes torch.distributed know the backend `paceline`, and the meeting point of its launcher,
+`paceline://`.
 
-`import torch` calls `register` wherever paceline is installed (the entry point of `torch.backends` in
-pyproject.toml). So nothing is imported here before it is used.
+`import torch` calls `register` wherever paceline is installed (the entry point of `torch.backends`
+in pyproject.toml). So nothing is imported here before it is used.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ def _meet(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, in
     from paceline.errors import UsageError
 
     if url != f"{NAME}://":
-        raise UsageError(f"init_method is {url!r}, where the launcher says who is who: give '{NAME}://' alone, without rank and world_size")
+        raise UsageError(
+            f"init_method is {url!r}, where the launcher says who is who: "
+            f"give '{NAME}://' alone, without rank and world_size"
+        )
     place = discover()
     yield connect(place, deadline=timeout.total_seconds()).torch, place.rank, place.size

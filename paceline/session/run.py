@@ -54,16 +54,37 @@ class Run:
     ...             optimizer.step()
     ...             optimizer.zero_grad()
 
-    `rank`, `size`, `local_rank`, `host` (name), `device`, `group` (of all workers), `steps` (taken so far), `seed` (shared by all workers),
-    `is_first` (of all workers) and `weight` (of my present batch) say where this worker is. `results`: what the first adds to the summary.
+    `rank`, `size`, `local_rank`, `host` (name), `device`, `group` (of all workers), `steps` (taken
+    so far), `seed` (shared by all workers), `is_first` (of all workers) and `weight` (of my present
+    batch) say where this worker is. `results`: what the first adds to the summary.
     """
 
     def __init__(self, parts: RunParts) -> None:
         self._parts = parts
-        self._view, self._axes, self._context, self._agreement = parts.view, parts.axes, parts.axes.slice, parts.axes.slice.agreement
-        self._history, self._log, self._loop, self._prepared = parts.history, parts.log, parts.loop, parts.prepared
-        self._own, self._progress, self._plan, self._saving = parts.own, parts.progress, parts.plan, parts.saving
-        self._hints, self._watch, self._collector, self._resumption = parts.hints, parts.watch, parts.collector, parts.resumption
+        self._view, self._axes, self._context, self._agreement = (
+            parts.view,
+            parts.axes,
+            parts.axes.slice,
+            parts.axes.slice.agreement,
+        )
+        self._history, self._log, self._loop, self._prepared = (
+            parts.history,
+            parts.log,
+            parts.loop,
+            parts.prepared,
+        )
+        self._own, self._progress, self._plan, self._saving = (
+            parts.own,
+            parts.progress,
+            parts.plan,
+            parts.saving,
+        )
+        self._hints, self._watch, self._collector, self._resumption = (
+            parts.hints,
+            parts.watch,
+            parts.collector,
+            parts.resumption,
+        )
         self._comparer, self._survival, self._ending = parts.comparer, parts.survival, parts.ending
         self._backward = parts.loop.backward
         self._inference = ModelInference(parts.axes, parts.prepared.cuts, self.device)
@@ -105,8 +126,14 @@ class Run:
 
     @property
     def mesh(self) -> Mesh:
-        """The workers as a grid with named axes; all along `data` unless `start` or `--mesh` says something else."""
-        return self._axes.mesh if self._survival is None else Mesh((("data", self.size),), tuple(range(self.size)))
+        """The workers as a grid with named axes; all along `data` unless `start` or `--mesh`
+        says something else.
+        """
+        return (
+            self._axes.mesh
+            if self._survival is None
+            else Mesh((("data", self.size),), tuple(range(self.size)))
+        )
 
     @property
     def seed(self) -> int:
@@ -133,7 +160,9 @@ class Run:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What has happened so far, as the summary has it: losses, joins, and what `event` was told; each with its `time`, in seconds."""
+        """What has happened so far, as the summary has it: losses, joins, and what `event` was
+        told; each with its `time`, in seconds.
+        """
         return self._history.events
 
     @property
@@ -153,41 +182,63 @@ class Run:
 
     @property
     def weight(self) -> float:
-        """The weight of my present batch (samples, or what `weigh` says); 1 outside of a loop over a loader."""
+        """The weight of my present batch (samples, or what `weigh` says); 1 outside of a loop
+        over a loader.
+        """
         turn = self._loop.turn
         return 1.0 if turn is None else turn.weight
 
     # ---- preparing
 
     @overload
-    def prepare(self, a: DataLoader[T], /, **options: Unpack[PrepareKeywords]) -> PreparedLoader[T]: ...
+    def prepare(
+        self, a: DataLoader[T], /, **options: Unpack[PrepareKeywords]
+    ) -> PreparedLoader[T]: ...
     @overload
     def prepare(self, a: A, /, **options: Unpack[PrepareKeywords]) -> A: ...
     @overload
-    def prepare(self, a: A, b: DataLoader[T], /, **options: Unpack[PrepareKeywords]) -> tuple[A, PreparedLoader[T]]: ...
+    def prepare(
+        self, a: A, b: DataLoader[T], /, **options: Unpack[PrepareKeywords]
+    ) -> tuple[A, PreparedLoader[T]]: ...
     @overload
     def prepare(self, a: A, b: B, /, **options: Unpack[PrepareKeywords]) -> tuple[A, B]: ...
     @overload
-    def prepare(self, a: A, b: B, c: DataLoader[T], /, **options: Unpack[PrepareKeywords]) -> tuple[A, B, PreparedLoader[T]]: ...
+    def prepare(
+        self, a: A, b: B, c: DataLoader[T], /, **options: Unpack[PrepareKeywords]
+    ) -> tuple[A, B, PreparedLoader[T]]: ...
     @overload
-    def prepare(self, a: A, b: B, c: C, /, **options: Unpack[PrepareKeywords]) -> tuple[A, B, C]: ...
+    def prepare(
+        self, a: A, b: B, c: C, /, **options: Unpack[PrepareKeywords]
+    ) -> tuple[A, B, C]: ...
     @overload
     def prepare(
         self, a: A, b: B, c: DataLoader[S], d: DataLoader[T], /, **options: Unpack[PrepareKeywords]
     ) -> tuple[A, B, PreparedLoader[S], PreparedLoader[T]]: ...
     @overload
-    def prepare(self, a: A, b: B, c: C, d: DataLoader[T], /, **options: Unpack[PrepareKeywords]) -> tuple[A, B, C, PreparedLoader[T]]: ...
+    def prepare(
+        self, a: A, b: B, c: C, d: DataLoader[T], /, **options: Unpack[PrepareKeywords]
+    ) -> tuple[A, B, C, PreparedLoader[T]]: ...
     @overload
-    def prepare(self, a: A, b: B, c: C, d: D, /, **options: Unpack[PrepareKeywords]) -> tuple[A, B, C, D]: ...
+    def prepare(
+        self, a: A, b: B, c: C, d: D, /, **options: Unpack[PrepareKeywords]
+    ) -> tuple[A, B, C, D]: ...
     @overload
-    def prepare(self, a: A, b: B, c: C, d: D, e: E, /, **options: Unpack[PrepareKeywords]) -> tuple[A, B, C, D, E]: ...
+    def prepare(
+        self, a: A, b: B, c: C, d: D, e: E, /, **options: Unpack[PrepareKeywords]
+    ) -> tuple[A, B, C, D, E]: ...
     @overload
-    def prepare(self, a: P, b: P, c: P, d: P, e: P, f: P, /, *more: P, **options: Unpack[PrepareKeywords]) -> tuple[Any, ...]: ...
+    def prepare(
+        self, a: P, b: P, c: P, d: P, e: P, f: P, /, *more: P, **options: Unpack[PrepareKeywords]
+    ) -> tuple[Any, ...]: ...
     @overload
     def prepare(self, **options: Unpack[PrepareKeywords]) -> tuple[()]: ...
     @removed(
-        readers="each worker reads the whole stream: leave it out, or say shard='mine' if each rank has samples of its own",
-        accumulate="run.step(model, x, y, loss=..., micro_batches=k or 'auto') cuts a batch by itself; in a loop of your own "
+        readers=(
+            "each worker reads the whole stream: leave it out, or say shard='mine' if each rank "
+            "has samples of its own"
+        ),
+        accumulate="run.step(model, x, y, loss=..., micro_batches=k or 'auto') cuts a batch by "
+        "itself; in a loop of your own "
         "put all passes but the last into run.no_sync()",
     )
     def prepare(
@@ -208,30 +259,32 @@ class Run:
 
         >>> model, optimizer, loader = run.prepare(model, optimizer, loader, shares=[2, 1])
 
-        Models, optimizers, schedulers and scalers stay the same objects. A DataLoader comes back as a
-        loader of this worker's shares: its batch size is that of the global batch. An option may be given
-        before there is a loader or a model. It then holds for later calls, until another value is given.
+        Models, optimizers, schedulers and scalers stay the same objects. A DataLoader comes back as
+        a loader of this worker's shares: its batch size is that of the global batch. An option may
+        be given before there is a loader or a model. It then holds for later calls, until another
+        value is given.
 
         Args:
             objects: The objects, in any order.
             loss: How the loss sums up the samples of a batch: "mean" (default) or "sum".
-            weigh: Function from a batch to its weight, if the loss is a mean over something else than
-                samples, such as `pl.tokens("labels")`.
-            cost: Function from a sample to its cost, such as its length. Shares are then equal in cost and
-                not in samples. `pl.padded(cost)` is for workers that pad their samples.
-            shares: How a global batch is divided: one ratio for each worker, a function from the batch
-                size to a number of samples for each worker, or "auto", which follows the measured speed
-                of each worker. Default: equal shares.
-            batchnorm: Statistics of BatchNorm: "sync" (over the global batch, the default) or "local".
-            train: Whether the loaders are for training. Default: `torch.is_grad_enabled()` when a loader
-                is iterated.
-            pad: Whether, in evaluation, a worker without samples gets the first sample of the batch and
-                not 0 rows. `gather`, `mean` and `log` leave it out.
+            weigh: Function from a batch to its weight, if the loss is a mean over something else
+                than samples, such as `pl.tokens("labels")`.
+            cost: Function from a sample to its cost, such as its length. Shares are then equal in
+                cost and not in samples. `pl.padded(cost)` is for workers that pad their samples.
+            shares: How a global batch is divided: one ratio for each worker, a function from the
+                batch size to a number of samples for each worker, or "auto", which follows the
+                measured speed of each worker. Default: equal shares.
+            batchnorm: Statistics of BatchNorm: "sync" (over the global batch, the default) or
+                "local".
+            train: Whether the loaders are for training. Default: `torch.is_grad_enabled()` when a
+                loader is iterated.
+            pad: Whether, in evaluation, a worker without samples gets the first sample of the batch
+                and not 0 rows. `gather`, `mean` and `log` leave it out.
             shard: "mine" for a stream that already gives each rank its own samples.
-            cut: One cut or a list of cuts, which give each worker its part of the models. `paceline run
-                --cut` overrides it. See docs/cuts.md.
-            init: First values of a model: a file of weights, a state dict, or a function that is called
-                with each module of a model that was built under `pl.meta()`.
+            cut: One cut or a list of cuts, which give each worker its part of the models. `paceline
+                run --cut` overrides it. See docs/cuts.md.
+            init: First values of a model: a file of weights, a state dict, or a function that is
+                called with each module of a model that was built under `pl.meta()`.
 
         Returns:
             The prepared objects in the same order; the object itself if there is one.
@@ -246,21 +299,29 @@ class Run:
         return ready[0] if len(ready) == 1 else tuple(ready)
 
     def keep(self, name: str, thing: Stateful) -> None:
-        """Let `thing` (anything with state_dict and load_state_dict, alike on all workers) be part of the run's state: saved, resumed.
+        """Let `thing` (anything with state_dict and load_state_dict, alike on all workers) be part
+        of the run's state: saved, resumed.
 
         >>> run.keep("average", torch.optim.swa_utils.AveragedModel(model))
 
         Copies of a model that is cut, such as an `AveragedModel` of it, are cut as it is.
         """
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-            raise UsageError(f"run.keep({name!r}) got a {type(thing).__qualname__}, which lacks state_dict or load_state_dict; write both")
+            raise UsageError(
+                f"run.keep({name!r}) got a {type(thing).__qualname__}, which lacks state_dict or "
+                "load_state_dict; write both"
+            )
         self._prepared.state.add(f"kept.{name}", thing)
-        self._prepared.cuts.copies.find(f"kept.{name}", thing, [model for _, model in self._prepared.models])
+        self._prepared.cuts.copies.find(
+            f"kept.{name}", thing, [model for _, model in self._prepared.models]
+        )
 
     # ---- in the loop
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield 0, 1, ... count - 1; after `resume` from the epoch that was under way. Ends early when all have agreed to `stop`.
+        """Yield 0, 1, ... count - 1; after `resume` from the epoch that was under way.
+
+        Ends early when all have agreed to `stop`.
 
         >>> for epoch in run.epochs(3):
         ...     for x, y in loader:
@@ -275,7 +336,8 @@ class Run:
             return
         while self._progress.epoch < count:
             joined = self._survival is not None and self._survival.take_joined()
-            if not joined and self._collector.stop_agreed():  # a worker that has joined did so in the middle of an epoch
+            # a worker that has joined did so in the middle of an epoch
+            if not joined and self._collector.stop_agreed():
                 return
             self._progress.begin()
             self._plan.epoch_begins(self._progress.epoch)
@@ -287,12 +349,14 @@ class Run:
             self._hints.ended()
 
     def forward(self, model: nn.Module, *inputs: Any, **options: Any) -> Any:
-        """Run a model on `inputs` and return all of what it gives, without gradients, however it is cut.
+        """Run a model on `inputs` and return all of what it gives, without gradients, however it is
+        cut.
 
         >>> logits = run.forward(model, x)
 
-        Inputs come to my device as batches do. Workers that differ along `tensor` or `stage` alone give it the same ones, and get the same
-        outputs; others may have their own. Say `model.eval()` before where dropout is to rest. Collective if it is cut.
+        Inputs come to my device as batches do. Workers that differ along `tensor` or `stage` alone
+        give it the same ones, and get the same outputs; others may have their own. Say
+        `model.eval()` before where dropout is to rest. Collective if it is cut.
         """
         return self._inference.forward(model, inputs, options)
 
@@ -305,23 +369,28 @@ class Run:
         micro_batches: MicroBatches = "auto",
         **options: Any,
     ) -> Tensor:
-        """Go forward and back, and return the loss of my part of the batch: the step of a loop for models in any layout.
+        """Go forward and back, and return the loss of my part of the batch: the step of a loop for
+        models in any layout.
 
         >>> loss = run.step(model, x, y, loss=F.cross_entropy)  # in place of model(x) and loss.backward()
 
-        `batch` is what the model gets, and last the target; `loss(output, target)` is one number. `options` are the model's too. With an
-        axis `stage` all workers along it call this with the same batch, it is cut into micro-batches along the first dimension of tensors,
-        and the loss is a mean over samples, or over what the loader's `weigh` counts (or `weigh`, of a tuple of all that is given here).
-        Where gradients are off, as in an evaluation, nothing goes back. The scale of a prepared GradScaler is applied here, so what is left
-        is to call `scaler.step` and `scaler.update`.
+        `batch` is what the model gets, and last the target; `loss(output, target)` is one number.
+        `options` are the model's too. With an axis `stage` all workers along it call this with the
+        same batch, it is cut into micro-batches along the first dimension of tensors, and the loss
+        is a mean over samples, or over what the loader's `weigh` counts (or `weigh`, of a tuple of
+        all that is given here). Where gradients are off, as in an evaluation, nothing goes back.
+        The scale of a prepared GradScaler is applied here, so what is left is to call `scaler.step`
+        and `scaler.update`.
 
-        `micro_batches=k` goes forward and back on k parts of this worker's share, one after the other, and exchanges their sum once.
-        The batch of the step stays what the script says. Layers that take statistics of the batch take those of each part. With "auto"
-        (default) the share is taken whole, and a worker whose memory runs out in the first steps goes on with halves, if only parameters
-        of `model` have gradients and no layer takes statistics of the batch. With a loader's `weigh` both need `weigh`.
+        `micro_batches=k` goes forward and back on k parts of this worker's share, one after the
+        other, and exchanges their sum once. The batch of the step stays what the script says.
+        Layers that take statistics of the batch take those of each part. With "auto" (default) the
+        share is taken whole, and a worker whose memory runs out in the first steps goes on with
+        halves, if only parameters of `model` have gradients and no layer takes statistics of the
+        batch. With a loader's `weigh` both need `weigh`.
 
         Raises `DataError` on all workers along `stage`, where they got different batches.
-        """
+        """  # noqa: E501
         return self._stepped.step(model, batch, options, loss, weigh, micro_batches=micro_batches)
 
     def event(self, what: str) -> None:
@@ -332,38 +401,50 @@ class Run:
         self._history.note(what)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Add up backward passes inside of the block on their own worker; the first one outside exchanges the whole sum.
+        """Add up backward passes inside of the block on their own worker; the first one outside
+        exchanges the whole sum.
 
         >>> with run.no_sync():
         ...     F.cross_entropy(model(x), y).backward()
         """
         return self._loop.quietly()
 
-    def clip(self, what: nn.Module | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        """Clip the gradients of a model or of parameters to a global norm; return the norm before (None in a turn that is dealt again).
+    def clip(
+        self, what: nn.Module | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """Clip the gradients of a model or of parameters to a global norm; return the norm before
+        (None in a turn that is dealt again).
 
         >>> norm = run.clip(model, 1.0)  # between loss.backward() and optimizer.step()
         """
         self._loop.ready("run.clip")
         if not self._loop.acting:
             return None
-        tensors = [what] if isinstance(what, Tensor) else list(what.parameters() if isinstance(what, nn.Module) else what)
+        tensors = (
+            [what]
+            if isinstance(what, Tensor)
+            else list(what.parameters() if isinstance(what, nn.Module) else what)
+        )
         self._prepared.tables.check_clip(tensors)
         return self._prepared.clipping.clip(tensors, max_norm, norm_type)
 
     @overload
     def whole(self, what: nn.Parameter) -> contextlib.AbstractContextManager[nn.Parameter]: ...
     @overload
-    def whole(self, what: nn.Module) -> contextlib.AbstractContextManager[dict[str, nn.Parameter]]: ...
+    def whole(
+        self, what: nn.Module
+    ) -> contextlib.AbstractContextManager[dict[str, nn.Parameter]]: ...
     @contextlib.contextmanager
     def whole(self, what: nn.Module | nn.Parameter) -> Iterator[Any]:
-        """Have a parameter whole on all workers, however it is cut, and keep what the block leaves in it. Collective.
+        """Have a parameter whole on all workers, however it is cut, and keep what the block leaves
+        in it. Collective.
 
         >>> with run.whole(model.head.weight) as weight, torch.no_grad():
         ...     weight.div_(weight.norm(dim=-1, keepdim=True))
 
-        It is a parameter that stands for the one of the model: with its value and, after backward, its gradient, both of which may be
-        changed or added to. For a module: all of its parameters, by name. Between two steps, or between backward and step.
+        It is a parameter that stands for the one of the model: with its value and, after backward,
+        its gradient, both of which may be changed or added to. For a module: all of its parameters,
+        by name. Between two steps, or between backward and step.
 
         Raises `UsageError` where workers leave different values.
         """
@@ -376,15 +457,18 @@ class Run:
 
         >>> run.log(loss=loss, **{"val/accuracy": 0.5})
 
-        Numbers and tensors of one element: their mean over workers, by samples, is written. Prepared metrics of torchmetrics: the value of
-        all workers' states together. `pl.histogram(tensor)` and `pl.image(tensor)`: those of the first worker. All of it goes into the
-        run's folder and to where the run is reported (`report_to`); last values stand in the summary, as `logged`.
+        Numbers and tensors of one element: their mean over workers, by samples, is written.
+        Prepared metrics of torchmetrics: the value of all workers' states together.
+        `pl.histogram(tensor)` and `pl.image(tensor)`: those of the first worker. All of it goes
+        into the run's folder and to where the run is reported (`report_to`); last values stand in
+        the summary, as `logged`.
         """
         if not self._prepared.loaders:
             self._hints.logged()
         if not self._loop.transaction.failed:
             check_logged(values, self._prepared.metrics)
-            weight = self.weight if self._axes.counted else 0.0  # that of a ghost is 0, too: ignored
+            # that of a ghost is 0, too: ignored
+            weight = self.weight if self._axes.counted else 0.0
             self._log.log(self.steps + (self._loop.led is not None), values, weight)
 
     def print(self, *values: Any, **options: Any) -> None:
@@ -400,12 +484,15 @@ class Run:
     @overload
     def mean(self, x: float, weight: float | None = None) -> float: ...
     def mean(self, x: Tensor | float, weight: float | None = None) -> Tensor | float:
-        """Return the mean of `x` over workers by `weight` (default: `run.weight`): a float for a float, else a tensor. Collective.
+        """Return the mean of `x` over workers by `weight` (default: `run.weight`): a float for a
+        float, else a tensor. Collective.
 
         >>> accuracy = run.mean((model(x).argmax(1) == y).double().mean())
         """
         weight = float(self.weight if weight is None else weight)
-        return self._agreement.attempt(lambda: collectives.mean(self._agreement, self._context.group, x, weight))
+        return self._agreement.attempt(
+            lambda: collectives.mean(self._agreement, self._context.group, x, weight)
+        )
 
     @overload
     def sum(self, x: Tensor) -> Tensor: ...
@@ -424,11 +511,16 @@ class Run:
         turn = self._loop.turn
         if turn is None and self._loop.had_ghosts:
             self._hints.added_up()
-        agreement, group, ghost = self._agreement, self._context.group, turn is not None and turn.ghost
+        agreement, group, ghost = (
+            self._agreement,
+            self._context.group,
+            turn is not None and turn.ghost,
+        )
         return agreement.attempt(lambda: collectives.add_up(agreement, group, x, ghost=ghost))
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the rows (dim 0) of all workers; inside a loop over a loader in data set order, ghosts left out. Collective.
+        """Return the rows (dim 0) of all workers; inside a loop over a loader in data set order,
+        ghosts left out. Collective.
 
         >>> answers = run.gather(model(x).argmax(1))
         """
@@ -436,7 +528,12 @@ class Run:
         ghost = turn is not None and turn.ghost
         nothing = (x.detach().reshape(1) if x.dim() == 0 else x.detach())[:0]
         order = None if turn is None else turn.rows
-        return self._loop.gather(lambda: collectives.gather(self._agreement, self._context.group, x, ghost=ghost, order=order), nothing)
+        return self._loop.gather(
+            lambda: collectives.gather(
+                self._agreement, self._context.group, x, ghost=ghost, order=order
+            ),
+            nothing,
+        )
 
     def barrier(self) -> None:
         """Wait until every worker has come here. Collective.
@@ -447,7 +544,8 @@ class Run:
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
-        """Let the first worker of each host go through the block ahead of the others (for downloads). Collective.
+        """Let the first worker of each host go through the block ahead of the others (for
+        downloads). Collective.
 
         >>> with run.first():
         ...     torch.hub.download_url_to_file("https://example.org/data.bin", "data.bin")
@@ -460,7 +558,9 @@ class Run:
             yield
 
     def stop(self) -> None:
-        """Ask to stop early; never waits. All workers stop together, at the end of the present epoch at the latest.
+        """Ask to stop early; never waits.
+
+        All workers stop together, at the end of the present epoch at the latest.
 
         >>> if run.mean(loss) < 0.1:
         ...     run.stop()
@@ -481,24 +581,26 @@ class Run:
 
         >>> run.save(metric=run.mean(loss), best="min")
 
-        Call it at the end of the loop body, after `optimizer.step()`: the present step counts as taken.
-        `pl.state_dict(folder, best=True)` reads the model of the best checkpoint, `resume` takes the newest.
+        Call it at the end of the loop body, after `optimizer.step()`: the present step counts as
+        taken. `pl.state_dict(folder, best=True)` reads the model of the best checkpoint, `resume`
+        takes the newest.
 
         Args:
             keep: Number of newest checkpoints that stay; the best one stays as well. Default: 3.
-            background: Whether a thread of the first worker writes while training goes on. The state is
-                copied in memory before `save` returns, and the folder appears when it is complete. A
-                second save waits for the first. Default: False, the checkpoint is on the disk on return.
-            metric: Number by which checkpoints are compared; the first worker's number counts. A number
-                that isn't finite is never the best.
+            background: Whether a thread of the first worker writes while training goes on. The
+                state is copied in memory before `save` returns, and the folder appears when it is
+                complete. A second save waits for the first. Default: False, the checkpoint is on
+                the disk on return.
+            metric: Number by which checkpoints are compared; the first worker's number counts. A
+                number that isn't finite is never the best.
             best: Which metric is the best: "min" or "max". Of equal metrics the earlier one wins.
 
         Returns:
             The folder of the checkpoint.
 
         Raises:
-            CheckpointError: The disk refuses. For a background save, the next `save`, `resume` or `close`
-                raises it.
+            CheckpointError: The disk refuses. For a background save, the next `save`, `resume` or
+                `close` raises it.
             UsageError: `metric` is not a number, or `best` differs from earlier saves.
         """
         step = self.steps + (self._loop.led is not None)
@@ -509,13 +611,15 @@ class Run:
         return self._saving.save(SaveRequest(folder, step, keep, background, measured))
 
     def resume(self, folder: str | Path | None = None) -> bool:
-        """Go on from the newest whole checkpoint (of `folder`, a run's; default: of runs called the same before).
+        """Go on from the newest whole checkpoint (of `folder`, a run's; default: of runs called the
+        same before).
 
         >>> if run.resume():
         ...     run.print("goes on at step", run.steps)
 
-        Returns False, and says so, if there is none at all. Otherwise everything prepared and kept is as it was saved, for any number of
-        workers. A job that has started again (`paceline run --restarts`) goes on from its own, whatever `folder` is. Collective.
+        Returns False, and says so, if there is none at all. Otherwise everything prepared and kept
+        is as it was saved, for any number of workers. A job that has started again (`paceline run
+        --restarts`) goes on from its own, whatever `folder` is. Collective.
 
         Raises `CheckpointError` if there are some and none can be used.
         """
@@ -526,14 +630,21 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if kind is None or events.leaves_well(error):
             self.close()
         else:
             self._ending.fail(kind, error)
 
     def close(self) -> None:
-        """Leave together with all workers: the summary is written, memory and sockets are freed. Twice is harmless.
+        """Leave together with all workers: the summary is written, memory and sockets are freed.
+
+        Twice is harmless.
 
         >>> run = pl.start(name="circle")  # without `with`
         >>> run.close()

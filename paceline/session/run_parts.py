@@ -1,4 +1,7 @@
-"""The parts of a run: what `session.assemble` builds, and what a `Run` is made of. Nothing of it is for scripts."""
+"""The parts of a run: what `session.assemble` builds, and what a `Run` is made of.
+
+Nothing of it is for scripts.
+"""
 
 from __future__ import annotations
 

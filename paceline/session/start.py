@@ -99,11 +99,12 @@ def start(
         folder: Folder of all runs. Default: "runs".
         seed: Seed of the run, the same on all workers as `run.seed`. Default: drawn by the first
             worker.
-        device: "cpu", "cuda" or "cuda:i". Default: a GPU for each worker if there is one, else "cpu".
+        device: "cpu", "cuda" or "cuda:i". Default: a GPU for each worker if there is one, else
+            "cpu".
         deadline: Seconds after which a wait for other workers ends with an error that names the
             missing workers. Default: 120.
-        late_after: Seconds after which `paceline run` shows what a late worker is doing. Default: ten
-            times the usual length of a call, at least 5.
+        late_after: Seconds after which `paceline run` shows what a late worker is doing. Default:
+            ten times the usual length of a call, at least 5.
         trace: Steps whose spans `trace.json` keeps: "last" (the last steps, the default), "all" or
             "off".
         on_nan: What happens when a logged loss is not a number: "warn" (default) or "stop".
@@ -120,8 +121,8 @@ def start(
             docs/cuts.md. Default: all workers along "data".
         straggler: What happens to workers that make the others wait: "warn" (default), "rebalance"
             (default with `shares="auto"`), "drop" or "evict".
-        cluster: File that `paceline probe` wrote, or the result of `pl.probe`. paceline then chooses
-            the routes between hosts by measured links. See docs/unequal.md.
+        cluster: File that `paceline probe` wrote, or the result of `pl.probe`. paceline then
+            chooses the routes between hosts by measured links. See docs/unequal.md.
         report_to: Trackers that the first worker reports to: one name or a list of "tensorboard",
             "wandb", "mlflow" and "prometheus", each with an option after a colon
             ("prometheus:9500"). See docs/trackers.md. `paceline run --report-to` overrides it.
@@ -137,36 +138,63 @@ def start(
     _check(deadline, trace, on_nan, replicate)
     began, comparison, place = time.time(), Comparison(compare, differing), discover()
     strategy, policy = _asked(place, sync, straggler)
-    file = ClusterFile.of(cluster if place.cluster is None else place.cluster, survives=place.worker is not None)
+    file = ClusterFile.of(
+        cluster if place.cluster is None else place.cluster, survives=place.worker is not None
+    )
     trackers = _trackers(place, report_to)
     seconds = _seconds(place, deadline, late_after)
-    with _reporting(place), ExitStack() as undo:  # the store stays: others may still read there why this worker failed
+    # the store stays: others may still read there why this worker failed
+    with _reporting(place), ExitStack() as undo:
         announcer, page = _enter(place, began, seconds)
-        worker = _meet_others(place, device, seconds, file, announcer.say, trace=Trace(TRACES[trace]), page=page, replicate=replicate)
+        worker = _meet_others(
+            place,
+            device,
+            seconds,
+            file,
+            announcer.say,
+            trace=Trace(TRACES[trace]),
+            page=page,
+            replicate=replicate,
+        )
         joined = _join(worker, late_after, undo, _mesh(place, mesh), policy)
         announcer.follow(joined.view)
         opened = Records(joined, folder, name, on_nan, strategy=strategy, trackers=trackers).open
         seed = _seed(place, seed)
-        run = assemble(joined, strategy, seed=seed, began=began, comparison=comparison, open_records=opened, total_steps=total_steps)
+        run = assemble(
+            joined,
+            strategy,
+            seed=seed,
+            began=began,
+            comparison=comparison,
+            open_records=opened,
+            total_steps=total_steps,
+        )
         undo.pop_all()
     return ExitHooks(run).arm()
 
 
 def _seconds(place: Place, deadline: float, late_after: float | None) -> float:
-    """Return the seconds after which waits are given up. Raises `UsageError` where that is before somebody counts as late."""
+    """Return the seconds after which waits are given up.
+
+    Raises `UsageError` where that is before somebody counts as late.
+    """
     seconds = deadline if place.deadline is None else place.deadline
     check_lateness(late_after, seconds, timings=place.timings.hangs)
     return seconds
 
 
 def _enter(place: Place, began: float, seconds: float) -> tuple[Announcer, Page | None]:
-    """Tell the launcher that this worker has begun; return who speaks for it, and its page of numbers."""
+    """Tell the launcher that this worker has begun; return who speaks for it, and its page of
+    numbers.
+    """
     events.joined(place)
     return Announcer(place), enter(place.progress, began, deadline=seconds)
 
 
 def _seed(place: Place, asked: int | None) -> int | None:
-    """Return the seed of the run that this worker joins, or that its job has begun before; else what the script asks for."""
+    """Return the seed of the run that this worker joins, or that its job has begun before; else
+    what the script asks for.
+    """
     if place.run is not None:
         return place.run[1]
     start = place.job_start
@@ -184,11 +212,15 @@ def _reporting(place: Place) -> Iterator[None]:
 
 
 def _refuse_another_import() -> None:
-    """End a process that was spawned and imports the script again, in one line: a traceback of multiprocessing's would hide that."""
-    # private in CPython; without it such a process would go on, and fail of what it hasn't inherited
+    """End a process that was spawned and imports the script again, in one line: a traceback of
+    multiprocessing's would hide that.
+    """
+    # private in CPython; without it such a process would go on, and fail of what it hasn't
+    # inherited
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SystemExit(
-            f"paceline: a process that {script()} has spawned (a reader of a DataLoader?) imports {script()} again, and came to pl.start: "
+            f"paceline: a process that {script()} has spawned (a reader of a DataLoader?) imports "
+            f"{script()} again, and came to pl.start: "
             'put what the script does behind `if __name__ == "__main__":`'
         )
 
@@ -217,13 +249,29 @@ def _meet_others(
     if place.job is not None:
         brand(place.job)
     store = connect(place, deadline=seconds)
-    alone, digest = Topology((HostRanks(place.hostname, (0,), "127.0.0.1"),)), "" if file is None else file.digest
+    alone, digest = (
+        Topology((HostRanks(place.hostname, (0,), "127.0.0.1"),)),
+        "" if file is None else file.digest,
+    )
     cluster = hosts(store, place, digest) if place.size > 1 else alone
     local = cluster.of(place.rank).ranks.index(place.rank)
-    worker = WorkerContext(place, store, cluster, choose_device(device, local), seconds, say, trace, replicate=replicate, page=page)
+    worker = WorkerContext(
+        place,
+        store,
+        cluster,
+        choose_device(device, local),
+        seconds,
+        say,
+        trace,
+        replicate=replicate,
+        page=page,
+    )
     worker.links = _links(worker, file)
     if isinstance(replicate, int) and place.worker is None:
-        say(f"replicate={replicate} has no effect: nobody may be lost here, as `paceline run` was given no --min-workers")
+        say(
+            f"replicate={replicate} has no effect: nobody may be lost here, as `paceline run` was "
+            "given no --min-workers"
+        )
     return worker
 
 
@@ -233,19 +281,38 @@ def _links(worker: WorkerContext, file: ClusterFile | None) -> RouteFacts | None
         return None
     file.check(worker.cluster)
     if worker.device.type == "cuda":
-        worker.say(f"{file.source} decides nothing here: gradients of GPUs go the ways of NCCL or Gloo")
+        worker.say(
+            f"{file.source} decides nothing here: gradients of GPUs go the ways of NCCL or Gloo"
+        )
         return None
     return file.facts(worker.cluster)
 
 
-def _join(worker: WorkerContext, late_after: float | None, undo: ExitStack, asked: str | None, policy: Policy | None) -> Joined:
-    known = asked is None or worker.place.joining  # one that comes later is a replica of those that were all there
-    mesh = None if known or asked is None else choose(asked, worker.cluster, survives=worker.place.worker is not None)
+def _join(
+    worker: WorkerContext,
+    late_after: float | None,
+    undo: ExitStack,
+    asked: str | None,
+    policy: Policy | None,
+) -> Joined:
+    # one that comes later is a replica of those that were all there
+    known = asked is None or worker.place.joining
+    mesh = (
+        None
+        if known or asked is None
+        else choose(asked, worker.cluster, survives=worker.place.worker is not None)
+    )
     context, default = _context(worker, undo)
     undo.callback(_close, context.extra_groups)
     view = CurrentView(worker)
-    divided = RunAxes.plain(context, lambda: view.cluster) if mesh is None else RunAxes.of(mesh, context, worker.cluster)
-    watching = HangDetector(worker.place, divided.slice.agreement, worker.deadline, late_after, others=divided.waits)
+    divided = (
+        RunAxes.plain(context, lambda: view.cluster)
+        if mesh is None
+        else RunAxes.of(mesh, context, worker.cluster)
+    )
+    watching = HangDetector(
+        worker.place, divided.slice.agreement, worker.deadline, late_after, others=divided.waits
+    )
     undo.callback(watching.stop)
     quota = ProcessorQuota(len(worker.cluster.of(worker.place.rank).ranks))
     return Joined(view, divided, watching, default, quota, policy)
@@ -257,8 +324,12 @@ def _close(groups: Iterable[Sender]) -> None:
         group.close()
 
 
-def _context(worker_context: WorkerContext, undo: ExitStack) -> tuple[SyncContext, DefaultProcessGroup | None]:
-    """Make the group of all workers, and the context that strategies work with; torch's default group, too."""
+def _context(
+    worker_context: WorkerContext, undo: ExitStack
+) -> tuple[SyncContext, DefaultProcessGroup | None]:
+    """Make the group of all workers, and the context that strategies work with; torch's default
+    group, too.
+    """
     group = everyone(worker_context)
     undo.callback(group.close)
     undo.callback(group.abort)
@@ -277,7 +348,9 @@ def _context(worker_context: WorkerContext, undo: ExitStack) -> tuple[SyncContex
         worker_context.say,
         worker_context.native,
         servers=ServerStarter(worker_context, agreement).begin,
-        table_servers=ServerStarter(worker_context, agreement, "SparseEmbedding", "table server").begin,
+        table_servers=ServerStarter(
+            worker_context, agreement, "SparseEmbedding", "table server"
+        ).begin,
         deadline=worker_context.deadline,
         survives=worker_context.place.worker is not None,
         cancel_scope=worker_context.cancel_scope,
@@ -288,7 +361,9 @@ def _context(worker_context: WorkerContext, undo: ExitStack) -> tuple[SyncContex
 
 
 def _trackers(place: Place, asked: Any) -> list[Tracker]:
-    """Return the trackers that the command line, or else the script, asks for; none where nothing is trained."""
+    """Return the trackers that the command line, or else the script, asks for; none where
+    nothing is trained.
+    """
     specs = catalogue.read(place.report_to if place.report_to is not None else asked)
     if place.rank == 0 or place.worker is not None:
         catalogue.check_installed(specs)
@@ -296,13 +371,16 @@ def _trackers(place: Place, asked: Any) -> list[Tracker]:
 
 
 def _mesh(place: Place, asked: str | None) -> str | None:
-    """Return the mesh that was asked for, on the command line or by the script; without one that of the only axis of `--cut`."""
+    """Return the mesh that was asked for, on the command line or by the script; without one that
+    of the only axis of `--cut`.
+    """
     if place.mesh is not None or asked is not None or place.cut is None:
         return asked if place.mesh is None else place.mesh
     names = sorted({cut.axis for cut in cuts.read(place.cut) if cut.axis})
     if len(names) > 1:
         raise UsageError(
-            f"--cut {place.cut!r} cuts along {' and '.join(names)}: say how many workers along which, --mesh '{names[0]}, {names[1]}=2'"
+            f"--cut {place.cut!r} cuts along {' and '.join(names)}: say how many workers along "
+            f"which, --mesh '{names[0]}, {names[1]}=2'"
         )
     return names[0] if names else None
 
@@ -312,12 +390,17 @@ def _strategy(asked: Any) -> Strategy:
         return AllReduce()
     found = read(asked) if isinstance(asked, str) else asked
     if not hasattr(found, "begin"):
-        raise UsageError(f"sync={asked!r} is not a strategy; write e.g. sync=AllReduce() or sync='AllReduce(via=\"ring\")'")
+        raise UsageError(
+            f"sync={asked!r} is not a strategy; write e.g. "
+            "sync=AllReduce() or sync='AllReduce(via=\"ring\")'"
+        )
     return found  # type: ignore[no-any-return]
 
 
 def _asked(place: Place, sync: Any, straggler: Policy | None) -> tuple[Strategy, Policy | None]:
-    """Return the strategy, and what is to be done about stragglers, as the command line says, or else the script."""
+    """Return the strategy, and what is to be done about stragglers, as the command line says, or
+    else the script.
+    """
     strategy = _strategy(place.sync if place.sync is not None else sync)
     policy = straggler_policy.read(place.straggler if place.straggler is not None else straggler)
     straggler_policy.check(policy, strategy, survives=place.worker is not None)
@@ -338,7 +421,11 @@ class Announcer:
 
     @property
     def _first(self) -> bool:
-        return self._place.rank == 0 and not self._place.joining if self._view is None else self._view.is_first
+        return (
+            self._place.rank == 0 and not self._place.joining
+            if self._view is None
+            else self._view.is_first
+        )
 
     def say(self, text: str) -> None:
         """Print `text` on stderr, unless it was said before."""
@@ -349,7 +436,9 @@ class Announcer:
 
 
 class ExitHooks:
-    """Closes a run that is not used with `with`: at exit, after an uncaught exception has been reported."""
+    """Closes a run that is not used with `with`: at exit, after an uncaught exception has been
+    reported.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run, self._process = run, os.getpid()
@@ -358,7 +447,9 @@ class ExitHooks:
         """Hook into the end of this process, and return the run; `run.close` removes the hooks."""
         previous = sys.excepthook
 
-        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        def hook(
+            kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        ) -> None:
             # multiprocessing's threads call it, too, for errors of a connection that end nothing
             if self._here() and threading.current_thread() is threading.main_thread():
                 parts_of(self._run).ending.fail(kind, error)
@@ -384,5 +475,7 @@ class ExitHooks:
         return self._run
 
     def _here(self) -> bool:
-        """Whether this is the process that joined: readers of a DataLoader are forked with our hooks."""
+        """Whether this is the process that joined: readers of a DataLoader are forked with our
+        hooks.
+        """
         return os.getpid() == self._process

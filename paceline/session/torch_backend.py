@@ -34,7 +34,10 @@ LAZY = object()  # asks for a group whose ranks don't wait for each other when i
 
 
 def create(options: Any, chosen: Any = None) -> GroupBackend:
-    """Make the process group that torch.distributed asks for, of all ranks or of some of them. `chosen`: its options, None or `LAZY`."""
+    """Make the process group that torch.distributed asks for, of all ranks or of some of them.
+
+    `chosen`: its options, None or `LAZY`.
+    """
     rank, size, seconds = options.group_rank, options.group_size, options.timeout.total_seconds()
     place = replace(_place(options.store), rank=rank, size=size, host_rank=None)
     store = Store(options.store, place.secret, path=NAME, deadline=seconds)
@@ -45,36 +48,69 @@ def create(options: Any, chosen: Any = None) -> GroupBackend:
             cluster = hosts(store, place)
         except DeadlineExceeded as error:
             who = f"the ranks of this process group are, among all, {', '.join(map(str, names))}"
-            raise DeadlineExceeded(f"{error}; {who}", tuple(names[other] for other in error.missing)) from None
+            raise DeadlineExceeded(
+                f"{error}; {who}", tuple(names[other] for other in error.missing)
+            ) from None
         if len(cluster.hosts) > 1 and place.meeting is None and place.interface is None:
-            text = f"these {size} workers are on {len(cluster.hosts)} hosts, and meet at no address that would tell which interface to use"
-            raise PlaceError(f"{text}: {network.advice()}, or give init_process_group a TCPStore or init_method='tcp://...'")
-        worker = WorkerContext(place, store, cluster, torch.device("cpu"), seconds, _announce(rank), names=names)
-        beside = max(place.local_size, len(cluster.of(rank).ranks))  # the workers of this host, of which the group may have some
+            text = (
+                f"these {size} workers are on {len(cluster.hosts)} hosts, and meet at no address "
+                "that would tell which interface to use"
+            )
+            raise PlaceError(
+                f"{text}: {network.advice()}, or give init_process_group a TCPStore or "
+                "init_method='tcp://...'"
+            )
+        worker = WorkerContext(
+            place, store, cluster, torch.device("cpu"), seconds, _announce(rank), names=names
+        )
+        # the workers of this host, of which the group may have some
+        beside = max(place.local_size, len(cluster.of(rank).ranks))
         return Members(everyone(worker), worker.cluster.names(), cores() / beside)
 
     names = tuple(options.global_ranks_in_group) or tuple(range(size))
-    return GroupBackend(rank, names, meet, options.store, pairs=_pairs(place, store, names, seconds, lazy=chosen is LAZY))
+    return GroupBackend(
+        rank,
+        names,
+        meet,
+        options.store,
+        pairs=_pairs(place, store, names, seconds, lazy=chosen is LAZY),
+    )
 
 
-def _pairs(place: Place, store: Store, names: tuple[int, ...], seconds: float, *, lazy: bool) -> Any:
-    """Make what carries messages between two ranks. Connected here, as a message must not wait for what its receiver does before."""
+def _pairs(
+    place: Place, store: Store, names: tuple[int, ...], seconds: float, *, lazy: bool
+) -> Any:
+    """Make what carries messages between two ranks.
+
+    Connected here, as a message must not wait for what its receiver does before.
+    """
     here = [f"here/{name}" for name in names]
     store.put(here[place.rank], True)
     try:
-        return sockets.connect_plainly(address(place), store.sub("pairs").torch, place.rank, place.size, seconds, lazy=lazy)
+        return sockets.connect_plainly(
+            address(place), store.sub("pairs").torch, place.rank, place.size, seconds, lazy=lazy
+        )
     except RuntimeError as error:
         absent = tuple(name for name, key in zip(names, here, strict=True) if not store.has([key]))
         if not absent:
-            raise WorkerLost(f"the {place.size} ranks of a process group can't connect: {str(error).splitlines()[0]}") from error
+            raise WorkerLost(
+                f"the {place.size} ranks of a process group can't connect: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
         who = ", ".join(map(str, absent))
         raise DeadlineExceeded(
-            f"rank {who} did not come within {seconds:g} s to make a process group of {place.size} ranks", absent
+            (
+                f"rank {who} did not come within {seconds:g} s to make a process group of "
+                f"{place.size} ranks"
+            ),
+            absent,
         ) from error
 
 
 def _place(store: Any) -> Place:
-    """Return the place of this process: its launcher's, or where `store` is served if the script says itself who it is."""
+    """Return the place of this process: its launcher's, or where `store` is served if the script
+    says itself who it is.
+    """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     meeting = (store.host, store.port) if isinstance(store, TCPStore) else None
@@ -86,19 +122,35 @@ def _place(store: Any) -> Place:
 
 
 def _announce(rank: int) -> Any:
-    return (lambda text: print(f"paceline: {text}", file=sys.stderr, flush=True)) if rank == 0 else (lambda text: None)
+    return (
+        (lambda text: print(f"paceline: {text}", file=sys.stderr, flush=True))
+        if rank == 0
+        else (lambda text: None)
+    )
 
 
 def world(worker_context: WorkerContext, group: Group) -> DefaultProcessGroup | None:
-    """Make the default group of torch.distributed; None where a group may lose members, or has only one."""
+    """Make the default group of torch.distributed; None where a group may lose members, or has
+    only one.
+    """
     place = worker_context.place
     if place.size == 1 or place.worker is not None:
         return None
-    on_gpu = "cpu:gloo,cuda:nccl" if isinstance(group, TorchGroup) and group.backend == "nccl" else "gloo"
+    on_gpu = (
+        "cpu:gloo,cuda:nccl"
+        if isinstance(group, TorchGroup) and group.backend == "nccl"
+        else "gloo"
+    )
     backend = NAME if worker_context.device.type == "cpu" else on_gpu
     store, deadline = worker_context.store.sub("default").torch, worker_context.deadline
     found = DefaultProcessGroup(
-        store, place.rank, place.size, address=address(place), deadline=deadline, backend=backend, options=LAZY if backend == NAME else None
+        store,
+        place.rank,
+        place.size,
+        address=address(place),
+        deadline=deadline,
+        backend=backend,
+        options=LAZY if backend == NAME else None,
     )
     if found.why:
         worker_context.say(found.why)

@@ -1,12 +1,13 @@
 """Blocks of tensors: which rectangle of a logical tensor lies in which file, as plain data.
 
-A logical tensor is what one process would have. Workers that cut it keep rectangles of it, and each rectangle is stored once:
+A logical tensor is what one process would have. Workers that cut it keep rectangles of it, and each
+rectangle is stored once:
 
       0     4     8      columns
    0  +-----+-----+
       |  a  |  b  |      a  ((0, 3), (0, 4))  blocks-00000.safetensors       a box has where it begins and where it ends, along each dim
    3  +-----+-----+      b  ((0, 3), (4, 8))  blocks-00001.safetensors
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -25,13 +26,16 @@ from paceline.state.snapshot import DTYPES, Json
 
 MOST_BLOCKS: Final = 1 << 15  # of a tensor
 MOST_DIMS: Final = 64  # as torch has
-_DENSE: Final = re.compile(r"b?(float|complex|int|uint)(8|16|32|64|128)(_\w+)?|bool")  # dtypes of whole bytes that memory can be made of
+# dtypes of whole bytes that memory can be made of
+_DENSE: Final = re.compile(r"b?(float|complex|int|uint)(8|16|32|64|128)(_\w+)?|bool")
 Box = tuple[tuple[int, int], ...]  # where a rectangle begins and ends along each dim
 
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """One rectangle of a logical tensor on the disk: the tensor called `key` in a file of safetensors."""
+    """One rectangle of a logical tensor on the disk: the tensor called `key` in a file of
+    safetensors.
+    """
 
     box: Box
     file: str
@@ -68,18 +72,24 @@ def sizes(box: Box) -> tuple[int, ...]:
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """Return what is in both boxes, or None if nothing is; a tensor without dims is in all of its boxes."""
+    """Return what is in both boxes, or None if nothing is; a tensor without dims is in all of
+    its boxes.
+    """
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(begin < end for begin, end in common) else None
 
 
 def within(inner: Box, outer: Box) -> tuple[slice, ...]:
     """Return where `inner` is in a tensor that has `outer`: what to index it with."""
-    return tuple(slice(begin - at, end - at) for (begin, end), (at, _) in zip(inner, outer, strict=True))
+    return tuple(
+        slice(begin - at, end - at) for (begin, end), (at, _) in zip(inner, outer, strict=True)
+    )
 
 
 def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
-    """Say in words why boxes don't make up a tensor of this shape, each element once; empty if they do."""
+    """Say in words why boxes don't make up a tensor of this shape, each element once; empty if
+    they do.
+    """
     kept = sorted(box for box in boxes if prod(sizes(box)))
     frame = whole(shape)
     outside = [box for box in kept if overlap(box, frame) != box]
@@ -88,7 +98,8 @@ def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
     edges = np.array(kept, dtype=np.int64).reshape(len(kept), len(frame), 2)
     first = [box[0][0] for box in kept if box]
     for place, box in enumerate(kept):
-        stop = bisect_left(first, box[0][1]) if box else len(kept)  # they are in the order of their first dim: no later one begins inside
+        # they are in the order of their first dim: no later one begins inside
+        stop = bisect_left(first, box[0][1]) if box else len(kept)
         if len(later := edges[place + 1 : stop]):
             crossing = (later[..., 0] < edges[place, :, 1]) & (edges[place, :, 0] < later[..., 1])
             if len(found := np.flatnonzero(crossing.all(axis=1))):
@@ -98,7 +109,9 @@ def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
 
 
 def merge(indexes: Iterable[Mapping[str, StoredTensor]]) -> BlockIndex:
-    """Join what several workers have written of the same logical tensors; CheckpointError where that isn't all of one, or not once."""
+    """Join what several workers have written of the same logical tensors; CheckpointError where
+    that isn't all of one, or not once.
+    """
     parts: dict[str, list[StoredTensor]] = {}
     for index in indexes:
         for path, part in index.items():
@@ -107,9 +120,16 @@ def merge(indexes: Iterable[Mapping[str, StoredTensor]]) -> BlockIndex:
     for path, same in parts.items():
         blocks = tuple(block for part in same for block in part.blocks)
         forms = {(part.dtype, part.shape) for part in same}
-        why = "workers have it in different shapes or dtypes" if len(forms) > 1 else uncovered(same[0].shape, (b.box for b in blocks))
+        why = (
+            "workers have it in different shapes or dtypes"
+            if len(forms) > 1
+            else uncovered(same[0].shape, (b.box for b in blocks))
+        )
         if why:
-            raise CheckpointError(f"{path} can't be saved in blocks: {why}; please report it, with the mesh and the cuts")
+            raise CheckpointError(
+                f"{path} can't be saved in blocks: {why}; please report it, with the mesh and the "
+                "cuts"
+            )
         merged[path] = StoredTensor(same[0].dtype, same[0].shape, blocks)
     return merged
 
@@ -119,7 +139,9 @@ def stored_bytes(index: Mapping[str, StoredTensor]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for tensor in index.values():
         for block in tensor.blocks:
-            counts[block.file] = counts.get(block.file, 0) + prod(sizes(block.box)) * tensor.dtype.itemsize
+            counts[block.file] = (
+                counts.get(block.file, 0) + prod(sizes(block.box)) * tensor.dtype.itemsize
+            )
     return counts
 
 
@@ -129,14 +151,23 @@ def to_json(index: Mapping[str, StoredTensor]) -> Json:
         path: {
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "shape": list(tensor.shape),
-            "blocks": [{"file": block.file, "key": block.key, "box": [list(range_) for range_ in block.box]} for block in tensor.blocks],
+            "blocks": [
+                {
+                    "file": block.file,
+                    "key": block.key,
+                    "box": [list(range_) for range_ in block.box],
+                }
+                for block in tensor.blocks
+            ],
         }
         for path, tensor in index.items()
     }
 
 
 def from_json(found: Json, *, partial: bool = False) -> BlockIndex:
-    """Read an index that `to_json` wrote. Raises CheckpointError for anything else: nothing in a file is believed.
+    """Read an index that `to_json` wrote.
+
+    Raises CheckpointError for anything else: nothing in a file is believed.
 
     With `partial` it may be that of one worker, in which tensors are not whole.
     """
@@ -147,12 +178,19 @@ def from_json(found: Json, *, partial: bool = False) -> BlockIndex:
         try:
             dtype, shape = form(entry["dtype"], entry["shape"])
             if len(entry["blocks"]) > MOST_BLOCKS:
-                raise ValueError(f"it is in {len(entry['blocks'])} blocks, and {MOST_BLOCKS} are possible")
-            blocks = tuple(StoredBlock(_box(block["box"]), _text(block["file"]), _text(block["key"])) for block in entry["blocks"])
+                raise ValueError(
+                    f"it is in {len(entry['blocks'])} blocks, and {MOST_BLOCKS} are possible"
+                )
+            blocks = tuple(
+                StoredBlock(_box(block["box"]), _text(block["file"]), _text(block["key"]))
+                for block in entry["blocks"]
+            )
             tensor = StoredTensor(dtype, shape, blocks)
             why = "" if partial else uncovered(shape, (block.box for block in blocks))
         except (LookupError, TypeError, ValueError) as error:
-            raise CheckpointError(f"what it says of {path} can't be read ({type(error).__name__}: {error})") from error
+            raise CheckpointError(
+                f"what it says of {path} can't be read ({type(error).__name__}: {error})"
+            ) from error
         if why:
             raise CheckpointError(f"{path} isn't there as a whole: {why}")
         index[path] = tensor
@@ -160,9 +198,13 @@ def from_json(found: Json, *, partial: bool = False) -> BlockIndex:
 
 
 def form(dtype: Any, shape: Any) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Read the dtype and shape of a tensor, of which nothing is believed. Raises ValueError, TypeError or LookupError."""
+    """Read the dtype and shape of a tensor, of which nothing is believed.
+
+    Raises ValueError, TypeError or LookupError.
+    """
     found = tuple(map(_count, shape))
-    if len(found) > MOST_DIMS or prod(max(1, size) for size in found) >= 1 << 60:  # torch counts strides of what is empty, too
+    # torch counts strides of what is empty, too
+    if len(found) > MOST_DIMS or prod(max(1, size) for size in found) >= 1 << 60:
         raise ValueError(f"no tensor has the shape {str(found)[:80]}")
     if not _DENSE.fullmatch(dtype):
         raise ValueError(f"no tensor that is kept is {dtype[:40]!r}")

@@ -1,4 +1,5 @@
-"""A bar at the bottom of a terminal: what draws it, and what takes it away for as long as other text is written.
+"""A bar at the bottom of a terminal: what draws it, and what takes it away for as long as other
+text is written.
 
     [1] loaded 3 files                                  what scripts print goes up
     epoch 2/3  ━━━━━━━━━━╸━━━━━━━━━  step 361/800  loss 2.346 █▆▅▄▃▂▁▁  0:12 left
@@ -27,7 +28,8 @@ _GAP: Final = "  "
 _LINES: Final = 5  # at most
 _COLOURS: Final = ("green", "cyan", "yellow", "magenta")  # of the parts of a step, in their order
 _BESIDE: Final = 8  # signs of a curve on a line of its own
-# of the line with the bar: whether it has the loss (1), and the time left too (2); the width of the bar, from and to; that of the curve
+# of the line with the bar: whether it has the loss (1), and the time left too (2); the width of the
+# bar, from and to; that of the curve
 _CHOICES: Final = (
     *((2, 20, 60, 16), (2, 12, 20, 12), (2, 8, 12, 8), (2, 6, 10, 0)),
     *((1, 8, 12, 8), (1, 6, 10, 0), (0, 6, 20, 0)),
@@ -35,12 +37,16 @@ _CHOICES: Final = (
 
 
 def capable(environ: Mapping[str, str]) -> bool:
-    """Whether a terminal in these surroundings can have a bar: not a dumb one, nor one whose output a CI keeps."""
+    """Whether a terminal in these surroundings can have a bar: not a dumb one, nor one whose
+    output a CI keeps.
+    """
     return environ.get("TERM", "dumb") not in ("", "dumb", "unknown") and not environ.get("CI")
 
 
 def reflows(environ: Mapping[str, str]) -> bool:
-    """Whether the terminal breaks lines anew when it becomes narrower; all do but xterm and screen."""
+    """Whether the terminal breaks lines anew when it becomes narrower; all do but xterm and
+    screen.
+    """
     return "XTERM_VERSION" not in environ and "STY" not in environ
 
 
@@ -54,18 +60,27 @@ def bar_on(stream: TextIO, *, breaks: bool = True) -> LiveBar:
             return SIZE
         return found.columns or SIZE[0], found.lines or SIZE[1]
 
-    return LiveBar(size, breaks=breaks, plain="utf" not in (getattr(stream, "encoding", None) or "utf-8").lower())
+    return LiveBar(
+        size,
+        breaks=breaks,
+        plain="utf" not in (getattr(stream, "encoding", None) or "utf-8").lower(),
+    )
 
 
 class LiveBar:
-    """What is drawn at the bottom of one terminal. `size`: of the terminal; `plain`: its encoding has ASCII alone."""
+    """What is drawn at the bottom of one terminal.
+
+    `size`: of the terminal; `plain`: its encoding has ASCII alone.
+    """
 
     def __init__(self, size: Size, *, breaks: bool = True, plain: bool = False) -> None:
         self._size, self._breaks, self._plain = size, breaks, plain
         self._status: RunStatus | None = None
-        self._made: tuple[tuple[int, int], list[tuple[int, str]]] | None = None  # how it looks on a terminal of this size
+        # how it looks on a terminal of this size
+        self._made: tuple[tuple[int, int], list[tuple[int, str]]] | None = None
         self._drawn: list[int] = []  # how wide each line is that is there
-        self._open = self._returned = False  # a line of other text is under way; and it went back to its own start
+        # a line of other text is under way; and it went back to its own start
+        self._open = self._returned = False
 
     def follow(self, status: RunStatus) -> None:
         """Show this status from the next drawing on."""
@@ -84,21 +99,32 @@ class LiveBar:
         if not self._drawn:
             return ""
         columns = max(self._size()[0], 1)
-        rows = sum(max(1, math.ceil(cells / columns)) for cells in self._drawn) if self._breaks else len(self._drawn)
+        rows = (
+            sum(max(1, math.ceil(cells / columns)) for cells in self._drawn)
+            if self._breaks
+            else len(self._drawn)
+        )
         self._drawn = []
         return "\r" + (f"\x1b[{rows - 1}A" if rows > 1 else "") + "\x1b[J"
 
     def back(self, *, insist: bool = False) -> str:
         """Draw the bar where there is something to draw, and no line of other text is under way.
 
-        `insist`: end such a line, unless it is one that its own program draws again and again (as a bar of the script's own).
+        `insist`: end such a line, unless it is one that its own program draws again and again (as a
+        bar of the script's own).
         """
         if self._status is None or self._drawn or (self._open and (self._returned or not insist)):
             return ""
         begin, self._open = "\n" if self._open else "", False
         size = self._size()
-        if self._made is None or self._made[0] != size:  # once for each status, however much is written above it
-            self._made = size, draw(self._status, size[0] - 1, max(1, min(_LINES, size[1] - 1)), plain=self._plain)
+        # once for each status, however much is written above it
+        if self._made is None or self._made[0] != size:
+            self._made = (
+                size,
+                draw(
+                    self._status, size[0] - 1, max(1, min(_LINES, size[1] - 1)), plain=self._plain
+                ),
+            )
         found = self._made[1]
         self._drawn = [cells for cells, _ in found]
         return begin + "\n".join(text for _, text in found)
@@ -114,11 +140,22 @@ class LiveBar:
         return f"{last}\n" if left else last
 
 
-def draw(status: RunStatus, columns: int, lines: int, *, plain: bool = False) -> list[tuple[int, str]]:
-    """Draw a status in at most so many lines, none wider than `columns`: how wide each is, and its characters."""
-    from rich.console import Console  # here: it takes as long to import as all of paceline, and only a terminal needs it
+def draw(
+    status: RunStatus, columns: int, lines: int, *, plain: bool = False
+) -> list[tuple[int, str]]:
+    """Draw a status in at most so many lines, none wider than `columns`: how wide each is, and
+    its characters.
+    """
+    # here: it takes as long to import as all of paceline, and only a terminal needs it
+    from rich.console import Console
 
-    console = Console(file=io.StringIO(), force_terminal=True, width=max(columns, 1), highlight=False, legacy_windows=False)
+    console = Console(
+        file=io.StringIO(),
+        force_terminal=True,
+        width=max(columns, 1),
+        highlight=False,
+        legacy_windows=False,
+    )
     found = []
     for text in list(_laid_out(status, columns, plain=plain))[:lines]:
         text.truncate(columns, overflow="ellipsis" if not plain else "crop")
@@ -129,10 +166,14 @@ def draw(status: RunStatus, columns: int, lines: int, *, plain: bool = False) ->
 
 
 def _laid_out(status: RunStatus, columns: int, *, plain: bool) -> Iterator[Text]:
-    """Lay a status out: first the line with the bar, then what found no room there, and the rest."""
+    """Lay a status out: first the line with the bar, then what found no room there, and the
+    rest.
+    """
     from rich.text import Text
 
-    values = [Text.assemble(name, " ", (f"{value:.4g}", "bold")) for name, value in status.values.items()]
+    values = [
+        Text.assemble(name, " ", (f"{value:.4g}", "bold")) for name, value in status.values.items()
+    ]
     left = [] if status.left is None else [Text(f"{spoken(status.left)} left")]
     first, there = _first_line(status, values[:1], left, columns, plain=plain)
     yield first
@@ -144,15 +185,26 @@ def _laid_out(status: RunStatus, columns: int, *, plain: bool) -> Iterator[Text]
     yield from _flow([*rest, *values[1:]], columns)
 
 
-def _first_line(status: RunStatus, value: list[Text], left: list[Text], columns: int, *, plain: bool) -> tuple[Text, int]:
-    """Write the line with the bar, and say how many of `value` and `left` are in it: as many as leave room for a bar."""
+def _first_line(
+    status: RunStatus, value: list[Text], left: list[Text], columns: int, *, plain: bool
+) -> tuple[Text, int]:
+    """Write the line with the bar, and say how many of `value` and `left` are in it: as many as
+    leave room for a bar.
+    """
     from rich.text import Text
 
-    head = [Text(f"epoch {status.epoch}/{status.epochs}", "bold")] if status.epoch is not None else []
-    step = Text(f"step {status.step}" if status.steps is None else f"step {status.step}/{status.steps}")
+    head = (
+        [Text(f"epoch {status.epoch}/{status.epochs}", "bold")] if status.epoch is not None else []
+    )
+    step = Text(
+        f"step {status.step}" if status.steps is None else f"step {status.step}/{status.steps}"
+    )
     done = min(max(status.step / status.steps, 0.0), 1.0) if status.steps else None
     for there, least, most, curve in _CHOICES:
-        tail = [*(_with_curve(value, status, 0 if plain else curve) if there > 0 else []), *(left if there > 1 else [])]
+        tail = [
+            *(_with_curve(value, status, 0 if plain else curve) if there > 0 else []),
+            *(left if there > 1 else []),
+        ]
         whole = [*head, step, *tail]
         room = columns - sum(text.cell_len + len(_GAP) for text in whole)
         if done is None and room >= -len(_GAP):
@@ -184,7 +236,10 @@ def _shares(parts: Mapping[str, float], columns: int) -> Text:
     from rich.text import Text
 
     long = len(shares(parts)) <= columns
-    pieces = [(f"{part if long else part[0]} {share:.0%}", _COLOURS[at % len(_COLOURS)]) for at, (part, share) in enumerate(parts.items())]
+    pieces = [
+        (f"{part if long else part[0]} {share:.0%}", _COLOURS[at % len(_COLOURS)])
+        for at, (part, share) in enumerate(parts.items())
+    ]
     return Text(" ").join(Text(text, colour) for text, colour in pieces)
 
 

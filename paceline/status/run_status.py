@@ -1,4 +1,6 @@
-"""How far a run is, as plain data: it travels from the first worker to what shows it, as a line of text or as a bar."""
+"""How far a run is, as plain data: it travels from the first worker to what shows it, as a line
+of text or as a bar.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ class RunStatus:
     values: dict[str, float] = field(default_factory=dict)  # that were logged, the loss first
     curve: tuple[float, ...] = ()  # of the first of them, from the start to now
     rate: float | None = None  # samples a second, inside steps
-    parts: dict[str, float] = field(default_factory=dict)  # the share of a step that each part takes
+    # the share of a step that each part takes
+    parts: dict[str, float] = field(default_factory=dict)
     left: float | None = None  # seconds
     late: str = ""  # who is, and why
     remark: str = ""
@@ -46,7 +49,9 @@ class RunStatus:
 
 
 class ValueCurve:
-    """A curve of any number of values, in at most 64 points: each the mean of as many values, but for the last."""
+    """A curve of any number of values, in at most 64 points: each the mean of as many values,
+    but for the last.
+    """
 
     def __init__(self) -> None:
         self._whole: list[float] = []
@@ -61,7 +66,10 @@ class ValueCurve:
             self._whole.append(self._sum / self._count)
             self._sum, self._count = 0.0, 0
         if len(self._whole) == _BUCKETS:
-            self._whole = [(one + other) / 2 for one, other in zip(self._whole[::2], self._whole[1::2], strict=True)]
+            self._whole = [
+                (one + other) / 2
+                for one, other in zip(self._whole[::2], self._whole[1::2], strict=True)
+            ]
             self._each *= 2
 
     def points(self) -> tuple[float, ...]:
@@ -72,7 +80,9 @@ class ValueCurve:
 def line(status: RunStatus) -> str:
     """Write a status as a line of text."""
     parts = [] if status.epoch is None else [f"epoch {status.epoch}/{status.epochs}"]
-    parts += [f"step {status.step}" if status.steps is None else f"step {status.step}/{status.steps}"]
+    parts += [
+        f"step {status.step}" if status.steps is None else f"step {status.step}/{status.steps}"
+    ]
     parts += [f"{name} {value:.4g}" for name, value in status.values.items()]
     parts += [] if status.rate is None else [f"{status.rate:,.0f} samples/s"]
     parts += [shares(status.parts)] if status.parts else []

@@ -1,4 +1,5 @@
-"""Abilities that only some strategies have: an interface for each, and the value that says which of them the running one has.
+"""Abilities that only some strategies have: an interface for each, and the value that says which of
+them the running one has.
 
 `prepare/abilities.py` finds out once, when a run starts.
 """
@@ -28,7 +29,9 @@ class StepObserver(Protocol):
 
 @runtime_checkable
 class Converging(Protocol):
-    """A strategy under which replicas, or what stands for them elsewhere, have to be made equal before they are looked at as one."""
+    """A strategy under which replicas, or what stands for them elsewhere, have to be made equal
+    before they are looked at as one.
+    """
 
     def converge(self) -> None:
         """Make replicas equal, as they are about to be evaluated, saved or ended. Collective."""
@@ -37,15 +40,22 @@ class Converging(Protocol):
 
 @runtime_checkable
 class Replicated(Protocol):
-    """A strategy under which replicas differ at times and are equal at others. Other strategies always are as `replicas_diverge` says."""
+    """A strategy under which replicas differ at times and are equal at others.
+
+    Other strategies always are as `replicas_diverge` says.
+    """
 
     @property
     def has_sync_points(self) -> bool:
-        """Whether all replicas become equal at some moments between two turns, without being asked for."""
+        """Whether all replicas become equal at some moments between two turns, without being
+        asked for.
+        """
         ...
 
     def replicated_state(self) -> dict[str, Tensor] | None:
-        """Return, between two turns, state that is equal on all workers, as all replicas are; None, on all, if replicas differ."""
+        """Return, between two turns, state that is equal on all workers, as all replicas are;
+        None, on all, if replicas differ.
+        """
         ...
 
 
@@ -58,20 +68,26 @@ class Recoverable(Protocol):
         ...
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
-        """Go on with the context's new group of workers. Collective; what was under way is discarded, or sent anew.
+        """Go on with the context's new group of workers.
+
+        Collective; what was under way is discarded, or sent anew.
 
         `layout`: what `join_info` returned, on all workers, where a worker has just joined.
         """
         ...
 
     def load_from_peer(self, state: dict[str, Any]) -> None:
-        """Take over another worker's `state_dict`, made while replicas were equal, but for its residuals. Parameters are here already."""
+        """Take over another worker's `state_dict`, made while replicas were equal, but for its
+        residuals. Parameters are here already.
+        """
         ...
 
 
 @runtime_checkable
 class Unreplicated(Protocol):
-    """A strategy under which a worker has state that no other has, and that another can take over when it is lost."""
+    """A strategy under which a worker has state that no other has, and that another can take
+    over when it is lost.
+    """
 
     @property
     def has_unreplicated_state(self) -> bool:
@@ -79,11 +95,17 @@ class Unreplicated(Protocol):
         ...
 
     def unreplicated_state(self) -> dict[str, Any] | None:
-        """Return, between two turns, what this worker alone has; None for nothing. Its tensors stay as they are until the next call."""
+        """Return, between two turns, what this worker alone has; None for nothing.
+
+        Its tensors stay as they are until the next call.
+        """
         ...
 
     def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
-        """Take over a lost worker's `unreplicated_state` of after `step`, to send it later. Returns False where it is out of date."""
+        """Take over a lost worker's `unreplicated_state` of after `step`, to send it later.
+
+        Returns False where it is out of date.
+        """
         ...
 
 
@@ -107,10 +129,14 @@ class RemoteOptimizer(Protocol):
 
 @runtime_checkable
 class RemoteClipping(Protocol):
-    """A strategy in which gradients are clipped on servers, as the worker doesn't have their mean."""
+    """A strategy in which gradients are clipped on servers, as the worker doesn't have their
+    mean.
+    """
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Return the norm of the gradients and let servers clip by it, as `Run.clip` says; `p.grad` stays. Collective, if in lockstep."""
+        """Return the norm of the gradients and let servers clip by it, as `Run.clip` says;
+        `p.grad` stays. Collective, if in lockstep.
+        """
         ...
 
 
@@ -125,7 +151,9 @@ class Unlocked(Protocol):
 
     @property
     def rows(self) -> Any:
-        """Steps sparse tables beside the strategy, where workers are not in lockstep (a `PerWorkerRowSteps` of `servers`)."""
+        """Steps sparse tables beside the strategy, where workers are not in lockstep (a
+        `PerWorkerRowSteps` of `servers`).
+        """
         ...
 
 
@@ -135,7 +163,9 @@ class ServerKeeping(Protocol):
 
     @property
     def copies(self) -> Any:
-        """Looks after the copies of servers (a `ServerReplication` of `servers`); None where losses aren't survived."""
+        """Looks after the copies of servers (a `ServerReplication` of `servers`); None where
+        losses aren't survived.
+        """
         ...
 
 
@@ -157,13 +187,17 @@ class LendsGradients(Protocol):
     """A strategy that hands out p.grad in memory that it uses again."""
 
     def overwrites(self, number: int, grad: Tensor) -> bool:
-        """Whether the exchange that this pass is for writes over `grad`, which is p.grad of slot `number` now."""
+        """Whether the exchange that this pass is for writes over `grad`, which is p.grad of slot
+        `number` now.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Abilities:
-    """The abilities of the running strategy: for each the strategy itself, or None where it lacks it."""
+    """The abilities of the running strategy: for each the strategy itself, or None where it
+    lacks it.
+    """
 
     observer: StepObserver | None = None
     converging: Converging | None = None
@@ -190,4 +224,8 @@ class Abilities:
     @property
     def unlocked_rows(self) -> Any:
         """Steps sparse tables where workers are not in lockstep; None in lockstep."""
-        return None if self.unlocked is None or self.unlocked.sample_queue is None else self.unlocked.rows
+        return (
+            None
+            if self.unlocked is None or self.unlocked.sample_queue is None
+            else self.unlocked.rows
+        )

@@ -1,12 +1,15 @@
-"""Synchronous data parallelism: the mean of all gradients, exchanged in buckets that leave while backward runs.
+"""Synchronous data parallelism: the mean of all gradients, exchanged in buckets that leave while
+backward runs.
 
     backward:   g9 g8 | g7 g6 g5 | g4 ...  g1 g0 |
     bucket 0:         |---- exchange ----|
     bucket 1:                    |---- exchange ----|
-    end:                                         | who used what? | the rest, in the same order everywhere | p.grad |
+    end:                                         | who used what? | the rest, in the same order
+                                                 everywhere | p.grad |
 
-What a rank hands over early depends on what its own backward touched; which buckets there were in the end is agreed on a channel of its
-own, so every rank exchanges the same buckets in the same order.
+What a rank hands over early depends on what its own backward touched; which buckets there were in
+the end is agreed on a channel of its own, so every rank exchanges the same buckets in the same
+order.
 """
 
 from __future__ import annotations
@@ -25,7 +28,16 @@ from torch import Tensor
 from paceline.codec.auto import auto
 from paceline.codec.codec import Codec, lift, plain
 from paceline.codec.coding import Coding, exact
-from paceline.comm.bucket_layout import Bucket, BucketShape, build, cut, put, scaled, sparse, stretches
+from paceline.comm.bucket_layout import (
+    Bucket,
+    BucketShape,
+    build,
+    cut,
+    put,
+    scaled,
+    sparse,
+    stretches,
+)
 from paceline.comm.group import Work
 from paceline.errors import Mismatch, UsageError
 from paceline.formatting import spell
@@ -36,7 +48,8 @@ from paceline.sync.context import SyncContext
 from paceline.sync.routes import Reducer, Via, reducer
 
 FIRST_MB = 1.0  # the first bucket is small, so that the exchange starts early
-LARGE = 16 << 10  # elements above which a gradient is copied when it comes; smaller ones by the bucket
+# elements above which a gradient is copied when it comes; smaller ones by the bucket
+LARGE = 16 << 10
 USED, SPARSE, LATE = 1, 2, 4
 CODED = ("auto", "native")  # the ways that a codec can have
 
@@ -51,21 +64,21 @@ class AllReduce:
     `optimizer.step()` is torch's own. Gradients are sent in buckets while backward runs.
 
     Args:
-        via: Route of the gradients. "auto" (default) uses shared memory inside a host, sends one copy
-            per host between hosts, and uses NCCL between GPUs; with a measured cluster it chooses by
-            its links (see `start`). "native" is Gloo or NCCL over all ranks. A schedule may be named:
-            "direct", "owners", "ring", "tree", "halving-doubling", "hierarchical" or "uneven" (chunks
-            by measured links).
+        via: Route of the gradients. "auto" (default) uses shared memory inside a host, sends one
+            copy per host between hosts, and uses NCCL between GPUs; with a measured cluster it
+            chooses by its links (see `start`). "native" is Gloo or NCCL over all ranks. A schedule
+            may be named: "direct", "owners", "ring", "tree", "halving-doubling", "hierarchical" or
+            "uneven" (chunks by measured links).
         bucket_mb: Size of a bucket in MB. Default: 8.
         codec: How gradients are written on the wire, such as `int8()` or
-            `error_feedback(topk(0.01))`. `p.grad` is then what has arrived, the same on all workers.
-            "auto" begins with exact sums and takes a codec if that is faster (see `auto`). Sums
-            inside a host stay exact, unless all workers are on one host or `via="native"`.
+            `error_feedback(topk(0.01))`. `p.grad` is then what has arrived, the same on all
+            workers. "auto" begins with exact sums and takes a codec if that is faster (see `auto`).
+            Sums inside a host stay exact, unless all workers are on one host or `via="native"`.
             Default: `exact()`.
 
     Raises:
         UsageError: No such route, no size above 0, or a codec together with a schedule.
-    """
+    """  # noqa: E501
 
     via: Via = "auto"
     bucket_mb: float = 8.0
@@ -79,28 +92,38 @@ class AllReduce:
             object.__setattr__(self, "codec", auto())
         if self._lossy and self.via not in CODED:
             raise UsageError(
-                f"{self!r}: a codec has a way of its own to sum, so via={self.via!r} can't be honoured; leave via out (exact inside a "
+                f"{self!r}: a codec has a way of its own to sum, so via={self.via!r} can't be "
+                "honoured; leave via out (exact inside a "
                 "host, coded between hosts), or say via='native' (coded between all workers)"
             )
         if not self.bucket_mb > 0:
-            raise UsageError(f"bucket_mb={self.bucket_mb} is not a size; give megabytes above 0, e.g. bucket_mb=8")
+            raise UsageError(
+                f"bucket_mb={self.bucket_mb} is not a size; give megabytes above 0, e.g. "
+                "bucket_mb=8"
+            )
 
     @property
     def _lossy(self) -> bool:
         """Whether gradients are coded, or may come to be."""
         if isinstance(self.codec, str):
-            raise UsageError(f"codec={self.codec!r} is unknown; as a string there is 'auto', else give a codec such as int8()")
+            raise UsageError(
+                f"codec={self.codec!r} is unknown; as a string there is 'auto', else give a codec "
+                "such as int8()"
+            )
         return isinstance(self.codec, auto) or not isinstance(lift(self.codec), plain)
 
     def begin(self, context: SyncContext) -> AllReduceSync:
         if context.cut_axes and isinstance(self.codec, auto):
             raise UsageError(
-                f"{self!r}: codec='auto' decides by measured times, and each part of a cut model would decide by itself; name the codec"
+                f"{self!r}: codec='auto' decides by measured times, and each part of a cut model "
+                "would decide by itself; name the codec"
             )
         coded = None
         if self._lossy and not isinstance(self.codec, str):
             coded = CompressedExchange(context, self.codec, hosts=self.via != "native")
-        return AllReduceSync(context, reducer(self.via, coded=coded is not None), int(self.bucket_mb * 1e6), coded)
+        return AllReduceSync(
+            context, reducer(self.via, coded=coded is not None), int(self.bucket_mb * 1e6), coded
+        )
 
 
 class AllReduceSync:
@@ -110,7 +133,11 @@ class AllReduceSync:
     exchanges_in_backward = True
 
     def __init__(
-        self, context: SyncContext, reducing: Callable[[SyncContext], Reducer], limit: int, coded: CompressedExchange | None = None
+        self,
+        context: SyncContext,
+        reducing: Callable[[SyncContext], Reducer],
+        limit: int,
+        coded: CompressedExchange | None = None,
     ) -> None:
         self._context, self._reducing, self._limit, self._coded = context, reducing, limit, coded
         self._reducer = reducing(context)
@@ -118,10 +145,13 @@ class AllReduceSync:
         self._shapes: list[BucketShape] = []
         self._kinds: list[Kind | None] = []
         self._buckets: list[Bucket] = []
-        self._home: list[tuple[int, Tensor] | None] = []  # of each slot: its bucket and its view there (None: sparse, it has none)
+        # of each slot: its bucket and its view there (None: sparse, it has none)
+        self._home: list[tuple[int, Tensor] | None] = []
         self._missing: list[int] = []  # of each bucket: members that have not come
-        self._small: list[list[tuple[Tensor, Tensor, float]]] = []  # of each bucket: (view, gradient, scale) to be copied
-        self._smalls: list[tuple[int, list[slice]]] = []  # of each bucket: how many small members it has, and where they lie
+        # of each bucket: (view, gradient, scale) to be copied
+        self._small: list[list[tuple[Tensor, Tensor, float]]] = []
+        # of each bucket: how many small members it has, and where they lie
+        self._smalls: list[tuple[int, list[slice]]] = []
         self._works: list[Work[Tensor] | None] = []
         self._shelves: BucketMemory | None = None  # where buckets lie
         self._writing = False  # buckets are being written, in memory that nobody holds
@@ -132,7 +162,8 @@ class AllReduceSync:
         self._held: dict[int, Tensor] = {}
         self._sparse: dict[int, Tensor] = {}
         self._late: dict[int, Tensor] = {}
-        self._patient: set[int] = set()  # buckets whose members may come more than once in a backward
+        # buckets whose members may come more than once in a backward
+        self._patient: set[int] = set()
         self._full = b""
         self._moving: Any = None  # the layout of a `regroup` under way
 
@@ -143,28 +174,45 @@ class AllReduceSync:
         self._slots = list(slots)
         self._kinds = [None if self._coded is None else self._coded.kind(slot) for slot in slots]
         self._shapes = [
-            BucketShape.of(slot.parameter)._replace(kind=_kind(slot, kind)) for slot, kind in zip(slots, self._kinds, strict=True)
+            BucketShape.of(slot.parameter)._replace(kind=_kind(slot, kind))
+            for slot, kind in zip(slots, self._kinds, strict=True)
         ]
         self._flags = bytearray(len(slots))
         self._full = bytes([USED]) * len(slots)
         self._order.clear()
 
     def _lay_out(self, order: Sequence[int], sparse: set[int]) -> None:
-        """Make the buckets, in the order of the first worker's first backward; sparse gradients have no place in them."""
+        """Make the buckets, in the order of the first worker's first backward; sparse gradients
+        have no place in them.
+        """
         seen = {*order, *sparse}
-        whole = [*(n for n in order if n not in sparse), *(n for n in reversed(range(len(self._slots))) if n not in seen)]
+        whole = [
+            *(n for n in order if n not in sparse),
+            *(n for n in reversed(range(len(self._slots))) if n not in seen),
+        ]
         runs = cut(self._shapes, whole, self._limit, int(min(FIRST_MB * 1e6, self._limit)))
         self._buckets = build(self._shapes, runs, self._empty)
-        self._smalls = [(sum(view.numel() < LARGE for view in bucket.views), stretches(bucket, LARGE)) for bucket in self._buckets]
+        self._smalls = [
+            (sum(view.numel() < LARGE for view in bucket.views), stretches(bucket, LARGE))
+            for bucket in self._buckets
+        ]
         self._home = [None] * len(self._slots)
         self._patient.clear()
-        self._shelves = BucketMemory(self._buckets, self._home, [slot.parameter for slot in self._slots], self._reducer)
+        self._shelves = BucketMemory(
+            self._buckets, self._home, [slot.parameter for slot in self._slots], self._reducer
+        )
         if self._coded is not None:
-            self._coded.lay_out(self._buckets, [slot.name for slot in self._slots], self._shapes, self._kinds)
+            self._coded.lay_out(
+                self._buckets, [slot.name for slot in self._slots], self._shapes, self._kinds
+            )
         self._rewind()
 
     def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._reducer.empty(numel, dtype) if device.type == "cpu" else torch.empty(numel, dtype=dtype, device=device)
+        return (
+            self._reducer.empty(numel, dtype)
+            if device.type == "cpu"
+            else torch.empty(numel, dtype=dtype, device=device)
+        )
 
     def _rewind(self) -> None:
         self._missing = [len(bucket.members) for bucket in self._buckets]
@@ -224,7 +272,11 @@ class AllReduceSync:
 
     def _leave(self) -> None:
         """Send the buckets that are full, in order."""
-        while self._next < len(self._buckets) and not self._missing[self._next] and self._next not in self._patient:
+        while (
+            self._next < len(self._buckets)
+            and not self._missing[self._next]
+            and self._next not in self._patient
+        ):
             self._send(self._next)
             self._next += 1
 
@@ -235,7 +287,9 @@ class AllReduceSync:
         if self._coded is not None and self._coded.takes(index):
             self._works[index] = self._coded.all_reduce(index, flat, name)
         else:
-            self._works[index] = self._reducer.all_reduce(flat, name, soon=index == len(self._buckets) - 1)
+            self._works[index] = self._reducer.all_reduce(
+                flat, name, soon=index == len(self._buckets) - 1
+            )
 
     def _fill(self, index: int) -> None:
         small = self._small[index]
@@ -248,7 +302,8 @@ class AllReduceSync:
                 put(view, grad, scale)
         elif scales[0] == 0.0:
             torch._foreach_zero_(views)
-        elif scales[0] != 1.0 and len(small) == self._smalls[index][0]:  # all at once, as each by itself takes long
+        elif scales[0] != 1.0 and len(small) == self._smalls[index][0]:
+            # all at once, as each by itself takes long
             for stretch in self._smalls[index][1]:
                 self._buckets[index].flat[stretch].mul_(scales[0])
         elif scales[0] != 1.0:
@@ -256,7 +311,9 @@ class AllReduceSync:
         small.clear()
 
     def _once_more(self, number: int, value: Tensor) -> None:
-        """Take a parameter that comes twice in one backward (reentrant checkpoints share it), or dense where it was sparse at first."""
+        """Take a parameter that comes twice in one backward (reentrant checkpoints share it), or
+        dense where it was sparse at first.
+        """
         home = self._home[number]
         if home is not None:
             self._patient.add(home[0])  # from now on its bucket waits for the end
@@ -268,7 +325,11 @@ class AllReduceSync:
             self._late[number] = self._late[number].add_(value) if number in self._late else value
 
     def _take_sparse(self, number: int, grad: Tensor, scale: float) -> None:
-        value = grad * scale if scale else sparse(grad._indices()[:, :0], grad._values()[:0], grad.shape)
+        value = (
+            grad * scale
+            if scale
+            else sparse(grad._indices()[:, :0], grad._values()[:0], grad.shape)
+        )
         self._flags[number] |= SPARSE
         self._sparse[number] = self._sparse[number].add_(value) if number in self._sparse else value
 
@@ -287,14 +348,23 @@ class AllReduceSync:
                 if not self._flags[number] & USED:
                     view.zero_()
             self._send(index)
-        begun = [(index, self._begun[index]) for index, work in enumerate(self._works) if work is not None]
+        begun = [
+            (index, self._begun[index])
+            for index, work in enumerate(self._works)
+            if work is not None
+        ]
         with contextlib.nullcontext() if self._coded is None else self._coded.awaited(begun):
             for index, work in enumerate(self._works):
                 if work is not None:
                     work.wait()
-                    self._context.trace.record(f"bucket {index}", "bucket", self._begun[index], time.perf_counter_ns())
-        homes = enumerate(zip(flags, self._home, strict=False))  # without buckets there are no homes
-        results = {number: home[1] for number, (flag, home) in homes if flag & USED and home is not None}
+                    self._context.trace.record(
+                        f"bucket {index}", "bucket", self._begun[index], time.perf_counter_ns()
+                    )
+        # without buckets there are no homes
+        homes = enumerate(zip(flags, self._home, strict=False))
+        results = {
+            number: home[1] for number, (flag, home) in homes if flag & USED and home is not None
+        }
         for number, flag in enumerate(flags) if max(flags, default=0) > USED else ():
             if flag & LATE:
                 total = self._sum_late(number)
@@ -311,12 +381,16 @@ class AllReduceSync:
         first = not self._buckets
         layout = [self._order, self._layout()] if first else [None, None]
         body = b"" if whole == self._full and not first else msgpack.packb([whole, *layout])
-        answers = self._context.agreement.meet("backward", body, where="" if where == "backward" else where)
+        answers = self._context.agreement.meet(
+            "backward", body, where="" if where == "backward" else where
+        )
         if not first and not any(answers):
             return list(whole)
         union = bytearray(len(whole))
         order: list[int] | None = None
-        parts = [msgpack.unpackb(answer) if answer else (self._full, None, None) for answer in answers]
+        parts = [
+            msgpack.unpackb(answer) if answer else (self._full, None, None) for answer in answers
+        ]
         if any(names != parts[0][2] for _, _, names in parts):
             self._tell_apart()
         for flags, theirs, _ in parts:
@@ -333,7 +407,8 @@ class AllReduceSync:
                 else:
                     self._flags[number] |= LATE
                     self._late[number] = grad
-            for number in range(len(union)):  # dense here, sparse there: the dense part goes by itself
+            # dense here, sparse there: the dense part goes by itself
+            for number in range(len(union)):
                 union[number] |= LATE if union[number] & USED and union[number] & SPARSE else 0
             self._held.clear()
         return list(union)
@@ -344,13 +419,22 @@ class AllReduceSync:
     def _tell_apart(self) -> None:
         """Raise an error that says which parameters the workers don't have in common."""
         names = [slot.name for slot in self._slots]
-        found = [msgpack.unpackb(answer) for answer in self._context.agreement.meet("parameters", msgpack.packb(names))]
+        found = [
+            msgpack.unpackb(answer)
+            for answer in self._context.agreement.meet("parameters", msgpack.packb(names))
+        ]
         for rank, theirs in enumerate(found):
             odd = sorted({*theirs} ^ {*found[0]})
             if odd:
                 has, lacks = (rank, 0) if odd[0] in theirs else (0, rank)
-                raise Mismatch(f"workers train different parameters: {odd[0]} is trained on rank {has} and frozen on rank {lacks}")
-        raise Mismatch("workers unfroze the same parameters in different orders; unfreeze them in the same order on all")
+                raise Mismatch(
+                    f"workers train different parameters: {odd[0]} is trained on rank {has} and "
+                    f"frozen on rank {lacks}"
+                )
+        raise Mismatch(
+            "workers unfroze the same parameters in different orders; unfreeze them in the same "
+            "order on all"
+        )
 
     def _sum_late(self, number: int) -> Tensor:
         late = self._late.pop(number, None)
@@ -365,8 +449,12 @@ class AllReduceSync:
             nothing = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
             mine = sparse(nothing, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape)
         mine = mine.coalesce()
-        indices = self._context.group.all_gather(mine.indices().t().contiguous(), name=f"sparse {number} indices").wait()
-        values = self._context.group.all_gather(mine.values(), name=f"sparse {number} values").wait()
+        indices = self._context.group.all_gather(
+            mine.indices().t().contiguous(), name=f"sparse {number} indices"
+        ).wait()
+        values = self._context.group.all_gather(
+            mine.values(), name=f"sparse {number} values"
+        ).wait()
         return sparse(torch.cat(indices).t(), torch.cat(values), parameter.shape).coalesce()
 
     # ---- the rest of the life of a strategy
@@ -393,8 +481,10 @@ class AllReduceSync:
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
         """Make new buckets, of the same parameters if a codec has kept something of them."""
-        self._moving = layout = self.join_info() if layout is None else layout  # another worker may leave before there are buckets again
-        self._buckets, self._shelves = [], None  # in memory of the old group, which Gloo may still write to
+        # another worker may leave before there are buckets again
+        self._moving = layout = self.join_info() if layout is None else layout
+        # in memory of the old group, which Gloo may still write to
+        self._buckets, self._shelves = [], None
         self._context, self._reducer = context, self._reducing(context)
         self._held.clear()
         self._sparse.clear()
@@ -430,11 +520,15 @@ class AllReduceSync:
             self._coded.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the order of parameters in buckets, who has no place there, and what the codec has kept; an exact mean has no state."""
+        """Return the order of parameters in buckets, who has no place there, and what the codec
+        has kept; an exact mean has no state.
+        """
         if self._coded is None or not self._buckets:
             return {}
         order = [self._slots[number].name for bucket in self._buckets for number in bucket.members]
-        apart = [slot.name for slot, home in zip(self._slots, self._home, strict=True) if home is None]
+        apart = [
+            slot.name for slot, home in zip(self._slots, self._home, strict=True) if home is None
+        ]
         return {"order": order, "sparse": apart, "coded": self._coded.state_dict()}
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
@@ -443,18 +537,34 @@ class AllReduceSync:
         if not found:
             return
         if self._coded is None:
-            self._context.announce("the checkpoint was written with a codec: what it had kept of the gradients is dropped")
+            self._context.announce(
+                "the checkpoint was written with a codec: what it had kept of the gradients is "
+                "dropped"
+            )
             return
         numbers = {slot.name: number for number, slot in enumerate(self._slots)}
-        apart = found[0].get("sparse")  # what older checkpoints don't tell is all that is in no bucket
-        if apart is None and (strange := [name for name in found[0]["order"] if name not in numbers]):
-            raise UsageError(f"the checkpoint has the gradient of {strange[0]} in a codec, and no such parameter is trained here")
+        # what older checkpoints don't tell is all that is in no bucket
+        apart = found[0].get("sparse")
+        if apart is None and (
+            strange := [name for name in found[0]["order"] if name not in numbers]
+        ):
+            raise UsageError(
+                f"the checkpoint has the gradient of {strange[0]} in a codec, and no such "
+                "parameter is trained here"
+            )
         order = [numbers[name] for name in found[0]["order"] if name in numbers]
         self._release()
-        self._lay_out(order, {*numbers.values()} - {*order} if apart is None else {numbers[name] for name in apart if name in numbers})
+        self._lay_out(
+            order,
+            {*numbers.values()} - {*order}
+            if apart is None
+            else {numbers[name] for name in apart if name in numbers},
+        )
         self._coded.load_state_dicts([state["coded"] for state in found])
 
 
 def _kind(slot: Slot, codecs: Kind | None) -> Hashable:
-    """Return which slots share buckets: what is coded together comes out alike on all workers only where all of it is the same there."""
+    """Return which slots share buckets: what is coded together comes out alike on all workers
+    only where all of it is the same there.
+    """
     return None if codecs is None else (codecs, slot.shard)

@@ -1,13 +1,18 @@
-"""Watches backward passes: hands every gradient to the strategy, sees the end of the outermost pass, and sets p.grad.
+"""Watches backward passes: hands every gradient to the strategy, sees the end of the outermost
+pass, and sets p.grad.
 
-    a pass begins:         parameters whose p.grad holds something are looked at before it adds to them, from now on
-    AccumulateGrad of p:   before: what p.grad held is kept apart    after: what backward added goes to the strategy
+    a pass begins:         parameters whose p.grad holds something are looked at before it adds to
+                           them, from now on
+    AccumulateGrad of p:   before: what p.grad held is kept apart    after: what backward added goes
+                                                                     to the strategy
     end of the outermost:  p.grad = kept + the strategy's result
 
-How a pass is exchanged is the transaction's part, which gives zeros where a pass has no result on any worker.
+How a pass is exchanged is the transaction's part, which gives zeros where a pass has no result on
+any worker.
 
-The end is a callback of autograd's graph. Where backward runs inside a backward (reentrant checkpointing), the inner callback
-finds the outer node under way, and queues itself again from there, until no node is left around it.
+The end is a callback of autograd's graph. Where backward runs inside a backward (reentrant
+checkpointing), the inner callback finds the outer node under way, and queues itself again from
+there, until no node is left around it.
 """
 
 from __future__ import annotations
@@ -46,11 +51,14 @@ class ParameterHook:
         self.node: Any = None
         self.handles: list[Any] = []
         self.touched = False  # in this backward
-        self.prior: Tensor | None = None  # what p.grad held before this backward: final, not exchanged again
+        # what p.grad held before this backward: final, not exchanged again
+        self.prior: Tensor | None = None
         self.carry: Tensor | None = None  # weighted gradients of silent passes, not exchanged yet
         self.shown: Tensor | None = None  # the p.grad that a silent pass left, and its version then
         self.version = 0
-        self.given = 0  # id of what p.grad was set to, in the strategy's memory, which counts references to see whether others hold it
+        # id of what p.grad was set to, in the strategy's memory, which counts references to see
+        # whether others hold it
+        self.given = 0
 
     def show(self) -> None:
         """Let p.grad show what silent passes have added up, and what it held before."""
@@ -63,19 +71,27 @@ class ParameterHook:
 
 
 class GradientTracker(JoiningTracker):
-    """Follows the backward passes over some parameters, on behalf of a strategy. `prepare` sets the step's state when a pass begins."""
+    """Follows the backward passes over some parameters, on behalf of a strategy.
 
-    def __init__(self, sync: Sync, context: SyncContext, abilities: Abilities, prepare: Callable[[], None]) -> None:
+    `prepare` sets the step's state when a pass begins.
+    """
+
+    def __init__(
+        self, sync: Sync, context: SyncContext, abilities: Abilities, prepare: Callable[[], None]
+    ) -> None:
         self.sync, self.context, self._prepare = sync, context, prepare
         self._remote = abilities.remote is not None  # optimizers step elsewhere
-        self._mixes = self._remote and not (sync.exchanges_in_backward or sync.replicas_diverge)  # each worker's own gradients go there
+        # each worker's own gradients go there
+        self._mixes = self._remote and not (sync.exchanges_in_backward or sync.replicas_diverge)
         self.hooks: list[ParameterHook] = []
         self.slots: list[Slot] = []
         self.passes = 0  # exchanged since the turn began
         self.silenced = False  # a silent pass was made or asked for since the turn began
         self.owing = False  # a silent pass was made or asked for since the last exchange
         self._overwrites: Callable[[int, Tensor], bool] = (
-            (lambda number, grad: False) if abilities.lender is None else abilities.lender.overwrites
+            (lambda number, grad: False)
+            if abilities.lender is None
+            else abilities.lender.overwrites
         )
         self.reached = 0  # passes in which some worker has reached a parameter
         self.begun = 0  # passes, silent ones too
@@ -92,15 +108,22 @@ class GradientTracker(JoiningTracker):
         self._sources: list[GradientSource] = []
 
     def watch(self, slots: Sequence[Slot]) -> None:
-        """Follow these parameters (those already followed are left alone) and hand all of them to the strategy.
+        """Follow these parameters (those already followed are left alone) and hand all of them to
+        the strategy.
 
-        Where optimizers step elsewhere, this is called again when an optimizer is prepared for parameters that had none.
+        Where optimizers step elsewhere, this is called again when an optimizer is prepared for
+        parameters that had none.
         """
         self._guard.listen()
         new = [slot for slot in slots if id(slot.parameter) not in self._by_id]
         by_id = {id(slot.parameter): slot for slot in slots}
-        before, self.slots = self.slots, [by_id.get(id(slot.parameter), slot) for slot in self.slots]
-        owned = self._remote and any(one.optimizer is not two.optimizer for one, two in zip(before, self.slots, strict=True))
+        before, self.slots = (
+            self.slots,
+            [by_id.get(id(slot.parameter), slot) for slot in self.slots],
+        )
+        owned = self._remote and any(
+            one.optimizer is not two.optimizer for one, two in zip(before, self.slots, strict=True)
+        )
         for slot in new:
             hook = ParameterHook(len(self.hooks), slot.name, slot.parameter)
             self._by_id[id(slot.parameter)] = hook
@@ -125,7 +148,12 @@ class GradientTracker(JoiningTracker):
             parameter.grad = None
             if not self.open:
                 self._begin()
-            if self._silent or hook.number in self.late or hook.carry is not None or grad.requires_grad:
+            if (
+                self._silent
+                or hook.number in self.late
+                or hook.carry is not None
+                or grad.requires_grad
+            ):
                 self._add_up(hook, grad, self._scale)
             else:
                 hook.touched = True
@@ -135,7 +163,9 @@ class GradientTracker(JoiningTracker):
         self._guard.add(hook)
 
     def follow(self, source: GradientSource) -> None:
-        """Take the gradients of cut parameters, which autograd doesn't add to, from `source` too."""
+        """Take the gradients of cut parameters, which autograd doesn't add to, from `source`
+        too.
+        """
         self._sources.append(source)
         source.deliver_to(self)
 
@@ -171,7 +201,9 @@ class GradientTracker(JoiningTracker):
         return self._scale
 
     def take(self, parameter: Tensor, grad: Tensor) -> None:
-        """Take the gradient of a cut parameter, which counts as it is, from a source of gradients."""
+        """Take the gradient of a cut parameter, which counts as it is, from a source of
+        gradients.
+        """
         self.open_idle()
         hook = self._by_id[id(parameter)]
         self._set_apart(hook)
@@ -183,7 +215,8 @@ class GradientTracker(JoiningTracker):
 
     def _end(self) -> None:
         node = torch._C._current_autograd_node()
-        if node is not None:  # this pass runs inside a node of another: wait for the end of that one
+        # this pass runs inside a node of another: wait for the end of that one
+        if node is not None:
 
             def again(*_: Any) -> None:
                 Variable._execution_engine.queue_callback(self._end)
@@ -211,12 +244,16 @@ class GradientTracker(JoiningTracker):
         if hook.shown is not None:
             self._reclaim(hook, grad)
         elif grad is not None:
-            written = id(grad) == hook.given if self._silent else self._overwrites(hook.number, grad)
+            written = (
+                id(grad) == hook.given if self._silent else self._overwrites(hook.number, grad)
+            )
             hook.prior, hook.given = (grad.clone(), hook.given) if written else (grad, 0)
         parameter.grad = None
 
     def _reclaim(self, hook: ParameterHook, grad: Tensor | None) -> None:
-        """Find out what the user has made of p.grad after silent passes, when it showed their sum."""
+        """Find out what the user has made of p.grad after silent passes, when it showed their
+        sum.
+        """
         shown, hook.shown = hook.shown, None
         if grad is shown and shown is not None and shown._version == hook.version:
             return
@@ -226,7 +263,8 @@ class GradientTracker(JoiningTracker):
             hook.prior, hook.carry = grad, None
         else:
             raise UsageError(
-                f"p.grad of {hook.name} was changed between passes under run.no_sync(), after a pass without it had been exchanged; "
+                f"p.grad of {hook.name} was changed between passes under run.no_sync(), after a "
+                "pass without it had been exchanged; "
                 "call zero_grad() first, or leave it alone until the exchange"
             )
 
@@ -234,11 +272,19 @@ class GradientTracker(JoiningTracker):
         """Take in a gradient of a silent pass, or of the first pass after some that were silent."""
         if grad.requires_grad:
             self._forget()
-            raise UsageError(f"backward(create_graph=True) reached the parameter {hook.name}: {GRAPHLESS}")
+            raise UsageError(
+                f"backward(create_graph=True) reached the parameter {hook.name}: {GRAPHLESS}"
+            )
         hook.touched = True
         grad = grad.mul_(scale) if scale else torch.zeros_like(grad)
         keeps = self._silent or hook.number in self.late
-        total = grad if hook.carry is None else added(hook.carry, grad) if keeps else added(grad, hook.carry)
+        total = (
+            grad
+            if hook.carry is None
+            else added(hook.carry, grad)
+            if keeps
+            else added(grad, hook.carry)
+        )
         hook.carry = total if keeps else None
         if not keeps:
             self._deliver(hook.number, total, 1.0)
@@ -303,7 +349,8 @@ class GradientTracker(JoiningTracker):
         if mixing:
             self.mixed.note(hook.number, before, uneven=uneven)
         if before is not None and not hook.given and not (before.is_sparse or mean.is_sparse):
-            hook.parameter.grad = before.add_(mean)  # the script's own tensor: added to in place, as torch does
+            # the script's own tensor: added to in place, as torch does
+            hook.parameter.grad = before.add_(mean)
             return
         if before is not None:
             mean = added(mean, before)
@@ -314,7 +361,9 @@ class GradientTracker(JoiningTracker):
         hook.given = id(mean)
 
     def computed(self, until: int) -> None:
-        """Record that this worker computed until `until` (nanoseconds), since the turn began or the last exchange ended."""
+        """Record that this worker computed until `until` (nanoseconds), since the turn began or
+        the last exchange ended.
+        """
         if self.since:
             self.context.trace.record("compute", "compute", self.since, until)
             self.since = 0
@@ -348,23 +397,29 @@ class GradientTracker(JoiningTracker):
     # ---- between passes
 
     def unhooked_scale(self) -> float:
-        """Return what a gradient counts in the mean that a pass has, and that is of no parameter with hooks."""
+        """Return what a gradient counts in the mean that a pass has, and that is of no parameter
+        with hooks.
+        """
         self._prepare()
         self.begun += 1
         step_state = self.context.step_state
         return 0.0 if step_state.ghost else step_state.scale
 
     def join(self, where: str, *, due: bool = False) -> None:
-        """Take part, with zeros, in what the others exchange in a turn in which backward reached no parameter here.
+        """Take part, with zeros, in what the others exchange in a turn in which backward reached no
+        parameter here.
 
-        With `due` gradients are about to be used, and what silent passes have left is exchanged too.
+        With `due` gradients are about to be used, and what silent passes have left is exchanged
+        too.
         """
         self.refuse_inside(where)
         if self.open:
             self._forget()
             raise UsageError(
-                f"a backward of step {self.context.step_state.step} ended with an error that was caught, so its gradients were never "
-                "exchanged; let the error end the run, or skip the batch before backward on every worker"
+                f"a backward of step {self.context.step_state.step} ended with an error that was "
+                "caught, so its gradients were never "
+                "exchanged; let the error end the run, or skip the batch before backward on every "
+                "worker"
             )
         expected = (not self.passes or self.owing) if due else not (self.passes or self.silenced)
         if expected and self.hooks and (self.owing or self._sources or self.context.group.size > 1):
@@ -372,7 +427,9 @@ class GradientTracker(JoiningTracker):
             self._close(where)
 
     def foreign(self, parameters: Iterable[Any]) -> list[int]:
-        """Return the numbers of parameters whose p.grad is not the tensor that the last pass has set."""
+        """Return the numbers of parameters whose p.grad is not the tensor that the last pass has
+        set.
+        """
         found = []
         for parameter in parameters:
             hook, grad = self._by_id.get(id(parameter)), parameter.grad
@@ -381,7 +438,9 @@ class GradientTracker(JoiningTracker):
         return found
 
     def turn(self) -> tuple[int, bool]:
-        """Begin a new turn; return how many exchanges the one before had, and whether it was silenced."""
+        """Begin a new turn; return how many exchanges the one before had, and whether it was
+        silenced.
+        """
         before, self.passes, self.silenced = (self.passes, self.silenced), 0, False
         return before
 
@@ -390,7 +449,9 @@ class GradientTracker(JoiningTracker):
         self.passes, self.silenced = turn
 
     def silence(self, *, silent: bool) -> None:
-        """Begin passes that are not exchanged yet, or end them: the next pass is exchanged by all workers."""
+        """Begin passes that are not exchanged yet, or end them: the next pass is exchanged by
+        all workers.
+        """
         self.silenced = silent
         self.owing = self.owing or silent
 
@@ -414,7 +475,10 @@ class GradientTracker(JoiningTracker):
 
     def held(self) -> dict[int, Tensor]:
         """Copy the gradients as they were before the pass that ends."""
-        found = ((hook.number, hook.prior if hook.touched else hook.parameter.grad) for hook in self.hooks)
+        found = (
+            (hook.number, hook.prior if hook.touched else hook.parameter.grad)
+            for hook in self.hooks
+        )
         return {number: grad.clone() for number, grad in found if grad is not None}
 
     def carried(self) -> dict[int, Tensor]:
@@ -423,10 +487,16 @@ class GradientTracker(JoiningTracker):
 
     def zeros(self) -> Addends:
         """Return addends of a pass that has no result."""
-        return [(hook.number, torch.zeros_like(hook.parameter)) for hook in self.hooks if hook.touched]
+        return [
+            (hook.number, torch.zeros_like(hook.parameter)) for hook in self.hooks if hook.touched
+        ]
 
     def restore(self, grads: dict[int, Tensor], carried: dict[int, Tensor]) -> None:
         """Set gradients, and what silent passes have left, to these."""
         for hook in self.hooks:
-            hook.parameter.grad, hook.carry, hook.shown = grads.get(hook.number), carried.get(hook.number), None
+            hook.parameter.grad, hook.carry, hook.shown = (
+                grads.get(hook.number),
+                carried.get(hook.number),
+                None,
+            )
         self.owing = any(hook.carry is not None for hook in self.hooks)

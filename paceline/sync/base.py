@@ -16,7 +16,9 @@ Axes = tuple[str, ...]
 
 
 class Slot(NamedTuple):
-    """A parameter as strategies see it: replicated over some axes of the mesh and sharded over others."""
+    """A parameter as strategies see it: replicated over some axes of the mesh and sharded over
+    others.
+    """
 
     name: str
     parameter: Parameter
@@ -26,14 +28,19 @@ class Slot(NamedTuple):
 
 
 class GradientSource(Protocol):
-    """Gradients of parameters that are cut, which autograd doesn't add to them. Every worker ends every backward pass."""
+    """Gradients of parameters that are cut, which autograd doesn't add to them.
+
+    Every worker ends every backward pass.
+    """
 
     def deliver_to(self, sink: Any) -> None:
         """Hand gradients to a `GradientTracker` from now on."""
         ...
 
     def gather(self, parameters: Sequence[Tensor]) -> None:
-        """Make these parameters whole, and what goes with them, for a backward through their layers. Collective."""
+        """Make these parameters whole, and what goes with them, for a backward through their
+        layers. Collective.
+        """
         ...
 
     def end_pass(self) -> None:
@@ -46,15 +53,22 @@ class GradientSource(Protocol):
 
 
 def check_strategy(strategy: str, states: Iterable[Mapping[str, Any]], key: str) -> None:
-    """Raise `UsageError` where a state from a checkpoint lacks `key`, which each state that this strategy writes has."""
+    """Raise `UsageError` where a state from a checkpoint lacks `key`, which each state that this
+    strategy writes has.
+    """
     if any(key not in state for state in states):
-        raise UsageError(f"this checkpoint was written with another kind of strategy than {strategy}; resume with that one")
+        raise UsageError(
+            f"this checkpoint was written with another kind of strategy than {strategy}; "
+            "resume with that one"
+        )
 
 
 class Sync(Protocol):
-    """A running strategy, which is given every gradient, and told of the end of every turn: it decides when replicas agree.
+    """A running strategy, which is given every gradient, and told of the end of every turn: it
+    decides when replicas agree.
 
-    Its docstring says what p.grad is and what `step` does. What only some strategies can is an ability (`sync/abilities.py`).
+    Its docstring says what p.grad is and what `step` does. What only some strategies can is an
+    ability (`sync/abilities.py`).
     """
 
     @property
@@ -68,15 +82,22 @@ class Sync(Protocol):
         ...
 
     def attach(self, slots: Sequence[Slot]) -> None:
-        """Take charge of these parameters (again with more of them at the end, when some were unfrozen)."""
+        """Take charge of these parameters (again with more of them at the end, when some were
+        unfrozen).
+        """
         ...
 
     def ready(self, number: int, grad: Tensor, scale: float) -> None:
-        """Take what backward adds to the gradient of slot `number`; it counts `scale` in the mean (0: as zeros)."""
+        """Take what backward adds to the gradient of slot `number`; it counts `scale` in the
+        mean (0: as zeros).
+        """
         ...
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
-        """End the outermost backward, or join those of other ranks. Returns number and final addend of each slot that any rank has used."""
+        """End the outermost backward, or join those of other ranks.
+
+        Returns number and final addend of each slot that any rank has used.
+        """
         ...
 
     def commit(self) -> None:
@@ -92,11 +113,16 @@ class Sync(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has to survive of this worker: residuals, outer optimizers, clocks. The turn under way counts as over."""
+        """Return what has to survive of this worker: residuals, outer optimizers, clocks.
+
+        The turn under way counts as over.
+        """
         ...
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on from every worker's `state_dict`, in rank order; there may be more or fewer workers now. Collective."""
+        """Go on from every worker's `state_dict`, in rank order; there may be more or fewer
+        workers now. Collective.
+        """
         ...
 
 

@@ -1,7 +1,9 @@
-"""`codec="auto"`: begin exact, measure some steps, and take a codec only where it is predicted to gain.
+"""`codec="auto"`: begin exact, measure some steps, and take a codec only where it is predicted to
+gain.
 
 steps      0 1 2 3 | 4 ... 11          | 12
-           exact   | exact, measured   | every candidate sums one real bucket, for the time it takes; the prediction; the choice of all
+           exact   | exact, measured   | every candidate sums one real bucket, for the time it
+                                       takes; the prediction; the choice of all
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ GAIN = 1.1  # how many times as fast as exact sums a codec must be predicted to 
 
 @dataclass(frozen=True)
 class CodecTrial:
-    """Cost of a codec for one bucket of `numel` elements: seconds of this processor before and after, and bytes that this worker sent."""
+    """Cost of a codec for one bucket of `numel` elements: seconds of this processor before and
+    after, and bytes that this worker sent.
+    """
 
     numel: int
     before: float
@@ -34,18 +38,27 @@ class CodecTrial:
     stages: int
 
     def cost(self, numel: int, rate: ExactRate) -> ExchangeCost:
-        """Return the cost of a bucket of so many elements. A link takes as long for a byte of a codec as for one of an exact sum."""
+        """Return the cost of a bucket of so many elements.
+
+        A link takes as long for a byte of a codec as for one of an exact sum.
+        """
         part = numel / self.numel
         link = self.stages * rate.latency + self.sent * part / rate.link
         return ExchangeCost(self.before * part, link, self.after * part)
 
 
 def attempt(codec: Codec, flat: Tensor, shapes: Sequence[Size], group: Group) -> CodecTrial:
-    """Try a codec on a bucket, and return the faster of two trials. Collective; the result of the sum is dropped."""
+    """Try a codec on a bucket, and return the faster of two trials.
+
+    Collective; the result of the sum is dropped.
+    """
     tries = []
     for _ in range(2):
         trip, before = BucketTrip(0, flat.numel()), sent_by(group)
-        going = timed(codec.sum(flat, shapes, codec.init(shapes, flat.device), Wire((group,) * codec.stages)), trip)
+        going = timed(
+            codec.sum(flat, shapes, codec.init(shapes, flat.device), Wire((group,) * codec.stages)),
+            trip,
+        )
         result: Any = None
         with contextlib.suppress(StopIteration):
             while True:
@@ -61,7 +74,8 @@ class ExactSteps:
     def __init__(self) -> None:
         self.steps: list[float] = []  # seconds from one to the next
         self.shown: list[float] = []  # of the exchange
-        self.ready: list[list[tuple[int, float]]] = []  # for each step: buckets, and how many seconds before they were needed they left
+        # for each step: buckets, and how many seconds before they were needed they left
+        self.ready: list[list[tuple[int, float]]] = []
         self._shown = 0.0
         self._ready: list[tuple[int, float]] = []
         self._began: float | None = None
@@ -72,7 +86,10 @@ class ExactSteps:
         self._ready += ready
 
     def over(self) -> bool:
-        """End a step, and return whether enough have been measured. Steps that sent nothing don't count."""
+        """End a step, and return whether enough have been measured.
+
+        Steps that sent nothing don't count.
+        """
         now = time.perf_counter()
         if self._ready and self._began is not None:
             self.steps.append(now - self._began)
@@ -88,7 +105,10 @@ class ExactSteps:
 
 
 def predict(record: ExactSteps, trial: CodecTrial, sizes: Sequence[int], rate: ExactRate) -> float:
-    """Predict the seconds of a step with a codec. Coding takes the processor from the model, so none of it is taken to be hidden."""
+    """Predict the seconds of a step with a codec.
+
+    Coding takes the processor from the model, so none of it is taken to be hidden.
+    """
     found = []
     for shown, ready in zip(record.shown[SKIPPED:], record.ready[SKIPPED:], strict=True):
         costs = [trial.cost(sizes[index], rate) for index, _ in ready]

@@ -4,7 +4,8 @@
     exact, on the link    [===b0===][===b1===][===b2===]
                                             |-exposed--|        what backward could not hide
 
-The link is measured once, by exact sums of two sizes. How far the mean is off is seen on a sample, which is summed exactly as well.
+The link is measured once, by exact sums of two sizes. How far the mean is off is seen on a sample,
+which is summed exactly as well.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ STRIDE = 7919  # how far the sample moves from step to step
 
 
 class ExactRate(NamedTuple):
-    """Time of an exact sum: `latency` in seconds, seconds `per_byte` of the tensor, and bytes `sent` by a rank for each of those."""
+    """Time of an exact sum: `latency` in seconds, seconds `per_byte` of the tensor, and bytes
+    `sent` by a rank for each of those.
+    """
 
     latency: float
     per_byte: float
@@ -45,8 +48,11 @@ class ExactRate(NamedTuple):
         return self.sent / self.per_byte if self.per_byte > 0 else math.inf
 
 
-def measure(group: Group, device: torch.device, send: Callable[[Tensor], Work[Any]] | None = None) -> ExactRate:
-    """Measure how fast exact sums are in this group (or those that `send` starts); the figures are the same on every rank.
+def measure(
+    group: Group, device: torch.device, send: Callable[[Tensor], Work[Any]] | None = None
+) -> ExactRate:
+    """Measure how fast exact sums are in this group (or those that `send` starts); the figures are
+    the same on every rank.
 
     Collective; takes some tenths of a second on slow links.
     """
@@ -61,7 +67,9 @@ def measure(group: Group, device: torch.device, send: Callable[[Tensor], Work[An
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             tries.append(time.perf_counter() - began)
-        slowest = group.all_reduce(torch.tensor([min(tries)], dtype=torch.float64, device=device), op="max").wait()
+        slowest = group.all_reduce(
+            torch.tensor([min(tries)], dtype=torch.float64, device=device), op="max"
+        ).wait()
         return float(slowest[0])
 
     small, numel, before = seconds(SMALL), LARGE, sent_by(group)
@@ -80,7 +88,9 @@ def sent_by(*groups: Group) -> int:
 
 
 class ExchangeCost(NamedTuple):
-    """Seconds that the exchange of a bucket takes: on this processor before and after, and on the link between."""
+    """Seconds that the exchange of a bucket takes: on this processor before and after, and on
+    the link between.
+    """
 
     before: float
     link: float
@@ -88,7 +98,10 @@ class ExchangeCost(NamedTuple):
 
 
 def exposed(ready: Sequence[float], costs: Sequence[ExchangeCost], needed: float) -> float:
-    """Return how many seconds after `needed` the last of these buckets arrives. One is coded while another is on the link."""
+    """Return how many seconds after `needed` the last of these buckets arrives.
+
+    One is coded while another is on the link.
+    """
     coded = gone = there = needed
     if ready:
         coded = gone = there = -math.inf
@@ -105,13 +118,17 @@ class BucketTrip:
 
     index: int
     numel: int
-    coding: list[float] = field(default_factory=list)  # seconds of this processor, before each wait and after the last
+    # seconds of this processor, before each wait and after the last
+    coding: list[float] = field(default_factory=list)
     given: Tensor | None = None  # a sample of what went in
     total: Tensor | None = None  # the same elements of what came out
 
 
 def timed(going: Way, trip: BucketTrip) -> Way:
-    """Run `going`, and count its time on this processor. On a GPU work is only begun here, so there that isn't much."""
+    """Run `going`, and count its time on this processor.
+
+    On a GPU work is only begun here, so there that isn't much.
+    """
     result: Any = None
     while True:
         began = time.thread_time()
@@ -137,7 +154,9 @@ class CodecTurn:
 
 
 class CodecAccount:
-    """What one strategy's codec has done, turn by turn, on a leader; other workers have an empty account."""
+    """What one strategy's codec has done, turn by turn, on a leader; other workers have an empty
+    account.
+    """
 
     def __init__(self, codec: str, compared: str = "the mean") -> None:
         self.codec, self.compared = codec, compared
@@ -153,7 +172,9 @@ class CodecAccount:
         self._fresh += [("codec_bytes", turn.sent), ("codec_seconds", turn.coding)]
 
     def compare(self, work: Work[Tensor], total: Tensor) -> None:
-        """Compare, later, the sample of this turn: `work` sums it exactly, `total` is what came through the codec."""
+        """Compare, later, the sample of this turn: `work` sums it exactly, `total` is what came
+        through the codec.
+        """
         self._sample = work, total
 
     def forget(self) -> None:
@@ -176,10 +197,15 @@ class CodecAccount:
         return found
 
     def facts(self) -> dict[str, Any] | None:
-        """Return means over turns, as plain numbers; None where nothing went through the codec here."""
+        """Return means over turns, as plain numbers; None where nothing went through the codec
+        here.
+        """
         if not self.turns or self.rate is None:
             return None
-        means = {name: statistics.fmean(getattr(turn, name) for turn in self.turns) for name in CodecTurn.__dataclass_fields__}
+        means = {
+            name: statistics.fmean(getattr(turn, name) for turn in self.turns)
+            for name in CodecTurn.__dataclass_fields__
+        }
         return {
             "codec": self.codec,
             "compared": self.compared,
@@ -203,7 +229,10 @@ def sampled(x: Tensor, every: int, step: int) -> Tensor:
 
 @dataclass(frozen=True)
 class CodecVerdict:
-    """What all leaders found together, as the summary shows it. Bytes and seconds are of one turn: a step, or a round."""
+    """What all leaders found together, as the summary shows it.
+
+    Bytes and seconds are of one turn: a step, or a round.
+    """
 
     codec: str
     turns: int  # in which something was sent
@@ -213,7 +242,8 @@ class CodecVerdict:
     shown_seconds: float  # of the exchange that was waited for, mean over leaders
     exact_shown_seconds: float  # the same with exact sums, as predicted
     compared: str  # whose relative error it is: "the mean", or what neighbours know of each other
-    relative_error: float  # |what arrived - what is right| / |what is right|, mean over turns, on a sample
+    # |what arrived - what is right| / |what is right|, mean over turns, on a sample
+    relative_error: float
     link_bytes_per_second: float  # that a leader sends
     step_seconds: float  # of a step, all its parts
     gain: float  # predicted seconds of a step with exact sums / seconds of a step now
@@ -221,7 +251,10 @@ class CodecVerdict:
 
 
 def judge(facts: Iterable[dict[str, Any] | None], step: float, steps: int) -> CodecVerdict | None:
-    """Judge a codec by the facts of all workers; None if none has any. `step`: seconds of a step, `steps`: how many there were."""
+    """Judge a codec by the facts of all workers; None if none has any.
+
+    `step`: seconds of a step, `steps`: how many there were.
+    """
     found = [each for each in facts if each is not None]
     if not found:
         return None
@@ -250,17 +283,27 @@ def judge(facts: Iterable[dict[str, Any] | None], step: float, steps: int) -> Co
 
 def _words(verdict: CodecVerdict, steps: int) -> str:
     turn = "step" if verdict.turns * 1.1 > steps else "round"
-    off_by = f", and {verdict.compared} was {verdict.relative_error:.2g} of its size off" if math.isfinite(verdict.relative_error) else ""
+    off_by = (
+        f", and {verdict.compared} was {verdict.relative_error:.2g} of its size off"
+        if math.isfinite(verdict.relative_error)
+        else ""
+    )
     text = (
-        f"{verdict.codec} sent {_megabytes(verdict.bytes_sent)} a {turn} where exact sums would have sent "
-        f"{_megabytes(verdict.bytes_exact)}; coding took {_seconds(verdict.coding_seconds)} of a processor{off_by}. On this link "
-        f"({verdict.link_bytes_per_second * 8e-6:,.0f} Mbit/s out of each) {_seconds(verdict.shown_seconds)} of the exchange showed, with "
+        f"{verdict.codec} sent {_megabytes(verdict.bytes_sent)} a {turn} where exact sums would "
+        "have sent "
+        f"{_megabytes(verdict.bytes_exact)}; coding took {_seconds(verdict.coding_seconds)} of a "
+        f"processor{off_by}. On this link "
+        f"({verdict.link_bytes_per_second * 8e-6:,.0f} Mbit/s out of each) "
+        f"{_seconds(verdict.shown_seconds)} of the exchange showed, with "
         f"exact sums it would be about {_seconds(verdict.exact_shown_seconds)}: "
     )
     if verdict.gain >= 1.02:
         return text + f"it paid, steps are about {verdict.gain:.2f} times as fast."
     if verdict.gain <= 0.98:
-        return text + f"it did not pay, exact sums would be about {1 / verdict.gain:.2f} times as fast. Leave the codec out here."
+        return text + (
+            f"it did not pay, exact sums would be about {1 / verdict.gain:.2f} times as fast. "
+            "Leave the codec out here."
+        )
     return text + "it made no difference to the time. Exact sums would lose nothing."
 
 

@@ -21,7 +21,8 @@ from paceline.timings import DEFAULTS, Timings
 from paceline.trace import Trace
 
 UNSHARED = (
-    "gradients that were added up under run.no_sync() would be lost: this worker has no samples in the turn that exchanges them, by which "
+    "gradients that were added up under run.no_sync() would be lost: this worker has no samples in "
+    "the turn that exchanges them, by which "
     "this strategy weighs it; let that turn be of a whole batch (drop_last=True), or use AllReduce"
 )
 
@@ -43,13 +44,17 @@ class WeighedTurn(Protocol):
 class StepState:
     """Where training is, as strategies need it; the session keeps it up to date."""
 
-    step: int = 0  # the last one that all workers have come to: out of lockstep it stands still for an epoch
+    # the last one that all workers have come to: out of lockstep it stands still for an epoch
+    step: int = 0
     turn: int = 0  # the steps of this worker: the same in lockstep
-    scale: float = 1.0  # what my gradient counts in the mean: my weight / the weight of the global batch
+    # what my gradient counts in the mean: my weight / the weight of the global batch
+    scale: float = 1.0
     ghost: bool = False  # my share is empty: my gradients count as zeros
-    scalers: list[Any] = field(default_factory=list)  # GradScalers, which multiply the loss before its gradients are taken
+    # GradScalers, which multiply the loss before its gradients are taken
+    scalers: list[Any] = field(default_factory=list)
     share_of_step: float = 1.0  # mine of the weights of the step, over all workers
-    exchange_closed: bool = False  # a worker was lost: what of this turn has not been exchanged can't be any more
+    # a worker was lost: what of this turn has not been exchanged can't be any more
+    exchange_closed: bool = False
     defer_exchange: bool = False  # this backward is not exchanged yet (no_sync)
 
     def place(self, step: int, *, apart: bool = False) -> None:
@@ -59,7 +64,10 @@ class StepState:
             self.step = step
 
     def enter(self, turn: WeighedTurn, share: float, *, silent: bool) -> None:
-        """Be in a turn of a loader, with this share of the step. `silent`: passes are not exchanged yet."""
+        """Be in a turn of a loader, with this share of the step.
+
+        `silent`: passes are not exchanged yet.
+        """
         self.share_of_step, self.scale, self.ghost = share, turn.scale, turn.ghost
         self.defer_exchange = silent
 
@@ -69,7 +77,8 @@ class StepState:
         self.ghost, self.defer_exchange = False, silent
 
     def local_factor(self, grad: Tensor, scale: float) -> float:
-        """Return what a gradient that counts `scale` in the global batch counts among this worker's samples of the step.
+        """Return what a gradient that counts `scale` in the global batch counts among this worker's
+        samples of the step.
 
         Raises `UsageError` where it has none but the gradient is of earlier turns.
         """
@@ -84,20 +93,26 @@ class StepState:
         self.exchange_closed = closed
 
     def loss_scale(self) -> float:
-        """Return the scale that all enabled GradScalers have come to (1 without one): residuals are kept without it."""
+        """Return the scale that all enabled GradScalers have come to (1 without one): residuals
+        are kept without it.
+        """
         known = [scaler for scaler in self.scalers if scaler.is_enabled()]
         scales = {float(scaler.get_scale()) for scaler in known}
         if len(scales) > 1:
             raise UsageError(
-                f"{len(known)} GradScalers have come to different scales ({', '.join(f'{scale:g}' for scale in sorted(scales))}), "
-                "so what a codec keeps of a gradient has no unit; use one GradScaler for all, or sync without a codec"
+                f"{len(known)} GradScalers have come to different scales "
+                f"({', '.join(f'{scale:g}' for scale in sorted(scales))}), "
+                "so what a codec keeps of a gradient has no unit; use one GradScaler for all, or "
+                "sync without a codec"
             )
         return scales.pop() if scales else 1.0
 
 
 @dataclass
 class SyncContext:
-    """Everything that a strategy works with: the group it exchanges in, the agreement of all workers, the step's state, and the trace."""
+    """Everything that a strategy works with: the group it exchanges in, the agreement of all
+    workers, the step's state, and the trace.
+    """
 
     group: Group
     agreement: Agreement
@@ -105,7 +120,8 @@ class SyncContext:
     trace: Trace = field(default_factory=Trace)
     hosts: tuple[int, ...] = ()  # the host of each rank
     announce: Callable[[str], None] = print  # how announcements are made, once each
-    native: Callable[[], Group] | None = None  # makes a group of all workers on torch.distributed; collective
+    # makes a group of all workers on torch.distributed; collective
+    native: Callable[[], Group] | None = None
     local: Callable[[], Group] | None = None  # the workers of my host; collective
     # starts so many servers (None: one on each host), each so many times; collective
     # of `ServerEndpoints`, which `servers` makes and knows
@@ -115,16 +131,26 @@ class SyncContext:
     timings: Timings = DEFAULTS
     survives: bool = False  # the run goes on when workers are lost
     cancel_scope: CancelScope | None = None  # trips when the workers become others
-    extra_groups: list[Sender] = field(default_factory=list)  # other groups of the same workers, whose traffic and waits count too
-    accounts: list[CodecAccount] = field(default_factory=list)  # of the codecs in use, the same number on all workers
-    probe_traffic: Traffic = field(default_factory=Traffic)  # what was sent to measure links: no part of a step
-    closed_traffic: Traffic = field(default_factory=Traffic)  # what was sent in groups that have been left
+    # other groups of the same workers, whose traffic and waits count too
+    extra_groups: list[Sender] = field(default_factory=list)
+    # of the codecs in use, the same number on all workers
+    accounts: list[CodecAccount] = field(default_factory=list)
+    # what was sent to measure links: no part of a step
+    probe_traffic: Traffic = field(default_factory=Traffic)
+    # what was sent in groups that have been left
+    closed_traffic: Traffic = field(default_factory=Traffic)
     closed_waited: float = 0.0
-    cut_axes: tuple[str, ...] = ()  # of the mesh, along which workers that are not of this group hold other parts of what is trained
-    sharers: Group | None = None  # the workers with other samples of this replica, whose parts are of the same model; None: this one alone
+    # of the mesh, along which workers that are not of this group hold other parts of what is
+    # trained
+    cut_axes: tuple[str, ...] = ()
+    # the workers with other samples of this replica, whose parts are of the same model; None: this
+    # one alone
+    sharers: Group | None = None
     meters: Sequence[AxisMeter] = ()  # of the exchanges along those axes
-    told: list[Callable[[str], None]] = field(default_factory=list)  # who notes what has happened, the same of all groups of a run
-    route_facts: RouteFacts | None = None  # links and cores of the measured cluster that the run was given, by which ways are chosen
+    # who notes what has happened, the same of all groups of a run
+    told: list[Callable[[str], None]] = field(default_factory=list)
+    # links and cores of the measured cluster that the run was given, by which ways are chosen
+    route_facts: RouteFacts | None = None
     routes: list[RouteChoice] = field(default_factory=list)  # that were chosen, each once
 
     def follow(self, note: Callable[[str], None]) -> None:
@@ -138,13 +164,25 @@ class SyncContext:
         self.announce(text)
 
     def replica_share(self) -> float:
-        """Return what the samples of this replica count in the step, over all workers that have parts of it. Collective for these."""
+        """Return what the samples of this replica count in the step, over all workers that have
+        parts of it. Collective for these.
+        """
         mine = self.step_state.share_of_step
         if self.sharers is None:
             return mine
-        return float(self.sharers.all_reduce(torch.tensor([mine], dtype=torch.float64), name="the samples of a replica").wait())
+        return float(
+            self.sharers.all_reduce(
+                torch.tensor([mine], dtype=torch.float64), name="the samples of a replica"
+            ).wait()
+        )
 
-    def regroup(self, group: Group, hosts: tuple[int, ...], native: Callable[[], Group], cancel_scope: CancelScope) -> None:
+    def regroup(
+        self,
+        group: Group,
+        hosts: tuple[int, ...],
+        native: Callable[[], Group],
+        cancel_scope: CancelScope,
+    ) -> None:
         """Go on in the groups of a new view, as the present ones have broken."""
         self.leave()
         self.group, self.hosts, self.native, self.cancel_scope = group, hosts, native, cancel_scope
@@ -168,26 +206,39 @@ class SyncContext:
     @property
     def waited(self) -> float:
         """Seconds spent waiting for workers that came later."""
-        return self.closed_waited + self.group.waited + sum(group.waited for group in self.extra_groups)
+        return (
+            self.closed_waited
+            + self.group.waited
+            + sum(group.waited for group in self.extra_groups)
+        )
 
     @property
     def traffic(self) -> Traffic:
         """Bytes that this worker has sent in all groups."""
         found = [group.traffic for group in (self.group, *self.extra_groups)]
-        return self.closed_traffic + Traffic(sum(t.within for t in found), sum(t.between for t in found))
+        return self.closed_traffic + Traffic(
+            sum(t.within for t in found), sum(t.between for t in found)
+        )
 
     def sent_and_waited(self) -> tuple[tuple[int, int], float]:
-        """Return bytes sent within the host and between hosts, but for probes, and `waited`: all at once, as each step asks twice."""
+        """Return bytes sent within the host and between hosts, but for probes, and `waited`: all
+        at once, as each step asks twice.
+        """
         closed, probed, waited = self.closed_traffic, self.probe_traffic, self.closed_waited
         within, between = closed.within - probed.within, closed.between - probed.between
         for group in (self.group, *self.extra_groups):
             traffic = group.traffic
-            within, between, waited = within + traffic.within, between + traffic.between, waited + group.waited
+            within, between, waited = (
+                within + traffic.within,
+                between + traffic.between,
+                waited + group.waited,
+            )
         return (within, between), waited
 
 
 def among_own(gradients: Iterable[Tensor], part: float) -> None:
-    """Make means over a part of the global batch of gradients that count as much as that `part` does in it.
+    """Make means over a part of the global batch of gradients that count as much as that `part`
+    does in it.
 
     Raises `UsageError` where the part has no samples but the gradients are of earlier turns.
     """

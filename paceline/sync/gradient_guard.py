@@ -1,7 +1,10 @@
-"""Guards what p.grad holds before a backward pass adds to it, for the parameters where that may be something.
+"""Guards what p.grad holds before a backward pass adds to it, for the parameters where that may be
+something.
 
-scripts that zero to None     no p.grad holds anything when a pass begins: no hook before the nodes of parameters
-accumulation, zeroed p.grad   a hook before the node of each parameter that held something once, for good
+scripts that zero to None     no p.grad holds anything when a pass begins: no hook before the nodes
+                              of parameters
+accumulation, zeroed p.grad   a hook before the node of each parameter that held something once, for
+                              good
 """
 
 from __future__ import annotations
@@ -16,11 +19,16 @@ from torch.nn import Parameter
 from paceline.errors import UsageError
 from paceline.sync.autograd_engine import AnnouncingEngine, leave, listen
 
-GRAPHLESS: Final = "an exchanged gradient has no graph; use torch.autograd.grad(..., create_graph=True) for the penalty, it stays local"
+GRAPHLESS: Final = (
+    "an exchanged gradient has no graph; use torch.autograd.grad(..., create_graph=True) for the "
+    "penalty, it stays local"
+)
 
 
 class GuardedParameter(Protocol):
-    """What a guard has to know of a parameter: the node that adds to its gradient, the hooks there, what is kept apart already."""
+    """What a guard has to know of a parameter: the node that adds to its gradient, the hooks
+    there, what is kept apart already.
+    """
 
     parameter: Parameter
     node: Any
@@ -32,10 +40,12 @@ Guarded = TypeVar("Guarded", bound=GuardedParameter)
 
 
 class GradientGuard(Generic[Guarded]):
-    """Calls `set_apart` with each guarded parameter whose p.grad holds something, before a pass adds to that (a `PassListener`).
+    """Calls `set_apart` with each guarded parameter whose p.grad holds something, before a pass
+    adds to that (a `PassListener`).
 
-    It is told of passes as they begin, and guards a parameter from the first pass on that finds its p.grad taken. Hooks on all parameters
-    would do, too, and take longer than all else that is done for a small gradient.
+    It is told of passes as they begin, and guards a parameter from the first pass on that finds its
+    p.grad taken. Hooks on all parameters would do, too, and take longer than all else that is done
+    for a small gradient.
     """
 
     def __init__(self, set_apart: Callable[[Guarded], None]) -> None:
@@ -59,8 +69,16 @@ class GradientGuard(Generic[Guarded]):
             self._guard([hook])
 
     def pass_begins(self) -> None:
-        """Guard the parameters whose p.grad holds something, or may come to: this pass must not be added to that."""
-        self._guard([hook for hook in self._unguarded if hook.parameter.grad is not None or hook.carry is not None])
+        """Guard the parameters whose p.grad holds something, or may come to: this pass must not
+        be added to that.
+        """
+        self._guard(
+            [
+                hook
+                for hook in self._unguarded
+                if hook.parameter.grad is not None or hook.carry is not None
+            ]
+        )
 
     def pass_elsewhere(self) -> None:
         """Guard all parameters: their p.grad can't be looked at in this thread."""
@@ -72,10 +90,14 @@ class GradientGuard(Generic[Guarded]):
         return not self._unguarded or self._engine is None or bool(self._engine.running)
 
     def follow_unannounced(self, *, first: bool) -> None:
-        """Guard all parameters from now on, as a pass began in C++ code. Raises where others went before: what p.grad held isn't known."""
+        """Guard all parameters from now on, as a pass began in C++ code.
+
+        Raises where others went before: what p.grad held isn't known.
+        """
         if not first:
             raise UsageError(
-                "a backward pass began inside of TorchScript or C++ code, and others before it in Python: what p.grad held before it can't "
+                "a backward pass began inside of TorchScript or C++ code, and others before it in "
+                "Python: what p.grad held before it can't "
                 "be told; call loss.backward() in Python"
             )
         self._guard(self._unguarded)
@@ -91,11 +113,21 @@ class GradientGuard(Generic[Guarded]):
             self._set_apart(hook)
 
 
-def explain_changed(name: str, parameter: Parameter, mean: Tensor, error: RuntimeError) -> Exception:
-    """Return the error that explains why p.grad can't be the mean: the parameter has changed since it was prepared."""
-    if (parameter.dtype, parameter.device, parameter.shape) == (mean.dtype, mean.device, mean.shape):
+def explain_changed(
+    name: str, parameter: Parameter, mean: Tensor, error: RuntimeError
+) -> Exception:
+    """Return the error that explains why p.grad can't be the mean: the parameter has changed
+    since it was prepared.
+    """
+    if (parameter.dtype, parameter.device, parameter.shape) == (
+        mean.dtype,
+        mean.device,
+        mean.shape,
+    ):
         return error
     return UsageError(
-        f"the parameter {name} was {list(mean.shape)} {mean.dtype} on {mean.device} in run.prepare, and is {list(parameter.shape)} "
-        f"{parameter.dtype} on {parameter.device} now: call model.to(...), .double(), .half() and the like before run.prepare"
+        f"the parameter {name} was {list(mean.shape)} {mean.dtype} on {mean.device} in "
+        f"run.prepare, and is {list(parameter.shape)} "
+        f"{parameter.dtype} on {parameter.device} now: call model.to(...), .double(), .half() and "
+        "the like before run.prepare"
     )

@@ -1,7 +1,8 @@
 """Several backward passes as one: those of the micro-batches of a pipeline.
 
 pass of micro-batch 0     adds up
-pass of micro-batch 1     adds up          parameters that two stages share: up to the end, where the stages are summed
+pass of micro-batch 1     adds up          parameters that two stages share: up to the end, where
+                                           the stages are summed
 the last one              leaves at once   while other stages still run
 end                       what is left leaves; p.grad = the strategy's result
 """
@@ -21,7 +22,9 @@ from paceline.sync.context import SyncContext
 
 
 class AddedUp(Protocol):
-    """What is known of a parameter: `carry` is what passes have added up of its gradient, and that is not exchanged yet."""
+    """What is known of a parameter: `carry` is what passes have added up of its gradient, and
+    that is not exchanged yet.
+    """
 
     number: int
     carry: Tensor | None
@@ -39,11 +42,17 @@ class JoinedPasses:
         return self._tracker.context.step_state.defer_exchange
 
     def begin(self, *, last: bool) -> None:
-        """Begin a pass. `last`: the gradients of the parameters that it reaches are complete with it, and leave at once."""
+        """Begin a pass.
+
+        `last`: the gradients of the parameters that it reaches are complete with it, and leave at
+        once.
+        """
         self._tracker.keep_silent(silent=not last)
 
     def gather(self, parameters: Sequence[Tensor]) -> None:
-        """Have cut parameters whole again, as the second half of a backward goes through their layers."""
+        """Have cut parameters whole again, as the second half of a backward goes through their
+        layers.
+        """
         self._tracker.gather(parameters)
 
     def end(self) -> None:
@@ -55,7 +64,9 @@ class JoinedPasses:
         self._tracker.delay(parameters)
 
     def total(self, parameter: Tensor) -> Tensor | None:
-        """Return what all passes have added up of a delayed parameter; None if none has reached it."""
+        """Return what all passes have added up of a delayed parameter; None if none has reached
+        it.
+        """
         return self._tracker.added_up(parameter).carry
 
     def put(self, parameter: Tensor, total: Tensor) -> None:
@@ -78,11 +89,14 @@ class JoiningTracker:
     _by_id: Mapping[int, AddedUp]
     _sources: Sequence[GradientSource]
     joins = False  # passes are parts of one
-    late: frozenset[int] = frozenset()  # numbers of parameters that are added up to the end of passes that are joined
+    # numbers of parameters that are added up to the end of passes that are joined
+    late: frozenset[int] = frozenset()
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[JoinedPasses]:
-        """Take the backward passes inside of the block as parts of one: the micro-batches of a pipeline."""
+        """Take the backward passes inside of the block as parts of one: the micro-batches of a
+        pipeline.
+        """
         self.refuse_inside("run.step")
         if self.open:
             self.join("run.step")  # raises
@@ -104,11 +118,15 @@ class JoiningTracker:
         return self.sync.replicas_diverge
 
     def refuse_inside(self, where: str) -> None:
-        """Raise `UsageError` if a backward is under way: until it returns, gradients are of this worker alone, or on their way."""
+        """Raise `UsageError` if a backward is under way: until it returns, gradients are of this
+        worker alone, or on their way.
+        """
         if torch._C._current_graph_task_id() != -1 and self._by_id:
             raise UsageError(
-                f"{where} was called inside of loss.backward() (an optimizer in a hook of its parameters), where gradients are not the "
-                "mean over all workers yet; take the hook out, and call optimizer.step() after loss.backward()"
+                f"{where} was called inside of loss.backward() (an optimizer in a hook of its "
+                "parameters), where gradients are not the "
+                "mean over all workers yet; take the hook out, and call optimizer.step() after "
+                "loss.backward()"
             )
 
     def join(self, where: str, *, due: bool = False) -> None:
@@ -116,7 +134,9 @@ class JoiningTracker:
         raise NotImplementedError
 
     def put_added_up(self, parameter: Tensor, total: Tensor) -> None:
-        """Let `total` be what was added up of a parameter, whether backward has reached it here or not."""
+        """Let `total` be what was added up of a parameter, whether backward has reached it here
+        or not.
+        """
         raise NotImplementedError
 
     def _begin(self, *, idle: bool = False) -> None:
@@ -129,22 +149,32 @@ class JoiningTracker:
         raise NotImplementedError
 
     def close_pass(self, where: str) -> None:
-        """End the pass under way; where backward has reached nothing here, take part in it as the others end theirs."""
+        """End the pass under way; where backward has reached nothing here, take part in it as
+        the others end theirs.
+        """
         if self._by_id and not self._silent and (self._sources or self.context.group.size > 1):
             self.open_idle()
         if self.open:
             self._close(where)
 
     def keep_silent(self, *, silent: bool) -> None:
-        """Add up what passes that are joined reach from now on, or hand it to the strategy, unless the whole is silent."""
+        """Add up what passes that are joined reach from now on, or hand it to the strategy,
+        unless the whole is silent.
+        """
         self._silent = silent or self.context.step_state.defer_exchange
 
     def delay(self, parameters: Iterable[Tensor]) -> None:
         """Add up the gradients of these parameters until the end of the passes that are joined."""
-        self.late |= {self._by_id[id(parameter)].number for parameter in parameters if id(parameter) in self._by_id}
+        self.late |= {
+            self._by_id[id(parameter)].number
+            for parameter in parameters
+            if id(parameter) in self._by_id
+        }
 
     def open_idle(self) -> None:
-        """Have a pass under way, if none is, as backward has reached nothing here, and gradients come from elsewhere."""
+        """Have a pass under way, if none is, as backward has reached nothing here, and gradients
+        come from elsewhere.
+        """
         if not self.open:
             self._begin(idle=True)
 
@@ -158,6 +188,8 @@ class JoiningTracker:
             source.gather(parameters)
 
     def end_sources(self) -> None:
-        """Have the sources of cut gradients deliver what is left of one of the passes that are joined, reached here or elsewhere alone."""
+        """Have the sources of cut gradients deliver what is left of one of the passes that are
+        joined, reached here or elsewhere alone.
+        """
         for source in self._sources:
             source.end_pass()

@@ -1,8 +1,10 @@
-"""One strategy for the workers of a host, another between hosts: each axis of the mesh has a strategy of its own.
+"""One strategy for the workers of a host, another between hosts: each axis of the mesh has a
+strategy of its own.
 
 Sequence((AllReduce(), "local"), (LocalSGD(32), "host"))
 
-host 0   rank 0  rank 1     gradients: the mean of the host, every step      | replicas agree every 32 steps
+host 0   rank 0  rank 1     gradients: the mean of the host, every step      | replicas agree every
+                            32 steps
 host 1   rank 2  rank 3     gradients: the mean of the host, every step      |
 """
 
@@ -29,7 +31,8 @@ from paceline.sync.localsgd.strategy import LocalSGD
 
 @dataclass(frozen=True)
 class Sequence:
-    """p.grad is the mean over the samples of my host, step moves my host's replica, and hosts agree as the second strategy says.
+    """p.grad is the mean over the samples of my host, step moves my host's replica, and hosts agree
+    as the second strategy says.
 
     >>> pl.start(sync=pl.Sequence((pl.AllReduce(), "local"), (pl.LocalSGD(32), "host")))
 
@@ -43,24 +46,46 @@ class Sequence:
 
     def __post_init__(self) -> None:
         for part, kind, axis in ((self.inner, AllReduce, "local"), (self.outer, LocalSGD, "host")):
-            if not isinstance(part, tuple) or len(part) != 2 or not isinstance(part[0], kind) or part[1] != axis:
-                raise UsageError(f"{part!r} can't stand there; write Sequence((AllReduce(), 'local'), (LocalSGD(32), 'host'))")
+            if (
+                not isinstance(part, tuple)
+                or len(part) != 2
+                or not isinstance(part[0], kind)
+                or part[1] != axis
+            ):
+                raise UsageError(
+                    f"{part!r} can't stand there; write Sequence((AllReduce(), 'local'), "
+                    "(LocalSGD(32), 'host'))"
+                )
         if self.outer[0].after:
-            raise UsageError(f"{self!r}: LocalSGD(after=...) begins with gradients of all workers, and here are none; leave after out")
+            raise UsageError(
+                f"{self!r}: LocalSGD(after=...) begins with gradients of all workers, and here are "
+                "none; leave after out"
+            )
 
     def begin(self, context: SyncContext) -> PerAxisSync:
         if context.local is None:
             raise UsageError(f"{self!r} needs to know who is on which host, and nothing here does")
         inside = _inside(context)
-        return PerAxisSync(context, inside, self.inner[0].begin(inside), self.outer[0].begin(context))
+        return PerAxisSync(
+            context, inside, self.inner[0].begin(inside), self.outer[0].begin(context)
+        )
 
 
 def _inside(context: SyncContext) -> SyncContext:
-    """Return a context for my host's workers alone. Their exchanges are part of collective calls: all workers survive a loss together."""
+    """Return a context for my host's workers alone.
+
+    Their exchanges are part of collective calls: all workers survive a loss together.
+    """
     assert context.local is not None
     group = context.local()
-    agreement = Agreement(group, step=lambda: context.step_state.step, hosts=(f"the host of rank {group.global_rank(0)}",) * group.size)
-    return dataclasses.replace(context, group=group, agreement=agreement, hosts=(0,) * group.size, native=None)
+    agreement = Agreement(
+        group,
+        step=lambda: context.step_state.step,
+        hosts=(f"the host of rank {group.global_rank(0)}",) * group.size,
+    )
+    return dataclasses.replace(
+        context, group=group, agreement=agreement, hosts=(0,) * group.size, native=None
+    )
 
 
 class PerAxisSync:
@@ -69,7 +94,9 @@ class PerAxisSync:
     replicas_diverge = True
     exchanges_in_backward = True
 
-    def __init__(self, context: SyncContext, inside: SyncContext, inner: AllReduceSync, outer: LocalSGDSync) -> None:
+    def __init__(
+        self, context: SyncContext, inside: SyncContext, inner: AllReduceSync, outer: LocalSGDSync
+    ) -> None:
         self._context, self._inside, self._inner, self._outer = context, inside, inner, outer
         self.has_sync_points = outer.has_sync_points
 
@@ -87,7 +114,8 @@ class PerAxisSync:
         found = self._inner.backward_done(where)
         mine = torch.tensor([self._context.replica_share()], dtype=torch.float64)
         part = float(self._inside.group.all_reduce(mine, name="part").wait())
-        among_own((total for _, total in found), part)  # what the host's samples count in the global batch is the outer strategy's
+        # what the host's samples count in the global batch is the outer strategy's
+        among_own((total for _, total in found), part)
         self._outer.backward_done(where)
         return found
 
@@ -141,7 +169,9 @@ class PerAxisSync:
         return {"inner": self._inner.state_dict(), "outer": self._outer.state_dict()}
 
     def load_state_dicts(self, states: Rows[dict[str, Any]]) -> None:
-        """Go on from what was saved; if there are other hosts now, codecs inside a host go on with what the first workers kept."""
+        """Go on from what was saved; if there are other hosts now, codecs inside a host go on
+        with what the first workers kept.
+        """
         found = [state for state in states if state]
         check_strategy("Sequence", found, "outer")
         group = self._inside.group

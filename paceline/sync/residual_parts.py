@@ -1,9 +1,11 @@
-"""What codecs keep of each parameter, so that it goes on where parameters lie in other buckets than before.
+"""What codecs keep of each parameter, so that it goes on where parameters lie in other buckets than
+before.
 
     saved    | a b | c d e |       residual of a, of b, ...       now    | e | d c b a |
 
-Buckets change with `bucket_mb`, and where parameters are frozen, unfrozen or added. Only residuals are parts of a sum that must not get
-lost; what else a codec keeps, such as where its next sum begins, begins anew in a bucket of other parameters.
+Buckets change with `bucket_mb`, and where parameters are frozen, unfrozen or added. Only residuals
+are parts of a sum that must not get lost; what else a codec keeps, such as where its next sum
+begins, begins anew in a bucket of other parameters.
 """
 
 from __future__ import annotations
@@ -15,11 +17,15 @@ import torch
 
 from paceline.codec.codec import State, alike, fresh, residuals
 
-Layout: TypeAlias = list[list[list[Any]]]  # of each bucket: the name and the number of elements of each parameter, as they lie
+# of each bucket: the name and the number of elements of each parameter, as they lie
+Layout: TypeAlias = list[list[list[Any]]]
 
 
 def parted(states: Sequence[State], layout: Layout) -> dict[str, State]:
-    """Cut the residuals of buckets into those of their parameters, by name. No states: there are none on this worker."""
+    """Cut the residuals of buckets into those of their parameters, by name.
+
+    No states: there are none on this worker.
+    """
     found: dict[str, State] = {}
     for state, members in zip(states, layout, strict=bool(states)):
         at = 0
@@ -30,28 +36,40 @@ def parted(states: Sequence[State], layout: Layout) -> dict[str, State]:
 
 
 def relaid(states: Sequence[State], layout: Layout, parts: Mapping[str, State]) -> list[State]:
-    """Return the states of buckets with the residuals that `parts` has of their parameters; zeros where it has none that fit."""
+    """Return the states of buckets with the residuals that `parts` has of their parameters;
+    zeros where it has none that fit.
+    """
     made = []
     for state, members in zip(states, layout, strict=True):
         mine = parted([state], [members])
-        kept = [parts[name] if name in parts and alike(parts[name], part) else _zeros(part) for name, part in mine.items()]
+        kept = [
+            parts[name] if name in parts and alike(parts[name], part) else _zeros(part)
+            for name, part in mine.items()
+        ]
         made.append(_joined(state, kept) if kept and any(name in parts for name in mine) else state)
     return made
 
 
-def adopted(kept: list[list[State]], saved: Layout, states: Sequence[State], layout: Layout) -> tuple[list[list[State]], str]:
-    """Return what workers had kept in the layout that was saved, as states of this one; and whose residuals have no place here (`lost`).
+def adopted(
+    kept: list[list[State]], saved: Layout, states: Sequence[State], layout: Layout
+) -> tuple[list[list[State]], str]:
+    """Return what workers had kept in the layout that was saved, as states of this one; and whose
+    residuals have no place here (`lost`).
 
     `states`: those of this worker, which say what its codecs keep.
     """
     if saved == layout:
         return kept, ""
     empty = [fresh(state) for state in states]
-    return [relaid(empty, layout, parted(theirs, saved)) for theirs in kept], lost(layout, saved, kept[0])
+    return [relaid(empty, layout, parted(theirs, saved)) for theirs in kept], lost(
+        layout, saved, kept[0]
+    )
 
 
 def lost(layout: Layout, saved: Layout, states: Sequence[State]) -> str:
-    """Name the parameters whose residuals were saved, and which lie in no bucket now; empty if there are none."""
+    """Name the parameters whose residuals were saved, and which lie in no bucket now; empty if
+    there are none.
+    """
     here = {name for members in layout for name, _ in members}
     gone = [name for name, part in parted(states, saved).items() if part and name not in here]
     more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
@@ -59,11 +77,17 @@ def lost(layout: Layout, saved: Layout, states: Sequence[State]) -> str:
 
 
 def _narrow(state: State, at: int, numel: int) -> State:
-    return {key: _narrow(value, at, numel) if isinstance(value, dict) else value[at : at + numel] for key, value in state.items()}
+    return {
+        key: _narrow(value, at, numel) if isinstance(value, dict) else value[at : at + numel]
+        for key, value in state.items()
+    }
 
 
 def _zeros(state: State) -> State:
-    return {key: _zeros(value) if isinstance(value, dict) else torch.zeros_like(value) for key, value in state.items()}
+    return {
+        key: _zeros(value) if isinstance(value, dict) else torch.zeros_like(value)
+        for key, value in state.items()
+    }
 
 
 def _joined(state: State, parts: Sequence[State]) -> State:
@@ -73,5 +97,7 @@ def _joined(state: State, parts: Sequence[State]) -> State:
         if key == "residual":
             made[key] = torch.cat([part[key].to(value) for part in parts])
         else:
-            made[key] = _joined(value, [part[key] for part in parts]) if isinstance(value, dict) else value
+            made[key] = (
+                _joined(value, [part[key] for part in parts]) if isinstance(value, dict) else value
+            )
     return made

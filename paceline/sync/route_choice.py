@@ -1,9 +1,13 @@
-"""Which way exchanges go between hosts where a script leaves it open: decided by links and cores of a measured cluster, as plain data.
+"""Which way exchanges go between hosts where a script leaves it open: decided by links and cores of
+a measured cluster, as plain data.
 
 links of hosts                                  cores of a worker       way
-alike, below FAST                               any                     auto: one copy per host crosses the network, as without a file
-alike, FAST or above                            fewer than SPARE        native: what is copied inside of hosts takes longer than the network
-of several speeds, for which it pays            any                     uneven: hosts with slow links send and receive less
+alike, below FAST                               any                     auto: one copy per host
+                                                crosses the network, as without a file
+alike, FAST or above                            fewer than SPARE        native: what is copied
+                                                inside of hosts takes longer than the network
+of several speeds, for which it pays            any                     uneven: hosts with slow
+                                                links send and receive less
 """
 
 from __future__ import annotations
@@ -11,20 +15,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from paceline.comm.schedule import LinkSpeed, Schedule, ScheduleNetwork, fractions, owners, ring, seconds, uneven
+from paceline.comm.schedule import (
+    LinkSpeed,
+    Schedule,
+    ScheduleNetwork,
+    fractions,
+    owners,
+    ring,
+    seconds,
+    uneven,
+)
 
-FAST: Final = 250e6  # bytes a second of a link, from which on processors take longer for an exchange than it does
-SPARE: Final = 2.0  # cores for each worker, from which on threads beside the training have cores of their own
-ALIKE: Final = 1.2  # times as fast as the slowest link the fastest may be to count as alike: a probe is no more exact
+# bytes a second of a link, from which on processors take longer for an exchange than it does
+FAST: Final = 250e6
+# cores for each worker, from which on threads beside the training have cores of their own
+SPARE: Final = 2.0
+# times as fast as the slowest link the fastest may be to count as alike: a probe is no more exact
+ALIKE: Final = 1.2
 WORTH: Final = 1.1  # times as fast as with even chunks, from which on uneven ones are taken
 MOST: Final = 32  # hosts, above which each would exchange with too many at once
 BUCKET: Final = 8_000_000  # bytes that are priced
 
 
 class RouteFacts(NamedTuple):
-    """What the choice needs: the bytes a second of each host's link, in the order of the run's hosts, and the longest latency (seconds).
+    """What the choice needs: the bytes a second of each host's link, in the order of the run's
+    hosts, and the longest latency (seconds).
 
-    `cores` are those of each worker, where there are fewest; `source` says where all this is written.
+    `cores` are those of each worker, where there are fewest; `source` says where all this is
+    written.
     """
 
     rates: tuple[float, ...]
@@ -40,7 +58,8 @@ class RouteFacts(NamedTuple):
 class RouteChoice(NamedTuple):
     """A way, and the line that says why. "auto" is the way of runs that are given no file.
 
-    `across`: the schedule between hosts, where that is uneven; `parts`: what each host then owns of a tensor.
+    `across`: the schedule between hosts, where that is uneven; `parts`: what each host then owns of
+    a tensor.
     """
 
     way: str
@@ -54,27 +73,53 @@ class RouteChoice(NamedTuple):
 
 
 def choose(hosts: Sequence[int], facts: RouteFacts) -> RouteChoice:
-    """Choose the way of gradients for ranks on these hosts. The same facts give the same choice, on all workers and each time."""
+    """Choose the way of gradients for ranks on these hosts.
+
+    The same facts give the same choice, on all workers and each time.
+    """
     places = list(dict.fromkeys(hosts))
     if len(places) < 2:
-        return RouteChoice("auto", f"{facts.source} decides nothing here: workers of one host exchange through its memory")
+        return RouteChoice(
+            "auto",
+            f"{facts.source} decides nothing here: workers of one host exchange through its memory",
+        )
     several, rates = len(places) < len(hosts), [facts.rates[place] for place in places]
     gain = _gain(rates, facts.latency)
     if gain >= WORTH:
-        across = uneven(rates, 1 if several else None)  # chunks of a hierarchy follow each other, so links are busy all the time
-        words = f"links carry {_span(rates)}, so slow ones get less to carry: {gain:.2f} times as fast as even chunks"
-        why = f"exchanges between hosts go in uneven chunks (via='uneven'): {words} ({facts.source})"
+        # chunks of a hierarchy follow each other, so links are busy all the time
+        across = uneven(rates, 1 if several else None)
+        words = (
+            f"links carry {_span(rates)}, so slow ones get less to carry: {gain:.2f} times as fast "
+            "as even chunks"
+        )
+        why = (
+            f"exchanges between hosts go in uneven chunks (via='uneven'): {words} ({facts.source})"
+        )
         return RouteChoice("uneven", why, tuple(fractions(rates)), across)
-    each = f"links carry {_span(rates)}, with {facts.cores:.2g} cores for each worker ({facts.source})"
+    each = (
+        f"links carry {_span(rates)}, with {facts.cores:.2g} cores for each worker ({facts.source})"
+    )
     if several and min(rates) >= FAST and facts.cores < SPARE:
-        return RouteChoice("native", f"exchanges between hosts go between all workers (via='native'): {each}")
-    return RouteChoice("auto", f"exchanges between hosts go {'as one copy per host' if several else 'in even chunks'}: {each}")
+        return RouteChoice(
+            "native", f"exchanges between hosts go between all workers (via='native'): {each}"
+        )
+    return RouteChoice(
+        "auto",
+        (
+            "exchanges between hosts go "
+            f"{'as one copy per host' if several else 'in even chunks'}: {each}"
+        ),
+    )
 
 
 def by_rates(hosts: Sequence[int], facts: RouteFacts) -> RouteChoice:
     """Return the choice of who has asked for uneven chunks."""
     rates = [facts.rates[place] for place in dict.fromkeys(hosts)]
-    return RouteChoice("uneven", f"chunks are in proportion to links that carry {_span(rates)} ({facts.source})", tuple(fractions(rates)))
+    return RouteChoice(
+        "uneven",
+        f"chunks are in proportion to links that carry {_span(rates)} ({facts.source})",
+        tuple(fractions(rates)),
+    )
 
 
 def describe(fields: dict[str, Any] | None) -> str:
@@ -86,13 +131,20 @@ def describe(fields: dict[str, Any] | None) -> str:
 
 
 def alike(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
-    """Whether the `fields` of two choices (None: nothing was chosen) mean the same sums, to the last bit."""
-    ways = [("auto", []) if each is None else (each["way"], list(each["parts"])) for each in (one, other)]
+    """Whether the `fields` of two choices (None: nothing was chosen) mean the same sums, to the
+    last bit.
+    """
+    ways = [
+        ("auto", []) if each is None else (each["way"], list(each["parts"]))
+        for each in (one, other)
+    ]
     return ways[0] == ways[1]
 
 
 def _gain(rates: Sequence[float], latency: float) -> float:
-    """Return how many times as fast uneven chunks are as the better of even schedules; 1 where links are alike."""
+    """Return how many times as fast uneven chunks are as the better of even schedules; 1 where
+    links are alike.
+    """
     count = len(rates)
     if count > MOST or max(rates) <= ALIKE * min(rates):
         return 1.0

@@ -1,4 +1,7 @@
-"""Routes of buckets: with which workers and by which schedule a bucket is summed. A name becomes an object here, once."""
+"""Routes of buckets: with which workers and by which schedule a bucket is summed.
+
+A name becomes an object here, once.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ class Reducer(Protocol):
         ...
 
     def beside(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return CPU memory of this worker alone that may take the place of `empty`'s; other workers needn't know."""
+        """Return CPU memory of this worker alone that may take the place of `empty`'s; other
+        workers needn't know.
+        """
         ...
 
     def release(self, flat: Tensor) -> None:
@@ -37,7 +42,10 @@ class Reducer(Protocol):
         ...
 
     def all_reduce(self, flat: Tensor, name: str, *, soon: bool = False) -> Work[Tensor]:
-        """Start summing `flat` in place. `soon`: this worker will do nothing more before it waits for the sum."""
+        """Start summing `flat` in place.
+
+        `soon`: this worker will do nothing more before it waits for the sum.
+        """
         ...
 
     def close(self) -> None:
@@ -115,7 +123,9 @@ def _group(context: SyncContext) -> Reducer:
 
 
 def _auto(context: SyncContext) -> Reducer:
-    """Take the way that a measured cluster suggests, or that of the group where the run was given none."""
+    """Take the way that a measured cluster suggests, or that of the group where the run was
+    given none.
+    """
     if context.route_facts is None:
         return _group(context)
     choice = choose(context.hosts, context.route_facts)
@@ -124,8 +134,15 @@ def _auto(context: SyncContext) -> Reducer:
     if choice.across is not None:
         if isinstance(group, HostsGroup):
             return AcrossReducer(group, choice.across, context.announce)
-        return ScheduledReducer(group, build("uneven", context.hosts, context.route_facts.of(context.hosts)), context.announce)
-    return GroupReducer(group.flat if choice.way == "native" and isinstance(group, HostsGroup) else group, context.announce)
+        return ScheduledReducer(
+            group,
+            build("uneven", context.hosts, context.route_facts.of(context.hosts)),
+            context.announce,
+        )
+    return GroupReducer(
+        group.flat if choice.way == "native" and isinstance(group, HostsGroup) else group,
+        context.announce,
+    )
 
 
 def _native(context: SyncContext) -> Reducer:
@@ -142,18 +159,27 @@ def _by(name: str) -> Callable[[SyncContext], Reducer]:
         if name != "uneven" or facts is None or len(set(hosts)) == 1:
             return ScheduledReducer(context.group, build(name, hosts), context.announce)
         context.choose_route(by_rates(hosts, facts))
-        return ScheduledReducer(context.group, build(name, hosts, facts.of(hosts)), context.announce)
+        return ScheduledReducer(
+            context.group, build(name, hosts, facts.of(hosts)), context.announce
+        )
 
     return make
 
 
-WAYS: dict[str, Callable[[SyncContext], Reducer]] = {"auto": _auto, "native": _native, **{name: _by(name) for name in SCHEDULES}}
+WAYS: dict[str, Callable[[SyncContext], Reducer]] = {
+    "auto": _auto,
+    "native": _native,
+    **{name: _by(name) for name in SCHEDULES},
+}
 
 
 def reducer(via: str, *, coded: bool = False) -> Callable[[SyncContext], Reducer]:
-    """Return the function that makes the reducer called `via`. Raises `UsageError` for an unknown name.
+    """Return the function that makes the reducer called `via`.
 
-    `coded`: most goes through a codec, which has a way of its own, so that "auto" isn't chosen for what is left.
+    Raises `UsageError` for an unknown name.
+
+    `coded`: most goes through a codec, which has a way of its own, so that "auto" isn't chosen for
+    what is left.
     """
     if wrong := unknown("via", via, Via):
         raise UsageError(wrong)

@@ -1,10 +1,14 @@
-"""Transactions: what all workers do together in one step of training holds on all of them or on none.
+"""Transactions: what all workers do together in one step of training holds on all of them or on
+none.
 
     begin       a turn begins                          exchange    the end of a backward pass
-    rollback    it comes again, as it began            step        a step that is made elsewhere than here
-                                                       collective  rows or numbers that all bring together
+    rollback    it comes again, as it began            step        a step that is made elsewhere
+                                                                   than here
+                                                       collective  rows or numbers that all bring
+                                                                   together
 
-`PlainTransaction` is for runs that a lost worker ends. `elastic.transaction` has the one for runs that go on.
+`PlainTransaction` is for runs that a lost worker ends. `elastic.transaction` has the one for runs
+that go on.
 """
 
 from __future__ import annotations
@@ -18,18 +22,26 @@ from paceline.sync.base import Sync
 from paceline.sync.context import SyncContext
 
 T = TypeVar("T")
-Addends = list[tuple[int, Tensor]]  # number and final addend of each parameter that any worker has used
+# number and final addend of each parameter that any worker has used
+Addends = list[tuple[int, Tensor]]
 Deliver = Callable[[int, Tensor, float], None]
 
 
 class Transaction(Protocol):
-    """A step's transaction. `failed`: an act of this turn had no result, on all workers; `recovers`: the run outlives lost workers."""
+    """A step's transaction.
+
+    `failed`: an act of this turn had no result, on all workers; `recovers`: the run outlives lost
+    workers.
+    """
 
     failed: bool
     recovers: bool
 
     def begin(self, *, leads: bool, passes: int) -> None:
-        """Begin a turn, after one that had so many exchanges of gradients. `leads`: the turn is a step."""
+        """Begin a turn, after one that had so many exchanges of gradients.
+
+        `leads`: the turn is a step.
+        """
         ...
 
     def deliver(self) -> Deliver:
@@ -37,19 +49,28 @@ class Transaction(Protocol):
         ...
 
     def exchange(self, act: Callable[[], Addends]) -> Addends:
-        """End a backward pass by `act`, and return its addends; zeros for what was touched here if it has no result."""
+        """End a backward pass by `act`, and return its addends; zeros for what was touched here
+        if it has no result.
+        """
         ...
 
     def stepping(self, *, remote: bool) -> None:
         """Note that an optimizer is about to step; `remote`: that may fail."""
         ...
 
-    def step(self, act: Callable[[], T], what: str, *, last: bool = False, apart: bool = False) -> T | None:
-        """Make a step elsewhere by `act`, and return its result; None where it can't be made. `last`: nothing more of it can fail."""
+    def step(
+        self, act: Callable[[], T], what: str, *, last: bool = False, apart: bool = False
+    ) -> T | None:
+        """Make a step elsewhere by `act`, and return its result; None where it can't be made.
+
+        `last`: nothing more of it can fail.
+        """
         ...
 
     def collective(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
-        """Gather rows by `act`, once for each batch; return `nothing` where they were gathered before, or the turn is dealt again."""
+        """Gather rows by `act`, once for each batch; return `nothing` where they were gathered
+        before, or the turn is dealt again.
+        """
         ...
 
     def rollback(self) -> None:
@@ -73,12 +94,16 @@ class PlainTransaction:
         return self._sync.ready
 
     def exchange(self, act: Callable[[], Addends]) -> Addends:
-        return self._agreement.attempt(act, "backward") if self._sync.exchanges_in_backward else act()
+        return (
+            self._agreement.attempt(act, "backward") if self._sync.exchanges_in_backward else act()
+        )
 
     def stepping(self, *, remote: bool) -> None:
         """Keep nothing: no step is undone."""
 
-    def step(self, act: Callable[[], T], what: str, *, last: bool = False, apart: bool = False) -> T | None:
+    def step(
+        self, act: Callable[[], T], what: str, *, last: bool = False, apart: bool = False
+    ) -> T | None:
         return self._agreement.wait(act, what) if apart else self._agreement.attempt(act, what)
 
     def collective(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:

@@ -3,8 +3,10 @@
 mesh "data=2, shard=2, tensor=2"
 
 everyone     all 8 workers: the seed, the run's folder, what is written, when to stop
-slice        my coordinate of `tensor`, 4 workers: batches are dealt to them; each slice does all of it by itself, on the same samples
-replicas     my coordinates of `shard` and `tensor`, 2 workers: they train the same parameters, and a strategy keeps those alike
+slice        my coordinate of `tensor`, 4 workers: batches are dealt to them; each slice does all of
+             it by itself, on the same samples
+replicas     my coordinates of `shard` and `tensor`, 2 workers: they train the same parameters, and
+             a strategy keeps those alike
 
 Without a mesh these are the same group and the same agreement.
 """
@@ -28,7 +30,10 @@ from paceline.sync.context import SyncContext
 
 @dataclass(frozen=True)
 class RunAxes:
-    """The groups of a run's workers. `everyone` brings all of them together, `slice` those that batches are dealt to."""
+    """The groups of a run's workers.
+
+    `everyone` brings all of them together, `slice` those that batches are dealt to.
+    """
 
     mesh: Mesh
     groups: AxisGroups
@@ -42,7 +47,9 @@ class RunAxes:
         """Return the axes of a run whose workers are all replicas of each other."""
         size = context.group.size
         mesh = Mesh((("data", size),), tuple(range(size)))
-        return cls(mesh, AxisGroups(mesh, context.group), context.agreement, context, context, cluster)
+        return cls(
+            mesh, AxisGroups(mesh, context.group), context.agreement, context, context, cluster
+        )
 
     @classmethod
     def of(cls, mesh: Mesh, context: SyncContext, cluster: Topology) -> RunAxes:
@@ -56,14 +63,25 @@ class RunAxes:
         meshes = [body.decode() for body in everyone.meet("mesh", str(mesh).encode())]
         if len(set(meshes)) > 1:
             sides = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(meshes))
-            raise UsageError(f"workers were given different meshes ({sides}); call start(mesh=...) alike on all of them")
+            raise UsageError(
+                f"workers were given different meshes ({sides}); call start(mesh=...) alike on all "
+                "of them"
+            )
         made = context.extra_groups
         groups = AxisGroups(mesh, group, made.append, context.trace)
         context = dataclasses.replace(context, meters=groups.meters)
         divided = _Division(context, groups, cluster)
         part, replicas = groups.along(*SAMPLED), groups.along("data")
-        dealt = divided.context(part, SAMPLED, lambda: _slice_agreement(part, context, cluster)) if part is not group else context
-        trained = divided.context(replicas, ("data",), lambda: _agreement(replicas, context, cluster)) if replicas is not part else dealt
+        dealt = (
+            divided.context(part, SAMPLED, lambda: _slice_agreement(part, context, cluster))
+            if part is not group
+            else context
+        )
+        trained = (
+            divided.context(replicas, ("data",), lambda: _agreement(replicas, context, cluster))
+            if replicas is not part
+            else dealt
+        )
         sharers = groups.along("shard") if mesh.extent("shard") > 1 else None
         trained = dataclasses.replace(trained, cut_axes=mesh.cut, sharers=sharers)
         if part is not group:
@@ -74,7 +92,9 @@ class RunAxes:
 
     @property
     def cut(self) -> tuple[str, ...]:
-        """The axes along which workers hold different parts of a model, with more than one worker."""
+        """The axes along which workers hold different parts of a model, with more than one
+        worker.
+        """
         return self.mesh.cut
 
     @property
@@ -82,26 +102,41 @@ class RunAxes:
         """Where a worker may wait for others, beside the calls of its slice."""
         if not self.cut:
             return ()
-        agreements = {id(each): each for each in (self.everyone, self.replicas.agreement) if each is not self.slice.agreement}
+        agreements = {
+            id(each): each
+            for each in (self.everyone, self.replicas.agreement)
+            if each is not self.slice.agreement
+        }
         return (*agreements.values(), *(self.groups.meter(axis) for axis in self.cut))
 
     @functools.cached_property
     def counted(self) -> bool:
-        """Whether this worker's samples count: each slice has the same ones, and those of the first slice are counted."""
+        """Whether this worker's samples count: each slice has the same ones, and those of the
+        first slice are counted.
+        """
         return self.mesh.index(self.groups.everyone.rank, set(self.mesh.names) - set(SAMPLED)) == 0
 
     def hosts_of(self, context: SyncContext) -> Topology:
         """Return the hosts of the workers of one of the contexts, in the ranks of its group."""
-        return self.cluster() if context.group.size == self.cluster().size else self.cluster().part(members(context.group))
+        return (
+            self.cluster()
+            if context.group.size == self.cluster().size
+            else self.cluster().part(members(context.group))
+        )
 
     def twin(self, rank: int) -> int:
         """Return the first worker that has the same part of the model as `rank`."""
         return self.mesh.group(rank, ["data"])[0] if self.cut else 0
 
     def refuse(self, what: str, instead: str, *, beside: Sequence[str] = ()) -> None:
-        """Raise `UsageError` for what can't be done where workers hold different parts of a model, but for axes that it goes `beside`."""
+        """Raise `UsageError` for what can't be done where workers hold different parts of a
+        model, but for axes that it goes `beside`.
+        """
         if axes := [axis for axis in self.cut if axis not in beside]:
-            raise UsageError(f"{what} can't be had yet where the mesh ({self.mesh}) has {' and '.join(axes)}: {instead}")
+            raise UsageError(
+                f"{what} can't be had yet where the mesh ({self.mesh}) has {' and '.join(axes)}: "
+                f"{instead}"
+            )
 
 
 @dataclass(frozen=True)
@@ -112,7 +147,9 @@ class _Division:
     groups: AxisGroups
     cluster: Topology
 
-    def context(self, group: Group, axes: Sequence[str], agreement: Callable[[], Agreement]) -> SyncContext:
+    def context(
+        self, group: Group, axes: Sequence[str], agreement: Callable[[], Agreement]
+    ) -> SyncContext:
         """Return the context of `group`, whose workers lie along these axes."""
         where = self.cluster.where()
         return dataclasses.replace(
@@ -144,12 +181,16 @@ def describe(mesh: Mesh, cluster: Topology) -> str:
         return f"mesh {mesh}"
     between = [name for name in several if mesh.crosses_hosts(name, cluster)]
     inside = [name for name in several if name not in between]
-    sides = [f"{' and '.join(inside)} inside hosts"] * bool(inside) + [f"{' and '.join(between)} between hosts"] * bool(between)
+    sides = [f"{' and '.join(inside)} inside hosts"] * bool(inside) + [
+        f"{' and '.join(between)} between hosts"
+    ] * bool(between)
     return f"mesh {mesh} ({', '.join(sides)})"
 
 
 def _slice_agreement(group: Group, whole: SyncContext, cluster: Topology) -> Agreement:
-    return SliceAgreement(group, whole.agreement, step=lambda: whole.step_state.step, hosts=_names(group, cluster))
+    return SliceAgreement(
+        group, whole.agreement, step=lambda: whole.step_state.step, hosts=_names(group, cluster)
+    )
 
 
 def _agreement(group: Group, whole: SyncContext, cluster: Topology) -> Agreement:

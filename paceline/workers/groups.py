@@ -1,4 +1,6 @@
-"""Builds the group of all workers: shared memory inside a host, the network between hosts, NCCL between GPUs."""
+"""Builds the group of all workers: shared memory inside a host, the network between hosts, NCCL
+between GPUs.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,11 @@ class WorkerContext:
     natives: int = 0
     replicate: Replicate = "auto"  # how often buddies get copies of what only one worker has
     page: Page | None = None
-    cancel_scope: CancelScope = field(default_factory=CancelScope)  # cancels waits of all groups made with this context
+    # cancels waits of all groups made with this context
+    cancel_scope: CancelScope = field(default_factory=CancelScope)
     links: RouteFacts | None = None  # what a measured cluster says of the links between hosts
-    names: tuple[int, ...] | None = None  # the ranks of these workers in a larger job, by which errors name them (None: they are all)
+    # the ranks of these workers in a larger job, by which errors name them (None: they are all)
+    names: tuple[int, ...] | None = None
 
     @property
     def local(self) -> int:
@@ -66,7 +70,10 @@ class WorkerContext:
 
 
 class CurrentView:
-    """Where this worker is among those that take part now. `waits`: it has just joined, and isn't let in yet."""
+    """Where this worker is among those that take part now.
+
+    `waits`: it has just joined, and isn't let in yet.
+    """
 
     def __init__(self, worker: WorkerContext) -> None:
         self.worker, self.waits = worker, worker.place.joining
@@ -108,18 +115,28 @@ def first_members(worker_context: WorkerContext) -> tuple[int, ...]:
 
 
 def choose_device(asked: str | None, local: int) -> torch.device:
-    """Choose the device of a worker: the one asked for, else a GPU of its own (shared if there are fewer), else the processor."""
+    """Choose the device of a worker: the one asked for, else a GPU of its own (shared if there
+    are fewer), else the processor.
+    """
     if asked is not None:
         if re.fullmatch(r"cpu|cuda(:\d+)?", str(asked)) is None:
-            raise UsageError(f"device={asked!r} is not supported; possible are 'cpu' and 'cuda', 'cuda:0', ...")
+            raise UsageError(
+                f"device={asked!r} is not supported; possible are 'cpu' and 'cuda', 'cuda:0', ..."
+            )
         device = torch.device(asked)
         count = torch.cuda.device_count()
         if device.type == "cuda" and not count:
-            raise UsageError(f"device={asked!r} was asked for, but this machine has no CUDA device; leave device out, or say device='cpu'")
+            raise UsageError(
+                f"device={asked!r} was asked for, but this machine has no CUDA device; "
+                "leave device out, or say device='cpu'"
+            )
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", local % count)
         if device.type == "cuda" and device.index >= count:
-            raise UsageError(f"device={asked!r} was asked for, but this machine has {count} of them, from cuda:0 on; leave device out")
+            raise UsageError(
+                f"device={asked!r} was asked for, but this machine has {count} of them, from "
+                "cuda:0 on; leave device out"
+            )
     elif torch.cuda.is_available():
         device = torch.device("cuda", local % torch.cuda.device_count())
     else:
@@ -134,11 +151,14 @@ def everyone(worker_context: WorkerContext) -> Group:
     if worker_context.place.size == 1:
         return SoloGroup()
     if worker_context.device.type == "cuda":
-        return network(worker_context, "flat", backend="nccl" if _own_devices(worker_context) else "gloo")
+        return network(
+            worker_context, "flat", backend="nccl" if _own_devices(worker_context) else "gloo"
+        )
     hosts = worker_context.cluster.hosts
     if platform.machine() not in ORDERED_STORES:
         worker_context.say(
-            f"on {platform.machine()} workers of one host exchange through the network stack, slower than shared memory by far"
+            f"on {platform.machine()} workers of one host exchange through the network stack, "
+            "slower than shared memory by far"
         )
         return network(worker_context, "flat")
     if len(hosts) == 1:
@@ -153,13 +173,19 @@ def everyone(worker_context: WorkerContext) -> Group:
                 cancel_scope=worker_context.cancel_scope,
             )
         except ResourceError as error:
-            worker_context.say(f"workers exchange through the network stack, several times slower than shared memory: {error}")
+            worker_context.say(
+                "workers exchange through the network stack, several times slower than shared "
+                f"memory: {error}"
+            )
             return network(worker_context, "flat")
     return _over_hosts(worker_context)
 
 
 class Subgroups:
-    """Groups that only some runs need beside that of all workers. Each is made on first use, and again when the workers change."""
+    """Groups that only some runs need beside that of all workers.
+
+    Each is made on first use, and again when the workers change.
+    """
 
     def __init__(self, context: SyncContext, hosts: Callable[[], Topology]) -> None:
         self.norms: Group | None = None
@@ -168,7 +194,9 @@ class Subgroups:
         context.local = self.within_host
 
     def everyone(self) -> Group:
-        """Return a second group of all workers, in which layers exchange while buckets are under way. Collective at first."""
+        """Return a second group of all workers, in which layers exchange while buckets are under
+        way. Collective at first.
+        """
         if self.norms is None:
             self.norms = self._context.group.sub(range(self._context.group.size))
             assert self.norms is not None
@@ -188,7 +216,10 @@ class Subgroups:
 
 
 def within_host(group: Group, cluster: Topology) -> Group:
-    """Make a group of the workers of this host alone, through shared memory where `group` has that. Collective."""
+    """Make a group of the workers of this host alone, through shared memory where `group` has that.
+
+    Collective.
+    """
     if isinstance(group, HostsGroup):
         found = group.inner.sub(range(group.inner.size))
     else:
@@ -199,7 +230,10 @@ def within_host(group: Group, cluster: Topology) -> Group:
 
 
 def network(worker_context: WorkerContext, name: str, *, backend: str = "gloo") -> TorchGroup:
-    """Make a group of all workers over torch.distributed, under a `name` that no other group has. Collective."""
+    """Make a group of all workers over torch.distributed, under a `name` that no other group has.
+
+    Collective.
+    """
     group = TorchGroup.from_store(
         worker_context.store.sub(name),
         worker_context.place.rank,
@@ -218,16 +252,27 @@ def network(worker_context: WorkerContext, name: str, *, backend: str = "gloo") 
 def _own_devices(worker_context: WorkerContext) -> bool:
     """Whether every worker has a GPU of its own: NCCL refuses two on one."""
     me = worker_context.place.rank
-    worker_context.store.put(f"device/{me}", [worker_context.cluster.where()[me], worker_context.device.index])
-    found = [tuple(worker_context.store.take(f"device/{rank}", worker_context.deadline)) for rank in range(worker_context.place.size)]
+    worker_context.store.put(
+        f"device/{me}", [worker_context.cluster.where()[me], worker_context.device.index]
+    )
+    found = [
+        tuple(worker_context.store.take(f"device/{rank}", worker_context.deadline))
+        for rank in range(worker_context.place.size)
+    ]
     if len(set(found)) == len(found):
         return True
-    worker_context.say("several workers share a GPU: gradients travel by Gloo through the processor's memory, which is slow")
+    worker_context.say(
+        "several workers share a GPU: gradients travel by Gloo through the processor's memory, "
+        "which is slow"
+    )
     return False
 
 
 def _over_hosts(worker_context: WorkerContext) -> Group:
-    """Make a group over several hosts. It has a group inside each host, one of the hosts' first workers, and one of all."""
+    """Make a group over several hosts.
+
+    It has a group inside each host, one of the hosts' first workers, and one of all.
+    """
     place, cluster = worker_context.place, worker_context.cluster
     flat = network(worker_context, "flat")
     if all(len(host.ranks) == 1 for host in cluster.hosts):
@@ -248,14 +293,26 @@ def _over_hosts(worker_context: WorkerContext) -> Group:
             )
         except ResourceError as caught:
             error = str(caught)
-    errors = [text for text in flat.gather_objects(error, name="shared memory of the hosts") if text]
+    errors = [
+        text for text in flat.gather_objects(error, name="shared memory of the hosts") if text
+    ]
     if errors:
         inner.close()
-        worker_context.say(f"workers of one host exchange through the network stack, several times slower than shared memory: {errors[0]}")
+        worker_context.say(
+            "workers of one host exchange through the network stack, several times slower than "
+            f"shared memory: {errors[0]}"
+        )
         return flat
     leaders = [host.ranks[0] for host in cluster.hosts]
     outer = flat.sub(leaders)
-    return HostsGroup(inner, outer, flat, cluster.where(), deadline=worker_context.deadline, trace=worker_context.trace)
+    return HostsGroup(
+        inner,
+        outer,
+        flat,
+        cluster.where(),
+        deadline=worker_context.deadline,
+        trace=worker_context.trace,
+    )
 
 
 def reap(groups: list[Any]) -> None:

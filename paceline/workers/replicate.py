@@ -4,4 +4,5 @@ from __future__ import annotations
 
 from typing import Literal
 
-Replicate = int | Literal["auto", "off"]  # every so many steps; as often as it costs little, where there are several hosts; never
+# every so many steps; as often as it costs little, where there are several hosts; never
+Replicate = int | Literal["auto", "off"]

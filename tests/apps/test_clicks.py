@@ -1,4 +1,6 @@
-"""The log of clicks: each sample follows from its number, ids are as skewed as is said, and there is something to learn."""
+"""The log of clicks: each sample follows from its number, ids are as skewed as is said, and
+there is something to learn.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ def test_a_sample_follows_from_its_number() -> None:
     whole, part = LOG.read(torch.arange(500)), LOG.read(torch.tensor([7, 499, 3]))
     for one, other in zip(whole, part, strict=True):
         assert torch.equal(one[[7, 499, 3]], other)
-    assert whole.numbers.shape == (500, NUMBERS) and whole.ids.shape == (500, 3, 2) and whole.clicked.shape == (500,)
+    assert (
+        whole.numbers.shape == (500, NUMBERS)
+        and whole.ids.shape == (500, 3, 2)
+        and whole.clicked.shape == (500,)
+    )
 
 
 def test_ids_are_zipf() -> None:
@@ -25,7 +31,9 @@ def test_ids_are_zipf() -> None:
     assert ids.min() == 0 and 900 < ids.max() < 1000
     for table in range(3):
         counts = torch.bincount(ids[:, table].flatten(), minlength=1000)
-        assert float(counts[0]) / ids[:, table].numel() == pytest.approx(math.log(2) / math.log(1001), rel=0.05)
+        assert float(counts[0]) / ids[:, table].numel() == pytest.approx(
+            math.log(2) / math.log(1001), rel=0.05
+        )
         assert float(counts[:9].sum()) == pytest.approx(float(counts[99:].sum()), rel=0.1)
     assert not torch.equal(ids[:, 0], ids[:, 1])
 
@@ -33,14 +41,21 @@ def test_ids_are_zipf() -> None:
 def test_a_loader_gives_the_log_in_order() -> None:
     found = list(Clicks(LOG, 100, 10).loader(4))
     assert [len(batch.clicked) for batch in found] == [4, 4, 2]
-    assert torch.equal(torch.cat([batch.ids for batch in found]), LOG.read(torch.arange(100, 110)).ids)
+    assert torch.equal(
+        torch.cat([batch.ids for batch in found]), LOG.read(torch.arange(100, 110)).ids
+    )
 
 
 def test_there_is_something_to_learn() -> None:
-    """Who knew the hidden weights and vectors would be far better than who guesses; the numbers alone are in between."""
+    """Who knew the hidden weights and vectors would be far better than who guesses; the numbers
+    alone are in between.
+    """
     batch = LOG.read(torch.arange(20_000))
     hidden = LOG._logit(batch.numbers.double(), batch.ids)
-    best, some = auc(hidden, batch.clicked), auc(batch.numbers[:, 0] - 0.5 * batch.numbers[:, 1], batch.clicked)
+    best, some = (
+        auc(hidden, batch.clicked),
+        auc(batch.numbers[:, 0] - 0.5 * batch.numbers[:, 1], batch.clicked),
+    )
     assert 0.8 < best < 0.95 and 0.6 < some < best - 0.05
     assert 0.3 < float(batch.clicked.mean()) < 0.5
 

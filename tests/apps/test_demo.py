@@ -33,7 +33,11 @@ class Launcher:
 
     def lab(self, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
         if words[0] == "check":
-            said = f"rights: MISSING: {self.missing}\nno lab can run here\n" if self.missing else "rights: root\n"
+            said = (
+                f"rights: MISSING: {self.missing}\nno lab can run here\n"
+                if self.missing
+                else "rights: root\n"
+            )
             return subprocess.CompletedProcess(words, bool(self.missing), said)
         assert words[:2] == ["run", "--sync"] and "50mbit" in Path(words[3]).read_text()
         self.syncs.append(words[2])
@@ -45,7 +49,9 @@ class Launcher:
         folder = Path(options["--folder"]) / options["--name"]
         folder.mkdir(parents=True)
         steps = int(options["--steps"])
-        lines = [{"step": step, "loss": 5.0 / step + workers * self.skew} for step in range(1, steps + 1)]
+        lines = [
+            {"step": step, "loss": 5.0 / step + workers * self.skew} for step in range(1, steps + 1)
+        ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         parts = {"compute": 0.08, "exchange": 0.001 * workers, "wait": 0.0, "data": 0.0001}
         summary = {
@@ -58,11 +64,15 @@ class Launcher:
         }
         (folder / "summary.json").write_text(json.dumps(summary))
         if "--brief" not in args:
-            (folder / "demo.json").write_text(json.dumps({"validation": [5.5, 2.25], "sample": "def [bold]tools(self):"}))
+            (folder / "demo.json").write_text(
+                json.dumps({"validation": [5.5, 2.25], "sample": "def [bold]tools(self):"})
+            )
 
 
 class Clocks:
-    """Of a machine on which others keep so many cores busy, in one run after the other; ours keeps one."""
+    """Of a machine on which others keep so many cores busy, in one run after the other; ours
+    keeps one.
+    """
 
     def __init__(self, *others: float) -> None:
         self.rates = [rate for each in others for rate in (each, 0.0)]
@@ -71,7 +81,14 @@ class Clocks:
     def __call__(self) -> load.ClockReading:
         now, self.last = (
             self.last,
-            load.ClockReading(*(a + b for a, b in zip(self.last, (10.0, 10 * (1 + self.rates.pop(0)), 10.0), strict=True))),
+            load.ClockReading(
+                *(
+                    a + b
+                    for a, b in zip(
+                        self.last, (10.0, 10 * (1 + self.rates.pop(0)), 10.0), strict=True
+                    )
+                )
+            ),
         )
         return now
 
@@ -97,7 +114,11 @@ def test_what_was_seen_is_said_in_three_sentences(tmp_path: Path) -> None:
 
 def test_other_losses_are_not_called_the_same(tmp_path: Path) -> None:
     _, said = play(demo.DemoPlan(steps=30, alone=20, folder=str(tmp_path)), Launcher(skew=0.1))
-    assert "same losses" not in said and "are NOT the same" in said and said.count("1.0e-01 apart") == 2
+    assert (
+        "same losses" not in said
+        and "are NOT the same" in said
+        and said.count("1.0e-01 apart") == 2
+    )
 
 
 def test_without_a_lab_the_slow_link_is_left_out_with_its_reason(tmp_path: Path) -> None:
@@ -114,7 +135,11 @@ def test_runs_and_table(tmp_path: Path) -> None:
     assert [request.workers for request in launcher.requests] == [1, 1, 2, 2]
     assert [option(request, "--steps") for request in launcher.requests] == ["20", "20", "30", "20"]
     assert {option(request, "--of") for request in launcher.requests} == {"30"}
-    assert alone.threads is not None and whole.threads == 2 * alone.threads and several.threads == alone.threads
+    assert (
+        alone.threads is not None
+        and whole.threads == 2 * alone.threads
+        and several.threads == alone.threads
+    )
     assert option(killed, "--kill") == "10" and killed.min_workers == 1
     assert launcher.syncs == [demo.EXACT, demo.SMALLER]
     rows = {
@@ -136,12 +161,38 @@ def test_meshes_train_the_first_steps_too(tmp_path: Path) -> None:
     plan = demo.DemoPlan(steps=30, alone=20, folder=str(tmp_path), meshes=("tensor=2", "shard=2"))
     code, said = play(plan, launcher, *[0.0] * 5)
     assert code == 0
-    assert [request.mesh for request in launcher.requests] == [None, None, None, "tensor=2", "shard=2", None]
-    assert [option(request, "--steps") for request in launcher.requests] == ["20", "20", "30", "20", "20", "20"]
+    assert [request.mesh for request in launcher.requests] == [
+        None,
+        None,
+        None,
+        "tensor=2",
+        "shard=2",
+        None,
+    ]
+    assert [option(request, "--steps") for request in launcher.requests] == [
+        "20",
+        "20",
+        "30",
+        "20",
+        "20",
+        "20",
+    ]
     assert len({option(request, "--name") for request in launcher.requests}) == 6
-    assert next(line for line in said.splitlines() if "largest difference, 20 steps" in line).count("1.0e-06") == 3
+    assert (
+        next(line for line in said.splitlines() if "largest difference, 20 steps" in line).count(
+            "1.0e-06"
+        )
+        == 3
+    )
     fastest = "The fastest here was '2 workers, 1 core each', with 600 samples/s: "
-    assert fastest + "1.50 times '2 workers, tensor=2', 1.50 times '2 workers, shard=2', 2.00 times '1 worker, 1 core'" in said
+    assert (
+        fastest
+        + (
+            "1.50 times '2 workers, tensor=2', 1.50 times '2 workers, shard=2', 2.00 times '1 "
+            "worker, 1 core'"
+        )
+        in said
+    )
 
 
 def test_two_meshes_fit_a_terminal(tmp_path: Path) -> None:
@@ -155,20 +206,29 @@ def test_two_meshes_fit_a_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("others", [(1.6, 0.0, 0.0), (0.0, 0.0, 1.6)])
-def test_a_busy_machine_is_said_instead_of_a_speed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: tuple[float, ...]) -> None:
+def test_a_busy_machine_is_said_instead_of_a_speed_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: tuple[float, ...]
+) -> None:
     monkeypatch.setattr(demo, "cores", lambda: 2)
     monkeypatch.setattr(demo, "allowed", lambda: 2)
     code, said = play(demo.DemoPlan(steps=4, alone=2, folder=str(tmp_path)), Launcher(), *others)
     beside = ("1 worker, 1 core", "2 workers, 1 core each")[others[2] > 0]
     assert code == 0
-    assert f"The machine is busy (beside '{beside}' other programs used 1.6 of 2 cores): the speed-up isn't meaningful" in said
-    assert "2.00x" not in said and "busy" in next(line for line in said.splitlines() if "speed-up  " in line)
+    assert (
+        f"The machine is busy (beside '{beside}' other programs used 1.6 of 2 cores): "
+        "the speed-up isn't meaningful" in said
+    )
+    assert "2.00x" not in said and "busy" in next(
+        line for line in said.splitlines() if "speed-up  " in line
+    )
 
 
 def test_a_little_of_others_is_not_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "cores", lambda: 2)
     monkeypatch.setattr(demo, "allowed", lambda: 2)
-    _, said = play(demo.DemoPlan(steps=4, alone=2, folder=str(tmp_path)), Launcher(), 0.1, 0.15, 0.1)
+    _, said = play(
+        demo.DemoPlan(steps=4, alone=2, folder=str(tmp_path)), Launcher(), 0.1, 0.15, 0.1
+    )
     assert "2.00x" in said and "busy" not in said
 
 
@@ -177,14 +237,21 @@ def test_with_a_quota_others_may_use_the_rest() -> None:
 
 
 def test_the_cores_that_are_mine_are_counted() -> None:
-    text = "cpu  1 1 1 1 1 1 1 1\ncpu0 10 1 5 900 90 2 3 4 7 0\ncpu1 1000 0 0 0 0 0 0 0 0 0\ncpu10 7 0 0 5\nintr 5\n"
+    text = (
+        "cpu  1 1 1 1 1 1 1 1\ncpu0 10 1 5 900 90 2 3 4 7 0\ncpu1 1000 0 0 0 0 0 0 0 0 0\ncpu10 7 "
+        "0 0 5\nintr 5\n"
+    )
     assert load.busy(text, {0}) == 10 + 1 + 5 + 2 + 3 + 4 and load.busy(text, {1, 10}) == 1007
     assert load.others(None, load.read()) == 0.0
 
 
 def test_the_clocks_of_this_machine_go_on() -> None:
     first, second = load.read(), load.read()
-    assert first is not None and second is not None and all(later >= earlier for earlier, later in zip(first, second, strict=True))
+    assert (
+        first is not None
+        and second is not None
+        and all(later >= earlier for earlier, later in zip(first, second, strict=True))
+    )
     assert second.busy > 0 and second.ours > 0
 
 
@@ -204,7 +271,14 @@ def test_other_text_reaches_the_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"workers": 1}, {"steps": 10, "alone": 11}, {"alone": 1}, {"text": Path("/nowhere")}, {"meshes": ("tensor=3",)}]
+    "wrong",
+    [
+        {"workers": 1},
+        {"steps": 10, "alone": 11},
+        {"alone": 1},
+        {"text": Path("/nowhere")},
+        {"meshes": ("tensor=3",)},
+    ],
 )
 def test_plans_that_make_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):

@@ -47,7 +47,10 @@ def text(run: Run, sampling: Sampling, **options: Any) -> list[int]:
     ("size", "mesh", "sampling"),
     [
         *((1, None, sampling) for sampling in (GREEDY, WARM)),
-        *((2, f"{axis}=2", sampling) for axis, sampling in (("tensor", WARM), ("shard", GREEDY), ("stage", WARM))),
+        *(
+            (2, f"{axis}=2", sampling)
+            for axis, sampling in (("tensor", WARM), ("shard", GREEDY), ("stage", WARM))
+        ),
         *((4, mesh, WARM) for mesh in ("tensor=4", "stage=2, tensor=2", "shard=2, tensor=2")),
         (4, "shard=2, stage=2", GREEDY),
     ],
@@ -60,7 +63,10 @@ def test_all_layouts_write_the_same(size: int, mesh: str | None, sampling: Sampl
 
 
 def test_seeds_and_temperatures_count() -> None:
-    found = [alone(lambda run, how=how: text(run, how)) for how in (WARM, Sampling(1.5, seed=4), Sampling(0.1, seed=3))]
+    found = [
+        alone(lambda run, how=how: text(run, how))
+        for how in (WARM, Sampling(1.5, seed=4), Sampling(0.1, seed=3))
+    ]
     assert len({tuple(each) for each in found}) == 3
 
 
@@ -73,7 +79,9 @@ def test_the_newest_tokens_alone_are_run(monkeypatch: pytest.MonkeyPatch) -> Non
 
     alone(body)
     assert lengths == [5] + [1] * 7 + [12] * 3
-    assert model.positions.cache is None and all(block.attention.cache is None for block in model.blocks)
+    assert model.positions.cache is None and all(
+        block.attention.cache is None for block in model.blocks
+    )
 
 
 def test_the_newest_tokens_alone_are_run_on_each_stage() -> None:
@@ -82,7 +90,9 @@ def test_the_newest_tokens_alone_are_run_on_each_stage() -> None:
         run.prepare(model, cut=cuts(run.mesh.cut))
         for block in model.blocks:
             seen = list[int]()
-            block.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0].shape[1]))
+            block.register_forward_pre_hook(
+                lambda module, args, seen=seen: seen.append(args[0].shape[1])
+            )
             lengths.append(seen)
         list(generate(run, model, PROMPT, COUNT, GREEDY))
         return lengths
@@ -124,7 +134,9 @@ def test_another_number_of_rows_after_all_tokens_are_forgotten() -> None:
                     cache.took(piece.shape[1])
                 torch.testing.assert_close(torch.cat(found, 1), wanted[rows], rtol=0, atol=1e-11)
                 assert all(len(keys) == len(x[rows]) for keys, _ in cache._kept.values())
-                with pytest.raises(UsageError, match=r"rows have tokens so far, and 7 came: call clear\(\)"):
+                with pytest.raises(
+                    UsageError, match=r"rows have tokens so far, and 7 came: call clear\(\)"
+                ):
                     KNOWN(torch.zeros(7, 1, dtype=torch.int64))
                 cache.clear()
 
@@ -171,12 +183,38 @@ def test_the_command(job: Jobs, written: Path) -> None:
         return ended.out, ended.err
 
     one, _ = said("test", "--greedy", "--tokens", "12", "--prompt", "--as it is: \u00e9")
-    two, err = said("runs/test", "--temperature", "0", "--tokens", "12", "--prompt", "--as it is: \u00e9", "--mesh", "tensor=2")
+    two, err = said(
+        "runs/test",
+        "--temperature",
+        "0",
+        "--tokens",
+        "12",
+        "--prompt",
+        "--as it is: \u00e9",
+        "--mesh",
+        "tensor=2",
+    )
     assert one.startswith("--as it is: \u00e9") and one == two and len(one) > 14
-    three, _ = said("runs/test", "--greedy", "--tokens", "12", "--prompt", "--as it is: \u00e9", "--mesh", "stage=2")
+    three, _ = said(
+        "runs/test",
+        "--greedy",
+        "--tokens",
+        "12",
+        "--prompt",
+        "--as it is: \u00e9",
+        "--mesh",
+        "stage=2",
+    )
     assert three == one
-    assert "paceline: 12 tokens in " in err and "(2 workers, mesh tensor=2)" in err and "[0]" not in one + err
-    drawn = {said("runs/test", "--seed", seed, "--workers", count)[0] for seed, count in (("3", "2"), ("3", "1"), ("4", "1"))}
+    assert (
+        "paceline: 12 tokens in " in err
+        and "(2 workers, mesh tensor=2)" in err
+        and "[0]" not in one + err
+    )
+    drawn = {
+        said("runs/test", "--seed", seed, "--workers", count)[0]
+        for seed, count in (("3", "2"), ("3", "1"), ("4", "1"))
+    }
     assert len(drawn) == 2
     assert (job.left(), [path.name for path in (written / "runs").iterdir()]) == ([], ["test"])
 
@@ -184,10 +222,25 @@ def test_the_command(job: Jobs, written: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (("nowhere",), "there is no folder runs/nowhere; give that of a run, such as runs/NAME, or of one of its checkpoints"),
-        (("runs/test", "--mesh", "data=2"), "--mesh 'data=2' has replicas, which would all write the same; leave out `data`"),
-        (("runs/test", "--mesh", "data, tensor=2"), "mesh='data, tensor=2' leaves the size of data open: say how many, data=2"),
-        (("runs/test", "--mesh", "tensor=3"), "tokens.weight has size 256, which 3 workers can't cut evenly"),
+        (
+            ("nowhere",),
+            (
+                "there is no folder runs/nowhere; give that of a run, such as runs/NAME, or of one "
+                "of its checkpoints"
+            ),
+        ),
+        (
+            ("runs/test", "--mesh", "data=2"),
+            "--mesh 'data=2' has replicas, which would all write the same; leave out `data`",
+        ),
+        (
+            ("runs/test", "--mesh", "data, tensor=2"),
+            "mesh='data, tensor=2' leaves the size of data open: say how many, data=2",
+        ),
+        (
+            ("runs/test", "--mesh", "tensor=3"),
+            "tokens.weight has size 256, which 3 workers can't cut evenly",
+        ),
         (("runs/test", "--prompt", ""), "--prompt is empty"),
         (("runs/test", "--best"), "none was saved with a metric that is a number"),
     ],

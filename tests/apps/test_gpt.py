@@ -103,7 +103,13 @@ def test_each_module_draws_its_own_weights_and_no_more_than_a_block_is_made_at_a
 @pytest.mark.parametrize("tied", [False, True])
 def test_its_plan_cuts_it_between_workers(tied: bool) -> None:
     shape = GPTShape(d=16, layers=2, heads=4, context=8, vocab=12, tied=tied)
-    compare(GPT(shape), pl.tensor("auto"), batches(4, shape), size=2, loss=lambda model, x, y: next_token_loss(model(x), y))
+    compare(
+        GPT(shape),
+        pl.tensor("auto"),
+        batches(4, shape),
+        size=2,
+        loss=lambda model, x, y: next_token_loss(model(x), y),
+    )
 
 
 def test_the_plan_is_that_of_a_model_within_another_and_no_worker_has_all_logits() -> None:
@@ -120,10 +126,16 @@ def test_the_plan_is_that_of_a_model_within_another_and_no_worker_has_all_logits
         model = Wrapped()
         pl.tensor("auto").apply(model, context_of(group))
         inner = model.inner
-        assert inner.blocks[0].attention.heads == 2 and inner.blocks[0].attention.qkv.weight.shape == (24, 16)
+        assert inner.blocks[0].attention.heads == 2 and inner.blocks[
+            0
+        ].attention.qkv.weight.shape == (24, 16)
         assert inner.tokens.weight.shape == inner.head.weight.shape == (6, 16)
         logits = model(torch.zeros(1, 8, dtype=torch.int64))
-        assert isinstance(logits, VocabLogits) and logits.shape == (1, 8, 12) and logits.local().shape == (1, 8, 6)
+        assert (
+            isinstance(logits, VocabLogits)
+            and logits.shape == (1, 8, 12)
+            and logits.local().shape == (1, 8, 6)
+        )
 
     spawn(2, body)
 
@@ -147,17 +159,31 @@ with pl.start(name=sys.argv[1], seed=3) as run:
             optimizer.zero_grad()
             run.log(loss=loss)
     run.save()
-"""
+"""  # noqa: E501
 
 
 def test_processes_train_it_by_its_plan_as_one_does(job: Jobs, tmp_path: Path) -> None:
-    for name, count, options in (("cut", 4, ("--mesh", "data=2, tensor=2", "--cut", 'tensor("auto")')), ("one", 1, ())):
+    for name, count, options in (
+        ("cut", 4, ("--mesh", "data=2, tensor=2", "--cut", 'tensor("auto")')),
+        ("one", 1, ()),
+    ):
         ended = job.run("import sys\n" + JOB, count, *options, args=(name,)).end()
         assert ended.code == 0, ended.err
     found, alone = (pl.state_dict(tmp_path / "runs" / name) for name in ("cut", "one"))
-    assert max(float((found[name] - value).norm() / value.norm()) for name, value in alone.items() if value.norm() > 0) < 1e-9
+    assert (
+        max(
+            float((found[name] - value).norm() / value.norm())
+            for name, value in alone.items()
+            if value.norm() > 0
+        )
+        < 1e-9
+    )
     cut, one = (
-        [json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()] for name in ("cut", "one")
+        [
+            json.loads(line)
+            for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        ]
+        for name in ("cut", "one")
     )
     assert [line["loss"] for line in cut] == pytest.approx([line["loss"] for line in one], rel=1e-9)
     assert len(one) == 12 and len({line["loss"] for line in one}) == 12

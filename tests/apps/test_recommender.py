@@ -1,4 +1,6 @@
-"""The recommender: tables on servers and on workers learn the same, and the AUC is in the summary."""
+"""The recommender: tables on servers and on workers learn the same, and the AUC is in the
+summary.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,17 @@ def train(run: Run, model: recommender.Recommender, *, ahead: bool = False) -> f
 
 @pytest.mark.slow
 def test_tables_on_servers_learn_the_same() -> None:
-    wanted = workers(1, lambda run: train(run, recommender.build(LOG, 4, served=False, servers=None)))[0]
+    wanted = workers(
+        1, lambda run: train(run, recommender.build(LOG, 4, served=False, servers=None))
+    )[0]
     for strategy, ahead in ((None, False), (None, True), (ParameterServer(), False)):
-        models = [recommender.build(LOG, 4, served=True, servers=2) for _ in range(2)]  # threads share torch's generator
-        found = workers(2, lambda run, models=models, ahead=ahead: train(run, models[run.rank], ahead=ahead), strategy=strategy)
+        # threads share torch's generator
+        models = [recommender.build(LOG, 4, served=True, servers=2) for _ in range(2)]
+        found = workers(
+            2,
+            lambda run, models=models, ahead=ahead: train(run, models[run.rank], ahead=ahead),
+            strategy=strategy,
+        )
         assert found[0] == found[1] == pytest.approx(wanted, abs=1e-4)
 
 
@@ -65,9 +74,13 @@ def test_prefetching_saves_waits() -> None:
 
 def test_the_model_leaves_the_random_state_alone() -> None:
     before = torch.get_rng_state()
-    one, other = (recommender.build(LOG, 4, served=served, servers=None) for served in (True, False))
+    one, other = (
+        recommender.build(LOG, 4, served=served, servers=None) for served in (True, False)
+    )
     assert torch.equal(before, torch.get_rng_state())
-    assert all(torch.equal(p, q) for p, q in zip(one.top.parameters(), other.top.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(one.top.parameters(), other.top.parameters(), strict=True)
+    )
 
 
 ASKED = ("--rows", "2000", "--steps", "20", "--batch", "256", "--held-out", "2000", "--name", "x")
@@ -79,7 +92,8 @@ def summary_of(folder: Path) -> dict[str, Any]:
     return summary
 
 
-# Each worker says when it has come to its 40th step of 150, and trains on once there is the file `go`.
+# Each worker says when it has come to its 40th step of 150, and trains on once there is the file
+# `go`.
 HELD = """
 import os, time
 from itertools import count
@@ -102,11 +116,15 @@ recommender.main()
 
 @pytest.mark.slow
 def test_the_program_survives(job: Jobs) -> None:
-    """A worker and a server are killed: the loss and the AUC are those of a run that nobody disturbed."""
+    """A worker and a server are killed: the loss and the AUC are those of a run that nobody
+    disturbed.
+    """
     common = ("--rows", "2000", "--steps", "100", "--batch", "64", "--held-out", "2000")
     options = (*common, "--servers", "1", "--replicas", "2", "--name", "x")
     launched = job.run(HELD, 2, "--min-workers", "1", args=options)
-    wait_for(lambda: launched.process.poll() is not None or len(list(job.folder.glob("held-*"))) == 2)
+    wait_for(
+        lambda: launched.process.poll() is not None or len(list(job.folder.glob("held-*"))) == 2
+    )
     servers(launched)[0].kill()
     launched.worker(1).kill()
     (job.folder / "go").touch()
@@ -114,20 +132,36 @@ def test_the_program_survives(job: Jobs) -> None:
     assert ended.code == 0, ended
     wanted = job.program(Path(recommender.__file__), 1, args=(*common, "--name", "y")).end()
     assert wanted.code == 0, wanted
-    found, alone = (json.loads((job.folder / "runs" / name / "summary.json").read_text()) for name in "xy")
-    assert found["workers"] == 1 and any("table server 0" in event["what"] for event in found["events"]), found["events"]
-    assert found["results"]["auc"] == pytest.approx(alone["results"]["auc"], abs=5e-3)  # Adagrad magnifies the rounding of float32
+    found, alone = (
+        json.loads((job.folder / "runs" / name / "summary.json").read_text()) for name in "xy"
+    )
+    assert found["workers"] == 1 and any(
+        "table server 0" in event["what"] for event in found["events"]
+    ), found["events"]
+    # Adagrad magnifies the rounding of float32
+    assert found["results"]["auc"] == pytest.approx(alone["results"]["auc"], abs=5e-3)
     assert found["final_loss"] == pytest.approx(alone["final_loss"], rel=5e-3)
 
 
 @pytest.mark.slow
 def test_the_program(job: Jobs, tmp_path: Path) -> None:
-    """With two workers and servers of its own beside a parameter server; and alone, with its tables."""
+    """With two workers and servers of its own beside a parameter server; and alone, with its
+    tables.
+    """
     path = Path(recommender.__file__)
     options = ("--folder", str(tmp_path / "served"), "--servers", "1", "--dense-by", "server")
     served = job.program(path, 2, args=(*ASKED, *options)).end()
     assert served.code == 0, served
-    alone = nursery.run_script(path, tmp_path, *ASKED, "--folder", str(tmp_path / "alone"), "--tables-by", "worker", "--no-prefetch")
+    alone = nursery.run_script(
+        path,
+        tmp_path,
+        *ASKED,
+        "--folder",
+        str(tmp_path / "alone"),
+        "--tables-by",
+        "worker",
+        "--no-prefetch",
+    )
     assert alone.returncode == 0, alone.stderr
     found, wanted = summary_of(tmp_path / "served"), summary_of(tmp_path / "alone")
     assert found["sync"] == "ParameterServer(servers=1)" and found["workers"] == 2
@@ -135,7 +169,17 @@ def test_the_program(job: Jobs, tmp_path: Path) -> None:
     assert found["final_loss"] == pytest.approx(wanted["final_loss"], rel=1e-4)
     assert 0 < found["results"]["worker_memory_mb"] < 1000
     dense, table = found["servers"]
-    assert table["name"].startswith("table server 0") and 2000 < table["rows"] < 10_000 and table["memory_bytes"] > 4 * table["rows"]
-    assert table["messages"]["rows.give"] == 2 * 20 and "push" in dense["messages"] and "rows" not in dense
+    assert (
+        table["name"].startswith("table server 0")
+        and 2000 < table["rows"] < 10_000
+        and table["memory_bytes"] > 4 * table["rows"]
+    )
+    assert (
+        table["messages"]["rows.give"] == 2 * 20
+        and "push" in dense["messages"]
+        and "rows" not in dense
+    )
     trace = json.loads((tmp_path / "served" / "x" / "trace.json").read_text())
-    assert {dense["name"], table["name"]} <= {event["args"].get("name") for event in trace["traceEvents"] if "args" in event}
+    assert {dense["name"], table["name"]} <= {
+        event["args"].get("name") for event in trace["traceEvents"] if "args" in event
+    }

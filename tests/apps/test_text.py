@@ -60,7 +60,9 @@ def test_limit_and_decode(folder: Path) -> None:
 def test_too_little_text(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no \.py files under"):
         text.sources(tmp_path)
-    with pytest.raises(DataError, match=r"0 tokens are too few for windows of 64: give more text \(one file in ten"):
+    with pytest.raises(
+        DataError, match=r"0 tokens are too few for windows of 64: give more text \(one file in ten"
+    ):
         text.Windows(text.read([]), 64)
     with pytest.raises(DataError, match="too few for windows of 64"):
         text.Windows(torch.zeros(64, dtype=torch.uint8), 64)

@@ -1,4 +1,6 @@
-"""The U-Net: its shapes, its skips, and what others rely on: names in order, a forward that can be traced, edges that aren't there."""
+"""The U-Net: its shapes, its skips, and what others rely on: names in order, a forward that can
+be traced, edges that aren't there.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +20,42 @@ LAYERS = ["enter", "down.0", "down.1", "middle", "up.0", "up.1", "leave"]
 
 
 def fields(count: int = 2, side: int = 8) -> Tensor:
-    return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.randn(
+        count, 3, side, side, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
 
 
 def net(shape: UNetShape = SMALL) -> nn.Module:
     return fill(UNet(shape).double())
 
 
-@pytest.mark.parametrize("shape", [SMALL, UNetShape(3, 1, 5, 1), UNetShape(3, 2, 3, 3, "batch")], ids=repr)
+@pytest.mark.parametrize(
+    "shape", [SMALL, UNetShape(3, 1, 5, 1), UNetShape(3, 2, 3, 3, "batch")], ids=repr
+)
 def test_shapes(shape: UNetShape) -> None:
     model = net(shape)
     found = model(fields())
-    assert found.shape == (2, shape.outward, 8, 8) and torch.equal(fx.symbolic_trace(model)(fields()), model(fields()))
+    assert found.shape == (2, shape.outward, 8, 8) and torch.equal(
+        fx.symbolic_trace(model)(fields()), model(fields())
+    )
     found.square().sum().backward()
     assert all(p.grad is not None and float(p.grad.abs().max()) > 0 for p in model.parameters())
 
 
 def test_the_norm_is_what_the_shape_says() -> None:
-    kinds = {norm: {type(m) for m in UNet(UNetShape(norm=norm)).modules()} for norm in ("group", "batch")}
-    assert nn.GroupNorm in kinds["group"] - kinds["batch"] and nn.BatchNorm2d in kinds["batch"] - kinds["group"]
+    kinds = {
+        norm: {type(m) for m in UNet(UNetShape(norm=norm)).modules()} for norm in ("group", "batch")
+    }
+    assert (
+        nn.GroupNorm in kinds["group"] - kinds["batch"]
+        and nn.BatchNorm2d in kinds["batch"] - kinds["group"]
+    )
 
 
 def test_layers_are_called_in_the_order_of_their_names() -> None:
-    """Stages with consecutive layers are the model, to the bit; what skips carry goes through the stages between."""
+    """Stages with consecutive layers are the model, to the bit; what skips carry goes through
+    the stages between.
+    """
     model, whole = net(), net()
     result = whole(fields())
     result.square().sum().backward()
@@ -52,7 +67,10 @@ def test_layers_are_called_in_the_order_of_their_names() -> None:
             found, records = run_parts(graph, starts, (fields(),))
             assert torch.equal(found, result)
             backward_parts(records, found.square().sum())
-            assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), whole.parameters(), strict=True))  # type: ignore[arg-type]
+            assert all(
+                torch.equal(p.grad, q.grad)
+                for p, q in zip(model.parameters(), whole.parameters(), strict=True)
+            )  # type: ignore[arg-type]
     assert {"enter", "down_0"} < set(trace_layers(model, ", ".join(LAYERS)).part(3, 4).takes)
 
 
@@ -63,18 +81,26 @@ def test_nothing_is_special_about_the_edges() -> None:
 
 
 def test_skips_go_past_the_levels_below() -> None:
-    """With nothing from below, each point is seen from a few points around it; with nothing but that, from half of the square."""
+    """With nothing from below, each point is seen from a few points around it; with nothing but
+    that, from half of the square.
+    """
 
     def seen(*cut: str) -> Tensor:
-        """From where the point (16, 16) is seen, in a channel that isn't added to what comes out."""
-        model, x = net(replace(SMALL, norm="batch")).eval(), fields(1, 32).requires_grad_()  # GroupNorm sees all points
+        """From where the point (16, 16) is seen, in a channel that isn't added to what comes
+        out.
+        """
+        # GroupNorm sees all points
+        model, x = net(replace(SMALL, norm="batch")).eval(), fields(1, 32).requires_grad_()
         for name in cut:
-            model.get_submodule(name).register_forward_hook(lambda module, args, out: torch.zeros_like(out))
+            model.get_submodule(name).register_forward_hook(
+                lambda module, args, out: torch.zeros_like(out)
+            )
         (grad,) = torch.autograd.grad(model(x)[0, 0, 16, 16], x)
         return (grad[0, 2] != 0).nonzero() - 16
 
     whole, fine, middle = seen(), seen("down.0"), seen("middle")
-    assert int(fine.abs().max()) == 4 and len(fine) == 81  # four convolutions: two of enter, two of up.1
+    # four convolutions: two of enter, two of up.1
+    assert int(fine.abs().max()) == 4 and len(fine) == 81
     assert 4 < int(middle.abs().max()) < int(whole.abs().max())
     assert len(seen("enter")) == 0
 

@@ -8,7 +8,9 @@ from paceline.bench import asked
 from paceline.errors import UsageError
 
 
-@pytest.mark.parametrize(("text", "nbytes"), [("4KB", 4000), (" 33MB", 33_000_000), ("7B", 4), ("1MB", 1_000_000)])
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("4KB", 4000), (" 33MB", 33_000_000), ("7B", 4), ("1MB", 1_000_000)]
+)
 def test_sizes(text: str, nbytes: int) -> None:
     assert asked.size(text) == nbytes
 

@@ -1,4 +1,6 @@
-"""`paceline bench collectives`: sizes, ways, a measurement that checks its result, and the table."""
+"""`paceline bench collectives`: sizes, ways, a measurement that checks its result, and the
+table.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def test_every_way_is_measured_and_right() -> None:
         return {via: measure(call, torch.empty(103), group, 1e-4) for via, call in ways.items()}
 
     for timings in spawn(3, body):
-        assert set(timings) == {"native", *SCHEDULES} and all(seconds > 0 for seconds in timings.values())
+        assert set(timings) == {"native", *SCHEDULES} and all(
+            seconds > 0 for seconds in timings.values()
+        )
 
 
 def test_a_wrong_result_is_found() -> None:
@@ -38,7 +42,10 @@ def test_unknown_way() -> None:
 
 
 def test_words() -> None:
-    said = words([Timing(1_000_000, "ring", "ordinary", 0.002), Timing(4_000, "native", "registered", 4e-5)], 3).splitlines()
+    said = words(
+        [Timing(1_000_000, "ring", "ordinary", 0.002), Timing(4_000, "native", "registered", 4e-5)],
+        3,
+    ).splitlines()
     assert "3 workers" in said[0]
     assert said[2].split() == ["1", "MB", "ring", "ordinary", "2.000", "0.50"]
     assert said[3].split() == ["4", "KB", "native", "registered", "0.040", "0.10"]

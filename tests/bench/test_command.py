@@ -25,7 +25,10 @@ def call(*words: str) -> None:
         ((), "give a training script, or with --read"),
         (("train.py", "--read", "runs/a"), "give a training script, or with --read"),
         (("--read", "runs/a", "--workers", "1,2"), "so --workers has no meaning beside it"),
-        (("--read", "runs/a", "--batch-option", "--batch"), "so --batch-option has no meaning beside it"),
+        (
+            ("--read", "runs/a", "--batch-option", "--batch"),
+            "so --batch-option has no meaning beside it",
+        ),
         (("train.py", "--lab", "nowhere"), "no ready-made cluster nowhere"),
     ],
 )
@@ -35,10 +38,36 @@ def test_mistakes(words: tuple[str, ...], said: str) -> None:
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize(("words", "kind"), [((), "strong"), (("--batch-option", "--b"), "both"), (("--kind", "weak"), "weak")])
-def test_a_request_has_what_was_written(words: tuple[str, ...], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [((), "strong"), (("--batch-option", "--b"), "both"), (("--kind", "weak"), "weak")],
+)
+def test_a_request_has_what_was_written(
+    words: tuple[str, ...], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(scaling, "measure", lambda request, show, note: asked.append(request) or 0)
-    call("train.py", "--workers", "3,1", "--rounds", "2", "--steps", "7", "--seconds", "8", "--folder", "f", *words, "--", "--b", "4")
-    assert asked[0].kind == kind and asked[0].workers == (1, 3) and asked[0].args == ("--b", "4") and asked[0].folder == Path("f")
+    call(
+        "train.py",
+        "--workers",
+        "3,1",
+        "--rounds",
+        "2",
+        "--steps",
+        "7",
+        "--seconds",
+        "8",
+        "--folder",
+        "f",
+        *words,
+        "--",
+        "--b",
+        "4",
+    )
+    assert (
+        asked[0].kind == kind
+        and asked[0].workers == (1, 3)
+        and asked[0].args == ("--b", "4")
+        and asked[0].folder == Path("f")
+    )
     assert (asked[0].rounds, asked[0].steps, asked[0].seconds) == (2, 7, 8.0)

@@ -21,7 +21,10 @@ def test_hosts() -> None:
     assert picture("hierarchical:2+2") != picture("hierarchical:4")
 
 
-@pytest.mark.parametrize("wrong", ["ring", "ring:", "ring:0", "ring:-1", "ring:x", "ring:65", "ring:40+40", "ring:2+", "ring:²"])
+@pytest.mark.parametrize(
+    "wrong",
+    ["ring", "ring:", "ring:0", "ring:-1", "ring:x", "ring:65", "ring:40+40", "ring:2+", "ring:²"],
+)
 def test_numbers_that_make_no_sense(wrong: str) -> None:
     with pytest.raises(UsageError, match="after the colon goes the number of workers"):
         picture(wrong)
@@ -37,5 +40,7 @@ def test_speeds_of_links() -> None:
 
 
 def test_unknown_schedule() -> None:
-    with pytest.raises(UsageError, match=r"rnig is not a schedule; possible: .*; did you mean ring\?"):
+    with pytest.raises(
+        UsageError, match=r"rnig is not a schedule; possible: .*; did you mean ring\?"
+    ):
         picture("rnig:5")

@@ -17,7 +17,17 @@ from tests.harness.jobs import Jobs
 
 
 def test_the_command_writes_what_it_shows(job: Jobs) -> None:
-    command = [sys.executable, *job.launcher, "probe", "--workers", "2", "--dtypes", "float32", "--out", "found.json"]
+    command = [
+        sys.executable,
+        *job.launcher,
+        "probe",
+        "--workers",
+        "2",
+        "--dtypes",
+        "float32",
+        "--out",
+        "found.json",
+    ]
     ended = job.start(command).end()
     assert ended.code == 0, ended.err
     assert ended.out.startswith("2 workers on 1 host\n") and "GFLOP/s" in ended.out
@@ -43,6 +53,16 @@ def test_an_interrupt_ends_it_without_a_traceback(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 def test_a_file_that_is_no_cluster_stays(tmp_path: Path) -> None:
     (tmp_path / "notes.json").write_text("{}")
-    answer = nursery.run_script(Path(probe.__file__), tmp_path, "--folder", str(tmp_path), "--out", str(tmp_path / "notes.json"))
-    assert answer.returncode != 0 and "would replace a file that isn't a measured cluster" in answer.stderr
+    answer = nursery.run_script(
+        Path(probe.__file__),
+        tmp_path,
+        "--folder",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "notes.json"),
+    )
+    assert (
+        answer.returncode != 0
+        and "would replace a file that isn't a measured cluster" in answer.stderr
+    )
     assert (tmp_path / "notes.json").read_text() == "{}"

@@ -15,8 +15,14 @@ from tests.harness import nursery
 
 def test_sizes() -> None:
     with torch.device("meta"):
-        sizes = {name: sum(p.numel() for p in training.Decoder(*shape).parameters()) for name, shape in training.MODELS.items()}
-    assert {name: round(size / 1e6, 1) for name, size in sizes.items()} == {"small": 0.9, "medium": 19.2}
+        sizes = {
+            name: sum(p.numel() for p in training.Decoder(*shape).parameters())
+            for name, shape in training.MODELS.items()
+        }
+    assert {name: round(size / 1e6, 1) for name, size in sizes.items()} == {
+        "small": 0.9,
+        "medium": 19.2,
+    }
 
 
 def test_the_model_looks_back_only() -> None:
@@ -25,17 +31,23 @@ def test_the_model_looks_back_only() -> None:
     changed = x.clone()
     changed[0, 9] = 1
     before, after = model(x), model(changed)
-    assert torch.allclose(before[:, :9], after[:, :9], atol=1e-6) and not torch.allclose(before[:, 9], after[:, 9])
+    assert torch.allclose(before[:, :9], after[:, :9], atol=1e-6) and not torch.allclose(
+        before[:, 9], after[:, 9]
+    )
 
 
 def test_words() -> None:
     said = training.words("small", [0.030, 0.020, 0.010], [0.016, 0.016, 0.016], 10)
-    assert "20.00 ms" in said and "16.00 ms" in said and "4.00 ms   (25.0%)" in said and " 500" in said
+    assert (
+        "20.00 ms" in said and "16.00 ms" in said and "4.00 ms   (25.0%)" in said and " 500" in said
+    )
 
 
 @pytest.mark.slow
 def test_the_script_alone(tmp_path: Path) -> None:
-    answer = nursery.run_script(Path(training.__file__), tmp_path, "--folder", str(tmp_path), "--batch", "1", "--steps", "3")
+    answer = nursery.run_script(
+        Path(training.__file__), tmp_path, "--folder", str(tmp_path), "--batch", "1", "--steps", "3"
+    )
     assert answer.returncode == 0, answer.stderr
     assert "the exchange adds" in answer.stdout and "3 steps of 1 samples" in answer.stdout
 

@@ -20,7 +20,14 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     """Run Python as a user does, without what tests preload."""
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environ["PYTHONPATH"] = os.pathsep.join(map(str, (BENCHMARKS.parent, BENCHMARKS)))
-    return subprocess.run([sys.executable, *words], env=environ, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(
+        [sys.executable, *words],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
 
 
 def test_scripts_find_what_they_import() -> None:

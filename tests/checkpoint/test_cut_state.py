@@ -15,7 +15,9 @@ def state() -> tuple[Versioned, Placements, nn.Module]:
     model = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(4, 4), nn.Linear(4, 2, bias=False))
     model[2].weight = model[0].weight
     placements = Placements()
-    placements.add(model[0].weight, Placement.whole("0.weight", (4, 4)).narrow(0, [(2, 4)], "tensor"))
+    placements.add(
+        model[0].weight, Placement.whole("0.weight", (4, 4)).narrow(0, [(2, 4)], "tensor")
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -41,7 +43,9 @@ def test_what_is_written() -> None:
     snapshot = versioned.snapshot(copy=False)
     rest, blocks = split(snapshot, parts, placements, lambda placement: True)
     assert set(blocks) == {"model/0.weight", "optimizer/state/0/momentum_buffer"}
-    assert not set(blocks) & set(rest.tensors) and set(blocks) | set(rest.tensors) == set(snapshot.tensors)
+    assert not set(blocks) & set(rest.tensors) and set(blocks) | set(rest.tensors) == set(
+        snapshot.tensors
+    )
     ((box, piece),) = blocks["model/0.weight"].pieces
     assert box == ((2, 4), (0, 4)) and torch.equal(piece, model[0].weight.detach())
     assert blocks["model/0.weight"].shape == (4, 4)

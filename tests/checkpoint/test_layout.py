@@ -41,13 +41,24 @@ def test_all_know_who_writes() -> None:
 
 
 def test_replicas_are_those_along_data() -> None:
-    assert [layout.replicas(layout.rank) for layout in layouts(FLAT)[:3]] == [(0, 4), (1, 5), (2, 6)]
+    assert [layout.replicas(layout.rank) for layout in layouts(FLAT)[:3]] == [
+        (0, 4),
+        (1, 5),
+        (2, 6),
+    ]
 
 
 def test_a_fingerprint_is_that_of_mesh_and_cuts() -> None:
     found = {layout.fingerprint() for layout in layouts(FLAT)}
     assert len(found) == 1
     split = dataclasses.replace(layouts(FLAT)[0], splits=lambda: [[0, 3, 8]])
-    assert split.fingerprint() not in found  # what strategies and optimizers keep of parameters is on other workers
-    others = [layouts(ROWS), layouts(FLAT, mesh=Mesh((("data", 2), ("shard", 2), ("tensor", 2)), (0, 1, 4, 5, 2, 3, 6, 7))), layouts(WHOLE)]
+    # what strategies and optimizers keep of parameters is on other workers
+    assert split.fingerprint() not in found
+    others = [
+        layouts(ROWS),
+        layouts(
+            FLAT, mesh=Mesh((("data", 2), ("shard", 2), ("tensor", 2)), (0, 1, 4, 5, 2, 3, 6, 7))
+        ),
+        layouts(WHOLE),
+    ]
     assert len(found | {other[0].fingerprint() for other in others}) == 4

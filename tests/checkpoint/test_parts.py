@@ -36,7 +36,15 @@ from tests.harness.thread_groups import spawn
 
 torch.set_num_threads(1)
 PLAIN = "data=1"
-LAYOUTS = ["data=1", "data=2", "tensor=2", "shard=3", "data=2, tensor=2", "data=2, shard=2", "shard=2, tensor=2"]
+LAYOUTS = [
+    "data=1",
+    "data=2",
+    "tensor=2",
+    "shard=3",
+    "data=2, tensor=2",
+    "data=2, shard=2",
+    "shard=2, tensor=2",
+]
 
 
 def mesh(text: str) -> Mesh:
@@ -48,9 +56,17 @@ def mesh(text: str) -> Mesh:
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model in one process that has made some steps: tied weights, a buffer, and parameters that aren't cut."""
+    """A model in one process that has made some steps: tied weights, a buffer, and parameters
+    that aren't cut.
+    """
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 4), nn.Linear(4, 8, bias=False))
+    model = nn.Sequential(
+        nn.Embedding(8, 4),
+        nn.Linear(4, 6),
+        nn.BatchNorm1d(6),
+        nn.Linear(6, 4),
+        nn.Linear(4, 8, bias=False),
+    )
     model[4].weight = model[0].weight
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for step in range(3):
@@ -68,17 +84,29 @@ def logical() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def cut(model: nn.Module, optimizer: torch.optim.Optimizer, grid: Mesh, rank: int) -> Placements:
-    """Leave a worker its part, as a cut would: layers by rows along tensor, all that remains by flat pieces along shard."""
-    at, placements, states = grid.coordinates(rank), Placements(), copy.deepcopy(optimizer.state_dict())
+    """Leave a worker its part, as a cut would: layers by rows along tensor, all that remains by
+    flat pieces along shard.
+    """
+    at, placements, states = (
+        grid.coordinates(rank),
+        Placements(),
+        copy.deepcopy(optimizer.state_dict()),
+    )
     for number, (name, parameter) in enumerate(model.named_parameters()):
         placement, size = Placement.whole(name, parameter.shape), grid.extent("tensor")
         if size > 1 and parameter.shape[0] % size == 0 and not name.startswith("2."):
-            placement = placement.narrow(0, [chunk(parameter.shape[0], at["tensor"], size)], "tensor")
+            placement = placement.narrow(
+                0, [chunk(parameter.shape[0], at["tensor"], size)], "tensor"
+            )
         if grid.extent("shard") > 1:
-            placement = placement.piece(*chunk(placement.numel, at["shard"], grid.extent("shard")), "shard")
+            placement = placement.piece(
+                *chunk(placement.numel, at["shard"], grid.extent("shard")), "shard"
+            )
         if placement.axes:
             for key, value in states["state"].get(number, {}).items():
-                states["state"][number][key] = placement.take(value) if value.shape == parameter.shape else value
+                states["state"][number][key] = (
+                    placement.take(value) if value.shape == parameter.shape else value
+                )
             parameter.data = placement.take(parameter.data)
             placements.add(parameter, placement)
     optimizer.load_state_dict(states)
@@ -103,7 +131,14 @@ class Quiet:
 class Worker:
     """One worker of a run with a cut model, without the rest of the session."""
 
-    def __init__(self, group: Group, layout: str, *, fresh: bool = False, change: Callable[[nn.Module], nn.Module] = lambda m: m) -> None:
+    def __init__(
+        self,
+        group: Group,
+        layout: str,
+        *,
+        fresh: bool = False,
+        change: Callable[[nn.Module], nn.Module] = lambda m: m,
+    ) -> None:
         self.model, self.optimizer = logical()
         self.model = change(self.model)
         grid, rank = mesh(layout), group.rank
@@ -112,7 +147,11 @@ class Worker:
                 tensor.zero_()
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.5)
         placements = cut(self.model, self.optimizer, grid, rank)
-        self.said, self.history, self.sync = list[str](), RunHistory(0, 0.0, print), Quiet(float(rank))
+        self.said, self.history, self.sync = (
+            list[str](),
+            RunHistory(0, 0.0, print),
+            Quiet(float(rank)),
+        )
         agreement = Agreement(group)
         context: Any = SimpleNamespace(agreement=agreement, group=group, announce=self.said.append)
         state_layout = StateLayout(grid, rank, placements)
@@ -133,7 +172,9 @@ class Worker:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        found = {f"model.{name}": tensor.clone() for name, tensor in self.model.state_dict().items()}
+        found = {
+            f"model.{name}": tensor.clone() for name, tensor in self.model.state_dict().items()
+        }
         for number, kept in self.optimizer.state_dict()["state"].items():
             found |= {f"optimizer.{number}.{key}": value.clone() for key, value in kept.items()}
         return found
@@ -151,7 +192,11 @@ def save(folder: Path, layout: str, *, background: bool = False, step: int = 3) 
                 for tensor in worker.model.state_dict().values():
                     tensor.fill_(-1)
         worker.saving.wait()
-        assert worker.saving.last() == b"" and worker.history.events == [] and len(worker.history.saves) == 1
+        assert (
+            worker.saving.last() == b""
+            and worker.history.events == []
+            and len(worker.history.saves) == 1
+        )
         return path
 
     assert set(workers(layout, body)) == {folder / f"step-{step:08d}"}
@@ -179,7 +224,9 @@ def resume(folder: Path, layout: str) -> None:
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("before", LAYOUTS)
 def test_saved_in_one_layout_and_resumed_in_others(tmp_path: Path, before: str, every: int) -> None:
-    """A layout with an even number is resumed in those with an odd one, and the other way round; in a soak each is in all."""
+    """A layout with an even number is resumed in those with an odd one, and the other way round;
+    in a soak each is in all.
+    """
     save(tmp_path, before)
     for after in LAYOUTS[(LAYOUTS.index(before) + 1) % every :: every]:
         resume(tmp_path, after)
@@ -196,7 +243,11 @@ def test_each_block_is_written_once_and_by_several(tmp_path: Path) -> None:
     save(tmp_path, "data=2, tensor=2")
     found = checkpoint.load(tmp_path, say=print, lazy=True)
     files = {block.file for tensor in found.index.values() for block in tensor.blocks}
-    assert files == {"tensors.safetensors", "blocks-00000.safetensors", "blocks-00001.safetensors"}, "workers 2 and 3 hold the same"
+    assert files == {
+        "tensors.safetensors",
+        "blocks-00000.safetensors",
+        "blocks-00001.safetensors",
+    }, "workers 2 and 3 hold the same"
     sizes = {path.name: path.stat().st_size for path in found.path.iterdir()}
     whole = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in found.index.values())
     assert sum(size for name, size in sizes.items() if name in files) < whole + 3 * 4096
@@ -211,7 +262,9 @@ def test_a_plain_model_comes_out(tmp_path: Path) -> None:
 
 
 def test_what_workers_have_for_themselves(tmp_path: Path) -> None:
-    """In the same layout each gets that of the workers that hold the same; in another one it is said that it is gone."""
+    """In the same layout each gets that of the workers that hold the same; in another one it is
+    said that it is gone.
+    """
     save(tmp_path, "data=2, tensor=2")
 
     def body(worker: Worker) -> tuple[list[float], list[str]]:
@@ -219,7 +272,9 @@ def test_what_workers_have_for_themselves(tmp_path: Path) -> None:
         return worker.sync.came, worker.said
 
     same = workers("data=2, tensor=2", body)
-    assert [came for came, _ in same] == [[0, 2], [1, 3], [0, 2], [1, 3]] and all(said == [] for _, said in same)
+    assert [came for came, _ in same] == [[0, 2], [1, 3], [0, 2], [1, 3]] and all(
+        said == [] for _, said in same
+    )
     for layout in ("tensor=2", "data=4", "data=2, shard=2"):
         other = workers(layout, body)
         assert all(came == [] for came, _ in other)
@@ -239,13 +294,18 @@ def failing(number: int) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("background", [False, True])
-def test_a_worker_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, background: bool) -> None:
+def test_a_worker_that_cannot_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, background: bool
+) -> None:
     save(tmp_path, "tensor=2", step=1)
     monkeypatch.setattr(disk, "write", failing(number))
     order = SaveRequest(tmp_path, 2, 3, background)
 
     def body(worker: Worker) -> None:
-        with pytest.raises((CheckpointError, Exception), match=rf"worker {number} can't write its part: .*No space left"):
+        with pytest.raises(
+            (CheckpointError, Exception),
+            match=rf"worker {number} can't write its part: .*No space left",
+        ):
             worker.saving.save(order)
             worker.saving.save(order)  # what failed in the background is raised now
 
@@ -256,14 +316,19 @@ def test_a_worker_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     resume(tmp_path, "shard=2")
 
 
-def test_a_folder_that_a_worker_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_a_worker_does_not_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = Path.is_dir
     blind = threading.local()
     monkeypatch.setattr(Path, "is_dir", lambda path: not getattr(blind, "on", False) and here(path))
 
     def body(worker: Worker) -> None:
         blind.on = worker.saving._agreement.group.rank == 1
-        with pytest.raises(CheckpointError, match=r"worker 1 doesn't see .*put runs on a file system that all hosts share"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"worker 1 doesn't see .*put runs on a file system that all hosts share",
+        ):
             worker.saving.save(SaveRequest(tmp_path, 1, 3, False))
 
     workers("tensor=2", body)
@@ -282,7 +347,9 @@ def test_another_model_is_refused_before_anything_changes(tmp_path: Path, layout
 
     def body(worker: Worker) -> None:
         before = worker.tensors()
-        with pytest.raises(CheckpointError, match=r"model.3.weight is .*\[4, 6\] in it, .*\[2, 6\] here") as raised:
+        with pytest.raises(
+            CheckpointError, match=r"model.3.weight is .*\[4, 6\] in it, .*\[2, 6\] here"
+        ) as raised:
             worker.saving.resume([tmp_path])
         assert "model.extra.weight" in str(raised.value) and "\n" not in str(raised.value)
         assert all(torch.equal(tensor, before[name]) for name, tensor in worker.tensors().items())
@@ -295,7 +362,11 @@ def test_an_optimizer_whose_state_is_not_of_its_parameters_shape(tmp_path: Path)
         parameter = worker.model[1].weight  # type: ignore[index]
         worker.optimizer.state[parameter]["rows"] = torch.ones(5)
         with pytest.raises(
-            CheckpointError, match=r"rows that optimizer keeps of 1.weight has the shape \[5\] where the parameter has \[3, 4\]"
+            CheckpointError,
+            match=(
+                r"rows that optimizer keeps of 1.weight has the shape \[5\] where the parameter "
+                r"has \[3, 4\]"
+            ),
         ):
             worker.saving.save(SaveRequest(tmp_path, 1, 3, False))
 
@@ -303,7 +374,8 @@ def test_an_optimizer_whose_state_is_not_of_its_parameters_shape(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-# Whole runs --------------------------------------------------------------------------------------------------------------------
+# Whole runs
+# --------------------------------------------------------------------------------------------------
 
 
 COLUMNS = pl.tensor({"0": pl.column(), "2": pl.row()})
@@ -320,7 +392,14 @@ RUNS: dict[str, tuple[int, str | None, list[Any]]] = {
 }
 
 
-def train(folder: Path, layout: str, *, until: int | None = None, background: bool = False, strategy: Any = None) -> list[str]:
+def train(
+    folder: Path,
+    layout: str,
+    *,
+    until: int | None = None,
+    background: bool = False,
+    strategy: Any = None,
+) -> list[str]:
     """Train two epochs of six steps, and save at the end, or after a number of steps in all."""
     size, axes, cuts = RUNS[layout]
     said: list[str] = []
@@ -329,7 +408,9 @@ def train(folder: Path, layout: str, *, until: int | None = None, background: bo
         model = network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-        model, optimizer, schedule, loader = run.prepare(model, optimizer, schedule, batches(43, 8), cut=cuts)
+        model, optimizer, schedule, loader = run.prepare(
+            model, optimizer, schedule, batches(43, 8), cut=cuts
+        )
         run.resume()
         for _ in run.epochs(2):
             for x, y in loader:
@@ -372,7 +453,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
-def test_a_run_goes_on_in_another_layout(tmp_path: Path, before: str, after: str, uninterrupted: dict[str, Tensor]) -> None:
+def test_a_run_goes_on_in_another_layout(
+    tmp_path: Path, before: str, after: str, uninterrupted: dict[str, Tensor]
+) -> None:
     train(tmp_path, before, until=4, background=before in ("both", "zero 1"))
     said = train(tmp_path, after)
     assert any("resumed from" in text and "step 4" in text for text in said), said
@@ -382,8 +465,12 @@ def test_a_run_goes_on_in_another_layout(tmp_path: Path, before: str, after: str
 
 
 def test_replicas_of_pieces_that_differ_are_saved_as_the_pieces_are(tmp_path: Path) -> None:
-    """With LocalSGD whole parameters follow their pieces at the next forward, and a checkpoint comes before that."""
+    """With LocalSGD whole parameters follow their pieces at the next forward, and a checkpoint
+    comes before that.
+    """
     for layout in ("zero 2", "zero 3 of replicas"):
         train(tmp_path / layout, layout, until=4, strategy=pl.LocalSGD(2))
     pieces, wholes = last(tmp_path / "zero 3 of replicas"), last(tmp_path / "zero 2")
-    assert all(torch.allclose(wholes[name], tensor, rtol=0, atol=1e-12) for name, tensor in pieces.items())
+    assert all(
+        torch.allclose(wholes[name], tensor, rtol=0, atol=1e-12) for name, tensor in pieces.items()
+    )

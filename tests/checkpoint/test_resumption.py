@@ -1,4 +1,6 @@
-"""A job that starts again goes on in the run of its first start, on threads; tests/cluster/launcher/test_restarts.py kills processes."""
+"""A job that starts again goes on in the run of its first start, on threads;
+tests/cluster/launcher/test_restarts.py kills processes.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,29 @@ FIRST = JobStart()
 
 
 def again(folder: Path) -> JobStart:
-    return JobStart(str(folder / "test"), 1, time.time() - 100, ((time.time(), "rank 1 was killed"),))
+    return JobStart(
+        str(folder / "test"), 1, time.time() - 100, ((time.time(), "rank 1 was killed"),)
+    )
 
 
 def training(
-    *, until: int = 15, saves: int | None = 3, resume: Callable[[Run], Any] = lambda run: None, epochs: bool = True
+    *,
+    until: int = 15,
+    saves: int | None = 3,
+    resume: Callable[[Run], Any] = lambda run: None,
+    epochs: bool = True,
 ) -> Callable[[Run], Tensor]:
-    """Three epochs of five steps, which end at step `until` as if all workers were lost, with a checkpoint at step `saves`."""
+    """Three epochs of five steps, which end at step `until` as if all workers were lost, with a
+    checkpoint at step `saves`.
+    """
 
     def body(run: Run) -> Tensor:
         model = nn.Linear(6, 2, dtype=torch.float64)
-        for parameter in model.parameters():  # threads share torch's generator, so nothing is drawn from it
-            parameter.data = torch.linspace(-0.5, 0.5, parameter.numel(), dtype=torch.float64).reshape(parameter.shape)
+        # threads share torch's generator, so nothing is drawn from it
+        for parameter in model.parameters():
+            parameter.data = torch.linspace(
+                -0.5, 0.5, parameter.numel(), dtype=torch.float64
+            ).reshape(parameter.shape)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         model, optimizer, loader = run.prepare(model, optimizer, batches())
         resume(run)
@@ -53,26 +66,45 @@ def training(
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
-    lines = [json.loads(line) for line in (folder / "test" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "test" / "metrics.jsonl").read_text().splitlines()
+    ]
     return [(line["step"], line["loss"]) for line in lines]
 
 
 @pytest.mark.each_choice
 @pytest.mark.parametrize(
     ("resume", "epochs"),
-    [(lambda run: None, True), (lambda run: run.resume(), True), (lambda run: run.resume("elsewhere"), True), (lambda run: None, False)],
+    [
+        (lambda run: None, True),
+        (lambda run: run.resume(), True),
+        (lambda run: run.resume("elsewhere"), True),
+        (lambda run: None, False),
+    ],
     ids=["by itself", "resume", "resume another run", "a loop of its own begins anew"],
 )
 @pytest.mark.parametrize("saves", [3, 5])  # inside of an epoch, and where one ends
-def test_it_goes_on_as_if_nothing_had_been(tmp_path: Path, resume: Callable[[Run], Any], saves: int, *, epochs: bool) -> None:
+def test_it_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, resume: Callable[[Run], Any], saves: int, *, epochs: bool
+) -> None:
     wanted = workers(2, training(saves=None), folder=tmp_path / "undisturbed")
     workers(2, training(until=7, saves=saves), folder=tmp_path, start=FIRST)
     said: list[str] = []
-    found = workers(2, training(saves=None, resume=resume, epochs=epochs), folder=tmp_path, start=again(tmp_path), said=said)
+    found = workers(
+        2,
+        training(saves=None, resume=resume, epochs=epochs),
+        folder=tmp_path,
+        start=again(tmp_path),
+        said=said,
+    )
     assert all(map(torch.equal, found, wanted))
     assert losses(tmp_path) == losses(tmp_path / "undisturbed")
-    begun_anew = [text for text in said if "trains from the beginning although it has checkpoints" in text]
-    resumed = [text for text in said if text.endswith(f"at step {saves}") and "resumed from" in text]
+    begun_anew = [
+        text for text in said if "trains from the beginning although it has checkpoints" in text
+    ]
+    resumed = [
+        text for text in said if text.endswith(f"at step {saves}") and "resumed from" in text
+    ]
     assert (len(begun_anew), len(resumed)) == ((0, 1) if epochs else (1, 0)), said
     assert not (tmp_path / "test-2").exists()
 
@@ -81,10 +113,19 @@ def test_nothing_saved_is_said_after_an_epoch(tmp_path: Path) -> None:
     said: list[str] = []
     wanted = workers(2, training(saves=None), folder=tmp_path, start=FIRST, said=said)
     assert [text for text in said if "nothing is saved" in text] == [
-        "an epoch is over and nothing is saved: --restarts would begin anew; call run.save now and then"
+        (
+            "an epoch is over and nothing is saved: --restarts would begin anew; "
+            "call run.save now and then"
+        )
     ]
     said.clear()
-    assert all(map(torch.equal, workers(2, training(saves=None), folder=tmp_path, start=again(tmp_path)), wanted))
+    assert all(
+        map(
+            torch.equal,
+            workers(2, training(saves=None), folder=tmp_path, start=again(tmp_path)),
+            wanted,
+        )
+    )
     for name, saves, start in (("saved", 3, FIRST), ("no restarts", None, None)):
         workers(2, training(saves=saves), folder=tmp_path / name, start=start, said=said)
     assert not [text for text in said if "nothing is saved" in text]
@@ -98,10 +139,17 @@ def test_without_restarts_a_run_has_its_own_folder_and_begins_anew(tmp_path: Pat
 
 
 def with_a_learned_loss(run: Run, *, resumes: bool = False, until: int = 15) -> Tensor:
-    """Three epochs with a loss whose weight the optimizer has, and no model; a checkpoint at step 3."""
-    model, weight = nn.Linear(6, 2, dtype=torch.float64), nn.Parameter(torch.ones((), dtype=torch.float64))
+    """Three epochs with a loss whose weight the optimizer has, and no model; a checkpoint at
+    step 3.
+    """
+    model, weight = (
+        nn.Linear(6, 2, dtype=torch.float64),
+        nn.Parameter(torch.ones((), dtype=torch.float64)),
+    )
     for parameter in model.parameters():
-        parameter.data = torch.linspace(-0.5, 0.5, parameter.numel(), dtype=torch.float64).reshape(parameter.shape)
+        parameter.data = torch.linspace(-0.5, 0.5, parameter.numel(), dtype=torch.float64).reshape(
+            parameter.shape
+        )
     optimizer = torch.optim.SGD([*model.parameters(), weight], 0.1, momentum=0.9)
     model, optimizer, loader = run.prepare(model, optimizer, batches())
     if resumes:
@@ -123,15 +171,27 @@ def with_a_learned_loss(run: Run, *, resumes: bool = False, until: int = 15) -> 
 def test_parameters_of_no_model_go_on_where_they_were(tmp_path: Path) -> None:
     wanted = workers(2, with_a_learned_loss)
     workers(2, lambda run: with_a_learned_loss(run, until=4), folder=tmp_path)
-    found = workers(2, lambda run: with_a_learned_loss(run, resumes=True), folder=tmp_path, start=again(tmp_path))
+    found = workers(
+        2,
+        lambda run: with_a_learned_loss(run, resumes=True),
+        folder=tmp_path,
+        start=again(tmp_path),
+    )
     assert all(map(torch.equal, found, wanted))
 
 
 def in_two_loops(run: Run, saves: int, until: int) -> list[tuple[int, str, list[int]]]:
-    """Two epochs, of two training loops with an evaluation in each turn of the first; a checkpoint within step `saves`."""
+    """Two epochs, of two training loops with an evaluation in each turn of the first; a
+    checkpoint within step `saves`.
+    """
     model = nn.Linear(1, 1)
-    data = [DataLoader(TensorDataset(torch.arange(start, start + 8.0)[:, None]), 4) for start in (0, 10, 20)]
-    model, optimizer, first, second, held_out = run.prepare(model, torch.optim.SGD(model.parameters(), 0.0), *data)
+    data = [
+        DataLoader(TensorDataset(torch.arange(start, start + 8.0)[:, None]), 4)
+        for start in (0, 10, 20)
+    ]
+    model, optimizer, first, second, held_out = run.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.0), *data
+    )
     run.resume()
     seen: list[tuple[int, str, list[int]]] = []
 
@@ -161,7 +221,9 @@ def in_two_loops(run: Run, saves: int, until: int) -> list[tuple[int, str, list[
 
 
 @pytest.mark.parametrize("step", [3, 4, 7])
-def test_a_training_loop_that_was_over_in_the_epoch_is_not_run_again(tmp_path: Path, step: int) -> None:
+def test_a_training_loop_that_was_over_in_the_epoch_is_not_run_again(
+    tmp_path: Path, step: int
+) -> None:
     wanted = workers(2, lambda run: in_two_loops(run, 0, 0))[0]
     done = workers(2, lambda run: in_two_loops(run, step, step), folder=tmp_path)[0]
     rest = workers(2, lambda run: in_two_loops(run, 0, 0), folder=tmp_path)[0]
@@ -172,4 +234,7 @@ def test_an_evaluation_is_whole_after_a_save_inside_of_one(tmp_path: Path) -> No
     """Its loop is gone, and the next one is to see all samples."""
     workers(2, lambda run: in_two_loops(run, 2, 2), folder=tmp_path)
     found = workers(2, lambda run: in_two_loops(run, 0, 0), folder=tmp_path)[0]
-    assert [rows for epoch, name, rows in found if name == "held out"] == [[20, 21, 22, 23], [24, 25, 26, 27]]
+    assert [rows for epoch, name, rows in found if name == "held out"] == [
+        [20, 21, 22, 23],
+        [24, 25, 26, 27],
+    ]

@@ -1,4 +1,6 @@
-"""Checkpoints in the background: what is on the disk is the state of the step of the save, and nothing that goes wrong is lost."""
+"""Checkpoints in the background: what is on the disk is the state of the step of the save, and
+nothing that goes wrong is lost.
+"""
 
 from __future__ import annotations
 
@@ -79,17 +81,24 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("size", "sync"), [(1, "AllReduce()"), (2, "LocalSGD(4)")])
-def test_it_holds_the_state_of_the_save_though_training_went_on(tmp_path: Path, gate: Gate, size: int, sync: str) -> None:
+def test_it_holds_the_state_of_the_save_though_training_went_on(
+    tmp_path: Path, gate: Gate, size: int, sync: str
+) -> None:
     wanted: dict[int, list[str]] = {rank: [] for rank in range(size)}
 
     def body(run: Run) -> None:
         def each(step: int) -> None:
             if step == 2:
                 path = run.save(background=True)
-                wanted[run.rank] = [run._prepared.state.snapshot(copy=False).sha256(), run._own.snapshot().sha256(), str(path)]
+                wanted[run.rank] = [
+                    run._prepared.state.snapshot(copy=False).sha256(),
+                    run._own.snapshot().sha256(),
+                    str(path),
+                ]
                 assert not path.exists()
             if step == 5 and run.is_first:
-                assert wanted[0][0] != run._prepared.state.snapshot(copy=False).sha256()  # what it was made of has changed
+                # what it was made of has changed
+                assert wanted[0][0] != run._prepared.state.snapshot(copy=False).sha256()
                 assert size == 1 or wanted[0][1] != run._own.snapshot().sha256()
                 gate.open.set()
 
@@ -99,7 +108,9 @@ def test_it_holds_the_state_of_the_save_though_training_went_on(tmp_path: Path, 
     found = loaded(tmp_path)
     assert (found.step, str(found.path)) == (2, wanted[0][2])
     assert found.snapshot.sha256() == wanted[0][0]
-    assert {rank: state.sha256() for rank, state in found.own.items()} == {rank: wanted[rank][1] for rank in range(size)}
+    assert {rank: state.sha256() for rank, state in found.own.items()} == {
+        rank: wanted[rank][1] for rank in range(size)
+    }
 
 
 def test_it_is_resumed_like_any_other(tmp_path: Path) -> None:
@@ -127,12 +138,21 @@ def test_a_save_waits_for_the_one_under_way(tmp_path: Path, gate: Gate) -> None:
             run.save(background=step < 5, keep=2)
 
         train(run, each)
-        assert gate.steps == [1, 2, 3, 4, 5] and gate.most == 1  # the last one was not in the background
+        # the last one was not in the background
+        assert gate.steps == [1, 2, 3, 4, 5] and gate.most == 1
 
     workers(1, body, folder=tmp_path)
     found = summary(tmp_path)["checkpoints"]
-    assert found["count"] == 5 and found["background"] == 4 and found["stall_seconds"] > 0 and found["write_seconds"] > 0.15
-    sizes = {path.stat().st_size for path in (tmp_path / "test" / "checkpoints").glob("*/tensors.safetensors")}
+    assert (
+        found["count"] == 5
+        and found["background"] == 4
+        and found["stall_seconds"] > 0
+        and found["write_seconds"] > 0.15
+    )
+    sizes = {
+        path.stat().st_size
+        for path in (tmp_path / "test" / "checkpoints").glob("*/tensors.safetensors")
+    }
     assert len(sizes) == 1 and found["nbytes"] == 5 * sizes.pop()
     assert len(list((tmp_path / "test" / "checkpoints").iterdir())) == 2
 
@@ -146,7 +166,10 @@ def test_the_end_of_the_run_waits_for_it(tmp_path: Path, gate: Gate) -> None:
 
     workers(2, body, folder=tmp_path)
     assert loaded(tmp_path).step == 5
-    assert summary(tmp_path)["checkpoints"]["count"] == 1 and summary(tmp_path)["checkpoints"]["write_seconds"] > 0.15
+    assert (
+        summary(tmp_path)["checkpoints"]["count"] == 1
+        and summary(tmp_path)["checkpoints"]["write_seconds"] > 0.15
+    )
 
 
 def test_a_run_that_fails_still_finishes_it(tmp_path: Path, gate: Gate) -> None:
@@ -190,12 +213,24 @@ def test_memory_is_used_again_and_let_go(tmp_path: Path) -> None:
 
 def test_a_run_that_saves_nothing_says_so(tmp_path: Path) -> None:
     workers(2, lambda run: train(run, lambda step: None), folder=tmp_path)
-    assert summary(tmp_path)["checkpoints"] == {"count": 0, "stall_seconds": 0.0, "write_seconds": 0.0, "nbytes": 0, "background": 0}
+    assert summary(tmp_path)["checkpoints"] == {
+        "count": 0,
+        "stall_seconds": 0.0,
+        "write_seconds": 0.0,
+        "nbytes": 0,
+        "background": 0,
+    }
 
 
 def test_one_in_the_background_and_one_not_is_named(tmp_path: Path) -> None:
-    with pytest.raises(Mismatch, match=r"rank 0 .*at run\.save, written.*rank 1 .*at run\.save, begun"):
-        workers(2, lambda run: train(run, lambda step: step == 2 and run.save(background=run.rank == 1)), folder=tmp_path)
+    with pytest.raises(
+        Mismatch, match=r"rank 0 .*at run\.save, written.*rank 1 .*at run\.save, begun"
+    ):
+        workers(
+            2,
+            lambda run: train(run, lambda step: step == 2 and run.save(background=run.rank == 1)),
+            folder=tmp_path,
+        )
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -211,7 +246,8 @@ def test_arguments_are_checked_on_all(tmp_path: Path, background: bool) -> None:
     assert len(caught) == 2
 
 
-# Failures ---------------------------------------------------------------------------------------------------------------------
+# Failures
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -255,17 +291,29 @@ def test_a_failure_is_raised_by_the_next_call_on_all(tmp_path: Path, call: str) 
             if step == 3 and run.is_first:
                 wait_until(lambda: said)  # at once, not only at the next call
             if step == 4:
-                errors[run.rank] = caught(run.resume if call == "resume" else lambda: run.save(background=call == "background"))
+                errors[run.rank] = caught(
+                    run.resume
+                    if call == "resume"
+                    else lambda: run.save(background=call == "background")
+                )
                 run.save()  # and is not raised twice
 
         train(run, each)
 
     workers(2, body, folder=tmp_path, said=said)
     assert errors[0].startswith("CheckpointError: step 2 was not saved, the disk is full: ")
-    assert errors[1].startswith("Mismatch: the first worker failed at run.") and "step 2 was not saved, the disk is full" in errors[1]
-    assert sum("step 2 was not saved" in text and "The next save raises this" in text for text in said) == 1
+    assert (
+        errors[1].startswith("Mismatch: the first worker failed at run.")
+        and "step 2 was not saved, the disk is full" in errors[1]
+    )
+    assert (
+        sum("step 2 was not saved" in text and "The next save raises this" in text for text in said)
+        == 1
+    )
     found = summary(tmp_path)
-    assert found["checkpoints"]["count"] == 1 and [event["what"].split(",")[0] for event in found["events"]] == ["step 2 was not saved"]
+    assert found["checkpoints"]["count"] == 1 and [
+        event["what"].split(",")[0] for event in found["events"]
+    ] == ["step 2 was not saved"]
     assert loaded(tmp_path).step == 4
 
 
@@ -278,7 +326,11 @@ def test_a_failure_is_raised_by_the_end_on_all_and_the_summary_is_there(tmp_path
         errors[run.rank] = caught(run.close)
 
     workers(2, body, folder=tmp_path)
-    assert errors[0].startswith("CheckpointError: step 5 was not saved") and errors[1].startswith("Mismatch: ") and "step 5" in errors[1]
+    assert (
+        errors[0].startswith("CheckpointError: step 5 was not saved")
+        and errors[1].startswith("Mismatch: ")
+        and "step 5" in errors[1]
+    )
     found = summary(tmp_path)
     assert found["steps"] == 5 and "step 5 was not saved" in found["events"][0]["what"]
 
@@ -296,12 +348,15 @@ def test_a_disk_that_hangs_is_given_up(tmp_path: Path, gate: Gate) -> None:
             if step == 3:
                 errors[run.rank] = caught(lambda: run.save(background=True))
                 gate.open.set()
-                run._saving._patience = 20.0  # what was held back is written now, as fast as a busy machine can
+                # what was held back is written now, as fast as a busy machine can
+                run._saving._patience = 20.0
 
         train(run, each)
 
     workers(2, body, folder=tmp_path)
-    assert errors[0].startswith("CheckpointError: step 2 has not come to the disk in time: 0.0 of 0.0 MB")
+    assert errors[0].startswith(
+        "CheckpointError: step 2 has not come to the disk in time: 0.0 of 0.0 MB"
+    )
     assert "step 2 has not come" in errors[1]
     assert loaded(tmp_path).step == 2 and summary(tmp_path)["checkpoints"]["count"] == 1
 
@@ -318,24 +373,35 @@ def test_what_was_promised_by_a_worker_that_died_is_missed(tmp_path: Path) -> No
     def body(run: Run) -> None:
         def each(step: int) -> None:
             if step == 2:
-                run._saving._promised = tmp_path / "step-00000001"  # as another first worker would have left it
+                # as another first worker would have left it
+                run._saving._promised = tmp_path / "step-00000001"
             if step == 4:
                 run.save()
 
         train(run, each)
 
     workers(1, body, folder=tmp_path, said=said)
-    assert [event["what"] for event in summary(tmp_path)["events"]] == ["step-00000001 was lost with the worker that wrote it"]
+    assert [event["what"] for event in summary(tmp_path)["events"]] == [
+        "step-00000001 was lost with the worker that wrote it"
+    ]
     assert "step-00000001 was lost with the worker that wrote it" in said
 
 
 def test_what_another_version_had_for_each_worker_is_named(tmp_path: Path) -> None:
     def body(run: Run) -> None:
         ready(run)
-        checkpoint.save(run.folder.checkpoints, run._prepared.state.snapshot(), 1, own={0: pack({"randomness": None, "moon": 1})})
+        checkpoint.save(
+            run.folder.checkpoints,
+            run._prepared.state.snapshot(),
+            1,
+            own={0: pack({"randomness": None, "moon": 1})},
+        )
         run.resume()
 
-    with pytest.raises(CheckpointError, match="what worker 0 had for itself lacks optimizers, sync: another version"):
+    with pytest.raises(
+        CheckpointError,
+        match="what worker 0 had for itself lacks optimizers, sync: another version",
+    ):
         workers(1, body, folder=tmp_path)
 
 
@@ -354,4 +420,6 @@ def test_a_scheduler_that_is_in_no_checkpoint_is_said_once(tmp_path: Path, *, ke
         run.save()
 
     workers(2, body, folder=tmp_path, said=said)
-    assert sum("a learning rate scheduler of the SGD was not given to run.prepare" in text for text in said) == (not kept)
+    assert sum(
+        "a learning rate scheduler of the SGD was not given to run.prepare" in text for text in said
+    ) == (not kept)

@@ -36,7 +36,7 @@ SAVING = """
                 (out / "left").write_text(" ".join(path.name for path in run.folder.checkpoints.iterdir()))
             if run.steps in (4, 14, 19, 24):
                 run.save(background=True, keep=1, metric=(run.steps - 17) ** 2, best="min")
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
@@ -46,15 +46,25 @@ def test_the_writer_dies_and_another_worker_saves_next(job: Jobs, tmp_path: Path
     assert ended.code == 0, ended
     found = outcome(tmp_path, tmp_path)
     assert found.size == 2 and found.logged == list(range(1, 37))
-    assert found.events[1:] == ["step-00000005 was lost with the worker that wrote it"], found.events
+    assert found.events[1:] == ["step-00000005 was lost with the worker that wrote it"], (
+        found.events
+    )
     assert (tmp_path / "left").read_text().startswith(".saving-")  # and no checkpoint
     folder = tmp_path / "runs" / "run" / "checkpoints"
-    assert sorted(path.name for path in folder.iterdir()) == ["step-00000020", "step-00000025"]  # the best, and the newest
-    assert [checkpoint.load(folder, say=print, best=best).own.keys() for best in (True, False)] == [{0, 1}] * 2
+    # the best, and the newest
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000020", "step-00000025"]
+    assert [checkpoint.load(folder, say=print, best=best).own.keys() for best in (True, False)] == [
+        {0, 1}
+    ] * 2
     assert checkpoint.load(folder, say=print, best=True).step == 20
     assert "step 20 is the best so far: 4, after 9 at step 15" in ended.err
     summary = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
-    assert summary["checkpoints"]["best"] == {"checkpoint": "step-00000020", "step": 20, "metric": 4.0, "best": "min"}
+    assert summary["checkpoints"]["best"] == {
+        "checkpoint": "step-00000020",
+        "step": 20,
+        "metric": 4.0,
+        "best": "min",
+    }
 
 
 REFUSED = """
@@ -68,7 +78,9 @@ with pl.start(name="run") as run:
 
 
 @pytest.mark.slow
-def test_a_summary_that_can_not_be_written_is_no_loss_to_go_on_after(job: Jobs, tmp_path: Path) -> None:
+def test_a_summary_that_can_not_be_written_is_no_loss_to_go_on_after(
+    job: Jobs, tmp_path: Path
+) -> None:
     ended = job.run(REFUSED, 2, "--min-workers", "1", "--restarts", "1").end()
     assert ended.code == 1, ended
     assert "summary.json could not be written (Is a directory); free some space" in ended.err
@@ -107,7 +119,9 @@ def test_killed_at_any_moment(job: Jobs, tmp_path: Path, turn: int) -> None:
     started.end()
     folder = tmp_path / "runs" / "run" / "checkpoints"
     found = checkpoint.load(folder, say=print)
-    assert torch.equal(found.snapshot.unpack()["kept.step"]["x"], torch.full((300_000,), float(found.step)))
+    assert torch.equal(
+        found.snapshot.unpack()["kept.step"]["x"], torch.full((300_000,), float(found.step))
+    )
     assert found.step >= 3
 
 
@@ -133,7 +147,10 @@ def test_two_workers_resume_past_what_is_broken(job: Jobs, tmp_path: Path) -> No
     ended = job.run(RESUMED).end()
     assert ended.code == 0 and ended.out == "[0] at 2\n", ended
     [line] = [line for line in ended.err.splitlines() if "whole" in line]
-    assert "step-00000006: own-00001.json can't be read" in line and "step-00000004: tensors.safetensors has" in line
+    assert (
+        "step-00000006: own-00001.json can't be read" in line
+        and "step-00000004: tensors.safetensors has" in line
+    )
     assert line.endswith("Using step-00000002, which is whole")
     assert [path.name for path in (tmp_path / "runs" / "run-2" / "checkpoints").iterdir()]
 
@@ -158,7 +175,9 @@ with pl.start(name="run") as run:
 @pytest.mark.slow
 def test_what_failed_in_the_background_ends_the_job_in_words(job: Jobs, tmp_path: Path) -> None:
     ended = job.run(FULL).end()
-    assert ended.code == 1 and "(CheckpointError)" in ended.last and "rank 0" in ended.last, ended.err
+    assert ended.code == 1 and "(CheckpointError)" in ended.last and "rank 0" in ended.last, (
+        ended.err
+    )
     assert "step 3 was not saved, the disk is full" in ended.said
     assert (tmp_path / "runs" / "run" / "summary.json").exists()
     wait_for(lambda: not job.left(0))
@@ -180,18 +199,29 @@ with pl.start(name="cut") as run:
                 run.save(background=True)
                 sys.exit(0)
     run.save()
-"""
+"""  # noqa: E501
 
 
 def test_processes_go_on_in_another_layout(job: Jobs, tmp_path: Path) -> None:
-    both = ("--mesh", "shard=2, tensor=2", "--cut", """tensor({"0": column(), "2": row()}), shard("0", zero=3)""")
+    both = (
+        "--mesh",
+        "shard=2, tensor=2",
+        "--cut",
+        """tensor({"0": column(), "2": row()}), shard("0", zero=3)""",
+    )
     said = ""
-    for folder, size, options, until in (("a", 4, both, 5), ("a", 2, ("--cut", 'shard("2", zero=1)'), 0), ("b", 1, (), 0)):
+    for folder, size, options, until in (
+        ("a", 4, both, 5),
+        ("a", 2, ("--cut", 'shard("2", zero=1)'), 0),
+        ("b", 1, (), 0),
+    ):
         body = CUT.replace('name="cut"', f'name="{folder}", seed=7')
         ended = job.run("import sys\n" + body, size, *options, args=(str(until),)).end()
         assert ended.code == 0, ended.err
         said += ended.err
     assert "resumed from runs/a/checkpoints/step-00000005 at step 5" in said
     found, alone = (pl.state_dict(tmp_path / "runs" / name) for name in ("a-2", "b"))
-    assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-12) for name, tensor in alone.items())
+    assert all(
+        torch.allclose(found[name], tensor, rtol=0, atol=1e-12) for name, tensor in alone.items()
+    )
     assert job.left() == []

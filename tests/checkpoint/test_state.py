@@ -1,4 +1,6 @@
-"""What a worker has for itself in a checkpoint: here the way of exchanges between hosts, on threads."""
+"""What a worker has for itself in a checkpoint: here the way of exchanges between hosts, on
+threads.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,22 @@ def training(run: Run) -> Tensor:
 
 
 @pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(every=1)])
-def test_the_way_is_in_the_summary_and_weights_are_those_of_one_worker(tmp_path: Path, strategy: Strategy) -> None:
+def test_the_way_is_in_the_summary_and_weights_are_those_of_one_worker(
+    tmp_path: Path, strategy: Strategy
+) -> None:
     said: list[str] = []
-    found = workers(3, training, hosts=HOSTS, links=UNEVEN, said=said, folder=tmp_path, strategy=strategy)
+    found = workers(
+        3, training, hosts=HOSTS, links=UNEVEN, said=said, folder=tmp_path, strategy=strategy
+    )
     assert all(torch.equal(each, found[0]) for each in found)
     if strategy == AllReduce():
         assert distance(found[0], alone(training)) < 1e-12
     route = json.loads((tmp_path / "test" / "summary.json").read_text())["route"]
-    assert route["way"] == "uneven" and route["parts"] == pytest.approx([0.5, 0.5, 0.0]) and said.count(route["why"]) == 1
+    assert (
+        route["way"] == "uneven"
+        and route["parts"] == pytest.approx([0.5, 0.5, 0.0])
+        and said.count(route["why"]) == 1
+    )
 
 
 def test_without_a_measured_cluster_there_is_no_way_to_tell_of(tmp_path: Path) -> None:
@@ -53,11 +63,16 @@ def test_without_a_measured_cluster_there_is_no_way_to_tell_of(tmp_path: Path) -
     assert json.loads((tmp_path / "test" / "summary.json").read_text())["route"] is None
 
 
-@pytest.mark.parametrize("strategy", [AllReduce(via="ring"), AllReduce(codec=int8()), LocalSGD(every=2, codec=int8())])
+@pytest.mark.parametrize(
+    "strategy", [AllReduce(via="ring"), AllReduce(codec=int8()), LocalSGD(every=2, codec=int8())]
+)
 def test_a_strategy_with_its_own_way_is_told_of(tmp_path: Path, strategy: Strategy) -> None:
     said: list[str] = []
     workers(3, training, hosts=HOSTS, links=UNEVEN, said=said, folder=tmp_path, strategy=strategy)
-    assert said.count(f"cluster.json decides nothing here: {strategy!r} has its own way between hosts") == 1
+    assert (
+        said.count(f"cluster.json decides nothing here: {strategy!r} has its own way between hosts")
+        == 1
+    )
     assert json.loads((tmp_path / "test" / "summary.json").read_text())["route"] is None
 
 
@@ -67,8 +82,22 @@ def test_a_strategy_with_its_own_way_is_told_of(tmp_path: Path, strategy: Strate
         (UNEVEN, UNEVEN, None),
         (None, ALIKE, None),
         (ALIKE, None, None),
-        (UNEVEN, None, "went via='uneven' with chunks of 0.5, 0.5, 0 when this was saved, and go the usual way now"),
-        (None, UNEVEN, "went the usual way when this was saved, and go via='uneven' with chunks of 0.5, 0.5, 0 now"),
+        (
+            UNEVEN,
+            None,
+            (
+                "went via='uneven' with chunks of 0.5, 0.5, 0 when this was saved, and go the "
+                "usual way now"
+            ),
+        ),
+        (
+            None,
+            UNEVEN,
+            (
+                "went the usual way when this was saved, and go via='uneven' with chunks of 0.5, "
+                "0.5, 0 now"
+            ),
+        ),
     ],
 )
 def test_a_resumed_run_says_that_exchanges_go_another_way(

@@ -1,4 +1,6 @@
-"""Checkpoints of sparse tables: a run goes on as if nothing had been, with other numbers of workers and servers."""
+"""Checkpoints of sparse tables: a run goes on as if nothing had been, with other numbers of
+workers and servers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,16 @@ from tests.harness.runs import distance, workers
 from tests.harness.tables import DIM, OPTIMIZERS, Net, everything, loader, one, served
 
 
-def body(run: Run, kind: str, servers: int, *, folder: Path | None = None, until: int = 0, seed: int = 0, **options: Any) -> Tensor:
+def body(
+    run: Run,
+    kind: str,
+    servers: int,
+    *,
+    folder: Path | None = None,
+    until: int = 0,
+    seed: int = 0,
+    **options: Any,
+) -> Tensor:
     model = Net(served(servers), torch.float64, "mean")
     model.first.seed += seed  # what a checkpoint holds counts
     optimizers = OPTIMIZERS[kind](model)
@@ -39,9 +50,16 @@ def body(run: Run, kind: str, servers: int, *, folder: Path | None = None, until
     return everything(model)
 
 
-@pytest.mark.parametrize(("kind", "before", "after"), [("adam", (2, 2), (3, 1)), ("adagrad", (1, 1), (2, 3)), ("groups", (3, 3), (1, 2))])
-def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, before: Any, after: Any) -> None:
-    """In parts of a few rows; the other seed in the second run doesn't matter, as the first one was saved."""
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [("adam", (2, 2), (3, 1)), ("adagrad", (1, 1), (2, 3)), ("groups", (3, 3), (1, 2))],
+)
+def test_a_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, before: Any, after: Any
+) -> None:
+    """In parts of a few rows; the other seed in the second run doesn't matter, as the first one
+    was saved.
+    """
     monkeypatch.setattr(client, "PART_BYTES", 7 * DIM * 8)
     workers(before[0], lambda run: body(run, kind, before[1], until=9), folder=tmp_path)
     (found,) = catalogue.newest(tmp_path / "test" / "checkpoints")
@@ -55,7 +73,13 @@ def test_a_save_in_the_background_is_one_at_once(tmp_path: Path) -> None:
     options = {"until": 9, "background": True}
     workers(2, lambda run: body(run, "adagrad", 2, **options), folder=tmp_path, said=said)
     assert any("written at once, background=True or not" in text for text in said)
-    assert distance(workers(2, lambda run: body(run, "adagrad", 1, folder=tmp_path))[0], one("adagrad", epochs=3)) < 1e-9
+    assert (
+        distance(
+            workers(2, lambda run: body(run, "adagrad", 1, folder=tmp_path))[0],
+            one("adagrad", epochs=3),
+        )
+        < 1e-9
+    )
 
 
 def test_what_is_damaged_is_noticed(tmp_path: Path) -> None:
@@ -78,5 +102,8 @@ def test_other_optimizers_are_refused(tmp_path: Path) -> None:
 def test_other_tables_are_refused(tmp_path: Path) -> None:
     workers(1, lambda run: body(run, "sgd", 1, until=5), folder=tmp_path)
     found = checkpoint.load(tmp_path / "test" / "checkpoints", say=print)
-    with pytest.raises(CheckpointError, match=r"has the sparse tables first \(60 x 4 float64, SGD\), second .*, and here are none"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"has the sparse tables first \(60 x 4 float64, SGD\), second .*, and here are none",
+    ):
         tables.restore([], found)

@@ -16,7 +16,9 @@ from tests.harness.launchers import Launched, wait_gone
 def script(tmp_path: Path) -> Callable[[str], str]:
     def write(body: str) -> str:
         path = tmp_path / "script.py"
-        path.write_text("import os, sys, time\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(body))
+        path.write_text(
+            "import os, sys, time\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(body)
+        )
         return str(path)
 
     return write
@@ -29,7 +31,9 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
 
     def start(script: str, workers: int = 2, **options: Any) -> Launched:
         environ = {name: options.pop(name) for name in list(options) if name.isupper()}
-        started.append(Launched(tmp_path, {"script": script, "workers": workers, **options}, **environ))
+        started.append(
+            Launched(tmp_path, {"script": script, "workers": workers, **options}, **environ)
+        )
         return started[-1]
 
     yield start

@@ -1,4 +1,6 @@
-"""Each launcher is recognised by what it leaves in the environment, and what makes no sense is named."""
+"""Each launcher is recognised by what it leaves in the environment, and what makes no sense is
+named.
+"""
 
 from __future__ import annotations
 
@@ -46,15 +48,30 @@ MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 
 
 def stands(place: Place) -> tuple[str, int, int, int, int, int | None, int]:
-    return place.launcher, place.rank, place.size, place.local_rank, place.local_size, place.host_rank, place.hosts
+    return (
+        place.launcher,
+        place.rank,
+        place.size,
+        place.local_rank,
+        place.local_size,
+        place.host_rank,
+        place.hosts,
+    )
 
 
 def test_alone():
     place = discover({})
     assert stands(place) == ("alone", 0, 1, 0, 1, 0, 1)
     assert place.meeting is None and place.secret is None and place.hostname and not place.bar
-    assert discover({"TERM": "xterm"}).bar and not discover({"TERM": "xterm", "CI": "1"}).bar and not discover({"TERM": "dumb"}).bar
-    assert discover({"TERM": "xterm"}).breaks and not discover({"TERM": "xterm", "XTERM_VERSION": "XTerm(372)"}).breaks
+    assert (
+        discover({"TERM": "xterm"}).bar
+        and not discover({"TERM": "xterm", "CI": "1"}).bar
+        and not discover({"TERM": "dumb"}).bar
+    )
+    assert (
+        discover({"TERM": "xterm"}).breaks
+        and not discover({"TERM": "xterm", "XTERM_VERSION": "XTerm(372)"}).breaks
+    )
 
 
 def test_torchrun():
@@ -79,13 +96,24 @@ def test_slurm():
 
 
 def test_slurm_on_one_host_meets_on_loopback():
-    place = discover(SLURM | {"SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_LOCALID": "4"})
+    place = discover(
+        SLURM
+        | {
+            "SLURM_NODEID": "0",
+            "SLURM_STEP_NUM_NODES": "1",
+            "SLURM_STEP_TASKS_PER_NODE": "5",
+            "SLURM_LOCALID": "4",
+        }
+    )
     assert place.hosts == 1 and place.local_size == 5
     assert place.meeting is not None and place.meeting[0] == "127.0.0.1"
 
 
 def test_a_slurm_batch_script_is_no_task():
-    assert discover({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}).launcher == "alone"
+    assert (
+        discover({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}).launcher
+        == "alone"
+    )
 
 
 def test_openmpi():
@@ -132,10 +160,20 @@ def test_paceline_comes_first():
         place = discover(
             SLURM
             | TORCHRUN
-            | {"PACELINE_STORE": "10.0.0.1:1234", "PACELINE_STORE_FD": "7", "PACELINE_REPORT_FD": "8", "PACELINE_ONE_MACHINE": "1"}
+            | {
+                "PACELINE_STORE": "10.0.0.1:1234",
+                "PACELINE_STORE_FD": "7",
+                "PACELINE_REPORT_FD": "8",
+                "PACELINE_ONE_MACHINE": "1",
+            }
             | {"PACELINE_SECRET_FD": str(descriptor)}
         )
-        assert discover({**TORCHRUN, "PACELINE_STORE": "a:1", "PACELINE_SECRET_FD": str(descriptor)}).secret == b"0123456789abcdef"
+        assert (
+            discover(
+                {**TORCHRUN, "PACELINE_STORE": "a:1", "PACELINE_SECRET_FD": str(descriptor)}
+            ).secret
+            == b"0123456789abcdef"
+        )
     finally:
         os.close(descriptor)
     assert stands(place) == ("paceline", 5, 6, 1, 2, 2, 3)
@@ -147,8 +185,12 @@ def test_which_start_of_its_job_it_is():
     ours = {**TORCHRUN, "PACELINE_STORE": "a:1"}
     start = JobStart("runs/x", 3, 1.5, ((2.0, "rank 1 was killed"),))
     assert discover({**ours, "PACELINE_JOB_START": start.dump()}).job_start == start
-    assert discover({**ours, "PACELINE_JOB_START": ""}).job_start is None and discover(ours).job_start is None
-    assert discover({**TORCHRUN, "PACELINE_JOB_START": start.dump()}).job_start is None  # it was started by another launcher
+    assert (
+        discover({**ours, "PACELINE_JOB_START": ""}).job_start is None
+        and discover(ours).job_start is None
+    )
+    # it was started by another launcher
+    assert discover({**TORCHRUN, "PACELINE_JOB_START": start.dump()}).job_start is None
 
 
 def test_what_a_user_sets():
@@ -168,16 +210,27 @@ def test_what_a_user_sets():
     )
     assert place.servers == 3 and discover({}).servers is None
     assert place.secret == b"0123456789abcdef"
-    assert (place.run_name, place.sync, place.interface, place.deadline) == ("n", "AllReduce()", "eth0", 2.5)
+    assert (place.run_name, place.sync, place.interface, place.deadline) == (
+        "n",
+        "AllReduce()",
+        "eth0",
+        2.5,
+    )
     assert (place.shares, discover({}).shares) == ("auto", None)
     assert (place.cluster, discover({"PACELINE_CLUSTER": ""}).cluster) == ("/x/cluster.json", None)
-    assert (place.mesh, place.cut) == ("data, tensor=2", "shard()") and (discover({}).mesh, discover({}).cut) == (None, None)
+    assert (place.mesh, place.cut) == ("data, tensor=2", "shard()") and (
+        discover({}).mesh,
+        discover({}).cut,
+    ) == (None, None)
 
 
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=x isn't a whole number"),
+        (
+            {"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "RANK=x isn't a whole number",
+        ),
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "rank 2, of 2"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR not"),
         ({"WORLD_SIZE": "4"}, "RANK isn't"),
@@ -236,7 +289,13 @@ class TestCores:
 
     def test_the_smallest_enclosing_quota_counts(self, tmp_path):
         where = self.groups(
-            tmp_path, "0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "150000 100000\n", "cpu.max": "400000 100000"}
+            tmp_path,
+            "0::/a/b\n",
+            {
+                "a/b/cpu.max": "max 100000\n",
+                "a/cpu.max": "150000 100000\n",
+                "cpu.max": "400000 100000",
+            },
         )
         assert quota(*where) == 1.5
         assert cores(*where) == min(2, len(os.sched_getaffinity(0)))

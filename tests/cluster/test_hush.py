@@ -1,4 +1,6 @@
-"""What torch says of strangers at its store is said once; all else that workers write is shown as it is."""
+"""What torch says of strangers at its store is said once; all else that workers write is shown
+as it is.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,16 @@ import pytest
 from paceline.cluster.launcher.output import OutputStream, Screen
 
 COMPLAINT = (
-    b"[rank0]:[W1123 06:52:46.058166348 TCPStoreLibUvBackend.cpp:126] [c10d] Error processing client message: Invalid string size.\n"
+    b"[rank0]:[W1123 06:52:46.058166348 TCPStoreLibUvBackend.cpp:126] [c10d] Error processing "
+    b"client message: Invalid string size.\n"
 )
 STACK = (
-    b"Exception raised from read_key at /torch/csrc/distributed/c10d/TCPStoreLibUvBackend.hpp (most recent call first):\n"
-    + b"".join(b"frame #%d: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7f in libc10.so)\n" % n for n in range(14))
+    b"Exception raised from read_key at /torch/csrc/distributed/c10d/TCPStoreLibUvBackend.hpp "
+    b"(most recent call first):\n"
+    + b"".join(
+        b"frame #%d: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7f in libc10.so)\n" % n
+        for n in range(14)
+    )
     + b"\n"
 )
 
@@ -46,7 +53,11 @@ def test_strangers_at_the_store_are_told_of_once(step: int) -> None:
     all_of_it = (COMPLAINT + STACK) * 20 + b"ValueError: boom\n"
     text, tail = shown(*(all_of_it[at : at + step] for at in range(0, len(all_of_it), step)))
     first, last = text.splitlines()
-    assert first.startswith("[0] [rank0]:[W1123") and "more of the kind is not shown" in first and last == "[0] ValueError: boom"
+    assert (
+        first.startswith("[0] [rank0]:[W1123")
+        and "more of the kind is not shown" in first
+        and last == "[0] ValueError: boom"
+    )
     assert tail.splitlines()[-1] == "ValueError: boom" and len(tail.splitlines()) == 2
 
 

@@ -15,14 +15,19 @@ from paceline.errors import UsageError
 
 
 def cluster(*hosts: tuple[int, ...]) -> Topology:
-    return Topology(tuple(HostRanks(f"host{index}", ranks, "127.0.0.1") for index, ranks in enumerate(hosts)))
+    return Topology(
+        tuple(HostRanks(f"host{index}", ranks, "127.0.0.1") for index, ranks in enumerate(hosts))
+    )
 
 
 @st.composite
 def clusters(draw: st.DrawFn, size: int) -> Topology:
     """`size` ranks on some hosts, dealt at random."""
     hosts = draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))
-    found = {host: tuple(rank for rank in range(size) if hosts[rank] == host) for host in dict.fromkeys(hosts)}
+    found = {
+        host: tuple(rank for rank in range(size) if hosts[rank] == host)
+        for host in dict.fromkeys(hosts)
+    }
     return cluster(*found.values())
 
 
@@ -34,7 +39,9 @@ def laid_out(draw: st.DrawFn) -> tuple[Mesh, Topology]:
 
 
 @given(laid_out())
-def test_coordinates_are_all_different_and_groups_are_parts_of_the_whole(found: tuple[Mesh, Topology]) -> None:
+def test_coordinates_are_all_different_and_groups_are_parts_of_the_whole(
+    found: tuple[Mesh, Topology],
+) -> None:
     mesh, topology = found
     assert sorted(mesh.grid) == list(range(topology.size)) and mesh.size == topology.size
     places = [tuple(mesh.coordinates(rank).values()) for rank in range(mesh.size)]
@@ -47,20 +54,36 @@ def test_coordinates_are_all_different_and_groups_are_parts_of_the_whole(found: 
             assert [mesh.coordinates(rank)[name] for rank in group] == list(range(size))
             assert len({mesh.index(rank, set(mesh.names) - {name}) for rank in group}) == 1
     assert mesh.groups(mesh.names) == (mesh.group(0, mesh.names),)
-    assert sorted(mesh.group(0, mesh.names), key=lambda rank: mesh.index(rank, mesh.names)) == list(mesh.grid)
+    assert sorted(mesh.group(0, mesh.names), key=lambda rank: mesh.index(rank, mesh.names)) == list(
+        mesh.grid
+    )
     assert mesh.group(0, []) == (0,)
 
 
-@given(st.integers(1, 3), st.integers(1, 3), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.randoms(use_true_random=False))
-def test_what_talks_most_is_inside_a_host_wherever_that_is_possible(tensor: int, shard: int, hosts: list[int], random: object) -> None:
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    st.randoms(use_true_random=False),
+)
+def test_what_talks_most_is_inside_a_host_wherever_that_is_possible(
+    tensor: int, shard: int, hosts: list[int], random: object
+) -> None:
     """Hosts that hold whole blocks of tensor x shard keep them, however ranks are placed."""
     ranks = list(range(tensor * shard * sum(hosts)))
     random.shuffle(ranks)  # type: ignore[attr-defined]
     ends = [tensor * shard * sum(hosts[: count + 1]) for count in range(len(hosts))]
-    topology = cluster(*(tuple(sorted(ranks[end - tensor * shard * held : end])) for end, held in zip(ends, hosts, strict=True)))
+    topology = cluster(
+        *(
+            tuple(sorted(ranks[end - tensor * shard * held : end]))
+            for end, held in zip(ends, hosts, strict=True)
+        )
+    )
     mesh = lay_out({"data": None, "shard": shard, "tensor": tensor}, topology)
     assert not mesh.crosses_hosts("tensor", topology) and not mesh.crosses_hosts("shard", topology)
-    assert mesh.extent("data") == sum(hosts) and mesh.crosses_hosts("data", topology) == (len(hosts) > 1)
+    assert mesh.extent("data") == sum(hosts) and mesh.crosses_hosts("data", topology) == (
+        len(hosts) > 1
+    )
 
 
 def test_hosts_of_odd_sizes_share_what_is_left_over() -> None:
@@ -75,13 +98,18 @@ def test_without_other_axes_ranks_keep_their_order() -> None:
 
 def test_the_order_in_which_axes_are_written_does_not_matter() -> None:
     topology = cluster((0, 1), (2, 3))
-    assert lay_out(read("tensor=2,data=2"), topology) == lay_out(read(" data = 2 , tensor=2"), topology)
+    assert lay_out(read("tensor=2,data=2"), topology) == lay_out(
+        read(" data = 2 , tensor=2"), topology
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("data=3, tensor=2", "doesn't fit 8 workers; what fits is data=1, tensor=8 | data=2, tensor=4 |"),
+        (
+            "data=3, tensor=2",
+            "doesn't fit 8 workers; what fits is data=1, tensor=8 | data=2, tensor=4 |",
+        ),
         ("data, tensor=3", "doesn't fit 8 workers"),
         ("data, tensor", "leaves the sizes of data and tensor open"),
         ("tensor=2", "doesn't fit 8 workers; what fits is tensor=8"),
@@ -114,8 +142,22 @@ def test_the_axes_that_cut_a_model() -> None:
 @pytest.mark.parametrize(
     ("text", "survives", "words"),
     [
-        ("data=2, stage=2", True, "mesh='data=2, stage=2' with --min-workers: a worker of a cut model has parts that no other"),
-        ("data=2, tensor=2", True, "mesh='data=2, tensor=2' with --min-workers: a worker of a cut model has parts that no other"),
+        (
+            "data=2, stage=2",
+            True,
+            (
+                "mesh='data=2, stage=2' with --min-workers: a worker of a cut model has parts that "
+                "no other"
+            ),
+        ),
+        (
+            "data=2, tensor=2",
+            True,
+            (
+                "mesh='data=2, tensor=2' with --min-workers: a worker of a cut model has parts "
+                "that no other"
+            ),
+        ),
     ],
 )
 def test_what_cannot_be_had_is_said(text: str, survives: bool, words: str) -> None:

@@ -12,4 +12,6 @@ pytestmark = pytest.mark.unit
 def test_an_interface_that_goes_away_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     there, known = network.described(), network.interfaces()
     monkeypatch.setattr(network, "interfaces", lambda: {"gone0": "10.9.9.9", **known})
-    assert [(one.name, one.address) for one in network.described()] == [(one.name, one.address) for one in there]
+    assert [(one.name, one.address) for one in network.described()] == [
+        (one.name, one.address) for one in there
+    ]

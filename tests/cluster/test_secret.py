@@ -1,4 +1,6 @@
-"""A job's secret is read from a file of its owner's alone, and keys and signatures follow from it."""
+"""A job's secret is read from a file of its owner's alone, and keys and signatures follow from
+it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ class TestSecretFile:
         return path
 
     def test_read(self, tmp_path):
-        assert secret.read(self.write(tmp_path / "s", "0123456789abcdef\n", 0o600)) == b"0123456789abcdef"
+        assert (
+            secret.read(self.write(tmp_path / "s", "0123456789abcdef\n", 0o600))
+            == b"0123456789abcdef"
+        )
 
     @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644])
     def test_others_may_not_read_it(self, tmp_path, mode):
@@ -32,4 +37,6 @@ class TestSecretFile:
 
     def test_parts_can_not_be_moved(self):
         assert secret.sign(b"k", b"ab", b"c") != secret.sign(b"k", b"a", b"bc")
-        assert secret.verify(b"k", secret.sign(b"k", b"a"), b"a") and not secret.verify(b"k", secret.sign(b"k", b"a"), b"b")
+        assert secret.verify(b"k", secret.sign(b"k", b"a"), b"a") and not secret.verify(
+            b"k", secret.sign(b"k", b"a"), b"b"
+        )

@@ -1,4 +1,6 @@
-"""What others write into the store, or keep from another job with the same secret, is refused, with one kind of error."""
+"""What others write into the store, or keep from another job with the same secret, is refused,
+with one kind of error.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,19 @@ from paceline.errors import Mismatch, PlaceError, SecretError
 
 SECRET = b"s" * 32
 GARBAGE = [
-    *(b"", b"\xff\xfe", b"x", b"0", b"1", b"1zz", b"0{", b"0" + b"[" * 5000, b"1" + b"0" * 64, b"1" + b"0" * 64 + b"{}", b"1\xc3\xa9"),
+    *(
+        b"",
+        b"\xff\xfe",
+        b"x",
+        b"0",
+        b"1",
+        b"1zz",
+        b"0{",
+        b"0" + b"[" * 5000,
+        b"1" + b"0" * 64,
+        b"1" + b"0" * 64 + b"{}",
+        b"1\xc3\xa9",
+    ),
     *(b'0"\xff"', b"0NaN,", b"2{}", b"{}", b"\0" * 200, b"1" + "\ud7ff".encode() * 64 + b"{}"),
 ]
 
@@ -70,12 +84,24 @@ class TestGarbage:
         assert found.look(["k"]) == [None]
 
     def test_where_starts_are_counted(self) -> None:
-        """What torch itself keeps there isn't signed; who writes to it keeps a job from starting, and is told of."""
+        """What torch itself keeps there isn't signed; who writes to it keeps a job from
+        starting, and is told of.
+        """
         with network.listen("127.0.0.1") as probe:
             port = int(probe.getsockname()[1])
-        other = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=10), wait_for_workers=False, multi_tenant=True)
+        other = TCPStore(
+            "127.0.0.1",
+            port,
+            None,
+            True,
+            timedelta(seconds=10),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
         other.set("paceline/0/claims/starts/0", "garbage")
-        place = Place(rank=0, size=2, local_rank=0, local_size=2, secret=SECRET, meeting=("127.0.0.1", port))
+        place = Place(
+            rank=0, size=2, local_rank=0, local_size=2, secret=SECRET, meeting=("127.0.0.1", port)
+        )
         with pytest.raises(PlaceError, match="another program has written there"):
             stores.connect(place, deadline=60)
         other.set("paceline/0/claims/0", "\x00\xff")
@@ -113,9 +139,15 @@ class TestReplay:
             Store(base, SECRET, path="paceline/0/1/a/b").take("k")
 
     def test_each_view_of_each_start_is_another(self) -> None:
-        members = tuple(Member(worker, 0, "h", "127.0.0.1") for worker in (65536 * 7 + 9, 65536 * 8 + 9))
+        members = tuple(
+            Member(worker, 0, "h", "127.0.0.1") for worker in (65536 * 7 + 9, 65536 * 8 + 9)
+        )
         again = tuple(member._replace(worker=member.worker + 65536) for member in members)
-        marks = {Roster(number, found).mark for number in (1, 2) for found in (members, again, members[:1])}
+        marks = {
+            Roster(number, found).mark
+            for number in (1, 2)
+            for found in (members, again, members[:1])
+        }
         assert len(marks) == 6 and Roster(1, members, broken=True).mark == Roster(1, members).mark
 
 

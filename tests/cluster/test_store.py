@@ -1,4 +1,6 @@
-"""Workers meet in a store: signed values, named absentees, and the same view of who shares a machine."""
+"""Workers meet in a store: signed values, named absentees, and the same view of who shares a
+machine.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,15 @@ def free_port() -> int:
 def places(size: int, **changes: Any) -> list[Place]:
     port = free_port()
     return [
-        Place(rank=r, size=size, local_rank=r, local_size=size, launcher="torchrun", meeting=("127.0.0.1", port), **changes)
+        Place(
+            rank=r,
+            size=size,
+            local_rank=r,
+            local_size=size,
+            launcher="torchrun",
+            meeting=("127.0.0.1", port),
+            **changes,
+        )
         for r in range(size)
     ]
 
@@ -128,7 +138,9 @@ def test_a_wait_ends_at_its_deadline():
 
 def test_nobody_serves():
     place = places(2)[1]
-    with pytest.raises(DeadlineExceeded, match=f"rank 1 on .* found no store at 127.0.0.1:{place.meeting[1]}") as caught:
+    with pytest.raises(
+        DeadlineExceeded, match=f"rank 1 on .* found no store at 127.0.0.1:{place.meeting[1]}"
+    ) as caught:
         stores.connect(place, deadline=0.5)
     assert caught.value.missing == (0,)
 
@@ -152,7 +164,12 @@ def test_rank_0_must_be_at_the_meeting_point():
 
 def test_the_inherited_socket_is_served():
     listening = network.listen("127.0.0.1")
-    zero = Place(size=2, meeting=("127.0.0.1", listening.getsockname()[1]), store_fd=listening.fileno(), launcher="paceline")
+    zero = Place(
+        size=2,
+        meeting=("127.0.0.1", listening.getsockname()[1]),
+        store_fd=listening.fileno(),
+        launcher="paceline",
+    )
     store = stores.connect(zero, deadline=60)
     store.put("a", 1)
     assert store.take("a") == 1
@@ -176,12 +193,18 @@ def test_two_processes_with_one_rank(claims):
     zero, *others = together(body, [first, second, second])
     assert zero.exception() is None
     failures = [future.exception() for future in others if future.exception()]
-    assert len(failures) == 1 and isinstance(failures[0], PlaceError) and "already is rank 1" in str(failures[0])
+    assert (
+        len(failures) == 1
+        and isinstance(failures[0], PlaceError)
+        and "already is rank 1" in str(failures[0])
+    )
 
 
 def test_who_starts_again_looks_for_no_store_while_the_last_one_ends(claims, monkeypatch):
     first, second = places(2)
-    second = replace(second, timings=replace(Timings(), store=replace(StoreTimings(), ending=3600.0)))
+    second = replace(
+        second, timings=replace(Timings(), store=replace(StoreTimings(), ending=3600.0))
+    )
     zero, one = (future.result() for future in together(stores.connect, [first, second]))
     awaited, ended, order = threading.Event(), threading.Event(), []
     wait, join = EndOfServer.wait, stores._join
@@ -210,15 +233,27 @@ def test_who_starts_again_looks_for_no_store_while_the_last_one_ends(claims, mon
 
 
 class TestHosts:
-    def meet(self, workers: list[Place], patience: float = 60.0, measured: Callable[[Place], str] = lambda place: "") -> list[Future[Any]]:
-        """What each worker makes of those that it meets. The first waits `patience` seconds for others, once these have all come."""
+    def meet(
+        self,
+        workers: list[Place],
+        patience: float = 60.0,
+        measured: Callable[[Place], str] = lambda place: "",
+    ) -> list[Future[Any]]:
+        """What each worker makes of those that it meets.
+
+        The first waits `patience` seconds for others, once these have all come.
+        """
         here, done = threading.Barrier(len(workers)), threading.Barrier(len(workers))
 
         def body(place: Place) -> Any:
             store = stores.connect(place, deadline=60)
             here.wait(60)
             if place.rank == 0:
-                wait_for(lambda: store.sub("hosts").has([str(other.rank) for other in workers if other.rank]))
+                wait_for(
+                    lambda: store.sub("hosts").has(
+                        [str(other.rank) for other in workers if other.rank]
+                    )
+                )
                 store._deadline = patience
             try:
                 return stores.hosts(store, place, measured(place))
@@ -234,7 +269,10 @@ class TestHosts:
             assert cluster.of(2).address == "127.0.0.1" and cluster.size == 3
 
     def test_round_robin_over_two_hosts(self, claims):
-        dealt = [replace(place, host_rank=place.rank % 2, hosts=2, one_machine=True) for place in places(4)]
+        dealt = [
+            replace(place, host_rank=place.rank % 2, hosts=2, one_machine=True)
+            for place in places(4)
+        ]
         for future in self.meet(dealt):
             assert future.result().where() == (0, 1, 0, 1)
             assert len(set(future.result().names())) == 2
@@ -267,7 +305,9 @@ class TestHosts:
 
     @pytest.mark.parametrize("secret", [SECRET, None, b"another secret 16"])
     def test_the_reason_stays_until_all_who_came_have_read_it(self, claims, monkeypatch, secret):
-        """Where rank 0 serves the store, the store ends with it: the others would only read that it has gone."""
+        """Where rank 0 serves the store, the store ends with it: the others would only read that
+        it has gone.
+        """
         original, read = stores.Store.take, []
 
         def take(self: stores.Store, key: str, timeout: float | None = None) -> Any:
@@ -299,18 +339,31 @@ class TestHosts:
 
     def test_hosts_with_different_measured_clusters_are_named_on_all(self, claims):
         dealt = [
-            replace(place, host_rank=place.rank // 2, hosts=2, one_machine=True, hostname=f"h{place.rank // 2}") for place in places(4)
+            replace(
+                place,
+                host_rank=place.rank // 2,
+                hosts=2,
+                one_machine=True,
+                hostname=f"h{place.rank // 2}",
+            )
+            for place in places(4)
         ]
         for future in self.meet(dealt, measured=lambda place: ("a" * 64, "")[place.rank // 2]):
             error = future.exception()
-            assert isinstance(error, Mismatch) and "h0: aaaaaaaaaaaa; h1: none" in str(error) and "--cluster" in str(error)
+            assert (
+                isinstance(error, Mismatch)
+                and "h0: aaaaaaaaaaaa; h1: none" in str(error)
+                and "--cluster" in str(error)
+            )
         for future in self.meet(dealt, measured=lambda place: "a" * 64):
             assert future.result().where() == (0, 0, 1, 1)
 
     def test_different_sizes(self, claims):
         zero, one = places(2)
         for future in self.meet([zero, replace(one, size=3)]):
-            assert isinstance(future.exception(), Mismatch) and "disagree on how many" in str(future.exception())
+            assert isinstance(future.exception(), Mismatch) and "disagree on how many" in str(
+                future.exception()
+            )
 
 
 class TestAddress:
@@ -352,4 +405,7 @@ class TestAddress:
 
 def test_fingerprint_is_the_same_twice_and_says_nothing():
     assert stores.fingerprint() == stores.fingerprint()
-    assert socket.gethostname() not in stores.fingerprint() and str(os.getpid()) not in stores.fingerprint()
+    assert (
+        socket.gethostname() not in stores.fingerprint()
+        and str(os.getpid()) not in stores.fingerprint()
+    )

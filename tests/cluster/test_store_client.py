@@ -26,21 +26,29 @@ def waits(port: int) -> set[float]:
             except OSError:
                 continue
             if len(there) > 1 and there[1] == port:
-                seconds, rest = struct.unpack("@ll", connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16))
+                seconds, rest = struct.unpack(
+                    "@ll", connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)
+                )
                 found.add(seconds + rest / 1e6)
     return found
 
 
 def test_what_listens_and_never_answers_is_given_up() -> None:
-    listening = socket.create_server(("127.0.0.1", 0))  # as the system does for a process that is stopped
+    # as the system does for a process that is stopped
+    listening = socket.create_server(("127.0.0.1", 0))
     with listening, pytest.raises(TimeoutError, match="doesn't answer"):
         store_client.connect("127.0.0.1", listening.getsockname()[1], 0.05)
 
 
 def test_a_worker_that_finds_such_a_store_names_the_first() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        place = Place(rank=1, size=2, meeting=("127.0.0.1", listening.getsockname()[1]), hostname="here")
-        with pytest.raises(DeadlineExceeded, match=r"rank 1 on here found no store .*what listens there doesn't answer") as raised:
+        place = Place(
+            rank=1, size=2, meeting=("127.0.0.1", listening.getsockname()[1]), hostname="here"
+        )
+        with pytest.raises(
+            DeadlineExceeded,
+            match=r"rank 1 on here found no store .*what listens there doesn't answer",
+        ) as raised:
             store._join(place, 0.05)
         assert raised.value.missing == (0,)
 
@@ -49,7 +57,8 @@ def test_a_client_waits_for_an_answer_so_many_seconds() -> None:
     server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     client = store_client.connect("127.0.0.1", server.port, 60.0)
     assert waits(server.port) == {0.0}
-    one, other = socket.socketpair()  # without addresses, as those between a launcher and its workers
+    # without addresses, as those between a launcher and its workers
+    one, other = socket.socketpair()
     with one, other:
         store_client.limit(PrefixStore("inner", client), 2.5)
     assert waits(server.port) == {2.5}  # timer ticks are whole milliseconds

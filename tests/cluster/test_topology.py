@@ -13,11 +13,20 @@ def test_ranks_find_their_hosts() -> None:
     assert DEALT.size == 5
     assert DEALT.where() == (0, 1, 0, 1, 0)
     assert DEALT.names() == ("a", "b", "a", "b", "a")
-    assert [DEALT.of(rank).address for rank in range(5)] == ["10.0.0.1", "10.0.0.2", "10.0.0.1", "10.0.0.2", "10.0.0.1"]
+    assert [DEALT.of(rank).address for rank in range(5)] == [
+        "10.0.0.1",
+        "10.0.0.2",
+        "10.0.0.1",
+        "10.0.0.2",
+        "10.0.0.1",
+    ]
 
 
 def test_a_part_of_the_workers_is_numbered_anew() -> None:
-    assert DEALT.part([1, 4, 2]).hosts == (HostRanks("b", (0,), "10.0.0.2"), HostRanks("a", (1, 2), "10.0.0.1"))
+    assert DEALT.part([1, 4, 2]).hosts == (
+        HostRanks("b", (0,), "10.0.0.2"),
+        HostRanks("a", (1, 2), "10.0.0.1"),
+    )
     assert DEALT.part(range(5)) == DEALT
 
 
@@ -29,7 +38,13 @@ def test_a_rank_that_is_not_there_has_no_host() -> None:
 def test_what_was_measured_is_found_by_rank_and_host() -> None:
     fast, slow = (Device("cpu", speeds=(DeviceSpeed("float32", flops),)) for flops in (4e10, 1e10))
     link = HostLink(0, 1, 1e-4, 1e8)
-    measured = Topology((HostRanks("a", (0, 2), "10.0.0.1", 2, (fast, slow)), HostRanks("b", (1,), "10.0.0.2", 1, (slow,))), (link,))
+    measured = Topology(
+        (
+            HostRanks("a", (0, 2), "10.0.0.1", 2, (fast, slow)),
+            HostRanks("b", (1,), "10.0.0.2", 1, (slow,)),
+        ),
+        (link,),
+    )
     assert measured.device(2) is slow and measured.device(0) is fast
     assert measured.speeds() == (1.0, 0.25, 0.25) and measured.speeds("float64") == ()
     assert measured.link(0, 1) is link and measured.link(1, 0) is None

@@ -15,10 +15,31 @@ from paceline.unequal.probe.cluster_file import ClusterFile
 from tests.harness.strangers import made_up
 
 DEVICE = Device(
-    "cpu", 0, "some", 8, 4, 2, (DeviceSpeed("float32", 1e9, 0.1), DeviceSpeed("bfloat16", 3e9)), 2e9, 1.9, 2e9, 3e9, "performance"
+    "cpu",
+    0,
+    "some",
+    8,
+    4,
+    2,
+    (DeviceSpeed("float32", 1e9, 0.1), DeviceSpeed("bfloat16", 3e9)),
+    2e9,
+    1.9,
+    2e9,
+    3e9,
+    "performance",
 )
 HOSTS = (
-    HostRanks("a", (0, 2), "10.0.0.1", 4, (DEVICE, DEVICE), 1.5, "m", 8, (Interface("eth0", "10.0.0.1", "10.0.0.0/24", 1e9),)),
+    HostRanks(
+        "a",
+        (0, 2),
+        "10.0.0.1",
+        4,
+        (DEVICE, DEVICE),
+        1.5,
+        "m",
+        8,
+        (Interface("eth0", "10.0.0.1", "10.0.0.0/24", 1e9),),
+    ),
     HostRanks("b", (1,), "10.0.0.2"),
 )
 MEASURED = Topology(HOSTS, (HostLink(0, 1, 1e-4, 1.25e8, 6e7), HostLink(1, 0, 1e-4, 1.2e8)))
@@ -45,7 +66,10 @@ def changed(**fields: object) -> str:
         (changed(version=2), "the form of version 2, and this paceline reads 1: measure again"),
         (changed(hosts=None), "isn't whole"),
         (changed(links=[{"source": 0}]), "isn't whole .*bytes_per_second"),
-        (changed(links=[{**json.loads(dump(MEASURED))["links"][0], "color": 1}]), "isn't whole .*color"),
+        (
+            changed(links=[{**json.loads(dump(MEASURED))["links"][0], "color": 1}]),
+            "isn't whole .*color",
+        ),
     ],
 )
 def test_what_is_none_is_refused(text: str, said: str) -> None:
@@ -55,7 +79,11 @@ def test_what_is_none_is_refused(text: str, said: str) -> None:
 
 def test_places_where_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text("{}")
-    for path, said in ((tmp_path / "mine.json", "would replace"), (tmp_path, "is a folder"), (tmp_path / "no" / "x", "there is no folder")):
+    for path, said in (
+        (tmp_path / "mine.json", "would replace"),
+        (tmp_path, "is a folder"),
+        (tmp_path / "no" / "x", "there is no folder"),
+    ):
         with pytest.raises(UsageError, match=said):
             check_target(path)
     with pytest.raises(UsageError, match="can't be written"):

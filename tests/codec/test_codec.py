@@ -83,12 +83,18 @@ def drive(steps: Any) -> Sum:
         result = work.wait()
 
 
-def train(group: Group, codec: Codec, steps: int, begin: int = 0, state: State | None = None) -> tuple[list[Tensor], State]:
+def train(
+    group: Group, codec: Codec, steps: int, begin: int = 0, state: State | None = None
+) -> tuple[list[Tensor], State]:
     """The totals of some steps, and the state after them."""
     state = codec.init(SHAPES, torch.device("cpu")) if state is None else state
     totals = []
     for step in range(begin, begin + steps):
-        wire = Wire((group,) * codec.stages, step=step, draw=torch.Generator().manual_seed(step * 100 + group.rank))
+        wire = Wire(
+            (group,) * codec.stages,
+            step=step,
+            draw=torch.Generator().manual_seed(step * 100 + group.rank),
+        )
         x, kept = data(group.rank, step), copy.deepcopy(state)
         found = drive(codec.sum(x, SHAPES, state, wire))
         assert torch.equal(x, data(group.rank, step)), "what is summed stays as it is"
@@ -118,24 +124,36 @@ def test_the_total_is_the_same_on_every_rank(given: Codec | Coding, size: int) -
         if given in LOSSLESS:
             torch.testing.assert_close(total, wanted)
         elif "error_feedback" not in repr(given):
-            assert float((total - wanted).norm()) < float(wanted.norm()), "it is nearer than nothing"
+            assert float((total - wanted).norm()) < float(wanted.norm()), (
+                "it is nearer than nothing"
+            )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("given", [given for given in GIVEN if "error_feedback" in repr(given)], ids=repr)
+@pytest.mark.parametrize(
+    "given", [given for given in GIVEN if "error_feedback" in repr(given)], ids=repr
+)
 def test_error_feedback_keeps_what_did_not_arrive(given: Codec | Coding, size: int) -> None:
     """Over 24 steps, with an inf in step 5 and another loss scale from step 12 on."""
     codec = lift(given)
 
     def body(group: Group) -> tuple[Tensor, Tensor]:
-        state, arrived = codec.init(SHAPES, torch.device("cpu")), torch.zeros(NUMEL, dtype=torch.float64)
+        state, arrived = (
+            codec.init(SHAPES, torch.device("cpu")),
+            torch.zeros(NUMEL, dtype=torch.float64),
+        )
         for step in range(24):
             scale = 64.0 if step < 12 else 1024.0
             x = data(group.rank, step) * scale
             if step == 5 and group.rank == group.size - 1:
                 x[17] = math.inf
             before = copy.deepcopy(state)
-            wire = Wire((group,) * codec.stages, scale=scale, step=step, draw=torch.Generator().manual_seed(step))
+            wire = Wire(
+                (group,) * codec.stages,
+                scale=scale,
+                step=step,
+                draw=torch.Generator().manual_seed(step),
+            )
             found = drive(codec.sum(x, SHAPES, state, wire))
             state = found.state
             if step == 5:
@@ -145,12 +163,16 @@ def test_error_feedback_keeps_what_did_not_arrive(given: Codec | Coding, size: i
         return arrived, state["residual"].double()
 
     results = spawn(size, body)
-    given_in_all = sum(data(rank, step).double() for rank in range(size) for step in range(24) if step != 5)
+    given_in_all = sum(
+        data(rank, step).double() for rank in range(size) for step in range(24) if step != 5
+    )
     assert isinstance(given_in_all, Tensor)
     found = results[0][0] + sum(residual for _, residual in results)
     assert float((found - given_in_all).norm()) < 1e-5 * float(given_in_all.norm())
     lost = float((results[0][0] - given_in_all).norm())
-    assert lost > 1e-3 * float(given_in_all.norm()), "it loses something without what is kept: this test shows something"
+    assert lost > 1e-3 * float(given_in_all.norm()), (
+        "it loses something without what is kept: this test shows something"
+    )
 
 
 def test_what_settles_is_what_of_mine_arrived() -> None:
@@ -168,7 +190,9 @@ def test_what_settles_is_what_of_mine_arrived() -> None:
 
         results = spawn(3, body)
         if "error_feedback" not in repr(given):  # which settles with itself
-            torch.testing.assert_close(sum(arrived for _, arrived in results), results[0][0], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                sum(arrived for _, arrived in results), results[0][0], rtol=1e-4, atol=1e-4
+            )
 
 
 @pytest.mark.parametrize("given", GIVEN, ids=repr)
@@ -190,7 +214,9 @@ def test_stages_are_what_is_yielded() -> None:
 
         def body(group: Group, codec: Codec = codec) -> int:
             wire, count, result = Wire((group,) * codec.stages), 0, None
-            steps = codec.sum(data(group.rank, 0), SHAPES, codec.init(SHAPES, torch.device("cpu")), wire)
+            steps = codec.sum(
+                data(group.rank, 0), SHAPES, codec.init(SHAPES, torch.device("cpu")), wire
+            )
             while True:
                 try:
                     result = steps.send(result).wait()  # type: ignore[arg-type]
@@ -216,7 +242,11 @@ def test_scattered_sends_two_payloads_and_gathered_one_to_each() -> None:
 
 
 def test_lift() -> None:
-    assert lift(exact()) == plain() and lift(topk(0.1)) == gathered(topk(0.1)) and lift(int8()) == scattered(int8())
+    assert (
+        lift(exact()) == plain()
+        and lift(topk(0.1)) == gathered(topk(0.1))
+        and lift(int8()) == scattered(int8())
+    )
     assert lift(compose(randomk(0.1), half())) == gathered(compose(randomk(0.1), half()))
     codec = error_feedback(int8())
     assert lift(codec) is codec
@@ -232,7 +262,9 @@ def test_choices() -> None:
     assert codec.choose("a.bias", Size((99,))) == plain()
     assert codec.choose("a.bias", big) == error_feedback(scattered(half()))
     assert codec.choose("a.weight", big) == error_feedback(gathered(topk(0.01)))
-    assert after(3, where(smaller(9), exact(), int8())).choose("x", big) == after(3, scattered(int8()), plain())
+    assert after(3, where(smaller(9), exact(), int8())).choose("x", big) == after(
+        3, scattered(int8()), plain()
+    )
     assert codec.stages == 2
     with pytest.raises(UsageError, match="where wants a predicate first"):
         where(100, exact(), int8())  # type: ignore[arg-type]
@@ -261,15 +293,23 @@ def test_powersgd_finds_a_low_rank_in_two_steps_and_sends_little() -> None:
             mine = (u @ v * (group.rank + 1)).view(-1)
             found = drive(codec.sum(mine, shape, state, Wire((group,) * 2)))
             state = found.state
-        return float((found.total.view(300, 200) - u @ v * 3).norm() / (u @ v * 3).norm()), group.traffic.within
+        return float(
+            (found.total.view(300, 200) - u @ v * 3).norm() / (u @ v * 3).norm()
+        ), group.traffic.within
 
     for error, nbytes in spawn(2, body):
         assert error < 1e-5 and nbytes <= 3 * 2 * 4 * (300 + 200) * 2
     for make, says in [
         (lambda: powersgd(0), "rank is 0"),
         (lambda: powersgd(2, inner=error_feedback(int8())), "put it around powersgd"),
-        (lambda: powersgd(2, inner=after(3, error_feedback(int8()))), "means nothing for the next ones"),
-        (lambda: powersgd(2, inner=where(smaller(9), exact(), int8())), "where chooses between tensors"),
+        (
+            lambda: powersgd(2, inner=after(3, error_feedback(int8()))),
+            "means nothing for the next ones",
+        ),
+        (
+            lambda: powersgd(2, inner=where(smaller(9), exact(), int8())),
+            "where chooses between tensors",
+        ),
     ]:
         with pytest.raises(UsageError, match=says):
             make()
@@ -313,7 +353,9 @@ def test_who_goes_on_for_others_sends_what_they_have_kept() -> None:
     later = spawn(3, body)
     arrived = sum(total.double() for total in (*results[0][0], *later[0][0]))
     kept = sum(state["residual"].double() for _, state in later)
-    everything = [data(rank, step).double() for step in range(10) for rank in range(4 if step < 5 else 3)]
+    everything = [
+        data(rank, step).double() for step in range(10) for rank in range(4 if step < 5 else 3)
+    ]
     wanted = torch.stack(everything).sum(0)
     assert float((arrived + kept - wanted).norm()) < 1e-5 * float(wanted.norm())
 
@@ -321,4 +363,6 @@ def test_who_goes_on_for_others_sends_what_they_have_kept() -> None:
 def test_finite() -> None:
     big = torch.full((4,), 3e38)
     assert finite(big) and finite(torch.zeros(0))
-    assert not finite(torch.tensor([1.0, math.nan])) and not finite(torch.tensor([math.inf, -math.inf]))
+    assert not finite(torch.tensor([1.0, math.nan])) and not finite(
+        torch.tensor([math.inf, -math.inf])
+    )

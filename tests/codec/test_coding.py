@@ -44,10 +44,14 @@ def test_every_coding_for_every_length(coding: Coding, numel: int) -> None:
     out, whole = sent(coding, x)
     assert torch.equal(x, kept), "encoding changes nothing"
     assert bool(out.isfinite().all())
-    assert float((out - x).norm()) <= float(x.norm()) * 1.0001 + 1e-6, "what arrives is nearer than nothing"
+    assert float((out - x).norm()) <= float(x.norm()) * 1.0001 + 1e-6, (
+        "what arrives is nearer than nothing"
+    )
     assert whole.numel() == nbytes(coding, numel)
     message = parts(coding, numel, whole)
-    assert [(part.dtype, part.numel()) for part in message] == [(part.dtype, part.numel) for part in coding.layout(numel)]
+    assert [(part.dtype, part.numel()) for part in message] == [
+        (part.dtype, part.numel) for part in coding.layout(numel)
+    ]
     total = data(numel, 1)
     wanted = total + out
     coding.add(message, total)
@@ -65,7 +69,9 @@ def test_the_same_seed_gives_the_same_bytes(coding: Coding) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("coding", [coding for coding in CODINGS if "randomk" not in repr(coding)], ids=repr)
+@pytest.mark.parametrize(
+    "coding", [coding for coding in CODINGS if "randomk" not in repr(coding)], ids=repr
+)
 def test_what_is_not_finite_is_never_lost(coding: Coding, bad: float) -> None:
     for at in (0, 999, 139_999):
         x = data(140_000)
@@ -86,12 +92,18 @@ def test_parts_are_aligned() -> None:
     coding = compose(topk(0.01), int8())  # scales, levels, indices
     whole, message = room(coding, 30_050)
     assert [part.dtype for part in message] == [torch.float32, torch.int8, torch.int32]
-    assert [(part.data_ptr() - whole.data_ptr()) % part.element_size() for part in message] == [0, 0, 0]
+    assert [(part.data_ptr() - whole.data_ptr()) % part.element_size() for part in message] == [
+        0,
+        0,
+        0,
+    ]
     assert message[2].data_ptr() + message[2].nbytes <= whole.data_ptr() + whole.numel()
 
 
 def test_compose_wants_something_to_make_smaller() -> None:
-    with pytest.raises(UsageError, match=r"int8\(\) leaves no values that half\(\) could make smaller; put it last"):
+    with pytest.raises(
+        UsageError, match=r"int8\(\) leaves no values that half\(\) could make smaller; put it last"
+    ):
         compose(int8(), half())
     with pytest.raises(UsageError, match="compose joins codings"):
         compose(topk(0.1), "int8")  # type: ignore[arg-type]
@@ -123,5 +135,8 @@ def test_bytes_for_a_million() -> None:
 
 
 def test_repr_is_the_notation() -> None:
-    assert repr(compose(topk(0.01, threshold="sampled"), int8(block=64))) == "compose(topk(0.01, threshold='sampled'), int8(block=64))"
+    assert (
+        repr(compose(topk(0.01, threshold="sampled"), int8(block=64)))
+        == "compose(topk(0.01, threshold='sampled'), int8(block=64))"
+    )
     assert WirePart(torch.int32, 3).nbytes == 12

@@ -22,10 +22,14 @@ def levels_by_hand(x: list[float], block: int, top: int) -> list[float]:
 
 
 @pytest.mark.parametrize("numel", [1, 63, 64, 65, 1000])
-@pytest.mark.parametrize(("coding", "top"), [(int8(block=64), 127), (int4(block=64), 7), (int4(block=6), 7)])
+@pytest.mark.parametrize(
+    ("coding", "top"), [(int8(block=64), 127), (int4(block=64), 7), (int4(block=6), 7)]
+)
 def test_levels(coding: int8 | int4, top: int, numel: int) -> None:
     x = data(numel)
-    torch.testing.assert_close(sent(coding, x)[0], torch.tensor(levels_by_hand(x.tolist(), coding.block, top)))
+    torch.testing.assert_close(
+        sent(coding, x)[0], torch.tensor(levels_by_hand(x.tolist(), coding.block, top))
+    )
 
 
 @pytest.mark.parametrize("coding", [int8(), int4()], ids=repr)
@@ -37,14 +41,18 @@ def test_an_error_is_at_most_half_a_level(coding: int8 | int4) -> None:
         assert float(error[block].max()) <= float(x[block].abs().max()) / coding.top * 0.5001
 
 
-@pytest.mark.parametrize("coding", [int8(rounding="stochastic"), int4(rounding="stochastic")], ids=repr)
+@pytest.mark.parametrize(
+    "coding", [int8(rounding="stochastic"), int4(rounding="stochastic")], ids=repr
+)
 def test_stochastic_rounding_is_right_on_average(coding: int8 | int4) -> None:
     x = data(512)
     mean = torch.stack([sent(coding, x, seed)[0] for seed in range(2000)]).mean(0)
     level = float(x.abs().max()) / coding.top
     assert float((mean - x).abs().max()) < level * 0.5 / math.sqrt(2000) * 5
     nearest = sent(type(coding)(), x)[0]
-    assert float((nearest - x).abs().max()) > level * 0.3, "nearest rounding isn't: this test shows something"
+    assert float((nearest - x).abs().max()) > level * 0.3, (
+        "nearest rounding isn't: this test shows something"
+    )
     assert float((sent(coding, x)[0] - x).abs().max()) <= level * 1.0001
 
 
@@ -58,13 +66,17 @@ def test_zeros_and_tiny_values(coding: int8) -> None:
 @pytest.mark.parametrize("numel", [1, 7, 8, 9, 1024, 1031, 140_003])
 def test_signs(numel: int) -> None:
     x = data(numel)
-    wanted = torch.cat([torch.where(block < 0, -1.0, 1.0) * block.abs().mean() for block in x.split(64)])
+    wanted = torch.cat(
+        [torch.where(block < 0, -1.0, 1.0) * block.abs().mean() for block in x.split(64)]
+    )
     torch.testing.assert_close(sent(sign(), x)[0], wanted)
 
 
 def test_every_byte_of_signs() -> None:
     """All 256 patterns, packed and unpacked."""
-    patterns = torch.tensor([[1.0 if byte >> bit & 1 else -1.0 for bit in range(8)] for byte in range(256)]).view(-1)
+    patterns = torch.tensor(
+        [[1.0 if byte >> bit & 1 else -1.0 for bit in range(8)] for byte in range(256)]
+    ).view(-1)
     out, whole = sent(sign(block=8), patterns)
     assert torch.equal(out, patterns)
     levels = parts(sign(block=8), patterns.numel(), whole)[1]

@@ -10,7 +10,9 @@ from tests.harness.codings import data, sent
 
 
 @pytest.mark.parametrize("threshold", ["exact", "sampled"])
-@pytest.mark.parametrize(("numel", "fraction"), [(1, 0.01), (50, 0.01), (1000, 0.1), (300_000, 0.01), (300_000, 1.0)])
+@pytest.mark.parametrize(
+    ("numel", "fraction"), [(1, 0.01), (50, 0.01), (1000, 0.1), (300_000, 0.01), (300_000, 1.0)]
+)
 def test_the_largest_arrive_as_they_are(numel: int, fraction: float, threshold: str) -> None:
     x = data(numel)
     out = sent(topk(fraction, threshold=threshold), x)[0]  # type: ignore[arg-type]
@@ -45,7 +47,9 @@ def test_randomk_draws_others_each_time_and_each_as_often() -> None:
         assert int(out.sum()) == 70
         counts += out
     assert float(counts.min()) > 35 and float(counts.max()) < 120
-    assert randomk(1.0).layout(10)[1].numel == 10 and torch.equal(sent(randomk(1.0), data(10))[0], data(10))
+    assert randomk(1.0).layout(10)[1].numel == 10 and torch.equal(
+        sent(randomk(1.0), data(10))[0], data(10)
+    )
 
 
 def test_without_a_generator_torchs_own_is_used() -> None:

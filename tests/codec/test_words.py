@@ -17,11 +17,18 @@ def test_words_are_the_classes_that_are_written_as_calls() -> None:
     for path in Path(str(paceline.codec.__file__)).parent.glob("*.py"):
         module = importlib.import_module(f"paceline.codec.{path.stem}")
         for name, value in vars(module).items():
-            if isinstance(value, type) and vars(value).get("__repr__") is spell and value.__module__ == module.__name__:
+            if (
+                isinstance(value, type)
+                and vars(value).get("__repr__") is spell
+                and value.__module__ == module.__name__
+            ):
                 found[name] = f"{module.__name__}:{name}"
     assert words() == found and {"int8", "topk", "where", "powersgd", "auto"} <= set(found)
 
 
 def test_words_are_found_without_torch() -> None:
-    code = "import sys; from paceline.codec.words import words; assert words(); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from paceline.codec.words import words; assert words(); "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

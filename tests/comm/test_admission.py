@@ -36,7 +36,10 @@ def point(server: Server) -> tuple[str, int]:
 def answers(server: Server) -> bool:
     caller = RpcClient(server.receiver.addresses[0], KEYS, sender=1, who="server 0", alert=SECONDS)
     try:
-        return caller.call("k", tensors=[torch.arange(FRAME)], seconds=SECONDS).tensors[0].sum() == FRAME * (FRAME - 1) // 2
+        return (
+            caller.call("k", tensors=[torch.arange(FRAME)], seconds=SECONDS).tensors[0].sum()
+            == FRAME * (FRAME - 1) // 2
+        )
     finally:
         caller.close()
 
@@ -77,7 +80,13 @@ def test_who_is_let_in_stays_in_whoever_comes(server: Server) -> None:
 
 def test_who_is_pushed_out_before_it_is_let_in_tries_again() -> None:
     with network.listen("127.0.0.1") as listening:
-        caller = RpcClient(f"tcp://127.0.0.1:{listening.getsockname()[1]}", KEYS, sender=1, who="server 0", alert=SECONDS)
+        caller = RpcClient(
+            f"tcp://127.0.0.1:{listening.getsockname()[1]}",
+            KEYS,
+            sender=1,
+            who="server 0",
+            alert=SECONDS,
+        )
         for _ in range(4):  # by the last one it has heard of the others
             assert not caller.gone
             listening.accept()[0].close()
@@ -89,8 +98,13 @@ def test_tensors_travel_in_frames(server: Server, nbytes: int) -> None:
     x = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
     caller = RpcClient(server.receiver.addresses[0], KEYS, sender=1, who="server 0")
     found = caller.call("k", tensors=[x, x[:1]], seconds=SECONDS)
-    assert all(torch.equal(one, other) for one, other in zip(found.tensors, (x, x[:1]), strict=True))
-    assert max(memoryview(frame).nbytes for frame in RpcMessage("k", 1, tensors=(x,)).dump(FRAME)) <= FRAME
+    assert all(
+        torch.equal(one, other) for one, other in zip(found.tensors, (x, x[:1]), strict=True)
+    )
+    assert (
+        max(memoryview(frame).nbytes for frame in RpcMessage("k", 1, tensors=(x,)).dump(FRAME))
+        <= FRAME
+    )
     caller.close()
 
 

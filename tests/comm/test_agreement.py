@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from paceline.comm.agreement import Agreement, CallDiscarded, CallResult, SliceAgreement, act_together
+from paceline.comm.agreement import (
+    Agreement,
+    CallDiscarded,
+    CallResult,
+    SliceAgreement,
+    act_together,
+)
 from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged, WorkerLost
 from tests.harness.thread_groups import ThreadGroup, spawn
 
@@ -59,7 +65,9 @@ def test_a_call_that_cannot_be_had_again_is_void() -> None:
 
 
 def test_when_others_have_it_so_have_i() -> None:
-    """The last meeting of `settle` was lost here; that another has passed it says that all have what they need."""
+    """The last meeting of `settle` was lost here; that another has passed it says that all have
+    what they need.
+    """
     one, _ = agreement(CallResult(None))
     given: list[str] = []
 
@@ -116,7 +124,9 @@ def test_without_recovery_a_loss_raises() -> None:
 
 @pytest.mark.parametrize("survives", [True, False])
 def test_a_call_under_way_is_seen_from_outside(survives: bool) -> None:
-    """How many were made, what the last was, since when it lasts, and when it ended; one inside another is a part of it."""
+    """How many were made, what the last was, since when it lasts, and when it ended; one inside
+    another is a part of it.
+    """
     one, _ = agreement()
     one.recovery = one.recovery if survives else None
     seen = [(one.calls, one.since, one.what, len(one.ended))]
@@ -125,7 +135,10 @@ def test_a_call_under_way_is_seen_from_outside(survives: bool) -> None:
         seen.append((one.calls, one.since is not None, one.what, len(one.ended)))
         return 42
 
-    assert one.settle(lambda: one.attempt(look, "inside"), "backward") == 42 and one.attempt(look) == 42
+    assert (
+        one.settle(lambda: one.attempt(look, "inside"), "backward") == 42
+        and one.attempt(look) == 42
+    )
     assert one.wait(look, "shares of a stream") == 42
     seen.append((one.calls, one.since, one.what, len(one.ended)))
     stream = "shares of a stream of step 0"
@@ -176,7 +189,12 @@ def test_what_is_no_call_of_all_is_begun_anew_after_each_loss() -> None:
 def test_inside_a_call_of_all_it_is_that_call_which_is_begun_anew() -> None:
     one, told = agreement(None)
     act = Flaky(1)
-    assert one.attempt(lambda: one.lasting(act)) == 42 and act.made == 2 and len(told) == 1 and one.calls == 1
+    assert (
+        one.attempt(lambda: one.lasting(act)) == 42
+        and act.made == 2
+        and len(told) == 1
+        and one.calls == 1
+    )
 
 
 def test_a_slice_meets_by_itself_and_is_told_what_the_first_of_all_tells() -> None:
@@ -186,9 +204,16 @@ def test_a_slice_meets_by_itself_and_is_told_what_the_first_of_all_tells() -> No
         mine = SliceAgreement(parts[0], everyone, step=lambda: 0, hosts=("a", "b"))
         met = mine.meet("here", bytes([group.rank]))
         told = mine.tell("there", lambda: bytes([100 + group.rank]))
-        return list(b"".join(met)), list(told), list(b"".join(mine.compare("all", bytes([group.rank])))), mine.alone
+        return (
+            list(b"".join(met)),
+            list(told),
+            list(b"".join(mine.compare("all", bytes([group.rank])))),
+            mine.alone,
+        )
 
-    assert spawn(4, body) == [([rank % 2, rank % 2 + 2], [100], [0, 1, 2, 3], False) for rank in range(4)]
+    assert spawn(4, body) == [
+        ([rank % 2, rank % 2 + 2], [100], [0, 1, 2, 3], False) for rank in range(4)
+    ]
 
 
 def test_all_raise_what_one_fails_with() -> None:
@@ -226,5 +251,7 @@ def test_workers_of_a_slice_are_called_by_their_numbers_among_all() -> None:
         mine = SliceAgreement(parts[0], everyone, step=lambda: 7, hosts=("a", "b"))
         mine.meet("run.mean" if group.rank < 2 or group.rank == 2 else "run.gather")
 
-    with pytest.raises(Mismatch, match=r"rank 1 on a at run.mean of step 7.*; rank 3 on b at run.gather"):
+    with pytest.raises(
+        Mismatch, match=r"rank 1 on a at run.mean of step 7.*; rank 3 on b at run.gather"
+    ):
         spawn(4, body)

@@ -22,10 +22,16 @@ CUBE = Mesh((("data", 2), ("shard", 2), ("tensor", 2)), (0, 4, 2, 6, 1, 5, 3, 7)
 
 
 def subsets(mesh: Mesh) -> list[tuple[str, ...]]:
-    return [axes for count in range(len(mesh.names) + 1) for axes in itertools.combinations(mesh.names, count)]
+    return [
+        axes
+        for count in range(len(mesh.names) + 1)
+        for axes in itertools.combinations(mesh.names, count)
+    ]
 
 
-def sums(group: Group, mesh: Mesh, opened: list[Any]) -> dict[tuple[str, ...], tuple[int, float, tuple[int, ...]]]:
+def sums(
+    group: Group, mesh: Mesh, opened: list[Any]
+) -> dict[tuple[str, ...], tuple[int, float, tuple[int, ...]]]:
     """Of each set of axes: my rank in its group, what the group sums, and the ranks that it has."""
     groups, found = AxisGroups(mesh, group, opened.append), {}
     for axes in subsets(mesh):
@@ -33,7 +39,11 @@ def sums(group: Group, mesh: Mesh, opened: list[Any]) -> dict[tuple[str, ...], t
         assert groups.along(*reversed(axes)) is along
         total = along.all_reduce(torch.full((7,), 2.0**group.rank)).wait()
         assert bool((total == total[0]).all())
-        found[axes] = along.rank, float(total[0]), tuple(along.global_rank(rank) for rank in range(along.size))
+        found[axes] = (
+            along.rank,
+            float(total[0]),
+            tuple(along.global_rank(rank) for rank in range(along.size)),
+        )
     return found
 
 
@@ -41,7 +51,10 @@ def expected(mesh: Mesh, rank: int) -> dict[tuple[str, ...], tuple[int, float, t
     of = {axes: mesh.group(rank, axes) for axes in subsets(mesh)}
     everyone = tuple(range(mesh.size))  # in whose group ranks stay as they are
     of = {axes: everyone if len(ranks) == mesh.size else ranks for axes, ranks in of.items()}
-    return {axes: (ranks.index(rank), float(sum(2.0**other for other in ranks)), ranks) for axes, ranks in of.items()}
+    return {
+        axes: (ranks.index(rank), float(sum(2.0**other for other in ranks)), ranks)
+        for axes, ranks in of.items()
+    }
 
 
 @pytest.mark.parametrize("mesh", [SQUARE, CUBE], ids=str)
@@ -49,11 +62,14 @@ def test_each_group_sums_over_the_workers_that_differ_in_its_axes(mesh: Mesh) ->
     opened: list[list[Any]] = [[] for _ in range(mesh.size)]
     found = spawn(mesh.size, lambda group: sums(group, mesh, opened[group.rank]))
     assert found == [expected(mesh, rank) for rank in range(mesh.size)]
-    proper = len(subsets(mesh)) - 2  # nobody is asked for a group of one worker, or for that of all again
+    # nobody is asked for a group of one worker, or for that of all again
+    proper = len(subsets(mesh)) - 2
     assert [len(groups) for groups in opened] == [proper] * mesh.size
 
 
-@pytest.mark.parametrize("hosts", [(0, 1, 0, 1, 0, 1, 0, 1), (0, 0, 0, 0, 1, 1, 1, 1), (0, 0, 0, 1, 1, 1, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "hosts", [(0, 1, 0, 1, 0, 1, 0, 1), (0, 0, 0, 0, 1, 1, 1, 1), (0, 0, 0, 1, 1, 1, 2, 2)], ids=str
+)
 def test_over_hosts_they_sum_the_same(hosts: tuple[int, ...]) -> None:
     def body(group: ThreadGroup) -> Any:
         opened: list[Any] = []
@@ -63,8 +79,13 @@ def test_over_hosts_they_sum_the_same(hosts: tuple[int, ...]) -> None:
     assert [sum_ for sum_, _ in found] == [expected(CUBE, rank) for rank in range(CUBE.size)]
 
 
-def test_a_group_inside_a_host_uses_its_memory_alone_and_one_between_hosts_sends_one_copy_per_host() -> None:
-    mesh, hosts = Mesh((("data", 4), ("tensor", 2)), (0, 2, 4, 6, 1, 3, 5, 7)), (0, 1, 0, 1, 0, 1, 0, 1)
+def test_a_group_inside_a_host_uses_its_memory_alone_and_one_between_hosts_sends_one_copy_per_host() -> (  # noqa: E501
+    None
+):
+    mesh, hosts = (
+        Mesh((("data", 4), ("tensor", 2)), (0, 2, 4, 6, 1, 3, 5, 7)),
+        (0, 1, 0, 1, 0, 1, 0, 1),
+    )
 
     def body(group: ThreadGroup) -> Any:
         groups = AxisGroups(mesh, made(group, hosts))
@@ -72,20 +93,33 @@ def test_a_group_inside_a_host_uses_its_memory_alone_and_one_between_hosts_sends
         whole = groups.along("data", "tensor")
         return type(data), type(tensor), whole is groups.everyone, getattr(data, "hosts", None)
 
-    # ranks 0 2 and 4 6 are neighbours along `tensor` on host 0, so each group along `data` has two workers on each host
+    # ranks 0 2 and 4 6 are neighbours along `tensor` on host 0, so each group along `data` has two
+    # workers on each host
     assert spawn(8, body) == [(HostsGroup, ThreadGroup, True, (0, 0, 1, 1))] * 8
 
 
 def test_an_axis_that_the_mesh_lacks_has_this_worker_alone() -> None:
     def body(group: ThreadGroup) -> Any:
-        along = AxisGroups(Mesh((("data", 2), ("shard", 1)), (0, 1)), group).along("tensor", "shard")
-        return isinstance(along, SoloGroup), along.global_rank(0), AxisGroups(Mesh((("data", 2),), (0, 1)), group).along("data") is group
+        along = AxisGroups(Mesh((("data", 2), ("shard", 1)), (0, 1)), group).along(
+            "tensor", "shard"
+        )
+        return (
+            isinstance(along, SoloGroup),
+            along.global_rank(0),
+            AxisGroups(Mesh((("data", 2),), (0, 1)), group).along("data") is group,
+        )
 
     assert spawn(2, body) == [(True, 0, True), (True, 1, True)]
 
 
 def test_a_mesh_of_other_workers_is_refused() -> None:
-    with pytest.raises(UsageError, match="the mesh data=2, tensor=2 has 4 workers, and this group has 1; give the group of all workers"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            "the mesh data=2, tensor=2 has 4 workers, and this group has 1; "
+            "give the group of all workers"
+        ),
+    ):
         AxisGroups(SQUARE, SoloGroup())
 
 
@@ -93,7 +127,11 @@ def test_another_group_of_the_same_workers_has_an_order_of_its_own() -> None:
     def body(group: Group) -> float:
         groups = AxisGroups(SQUARE, group)
         first, second = groups.another("data"), groups.another("data")
-        assert groups.another("stage").size == 1 and first is not groups.along("data") and first is not second
+        assert (
+            groups.another("stage").size == 1
+            and first is not groups.along("data")
+            and first is not second
+        )
         mine = torch.tensor([float(group.rank)])
         turns = [first, second] if group.rank < 2 else [second, first]
         sums = [(turn, turn.all_reduce(mine)) for turn in turns]

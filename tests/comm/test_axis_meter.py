@@ -1,4 +1,6 @@
-"""What is exchanged along an axis is measured where a worker stands still for it, and shows itself while it does."""
+"""What is exchanged along an axis is measured where a worker stands still for it, and shows
+itself while it does.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def test_an_exchange_shows_itself_while_it_lasts_and_is_measured() -> None:
     assert (meter.since, meter.seconds) == (None, 0.0)
     before = time.monotonic()
     with meter.exchange("output of up"):
-        assert meter.what == "output of up along `tensor` of step 7" and before <= (meter.since or 0.0) <= time.monotonic()
+        assert (
+            meter.what == "output of up along `tensor` of step 7"
+            and before <= (meter.since or 0.0) <= time.monotonic()
+        )
     (span,) = trace.spans()
     assert (span.name, span.kind, span.axis, span.step) == ("output of up", "tensor", "tensor", 7)
     assert meter.since is None and meter.seconds == pytest.approx((span.end - span.start) / 1e9)
@@ -47,14 +52,25 @@ def test_an_exchange_shows_itself_while_it_lasts_and_is_measured() -> None:
 def test_of_an_exchange_on_its_way_the_wait_counts_alone() -> None:
     trace, work, found = Trace(), Slow("sum"), list[str]()
     meter, begun = AxisMeter("shard", trace), time.perf_counter_ns()
-    waiting = threading.Thread(target=lambda: found.append(meter.wait(work, "the gradients", begun)))
+    waiting = threading.Thread(
+        target=lambda: found.append(meter.wait(work, "the gradients", begun))
+    )
     waiting.start()
-    assert work.waited.wait(PATIENCE) and meter.since is not None and meter.what == "the gradients along `shard` of step 0"
+    assert (
+        work.waited.wait(PATIENCE)
+        and meter.since is not None
+        and meter.what == "the gradients along `shard` of step 0"
+    )
     work.go.set()
     waiting.join(PATIENCE)
     still, flight = trace.spans()
     assert found == ["sum"] and meter.since is None
-    assert (still.kind, still.axis, flight.kind, flight.axis) == ("exchange", "shard", "shard", "shard")
+    assert (still.kind, still.axis, flight.kind, flight.axis) == (
+        "exchange",
+        "shard",
+        "shard",
+        "shard",
+    )
     assert flight.start == begun < still.start <= still.end == flight.end
     assert meter.seconds == pytest.approx((still.end - still.start) / 1e9)
 

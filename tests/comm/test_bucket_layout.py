@@ -16,31 +16,46 @@ def shape(numel: int, dtype: torch.dtype = FLOAT) -> BucketShape:
 
 
 def made(shapes: list[BucketShape], runs: list[list[int]]) -> list[Bucket]:
-    return build(shapes, runs, lambda numel, dtype, device: torch.full((numel,), 7, dtype=dtype, device=device))
+    return build(
+        shapes,
+        runs,
+        lambda numel, dtype, device: torch.full((numel,), 7, dtype=dtype, device=device),
+    )
 
 
 def test_a_parameter_keeps_its_strides_if_they_are_dense() -> None:
     image = torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    assert BucketShape.of(image) == ((2, 3, 4, 5), image.stride(), FLOAT, CPU, None) and BucketShape.of(image).lying == (2, 4, 5, 3)
+    assert BucketShape.of(image) == (
+        (2, 3, 4, 5),
+        image.stride(),
+        FLOAT,
+        CPU,
+        None,
+    ) and BucketShape.of(image).lying == (2, 4, 5, 3)
     assert BucketShape.of(torch.empty(3, 4).t()).stride == (1, 4)
     assert BucketShape.of(torch.empty(3, 1).expand(3, 4)).stride == (4, 1)
     assert BucketShape.of(torch.empty(6, 8)[::2, ::2]).stride == (4, 1)
     scalar = BucketShape.of(nn.Parameter(torch.tensor(1.0)))
-    assert (scalar.numel, scalar.room) == (1, ALIGN // 4) and BucketShape.of(torch.empty(0, 3)).room == 0
+    assert (scalar.numel, scalar.room) == (1, ALIGN // 4) and BucketShape.of(
+        torch.empty(0, 3)
+    ).room == 0
 
 
 def test_kinds_share_no_bucket_and_lie_without_gaps() -> None:
     shapes = [shape(5)._replace(kind=kind) for kind in ("a", None, "a", "b", None)]
     runs = cut(shapes, range(5), 10_000)
     assert runs == [[0, 2], [1, 4], [3]]
-    buckets = build(shapes, runs, lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
+    buckets = build(
+        shapes, runs, lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device)
+    )
     assert [bucket.flat.numel() for bucket in buckets] == [10, 2 * ALIGN // 4, 5]
 
 
 def test_runs_follow_the_order_and_the_limits() -> None:
     shapes = [shape(16 * n) for n in (1, 2, 3, 100, 1, 1)]  # 64 bytes each unit
     assert cut(shapes, range(6), 64 * 1000) == [[0, 1, 2, 3, 4, 5]]
-    assert cut(shapes, range(6), 64 * 3) == [[0, 1], [2], [3], [4, 5]]  # what is above the limit has its own
+    # what is above the limit has its own
+    assert cut(shapes, range(6), 64 * 3) == [[0, 1], [2], [3], [4, 5]]
     assert cut(shapes, [5, 4, 3, 2, 1, 0], 64 * 3) == [[5, 4], [3], [2], [1, 0]]
     assert cut(shapes, range(6), 64 * 1000, first=64 * 3) == [[0, 1], [2, 3, 4, 5]]
     assert cut(shapes, [], 100) == []
@@ -53,7 +68,10 @@ def test_kinds_fill_buckets_of_their_own_side_by_side() -> None:
 
 def test_buckets_hold_every_parameter_once_aligned_and_zero() -> None:
     dice = random.Random(1)
-    shapes = [shape(dice.choice([0, 1, 3, 16, 17, 1000]), dice.choice([FLOAT, HALF, torch.float64])) for _ in range(60)]
+    shapes = [
+        shape(dice.choice([0, 1, 3, 16, 17, 1000]), dice.choice([FLOAT, HALF, torch.float64]))
+        for _ in range(60)
+    ]
     shapes[7] = BucketShape.of(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last))
     runs = cut(shapes, range(60), 5000, first=500)
     buckets = made(shapes, runs)
@@ -73,7 +91,11 @@ def test_views_lie_right_in_a_flat_tensor_that_does_not_begin_its_memory() -> No
     [bucket] = build([shape(5), shape(3)], [[1, 0]], lambda numel, *_: memory[10 : 10 + numel])
     for number, view in zip(bucket.members, bucket.views, strict=True):
         view.fill_(number + 5)
-    assert memory[10:13].tolist() == [6, 6, 6] and memory[26:31].tolist() == [5] * 5 and memory[:10].sum() == 10
+    assert (
+        memory[10:13].tolist() == [6, 6, 6]
+        and memory[26:31].tolist() == [5] * 5
+        and memory[:10].sum() == 10
+    )
 
 
 def test_small_members_lie_in_stretches() -> None:

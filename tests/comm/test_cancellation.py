@@ -31,7 +31,9 @@ def _waits(rank: int, size: int, store: Store, kind: str) -> None:
     group = (
         SharedGroup.from_store(store, rank, size, deadline=60.0, cancel_scope=cancel_scope)
         if kind == "shared"
-        else TorchGroup.from_store(store.torch, rank, size, deadline=60.0, cancel_scope=cancel_scope)
+        else TorchGroup.from_store(
+            store.torch, rank, size, deadline=60.0, cancel_scope=cancel_scope
+        )
     )
     sub = group.sub(range(size))
     assert sub is not None
@@ -40,7 +42,9 @@ def _waits(rank: int, size: int, store: Store, kind: str) -> None:
     if rank:
         store.take("over")  # doesn't come, and lives
         return
-    threading.Timer(0.3, lambda: cancel_scope.trip(ViewChanged("the workers are others now"))).start()
+    threading.Timer(
+        0.3, lambda: cancel_scope.trip(ViewChanged("the workers are others now"))
+    ).start()
     with pytest.raises(ViewChanged, match="others now"):
         waiting.agree(b"")
     with pytest.raises(ViewChanged, match="others now"):

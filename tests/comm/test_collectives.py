@@ -19,7 +19,10 @@ from tests.harness.thread_groups import ThreadGroup, spawn
 
 def mine(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Different data on every rank, the same in every run."""
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(100 + rank), dtype=torch.float64) * 4
+    values = (
+        torch.randn(numel, generator=torch.Generator().manual_seed(100 + rank), dtype=torch.float64)
+        * 4
+    )
     return (torch.complex(values, values - rank) if dtype.is_complex else values).to(dtype)
 
 
@@ -39,7 +42,10 @@ def test_every_schedule_gives_the_sum(name: str, size: int) -> None:
 
     def body(group: ThreadGroup) -> list[torch.Tensor]:
         run = build(name, hosts)
-        return [collectives.all_reduce(group, mine(group.rank, numel, torch.float64), run).wait() for numel in (0, 1, 3, 101)]
+        return [
+            collectives.all_reduce(group, mine(group.rank, numel, torch.float64), run).wait()
+            for numel in (0, 1, 3, 101)
+        ]
 
     results = spawn(size, body, delay=jitter(size))
     for index, numel in enumerate((0, 1, 3, 101)):
@@ -53,9 +59,13 @@ def test_every_schedule_gives_the_sum(name: str, size: int) -> None:
     hosts=st.lists(st.integers(0, 2), min_size=1, max_size=6),
     numel=st.integers(0, 70),
     op=st.sampled_from(OPS),
-    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.complex64]),
+    dtype=st.sampled_from(
+        [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.complex64]
+    ),
 )
-def test_any_operation_on_any_placement(name: str, hosts: list[int], numel: int, op: str, dtype: torch.dtype) -> None:
+def test_any_operation_on_any_placement(
+    name: str, hosts: list[int], numel: int, op: str, dtype: torch.dtype
+) -> None:
     try:
         reduction.admit(op, dtype)
     except UsageError:
@@ -79,7 +89,9 @@ def test_halves_are_rounded_once(name: str, dtype: torch.dtype) -> None:
     exact = torch.tensor([4100.0]).to(dtype).item()
 
     def body(group: ThreadGroup) -> torch.Tensor:
-        return collectives.all_reduce(group, torch.full((11,), values[group.rank], dtype=dtype), build(name, [0, 1, 0, 2, 1])).wait()
+        return collectives.all_reduce(
+            group, torch.full((11,), values[group.rank], dtype=dtype), build(name, [0, 1, 0, 2, 1])
+        ).wait()
 
     assert all(bool((result == exact).all()) for result in spawn(5, body))
 
@@ -90,9 +102,14 @@ def test_out_views_and_strides() -> None:
         before = x.clone()
         out = torch.zeros(3, 4).t()
         assert collectives.all_reduce(group, x, schedule.ring(3), out=out).wait() is out
-        assert torch.equal(x, before) and torch.equal(out, torch.arange(12.0).reshape(3, 4).t() * 3 + 3)
+        assert torch.equal(x, before) and torch.equal(
+            out, torch.arange(12.0).reshape(3, 4).t() * 3 + 3
+        )
         leaf = torch.ones(5, requires_grad=True)
-        assert collectives.all_reduce(group, leaf, schedule.tree(3), "mean").wait().tolist() == [1.0] * 5
+        assert (
+            collectives.all_reduce(group, leaf, schedule.tree(3), "mean").wait().tolist()
+            == [1.0] * 5
+        )
 
     spawn(3, body)
 
@@ -136,11 +153,15 @@ def test_mismatches_and_bad_arguments_raise_on_all() -> None:
         with pytest.raises(Mismatch, match=r"rank 0 at .*\[3\].*; rank 1 at .*\[4\]"):
             collectives.all_reduce(group, torch.ones(3 + group.rank), schedule.ring(2))
         with pytest.raises(Mismatch, match=r"ring.*tree"):
-            collectives.all_reduce(group, torch.ones(3), schedule.tree(2) if group.rank else schedule.ring(2))
+            collectives.all_reduce(
+                group, torch.ones(3), schedule.tree(2) if group.rank else schedule.ring(2)
+            )
         with pytest.raises(UsageError, match="schedule of 3 ranks"):
             collectives.all_reduce(group, torch.ones(3), schedule.ring(3))
         with pytest.raises(UsageError, match="mean"):
-            collectives.all_reduce(group, torch.ones(3, dtype=torch.int32), schedule.ring(2), "mean")
+            collectives.all_reduce(
+                group, torch.ones(3, dtype=torch.int32), schedule.ring(2), "mean"
+            )
 
     spawn(2, body)
 
@@ -151,11 +172,20 @@ def test_collectives_made_of_exchanges(size: int) -> None:
         rank = group.rank
         x = mine(rank, 23, torch.bfloat16)
         start, stop = pieces(23, size)[rank]
-        assert torch.equal(collectives.reduce_scatter(group, x, "mean").wait(), wanted(size, 23, torch.bfloat16, "mean")[start:stop])
-        rows = collectives.all_gather(group, torch.full((rank, 2), rank), [(r, 2) for r in range(size)]).wait()
+        assert torch.equal(
+            collectives.reduce_scatter(group, x, "mean").wait(),
+            wanted(size, 23, torch.bfloat16, "mean")[start:stop],
+        )
+        rows = collectives.all_gather(
+            group, torch.full((rank, 2), rank), [(r, 2) for r in range(size)]
+        ).wait()
         assert [row.tolist() for row in rows] == [[[r, r]] * r for r in range(size)]
-        dealt = collectives.all_to_all(group, [torch.full((to, 1), rank * 10 + to) for to in range(size)], [(rank, 1)] * size).wait()
-        assert [part.flatten().tolist() for part in dealt] == [[r * 10 + rank] * rank for r in range(size)]
+        dealt = collectives.all_to_all(
+            group, [torch.full((to, 1), rank * 10 + to) for to in range(size)], [(rank, 1)] * size
+        ).wait()
+        assert [part.flatten().tolist() for part in dealt] == [
+            [r * 10 + rank] * rank for r in range(size)
+        ]
 
     spawn(size, body, delay=jitter(size))
 

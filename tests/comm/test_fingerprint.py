@@ -27,8 +27,12 @@ def test_everything_that_has_to_agree_is_in_the_digest() -> None:
         CallFingerprint("barrier"),
     ]
     assert len({digest(call) for call in calls}) == len(calls)
-    assert digest(calls[0]) == digest(fingerprint.reducing("all_reduce", torch.zeros(2, 3), "sum", "a"))
-    assert digest(fingerprint.rows("all_gather", x, None)) == digest(fingerprint.rows("all_gather", torch.ones(7, 3), None))
+    assert digest(calls[0]) == digest(
+        fingerprint.reducing("all_reduce", torch.zeros(2, 3), "sum", "a")
+    )
+    assert digest(fingerprint.rows("all_gather", x, None)) == digest(
+        fingerprint.rows("all_gather", torch.ones(7, 3), None)
+    )
 
 
 def test_both_sides_are_named() -> None:

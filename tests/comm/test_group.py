@@ -27,7 +27,9 @@ T = TypeVar("T")
 def test_what_is_gathered_lies_where_it_was_asked_for_if_the_group_can_write_there() -> None:
     def body(group: Group) -> list[bool]:
         outs = [torch.zeros(3) for _ in range(group.size)]
-        found = gather_into(group, torch.full((3,), float(group.rank + 1)), outs, name="what we have").wait()
+        found = gather_into(
+            group, torch.full((3,), float(group.rank + 1)), outs, name="what we have"
+        ).wait()
         assert torch.equal(torch.stack(found), torch.tensor([[1.0] * 3, [2.0] * 3]))
         return [x is out for x, out in zip(found, outs, strict=True)]
 
@@ -75,7 +77,9 @@ RUNNERS = pytest.mark.parametrize("run", [_on_threads, _on_hosts, _in_shared_mem
 
 
 def _calls(group: Group, numel: int) -> Iterator[Callable[[Tensor], Work[Any]]]:
-    """Calls that write: to new tensors, to their own, to some that don't lie in one stretch, by rounds of a schedule."""
+    """Calls that write: to new tensors, to their own, to some that don't lie in one stretch, by
+    rounds of a schedule.
+    """
     right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     yield group.all_reduce
     yield lambda x: group.all_reduce(x, out=x)
@@ -90,12 +94,16 @@ def _calls(group: Group, numel: int) -> Iterator[Callable[[Tensor], Work[Any]]]:
 
 
 @RUNNERS
-def test_what_is_begun_in_inference_mode_or_writes_to_tensors_of_it_ends_well_outside_and_the_other_way_round(run: Any) -> None:
+def test_what_is_begun_in_inference_mode_or_writes_to_tensors_of_it_ends_well_outside_and_the_other_way_round(  # noqa: E501
+    run: Any,
+) -> None:
     def body(group: Group) -> None:
         for numel in (7, 9_003):
             for call in _calls(group, numel):
                 with torch.inference_mode():
-                    x, same = (torch.arange(numel, dtype=torch.float32) + group.rank for _ in range(2))
+                    x, same = (
+                        torch.arange(numel, dtype=torch.float32) + group.rank for _ in range(2)
+                    )
                     begun_inside = call(x)
                 found = tree_leaves(begun_inside.wait())
                 call(same).wait()  # made in inference mode, and used outside of it
@@ -127,12 +135,15 @@ def test_conjugates_on_one_rank_alone_are_exchanged_by_their_values(run: Any) ->
             x = made(me, numel)
             torch.testing.assert_close(group.all_reduce(x, out=x).wait(), total)
             x = made(me, numel)
-            torch.testing.assert_close(group.all_reduce(x.conj(), out=x).wait(), total.conj())  # the same bytes, of other values
+            # the same bytes, of other values
+            torch.testing.assert_close(group.all_reduce(x.conj(), out=x).wait(), total.conj())
             torch.testing.assert_close(all_reduce(group, made(me, numel), ring(size)).wait(), total)
             start, stop = pieces(numel, size)[me]
             torch.testing.assert_close(group.reduce_scatter(parts[me]).wait(), total[start:stop])
             for found in (group.all_gather(parts[me]), group.all_to_all([parts[me]] * size)):
-                assert all(torch.equal(one, other) for one, other in zip(found.wait(), parts, strict=True))
+                assert all(
+                    torch.equal(one, other) for one, other in zip(found.wait(), parts, strict=True)
+                )
             for root in range(size):
                 assert torch.equal(group.broadcast(made(me, numel), root=root).wait(), parts[root])
             into = made(me, numel)
@@ -143,7 +154,9 @@ def test_conjugates_on_one_rank_alone_are_exchanged_by_their_values(run: Any) ->
 
 
 @RUNNERS
-def test_what_no_result_can_be_written_to_is_refused_on_all_ranks_and_the_group_goes_on(run: Any) -> None:
+def test_what_no_result_can_be_written_to_is_refused_on_all_ranks_and_the_group_goes_on(
+    run: Any,
+) -> None:
     def body(group: Group) -> None:
         right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
         x = torch.ones(1).expand(5) if group.rank == 0 else torch.ones(5)

@@ -1,4 +1,6 @@
-"""Pairs of each kind of group carry random messages; what belongs to one way is tested beside its module."""
+"""Pairs of each kind of group carry random messages; what belongs to one way is tested beside
+its module.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def talk(group: Group, seed: int, count: int = 40) -> Traffic:
     """Random messages over pairs of `group`, with delays of chance."""
     dice = random.Random(seed + group.rank)
     both = pairs(group)
-    converse(both, count, seed, pause=lambda: time.sleep(dice.random() * 1e-3 * (dice.random() < 0.3)))
+    converse(
+        both, count, seed, pause=lambda: time.sleep(dice.random() * 1e-3 * (dice.random() < 0.3))
+    )
     group.barrier().wait()  # all has come to all
     both.close()
     return both.traffic
@@ -84,7 +88,9 @@ def test_random_messages_over_hosts_and_along_an_axis() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         flat = TorchGroup.from_store(store.sub("flat"), rank, size, deadline=PATIENCE, hosts=hosts)
         mine = [other for other in range(size) if hosts[other] == hosts[rank]]
-        inner = SharedGroup.from_store(store.sub(f"{hosts[rank]}"), mine.index(rank), 2, deadline=PATIENCE, ranks=mine)
+        inner = SharedGroup.from_store(
+            store.sub(f"{hosts[rank]}"), mine.index(rank), 2, deadline=PATIENCE, ranks=mine
+        )
         group = HostsGroup(inner, flat.sub([0, 1]), flat, hosts, deadline=PATIENCE)
         traffic = talk(group, 9)
         assert traffic.within > 0 and traffic.between > 0

@@ -1,4 +1,6 @@
-"""Messages arrive as they were sent, and nothing else does: not what is cut short, repeated, garbage, or a stranger's."""
+"""Messages arrive as they were sent, and nothing else does: not what is cut short, repeated,
+garbage, or a stranger's.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,16 @@ from torch import Tensor
 
 from paceline.cluster.secret import derive
 from paceline.comm import rpc
-from paceline.comm.rpc import HEAD_BYTES, WAITING, MalformedMessage, RpcClient, RpcKeys, RpcMessage, RpcServer, keys
+from paceline.comm.rpc import (
+    HEAD_BYTES,
+    WAITING,
+    MalformedMessage,
+    RpcClient,
+    RpcKeys,
+    RpcMessage,
+    RpcServer,
+    keys,
+)
 from paceline.comm.wire_format import DTYPES
 from paceline.errors import DeadlineExceeded, Mismatch, ViewChanged
 from tests.harness.rpc_servers import KEYS, SECONDS, Server, echo
@@ -32,7 +43,9 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     servers: list[Server] = []
     (tmp_path / "s").mkdir(mode=0o700)
 
-    def make(act: Callable[[RpcServer, RpcMessage], Any] = echo, *, where: str = "tcp", **parts: Any) -> Server:
+    def make(
+        act: Callable[[RpcServer, RpcMessage], Any] = echo, *, where: str = "tcp", **parts: Any
+    ) -> Server:
         place = {"hosts": ["127.0.0.1"]} if where == "tcp" else {"path": str(tmp_path / "s" / "0")}
         servers.append(Server(act, **(place | parts)))
         return servers[-1]
@@ -48,7 +61,11 @@ def call(serve: Any) -> Iterator[Callable[..., RpcClient]]:
     callers: list[RpcClient] = []
 
     def make(server: Server, *, sender: int = 3, of: RpcKeys = KEYS, **parts: Any) -> RpcClient:
-        callers.append(RpcClient(server.receiver.addresses[0], of, sender=sender, who="server 0 on here", **parts))
+        callers.append(
+            RpcClient(
+                server.receiver.addresses[0], of, sender=sender, who="server 0 on here", **parts
+            )
+        )
         return callers[-1]
 
     yield make
@@ -60,7 +77,10 @@ def plain(server: Server, *, room: int = 1000) -> zmq.Socket[Any]:
     """A socket with the right keys that sends whatever it likes, with room for so many answers."""
     found = zmq.Context.instance().socket(zmq.DEALER)
     found.linger, found.rcvhwm = 0, room
-    found.curve_serverkey, (found.curve_publickey, found.curve_secretkey) = KEYS.server[0], KEYS.worker
+    found.curve_serverkey, (found.curve_publickey, found.curve_secretkey) = (
+        KEYS.server[0],
+        KEYS.worker,
+    )
     found.connect(server.receiver.addresses[0])
     return found
 
@@ -80,18 +100,39 @@ class TestKeys:
         )
 
     def test_each_job_and_role_has_its_own(self) -> None:
-        found = {key for job in ("a", "b") for pair in keys(b"one secret of all", job) for key in pair}
-        assert len(found) == 8 and keys(b"one secret of all", "a") == keys(b"one secret of all", "a")
+        found = {
+            key for job in ("a", "b") for pair in keys(b"one secret of all", job) for key in pair
+        }
+        assert len(found) == 8 and keys(b"one secret of all", "a") == keys(
+            b"one secret of all", "a"
+        )
         assert keys(b"another secret!!", "a") != keys(b"one secret of all", "a")
 
 
 class TestArriving:
     @pytest.mark.parametrize("where", ["tcp", "ipc"])
     def test_all_of_it(self, serve: Any, call: Any, where: str) -> None:
-        tensors = [torch.arange(24.0).view(2, 3, 4).transpose(0, 2), torch.tensor(7), torch.empty(0, 5), torch.randn(100_000)]
+        tensors = [
+            torch.arange(24.0).view(2, 3, 4).transpose(0, 2),
+            torch.tensor(7),
+            torch.empty(0, 5),
+            torch.randn(100_000),
+        ]
         caller = call(serve(where=where))
-        found = caller.call("push", view=2, step=5, body={"a": [1, {"b": 2.5}], "c": b"x"}, tensors=tensors, seconds=SECONDS)
-        assert (found.kind, found.view, found.step, found.body) == ("echo", 2, 5, {"a": [1, {"b": 2.5}], "c": b"x"})
+        found = caller.call(
+            "push",
+            view=2,
+            step=5,
+            body={"a": [1, {"b": 2.5}], "c": b"x"},
+            tensors=tensors,
+            seconds=SECONDS,
+        )
+        assert (found.kind, found.view, found.step, found.body) == (
+            "echo",
+            2,
+            5,
+            {"a": [1, {"b": 2.5}], "c": b"x"},
+        )
         for one, other in zip(tensors, found.tensors, strict=True):
             assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
         found.tensors[3].zero_()  # memory of its own
@@ -104,7 +145,9 @@ class TestArriving:
 
     @pytest.mark.parametrize("name", DTYPES)
     def test_tensors_lie_where_the_processor_can_use_them(self, name: str) -> None:
-        """Frames begin anywhere; vector instructions on complex128 end the process where that is no multiple of 16."""
+        """Frames begin anywhere; vector instructions on complex128 end the process where that is
+        no multiple of 16.
+        """
         x = torch.arange(5).to(DTYPES[name])
         head, body = RpcMessage("push", 1, tensors=(x,)).dump()
         room = bytearray(64 + x.nbytes)
@@ -120,12 +163,19 @@ class TestArriving:
             caller = call(server, sender=sender)
             for turn in range(5):
                 numbers = [
-                    caller.send("k", body={"n": [sender, turn, i]}, tensors=[torch.full((1000,), float(i))], seconds=SECONDS)
+                    caller.send(
+                        "k",
+                        body={"n": [sender, turn, i]},
+                        tensors=[torch.full((1000,), float(i))],
+                        seconds=SECONDS,
+                    )
                     for i in range(10)
                 ]
                 for i in reversed(range(10)):
                     found = caller.wait(numbers[i], SECONDS)
-                    if found.body["n"] != [sender, turn, i] or not bool((found.tensors[0] == i).all()):
+                    if found.body["n"] != [sender, turn, i] or not bool(
+                        (found.tensors[0] == i).all()
+                    ):
                         failed.append((sender, turn, i))
 
         threads = [threading.Thread(target=work, args=(sender,)) for sender in range(4)]
@@ -135,7 +185,9 @@ class TestArriving:
             thread.join(60)
         assert not failed and len(server.heard) == 200 and not server.said
         for sender in range(4):
-            assert [message.number for message in server.heard if message.sender == sender] == list(range(1, 51))
+            assert [message.number for message in server.heard if message.sender == sender] == list(
+                range(1, 51)
+            )
 
     def test_who_sends_waits_for_who_is_slow(self, serve: Any, call: Any) -> None:
         """Nobody's memory is eaten: some messages wait, and no more are taken."""
@@ -161,7 +213,10 @@ class TestArriving:
                 assert receiver.answer(each, "late", {}, [x])
 
         caller = call(serve(act, where=where))
-        numbers = [caller.send("k", body={"go": turn == 4 * WAITING}, seconds=SECONDS) for turn in range(4 * WAITING + 1)]
+        numbers = [
+            caller.send("k", body={"go": turn == 4 * WAITING}, seconds=SECONDS)
+            for turn in range(4 * WAITING + 1)
+        ]
         time.sleep(0.2)
         for number in numbers:
             assert torch.equal(caller.wait(number, SECONDS).tensors[0], x)
@@ -172,7 +227,10 @@ class TestWaiting:
         caller = call(serve(lambda receiver, message: None))
         for number in range(1, 6):  # on a busy machine the call may be late for its own wait
             before, started = caller.waited, time.monotonic()
-            with pytest.raises(DeadlineExceeded, match=rf"server 0 on here has not answered message {number} within 0\.2 s"):
+            with pytest.raises(
+                DeadlineExceeded,
+                match=rf"server 0 on here has not answered message {number} within 0\.2 s",
+            ):
                 caller.call("k", seconds=0.2)
             waited = caller.waited - before
             assert waited <= time.monotonic() - started
@@ -192,16 +250,23 @@ class TestWaiting:
         server = serve(lambda receiver, message: receiver.refuse(message, "there is no unit 7"))
         with pytest.raises(Mismatch, match="server 0 on here refused it: there is no unit 7"):
             call(server).call("push", seconds=SECONDS)
-        assert server.said == ["push of 3 was refused: there is no unit 7"] and server.receiver.refused == 1
+        assert (
+            server.said == ["push of 3 was refused: there is no unit 7"]
+            and server.receiver.refused == 1
+        )
 
     def test_an_answer_to_somebody_who_is_gone(self, serve: Any, call: Any) -> None:
         held: list[Any] = []
-        server = serve(lambda receiver, message: held.append(message) if not held else echo(receiver, message))
+        server = serve(
+            lambda receiver, message: held.append(message) if not held else echo(receiver, message)
+        )
         gone = RpcClient(server.receiver.addresses[0], KEYS, sender=1, who="x")
         gone.send("k", seconds=SECONDS)
         until(lambda: bool(held))
         gone.close()
-        server._act = lambda receiver, message: held.append(receiver.answer(held[0], "late")) or echo(receiver, message)
+        server._act = lambda receiver, message: (
+            held.append(receiver.answer(held[0], "late")) or echo(receiver, message)
+        )
         other = call(server)
         until(lambda: other.call("k", seconds=SECONDS).kind == "echo" and held[-1] is False)
 
@@ -223,10 +288,16 @@ class TestStrangers:
     def test_another_job(self, serve: Any) -> None:
         self.refused(serve(), keys(b"a secret of this job", "job 2"))
 
-    def test_the_right_key_of_the_server_and_a_wrong_one_of_ones_own(self, serve: Any, call: Any) -> None:
+    def test_the_right_key_of_the_server_and_a_wrong_one_of_ones_own(
+        self, serve: Any, call: Any
+    ) -> None:
         """What CURVE alone would let in."""
         server = serve()
-        self.refused(server, RpcKeys(KEYS.server, zmq.curve_keypair()), "has not the key of this job's workers")
+        self.refused(
+            server,
+            RpcKeys(KEYS.server, zmq.curve_keypair()),
+            "has not the key of this job's workers",
+        )
         assert call(server).call("k", seconds=SECONDS).kind == "echo"
 
     def test_no_key(self, serve: Any) -> None:
@@ -237,7 +308,9 @@ class TestStrangers:
         assert not bare.poll(400) and not server.heard
         bare.close()
 
-    def test_without_the_guard_nobody_gets_in(self, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_the_guard_nobody_gets_in(
+        self, serve: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         class Gone:
             def __init__(self, *_: Any) -> None: ...
             def watch(self, *_: Any) -> None: ...
@@ -341,16 +414,28 @@ class TestRubbish:
         for number, sender in ((1, 9), (2, 8), (3, 9), (4, 7)):
             bad.send_multipart(RpcMessage("k", number, sender).dump())
         until(lambda: len(server.heard) == 2 and server.receiver.refused == 2)
-        assert [message.sender for message in server.heard] == [9, 9] and "8 speaks over the connection of 9" in server.said[0]
+        assert [message.sender for message in server.heard] == [
+            9,
+            9,
+        ] and "8 speaks over the connection of 9" in server.said[0]
         bad.close()
 
-    def test_answers_to_who_reads_none_are_dropped_at_last(self, serve: Any, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_answers_to_who_reads_none_are_dropped_at_last(
+        self, serve: Any, call: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(rpc, "UNREAD", 20)
-        server = serve(act=lambda receiver, message: receiver.answer(message, "k", {}, (torch.zeros(1 << 16),)))
+        server = serve(
+            act=lambda receiver, message: receiver.answer(message, "k", {}, (torch.zeros(1 << 16),))
+        )
         deaf, good = plain(server, room=1), call(server)
         for number in range(1, 200):
             deaf.send_multipart(RpcMessage("k", number, 9).dump())
-        until(lambda: any("an answer to 9 was dropped: it has not read 20 others" in said for said in server.said))
+        until(
+            lambda: any(
+                "an answer to 9 was dropped: it has not read 20 others" in said
+                for said in server.said
+            )
+        )
         assert good.call("k", seconds=SECONDS).kind == "k"
         deaf.close()
 
@@ -400,14 +485,18 @@ def test_mangled_messages(serve: Any, call: Any, count: int) -> None:
         until(lambda: len(server.heard) + server.receiver.refused >= sent)
 
     for number in range(1, count + 1):
-        whole = RpcMessage("push", number, 5, 1, 1, {"unit": 3, "part": 0.5}, (torch.arange(4.0),)).dump()
+        whole = RpcMessage(
+            "push", number, 5, 1, 1, {"unit": 3, "part": 0.5}, (torch.arange(4.0),)
+        ).dump()
         bad.send_multipart(mangled(chance, [bytes(frame) for frame in whole]))
         if number % 100 == 0:
             heard(number)
     heard(count)
     assert server.receiver.refused > count // 2
     for message in server.heard:
-        assert all(isinstance(x, Tensor) for x in message.tensors) and isinstance(message.body, dict)
+        assert all(isinstance(x, Tensor) for x in message.tensors) and isinstance(
+            message.body, dict
+        )
     other = call(server, sender=6)
     assert other.call("k", seconds=SECONDS).kind == "echo"
     bad.close()

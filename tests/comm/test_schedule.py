@@ -10,7 +10,15 @@ from paceline.comm import schedule as s
 from paceline.comm.schedule import LinkSpeed, Move, Schedule, ScheduleNetwork
 from paceline.errors import UsageError
 
-UNEVEN = [[0], [0, 0, 1], [0, 1, 2], [1, 0, 1, 0], [0, 1, 1, 1, 1, 2], [2, 2, 0, 1, 0, 2, 2], [0] * 5 + [1] * 3]
+UNEVEN = [
+    [0],
+    [0, 0, 1],
+    [0, 1, 2],
+    [1, 0, 1, 0],
+    [0, 1, 1, 1, 1, 2],
+    [2, 2, 0, 1, 0, 2, 2],
+    [0] * 5 + [1] * 3,
+]
 
 
 def broken(size: int, chunks: tuple[float, ...], rounds: list[list[Move]]) -> Schedule:
@@ -38,7 +46,9 @@ def test_placement_does_not_matter_between_hosts(hosts: list[int], dice: object)
     blocks = s.hierarchical(sorted(hosts))
     round_robin = s.hierarchical(dealt)
     s.check(round_robin)
-    assert math.isclose(s.traffic(blocks, 1000, sorted(hosts))[1], s.traffic(round_robin, 1000, dealt)[1])
+    assert math.isclose(
+        s.traffic(blocks, 1000, sorted(hosts))[1], s.traffic(round_robin, 1000, dealt)[1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,17 +71,24 @@ def test_another_order_of_sums_is_found() -> None:
     swap = [[Move(1, 0, 0, True), Move(2, 3, 0, True)], [Move(0, 3, 0, True), Move(3, 0, 0, True)]]
     s.check(broken(4, (1.0,), [*swap, [Move(0, 1, 0, False), Move(3, 2, 0, False)]]))
     # 0+1+2 on rank 0, but (0+1)+2 on rank 2
-    apart = [[Move(1, 0, 0, True), Move(2, 0, 0, True), Move(0, 1, 0, True)], [Move(1, 2, 0, True), Move(2, 1, 0, True)]]
+    apart = [
+        [Move(1, 0, 0, True), Move(2, 0, 0, True), Move(0, 1, 0, True)],
+        [Move(1, 2, 0, True), Move(2, 1, 0, True)],
+    ]
     with pytest.raises(AssertionError, match="rank 1 adds chunk 0 up in another order than rank 0"):
         s.check(broken(3, (1.0,), apart))
 
 
-@pytest.mark.parametrize(("name", "rounds"), [("direct", 1), ("ring", 14), ("tree", 6), ("halving-doubling", 6)])
+@pytest.mark.parametrize(
+    ("name", "rounds"), [("direct", 1), ("ring", 14), ("tree", 6), ("halving-doubling", 6)]
+)
 def test_rounds_and_traffic_are_those_of_the_papers(name: str, rounds: int) -> None:
     schedule = s.build(name, [0] * 8)
     assert len(schedule.rounds) == rounds
     sent = s.traffic(schedule, 800, [0] * 8)[0]
-    assert math.isclose(sent, {"direct": 56, "ring": 14, "tree": 14, "halving-doubling": 14}[name] * 800)
+    assert math.isclose(
+        sent, {"direct": 56, "ring": 14, "tree": 14, "halving-doubling": 14}[name] * 800
+    )
 
 
 def test_prices() -> None:
@@ -81,15 +98,19 @@ def test_prices() -> None:
     assert math.isclose(s.seconds(ring, 10**8, network), 6 * (1e-3 + 0.25))
     # 100 MB inside, 50 MB twice over the slow link, 100 MB inside
     assert math.isclose(s.seconds(tall, 10**8, network), 0.1 + 2 * (1e-3 + 0.5) + 0.1)
-    assert s.seconds(s.tree(8), 4, ScheduleNetwork([0] * 8, LinkSpeed(1e-3, 1e9), LinkSpeed(1, 1))) < s.seconds(
-        s.ring(8), 4, ScheduleNetwork([0] * 8, LinkSpeed(1e-3, 1e9), LinkSpeed(1, 1))
-    )
+    assert s.seconds(
+        s.tree(8), 4, ScheduleNetwork([0] * 8, LinkSpeed(1e-3, 1e9), LinkSpeed(1, 1))
+    ) < s.seconds(s.ring(8), 4, ScheduleNetwork([0] * 8, LinkSpeed(1e-3, 1e9), LinkSpeed(1, 1)))
     assert s.seconds(s.ring(1), 100, network) == 0
 
 
 @pytest.mark.parametrize("size", [*range(1, 9), 11, 16])
 def test_uneven_chunks_are_proved(size: int) -> None:
-    for rates in ([1.0] * size, [1.0] * (size - 1) + [0.1], [float(1 + rank) for rank in range(size)]):
+    for rates in (
+        [1.0] * size,
+        [1.0] * (size - 1) + [0.1],
+        [float(1 + rank) for rank in range(size)],
+    ):
         for pieces in (None, 1, 3):
             s.check(s.uneven(rates, pieces))
         s.check(s.build("uneven", [rank // 2 for rank in range(2 * size)], rates))
@@ -97,23 +118,37 @@ def test_uneven_chunks_are_proved(size: int) -> None:
 
 @settings(max_examples=100)
 @given(st.lists(st.floats(1e-3, 1e3), min_size=3, max_size=12))
-def test_links_are_busy_for_the_same_time_unless_they_are_too_slow_to_own_anything(rates: list[float]) -> None:
+def test_links_are_busy_for_the_same_time_unless_they_are_too_slow_to_own_anything(
+    rates: list[float],
+) -> None:
     parts = s.fractions(rates)
     assert math.isclose(sum(parts), 1, abs_tol=1e-9) and min(parts) >= 0
     busy = [(1 + (len(rates) - 2) * part) / rate for part, rate in zip(parts, rates, strict=True)]
     owning = [each for each, part in zip(busy, parts, strict=True) if part > 0]
     assert max(owning) - min(owning) < 1e-6 * max(owning)
-    assert all(each >= min(owning) * (1 - 1e-9) for each, part in zip(busy, parts, strict=True) if part == 0)
+    assert all(
+        each >= min(owning) * (1 - 1e-9)
+        for each, part in zip(busy, parts, strict=True)
+        if part == 0
+    )
 
 
 def test_a_slow_link_has_less_to_carry() -> None:
     rates = [1e8, 1e8, 1e8, 1e7]
-    network = ScheduleNetwork(range(4), LinkSpeed(0, 1e10), LinkSpeed(0, 1e8), [LinkSpeed(0, rate) for rate in rates])
-    priced = {schedule.name: s.seconds(schedule, 10**7, network) for schedule in (s.uneven(rates), s.ring(4), s.owners(4))}
+    network = ScheduleNetwork(
+        range(4), LinkSpeed(0, 1e10), LinkSpeed(0, 1e8), [LinkSpeed(0, rate) for rate in rates]
+    )
+    priced = {
+        schedule.name: s.seconds(schedule, 10**7, network)
+        for schedule in (s.uneven(rates), s.ring(4), s.owners(4))
+    }
     assert math.isclose(priced["ring"], 1.5) and math.isclose(priced["owners"], 1.5)
-    assert math.isclose(priced["uneven"], 1 + 1 / s.PIECES)  # 10 MB at 10 MB/s, and a piece more for the way back
+    # 10 MB at 10 MB/s, and a piece more for the way back
+    assert math.isclose(priced["uneven"], 1 + 1 / s.PIECES)
     sent = [
-        sum(1e7 * schedule.chunks[m.chunk] for moves in schedule.rounds for m in moves if m.src == 3)
+        sum(
+            1e7 * schedule.chunks[m.chunk] for moves in schedule.rounds for m in moves if m.src == 3
+        )
         for schedule in (s.uneven(rates), s.ring(4))
     ]
     assert math.isclose(sent[0], 1e7) and math.isclose(sent[1], 1.5e7)
@@ -128,8 +163,13 @@ def test_the_picture() -> None:
         "rank 1 | 1 +> 2  | 0 +> 2  | 2 -> 2  | 1 -> 2",
         "rank 2 | 2 +> 0  | 1 +> 0  | 0 -> 0  | 2 -> 0",
     ]
-    assert "0-1 +> 2" in s.draw(s.hierarchical([0, 0, 1, 0])) or "0-1 +> 0" in s.draw(s.hierarchical([0, 0, 1, 0]))
-    assert s.draw(s.ring(1)).startswith("ring: 1 rank, 1 chunk, 0 rounds") and s.draw(s.direct(2)).count("+>") == 3
+    assert "0-1 +> 2" in s.draw(s.hierarchical([0, 0, 1, 0])) or "0-1 +> 0" in s.draw(
+        s.hierarchical([0, 0, 1, 0])
+    )
+    assert (
+        s.draw(s.ring(1)).startswith("ring: 1 rank, 1 chunk, 0 rounds")
+        and s.draw(s.direct(2)).count("+>") == 3
+    )
 
 
 def test_unknown_names_raise() -> None:

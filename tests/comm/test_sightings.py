@@ -18,22 +18,38 @@ def test_a_rank_that_was_never_seen_is_named_with_its_host() -> None:
 def test_where_a_rank_was_at_the_last_meeting_is_told() -> None:
     sightings = Sightings(("a", "b"), (0, 1))
     sightings.note(HEADS)
-    assert re.fullmatch(r"rank 1 on b, last seen at backward of step 6, \d+\.\d s ago", sightings.whereabouts((1,)))
-    assert re.match(r"step 7, backward: rank 0 waited \d+\.\d s in vain for rank 1 on b, ", sightings.missing(0, "backward", 7, (1,)))
+    assert re.fullmatch(
+        r"rank 1 on b, last seen at backward of step 6, \d+\.\d s ago", sightings.whereabouts((1,))
+    )
+    assert re.match(
+        r"step 7, backward: rank 0 waited \d+\.\d s in vain for rank 1 on b, ",
+        sightings.missing(0, "backward", 7, (1,)),
+    )
 
 
 def test_who_is_at_which_call() -> None:
-    sides = "rank 0 on a at run.mean of step 5 (x.py:1); rank 1 on b at backward (the next batch) of step 6"
+    sides = (
+        "rank 0 on a at run.mean of step 5 (x.py:1); rank 1 on b at backward (the next batch) of "
+        "step 6"
+    )
     found = Sightings(("a", "b"), (0, 1)).apart(HEADS, [" (x.py:1)", ""])
-    assert found == f"workers have come apart: {sides}. Every worker has to make the same collective calls in the same order"
+    assert found == (
+        f"workers have come apart: {sides}. Every worker has to make the same collective calls "
+        "in the same order"
+    )
 
 
 def test_ranks_at_the_same_call_are_told_together_and_unequal_steps_as_the_reason() -> None:
-    heads = [["backward", 3, "", b"", [3, 1, 0]], ["backward", 3, "", b"", [3, 2, 0]], ["run.log", 3, "", b"", None]]
+    heads = [
+        ["backward", 3, "", b"", [3, 1, 0]],
+        ["backward", 3, "", b"", [3, 2, 0]],
+        ["run.log", 3, "", b"", None],
+    ]
     sightings = Sightings((), (0, 1, 2))
     unequal = "in step 2 optimizers have not stepped alike (rank 0 has made 1; rank 1 has made 2)"
     assert sightings.unequal(heads) == unequal
     assert sightings.apart(heads, [""] * 3) == (
-        f"workers have come apart: ranks 0, 1 at backward of step 3; rank 2 at run.log of step 3. I{unequal[1:]}. {SKIPPED}"
+        "workers have come apart: ranks 0, 1 at backward of step 3; rank 2 at run.log of step 3. "
+        f"I{unequal[1:]}. {SKIPPED}"
     )
     assert sightings.unequal(HEADS) == ""

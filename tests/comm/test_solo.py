@@ -14,7 +14,13 @@ def group() -> Group:
 
 
 def test_what_a_group_is(group: Group) -> None:
-    assert (group.rank, group.size, group.view, group.global_rank(0), group.waited) == (0, 1, 3, 5, 0)
+    assert (group.rank, group.size, group.view, group.global_rank(0), group.waited) == (
+        0,
+        1,
+        3,
+        5,
+        0,
+    )
     sub = group.sub([0])
     assert sub is not None and sub.global_rank(0) == 5 and sub.view == 3
     group.abort()
@@ -43,7 +49,9 @@ def test_messages_to_oneself(group: Group) -> None:
     a, b = torch.zeros(2), torch.ones(2)
     group.exchange([(0, a), (0, b)], [(0, b), (0, a)]).wait()
     assert a.tolist() == [1, 1] and b.tolist() == [0, 0]
-    assert group.agree(b"x") == [b"x"] and group.gather_objects({"a": (1, None)}) == [{"a": [1, None]}]
+    assert group.agree(b"x") == [b"x"] and group.gather_objects({"a": (1, None)}) == [
+        {"a": [1, None]}
+    ]
     assert group.empty((2, 0, 3), torch.int8).shape == (2, 0, 3)
     assert (group.traffic.within, group.traffic.between) == (0, 0)
 

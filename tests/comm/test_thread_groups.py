@@ -17,8 +17,12 @@ SIZES = (1, 2, 3, 5)
 
 def mine(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Different data on every rank, the same in every run."""
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) * 4
-    return values.to(dtype) if not dtype.is_complex else torch.complex(values, values + rank).to(dtype)
+    values = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) * 4
+    )
+    return (
+        values.to(dtype) if not dtype.is_complex else torch.complex(values, values + rank).to(dtype)
+    )
 
 
 def jitter(seed: int) -> Callable[[int], None]:
@@ -33,7 +37,13 @@ def test_all_reduce(size: int, op: str) -> None:
         return group.all_reduce(mine(group.rank, (7, 3), torch.float64), op=op).wait()  # type: ignore[arg-type]
 
     stack = torch.stack([mine(rank, (7, 3), torch.float64) for rank in range(size)])
-    wanted = {"sum": stack.sum(0), "mean": stack.mean(0), "min": stack.amin(0), "max": stack.amax(0), "product": stack.prod(0)}[op]
+    wanted = {
+        "sum": stack.sum(0),
+        "mean": stack.mean(0),
+        "min": stack.amin(0),
+        "max": stack.amax(0),
+        "product": stack.prod(0),
+    }[op]
     results = spawn(size, body)
     assert all(torch.equal(result, results[0]) for result in results)
     torch.testing.assert_close(results[0], wanted)
@@ -41,10 +51,13 @@ def test_all_reduce(size: int, op: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_halves_are_summed_in_float32(dtype: torch.dtype) -> None:
-    # 2048 + 1 is 2048 in float16 and 256 + 1 is 256 in bfloat16: summed in halves, the ones would be lost
+    # 2048 + 1 is 2048 in float16 and 256 + 1 is 256 in bfloat16: summed in halves, the ones would
+    # be lost
     big = 2048.0 if dtype == torch.float16 else 256.0
     values = [big, 1.0, 1.0]
-    [result, *_] = spawn(3, lambda group: group.all_reduce(torch.tensor([values[group.rank]], dtype=dtype)).wait())
+    [result, *_] = spawn(
+        3, lambda group: group.all_reduce(torch.tensor([values[group.rank]], dtype=dtype)).wait()
+    )
     assert result.dtype == dtype and result.item() == big + 2
 
 
@@ -67,11 +80,17 @@ def test_the_other_collectives() -> None:
         x = torch.tensor([rank, rank])
         assert group.broadcast(x, root=1).wait() is x and x.tolist() == [1, 1]
         dealt = group.all_to_all([torch.full((to, 1), rank * 10 + to) for to in range(size)]).wait()
-        assert [part.flatten().tolist() for part in dealt] == [[r * 10 + rank] * rank for r in range(size)]
+        assert [part.flatten().tolist() for part in dealt] == [
+            [r * 10 + rank] * rank for r in range(size)
+        ]
         start, stop = pieces(7, size)[rank]
-        assert group.reduce_scatter(torch.arange(7) + rank).wait().tolist() == [i * size + 3 for i in range(start, stop)]
+        assert group.reduce_scatter(torch.arange(7) + rank).wait().tolist() == [
+            i * size + 3 for i in range(start, stop)
+        ]
         group.barrier().wait()
-        assert group.gather_objects({"rank": rank, "x": [None, 1.5]}) == [{"rank": r, "x": [None, 1.5]} for r in range(size)]
+        assert group.gather_objects({"rank": rank, "x": [None, 1.5]}) == [
+            {"rank": r, "x": [None, 1.5]} for r in range(size)
+        ]
         assert group.agree(bytes([rank] * rank)) == [bytes([r] * r) for r in range(size)]
         assert group.empty((2, 3), torch.float16).shape == (2, 3)
 
@@ -83,7 +102,9 @@ def test_exchange_and_subgroups() -> None:
     def body(group: ThreadGroup) -> None:
         rank, size = group.rank, group.size
         inbox = torch.zeros(2)
-        group.exchange([((rank + 1) % size, torch.tensor([rank, 1.0]))], [((rank - 1) % size, inbox)]).wait()
+        group.exchange(
+            [((rank + 1) % size, torch.tensor([rank, 1.0]))], [((rank - 1) % size, inbox)]
+        ).wait()
         assert inbox.tolist() == [(rank - 1) % size, 1.0]
         odd = group.sub([3, 1])
         assert (odd is None) == (rank % 2 == 0)
@@ -112,16 +133,42 @@ def test_agree_works_beside_pending_operations() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "names"),
     [
-        (lambda g: g.all_reduce(torch.ones(3), name="w"), lambda g: g.all_reduce(torch.ones(4), name="w"), ["[3]", "[4]", "'w'"]),
-        (lambda g: g.all_reduce(torch.ones(3)), lambda g: g.all_reduce(torch.ones(3).double()), ["float32", "float64"]),
-        (lambda g: g.all_reduce(torch.ones(3)), lambda g: g.all_reduce(torch.ones(3), op="mean"), ["sum", "mean"]),
-        (lambda g: g.all_reduce(torch.ones(3), name="a"), lambda g: g.all_reduce(torch.ones(3), name="b"), ["'a'", "'b'"]),
+        (
+            lambda g: g.all_reduce(torch.ones(3), name="w"),
+            lambda g: g.all_reduce(torch.ones(4), name="w"),
+            ["[3]", "[4]", "'w'"],
+        ),
+        (
+            lambda g: g.all_reduce(torch.ones(3)),
+            lambda g: g.all_reduce(torch.ones(3).double()),
+            ["float32", "float64"],
+        ),
+        (
+            lambda g: g.all_reduce(torch.ones(3)),
+            lambda g: g.all_reduce(torch.ones(3), op="mean"),
+            ["sum", "mean"],
+        ),
+        (
+            lambda g: g.all_reduce(torch.ones(3), name="a"),
+            lambda g: g.all_reduce(torch.ones(3), name="b"),
+            ["'a'", "'b'"],
+        ),
         (lambda g: g.barrier(), lambda g: g.all_gather(torch.ones(3)), ["barrier", "all_gather"]),
-        (lambda g: g.all_gather(torch.ones(3, 2)), lambda g: g.all_gather(torch.ones(3, 4)), ["[*, 2]", "[*, 4]"]),
-        (lambda g: g.broadcast(torch.ones(1), root=0), lambda g: g.broadcast(torch.ones(1), root=1), ["root 0", "root 1"]),
+        (
+            lambda g: g.all_gather(torch.ones(3, 2)),
+            lambda g: g.all_gather(torch.ones(3, 4)),
+            ["[*, 2]", "[*, 4]"],
+        ),
+        (
+            lambda g: g.broadcast(torch.ones(1), root=0),
+            lambda g: g.broadcast(torch.ones(1), root=1),
+            ["root 0", "root 1"],
+        ),
     ],
 )
-def test_a_mismatch_is_raised_on_every_rank(first: object, second: object, names: list[str]) -> None:
+def test_a_mismatch_is_raised_on_every_rank(
+    first: object, second: object, names: list[str]
+) -> None:
     def body(group: ThreadGroup) -> str:
         with pytest.raises(Mismatch) as caught:
             (first if group.rank == 0 else second)(group).wait()  # type: ignore[operator]
@@ -129,7 +176,11 @@ def test_a_mismatch_is_raised_on_every_rank(first: object, second: object, names
         return str(caught.value)
 
     for message in spawn(3, body):
-        assert "rank 0 at" in message and "ranks 1, 2 at" in message and all(name in message for name in names)
+        assert (
+            "rank 0 at" in message
+            and "ranks 1, 2 at" in message
+            and all(name in message for name in names)
+        )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +190,10 @@ def test_a_mismatch_is_raised_on_every_rank(first: object, second: object, names
         (lambda g: g.all_reduce(torch.ones(3, dtype=torch.bool)), "bool"),
         (lambda g: g.all_reduce(torch.ones(3, dtype=torch.complex64), op="max"), "complex64"),
         (lambda g: g.all_reduce(torch.ones(3), op="median"), "median"),
-        (lambda g: g.all_reduce(torch.ones(3), out=torch.ones(2) if g.rank == 1 else None), "rank 1"),
+        (
+            lambda g: g.all_reduce(torch.ones(3), out=torch.ones(2) if g.rank == 1 else None),
+            "rank 1",
+        ),
         (lambda g: g.broadcast(torch.ones(3), root=9), "root=9"),
         (lambda g: g.all_to_all([torch.ones(3)]), "1 tensors for 2 ranks"),
         (lambda g: g.all_reduce(torch.eye(3).to_sparse() if g.rank else torch.eye(3)), "sparse"),
@@ -257,7 +311,9 @@ def test_abort_ends_pending_work() -> None:
 def test_exchanges_that_do_not_fit_raise_on_all() -> None:
     def body(group: ThreadGroup) -> None:
         other = 1 - group.rank
-        with pytest.raises(Mismatch, match="rank 0 sends 3 x float32 to rank 1, which expects 2 x float32"):
+        with pytest.raises(
+            Mismatch, match="rank 0 sends 3 x float32 to rank 1, which expects 2 x float32"
+        ):
             group.exchange([(other, torch.ones(3 - group.rank))], [(other, torch.ones(2))]).wait()
 
     spawn(2, body)

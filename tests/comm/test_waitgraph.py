@@ -5,7 +5,10 @@ from paceline.comm.waitgraph import RankWait, apart, describe, late, missing
 
 def test_ranks_behind_and_ranks_that_do_not_wait_are_missing() -> None:
     mine = RankWait("data", 3, "all_reduce", {"data": 4})
-    others = {1: RankWait("data", 3, "all_reduce", {"data": 4}), 2: RankWait("agree", 0, "agree", {"data": 3, "agree": 1})}
+    others = {
+        1: RankWait("data", 3, "all_reduce", {"data": 4}),
+        2: RankWait("agree", 0, "agree", {"data": 3, "agree": 1}),
+    }
     assert missing(mine, others, 0, 4) == (2, 3)
     assert missing(RankWait("exchange", 9, "ring", {}), others, 0, 3) == (1, 2)
 
@@ -33,4 +36,7 @@ def test_messages_prove_nothing_by_their_number() -> None:
 
 def test_the_message_says_where_the_missing_ranks_are() -> None:
     text = late("all_reduce of 'w'", 30.04, {2: None, 5: RankWait("agree", 1, "agree", {})})
-    assert text == "all_reduce of 'w': 30.0 s have passed and ranks [2, 5] are missing (rank 2 is in no call; rank 5 is at agree)"
+    assert text == (
+        "all_reduce of 'w': 30.0 s have passed and ranks [2, 5] are missing (rank 2 is in no "
+        "call; rank 5 is at agree)"
+    )

@@ -1,4 +1,6 @@
-"""A tensor comes back from its form and its frames bit for bit, and nothing that was received is believed."""
+"""A tensor comes back from its form and its frames bit for bit, and nothing that was received is
+believed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def test_every_dtype_comes_back(name: str, frame: int | None) -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3)])
 def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
     x = torch.ones(shape)
-    assert torch.equal(tensor(read(["float32", list(shape)]), frames(x, None) if x.numel() else []), x)
+    assert torch.equal(
+        tensor(read(["float32", list(shape)]), frames(x, None) if x.numel() else []), x
+    )
 
 
 def test_frames_have_at_most_so_many_bytes() -> None:
@@ -40,7 +44,13 @@ def test_frames_have_at_most_so_many_bytes() -> None:
     "form",
     [
         *(None, [], ["float32"], ["float99", [1]], [3, [1]], ["float32", [1], 2]),
-        *(["float32", 4], ["float32", [-1]], ["float32", [1.0]], ["float32", [True]], ["float32", [1] * 17]),
+        *(
+            ["float32", 4],
+            ["float32", [-1]],
+            ["float32", [1.0]],
+            ["float32", [True]],
+            ["float32", [1] * 17],
+        ),
         *(["float32", [1 << 48]], ["float32", [1 << 24, 1 << 24]], ["float32", [0, 1 << 50]]),
     ],
     ids=str,

@@ -1,4 +1,6 @@
-"""`paceline watch` and `--watch` on the command line: mistakes are one line each, before anything is started."""
+"""`paceline watch` and `--watch` on the command line: mistakes are one line each, before
+anything is started.
+"""
 
 from __future__ import annotations
 
@@ -38,26 +40,47 @@ STARTS = (["run", "--watch"], ["lab", "run", "two-hosts", "--watch"])
 
 
 @pytest.mark.parametrize("words", STARTS)
-def test_an_address_that_is_none(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_that_is_none(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     said = call(monkeypatch, capsys, *words, "x", "train.py")
-    assert said == "paceline: --watch x isn't [HOST:]PORT, such as 8080 or 0.0.0.0:8080 (port 0 is any that is free)\n"
+    assert said == (
+        "paceline: --watch x isn't [HOST:]PORT, such as 8080 or 0.0.0.0:8080 (port 0 is any "
+        "that is free)\n"
+    )
 
 
 @pytest.mark.parametrize("words", STARTS)
-def test_a_port_in_use(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with WatchAddress.parse("0", "--watch").listen() as taken:
         port = taken.getsockname()[1]
         said = call(monkeypatch, capsys, *words, str(port), "train.py")
-    assert said.startswith(f"paceline: no page can be served for --watch: port {port} is in use") and said.count("\n") == 1
+    assert (
+        said.startswith(f"paceline: no page can be served for --watch: port {port} is in use")
+        and said.count("\n") == 1
+    )
 
 
-@pytest.mark.parametrize("words", [*([*words, "0", "train.py"] for words in STARTS), ["watch", "x"]])
-def test_a_missing_library(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [*([*words, "0", "train.py"] for words in STARTS), ["watch", "x"]]
+)
+def test_a_missing_library(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(address, "find_spec", lambda name: None)
     said = call(monkeypatch, capsys, *words)
-    assert said == "paceline: a live page needs aiohttp, which is not installed: pip install 'paceline[watch]'\n"
+    assert said == (
+        "paceline: a live page needs aiohttp, which is not installed: "
+        "pip install 'paceline[watch]'\n"
+    )
 
 
-def test_a_folder_that_is_no_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_no_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call(monkeypatch, capsys, "watch").startswith("paceline: there are no runs in ")
-    assert call(monkeypatch, capsys, "watch", "none").startswith("paceline: there is no run folder none")
+    assert call(monkeypatch, capsys, "watch", "none").startswith(
+        "paceline: there is no run folder none"
+    )

@@ -20,10 +20,19 @@ def slowest(curves: list[SpeedCurve], shares: tuple[int, ...]) -> float:
 def test_no_other_split_is_done_sooner(seed: int) -> None:
     draw = random.Random(seed)
     size, batch = draw.choice([2, 3]), draw.randrange(3, 25)
-    curves = [SpeedCurve(draw.choice([0.0, draw.uniform(0, 5)]), draw.uniform(0.1, 3)) for _ in range(size)]
-    splits = [split for split in itertools.product(range(1, batch + 1), repeat=size) if sum(split) == batch]
+    curves = [
+        SpeedCurve(draw.choice([0.0, draw.uniform(0, 5)]), draw.uniform(0.1, 3))
+        for _ in range(size)
+    ]
+    splits = [
+        split
+        for split in itertools.product(range(1, batch + 1), repeat=size)
+        if sum(split) == batch
+    ]
     found = balance(batch, curves)
-    assert found in splits and slowest(curves, found) == pytest.approx(min(slowest(curves, split) for split in splits), rel=1e-9)
+    assert found in splits and slowest(curves, found) == pytest.approx(
+        min(slowest(curves, split) for split in splits), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,11 +59,15 @@ def test_parts_are_in_proportion_and_need_not_be_whole() -> None:
 def test_everybody_has_a_part_of_a_usual_sample_if_there_are_enough() -> None:
     far = SpeedShares([SpeedCurve(0.02, 0.0002), SpeedCurve(1.2, 0.012)], per_sample=100.0)
     assert far.parts(1600.0) == pytest.approx((1500.0, 100.0)) and far(16) == (15, 1)
-    assert far.parts(190.0) == pytest.approx((95.0, 95.0)), "two samples that are a bit smaller than usual"
+    assert far.parts(190.0) == pytest.approx((95.0, 95.0)), (
+        "two samples that are a bit smaller than usual"
+    )
     assert far.parts(100.0) == pytest.approx((100.0, 0.0)) and far(1) == (1, 0)
 
 
-@pytest.mark.parametrize("numbers", [(0.0, 0.0), (0.0, -1.0), (-1.0, 1.0), (0.0, float("inf")), (float("nan"), 1.0)])
+@pytest.mark.parametrize(
+    "numbers", [(0.0, 0.0), (0.0, -1.0), (-1.0, 1.0), (0.0, float("inf")), (float("nan"), 1.0)]
+)
 def test_no_speed_is_refused(numbers: tuple[float, float]) -> None:
     with pytest.raises(DataError, match="is no speed"):
         SpeedCurve(*numbers)
@@ -76,7 +89,9 @@ def test_who_comes_back_to_its_host_starts_with_its_old_speed_and_newcomers_with
     assert speeds.of((0, 1), ("a", "b")) is None
     speeds.learn((0, 1, 2), ("a", "b", "b"), (FAST, SLOW, FAST))
     assert speeds.of((0, 2), ("a", "b")) == (FAST, FAST)
-    assert speeds.of((0, 2, 3), ("a", "b", "b")) == (FAST, FAST, SLOW), "3 is on the host of 1, who is gone"
+    assert speeds.of((0, 2, 3), ("a", "b", "b")) == (FAST, FAST, SLOW), (
+        "3 is on the host of 1, who is gone"
+    )
     assert speeds.of((0, 1, 2, 3), ("a", "b", "b", "a")) == (FAST, SLOW, FAST, FAST)
     assert speeds.of((0, 1, 2, 3), ("a", "b", "b", "c")) == (FAST, SLOW, FAST, SpeedCurve(0, 2))
 

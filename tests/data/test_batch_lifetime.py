@@ -1,4 +1,6 @@
-"""A batch that a loader lends is known as long as the script holds any of it, and data that the data set holds is not the script's."""
+"""A batch that a loader lends is known as long as the script holds any of it, and data that the
+data set holds is not the script's.
+"""
 
 from __future__ import annotations
 
@@ -37,5 +39,7 @@ def test_a_batch_that_others_hold_as_a_whole_is_not_followed() -> None:
 
 def test_views_lie_where_their_tensor_does() -> None:
     whole = torch.arange(6.0)
-    assert set(memory([whole[2:], {"a": [whole.view(2, 3)]}])) == {whole.untyped_storage().data_ptr()}
+    assert set(memory([whole[2:], {"a": [whole.view(2, 3)]}])) == {
+        whole.untyped_storage().data_ptr()
+    }
     assert list(memory([torch.empty(0), 3, "text"])) == []

@@ -71,7 +71,12 @@ def test_tokens_leave_out_the_first_label_of_each_row_where_labels_are_the_input
 
 @pytest.mark.parametrize(
     ("key", "batch"),
-    [("labels", {"label": torch.zeros(2, dtype=torch.int64)}), (2, (1, 2)), ("y", Frozen(torch.ones(1))), ("x", Frozen(torch.ones(1)))],
+    [
+        ("labels", {"label": torch.zeros(2, dtype=torch.int64)}),
+        (2, (1, 2)),
+        ("y", Frozen(torch.ones(1))),
+        ("x", Frozen(torch.ones(1))),
+    ],
 )
 def test_tokens_say_where_they_looked_for_labels(key, batch) -> None:
     with pytest.raises(DataError, match="labels"):

@@ -19,10 +19,22 @@ class Counted(IterableDataset):
 @pytest.mark.parametrize(
     ("make", "options", "text"),
     [
-        (lambda: DataLoader(Counted(), 2), {"cost": len}, "those of a stream are known once they are read"),
-        (lambda: DataLoader(Numbers(4), None), {"cost": len}, "each item of this data set is a whole batch"),
+        (
+            lambda: DataLoader(Counted(), 2),
+            {"cost": len},
+            "those of a stream are known once they are read",
+        ),
+        (
+            lambda: DataLoader(Numbers(4), None),
+            {"cost": len},
+            "each item of this data set is a whole batch",
+        ),
         (lambda: DataLoader(Numbers(4), 2), {"cost": 3}, "cost is 3: it must be a function"),
-        (lambda: DataLoader(Counted(), 2), {"shares": "auto", "shard": "mine"}, "with shard='mine' the stream deals them"),
+        (
+            lambda: DataLoader(Counted(), 2),
+            {"shares": "auto", "shard": "mine"},
+            "with shard='mine' the stream deals them",
+        ),
     ],
 )
 def test_what_is_not_dealt_by_cost_or_by_speed_is_refused(make, options, text):

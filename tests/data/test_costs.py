@@ -24,7 +24,11 @@ LENGTHS = [DRAW.randint(32, 512) for _ in range(203)]
 def slowest(costs, dealt, ratios):
     """How many times its part the most loaded rank has."""
     whole, total = sum(ratios), sum(costs)
-    return max(sum(costs[place] for place in mine) * whole / (total * ratio) for mine, ratio in zip(dealt, ratios, strict=True) if ratio)
+    return max(
+        sum(costs[place] for place in mine) * whole / (total * ratio)
+        for mine, ratio in zip(dealt, ratios, strict=True)
+        if ratio
+    )
 
 
 # ---- dealing, as plain data
@@ -38,15 +42,24 @@ def test_each_place_is_dealt_once_and_none_to_a_part_of_zero(ratios, count):
     assert all(mine == [] for mine, ratio in zip(dealt, ratios, strict=True) if not ratio)
 
 
-@pytest.mark.parametrize(("ratios", "count", "most"), [((1, 1), 64, 1.02), ((1,) * 8, 64, 1.02), ((3, 1), 64, 1.02), ((1,) * 4, 16, 1.06)])
+@pytest.mark.parametrize(
+    ("ratios", "count", "most"),
+    [((1, 1), 64, 1.02), ((1,) * 8, 64, 1.02), ((3, 1), 64, 1.02), ((1,) * 4, 16, 1.06)],
+)
 def test_sums_of_costs_are_in_proportion_to_parts(ratios, count, most):
-    found = [slowest(chosen, deal_by_cost(chosen, ratios), ratios) for chosen in (LENGTHS[n : n + count] for n in range(0, 130, 13))]
+    found = [
+        slowest(chosen, deal_by_cost(chosen, ratios), ratios)
+        for chosen in (LENGTHS[n : n + count] for n in range(0, 130, 13))
+    ]
     assert sum(found) / len(found) <= most
 
 
 @pytest.mark.parametrize("ratios", [(1, 1), (1,) * 8, (1, 3), (2, 3, 1)])
 def test_counts_are_in_proportion_too_so_that_what_a_sample_takes_beside_its_cost_is_even(ratios):
-    counts = [len(mine) * sum(ratios) / ratio for mine, ratio in zip(deal_by_cost(LENGTHS, ratios), ratios, strict=True)]
+    counts = [
+        len(mine) * sum(ratios) / ratio
+        for mine, ratio in zip(deal_by_cost(LENGTHS, ratios), ratios, strict=True)
+    ]
     assert max(counts) < 1.1 * len(LENGTHS) and min(counts) > 0.9 * len(LENGTHS)
 
 
@@ -67,7 +80,9 @@ def test_what_huge_samples_leave_is_level_among_the_others(huge):
     dealt = deal_by_cost(costs, (1.0,) * 16)
     assert sorted(place for mine in dealt for place in mine) == list(range(len(costs)))
     rest = [mine for mine in dealt if not any(place >= 511 for place in mine)]
-    assert len(rest) == 16 - len(huge) and slowest([*costs[:511]], rest, (1.0,) * len(rest)) <= ABOVE
+    assert (
+        len(rest) == 16 - len(huge) and slowest([*costs[:511]], rest, (1.0,) * len(rest)) <= ABOVE
+    )
 
 
 def test_samples_without_cost_are_dealt_too():
@@ -115,16 +130,21 @@ def test_no_other_cut_has_less_of_count_times_longest(ratios):
 
 def test_padding_is_dealt_with_better_than_by_sums_and_by_counts():
     batches = [LENGTHS[start : start + 32] for start in range(0, 160, 32)]
-    by_count = sum(longest(costs, [range(at, at + 4) for at in range(0, 32, 4)], (1,) * 8) for costs in batches)
+    by_count = sum(
+        longest(costs, [range(at, at + 4) for at in range(0, 32, 4)], (1,) * 8) for costs in batches
+    )
     by_sum, by_cut = (
-        sum(longest(costs, dealing(costs, (1,) * 8), (1,) * 8) for costs in batches) for dealing in (deal_by_cost, deal_padded)
+        sum(longest(costs, dealing(costs, (1,) * 8), (1,) * 8) for costs in batches)
+        for dealing in (deal_by_cost, deal_padded)
     )
     assert by_cut < 0.8 * min(by_sum, by_count)
 
 
 def test_what_is_padded_says_what_its_samples_are_and_takes_functions_alone():
     assert padded(len)("abc") == 3
-    with pytest.raises(DataError, match=r"pl\.padded takes a function of a sample, such as len, and not 3"):
+    with pytest.raises(
+        DataError, match=r"pl\.padded takes a function of a sample, such as len, and not 3"
+    ):
         padded(3)
 
 
@@ -168,7 +188,10 @@ def test_each_cost_is_asked_for_once_by_one_worker_and_later_epochs_ask_nothing(
     asked = [[] for _ in range(size)]
 
     def body(group):
-        costs, agreement = SampleCosts(lambda sample: LENGTHS[int(sample)], Recorded(50, asked[group.rank])), Agreement(group)
+        costs, agreement = (
+            SampleCosts(lambda sample: LENGTHS[int(sample)], Recorded(50, asked[group.rank])),
+            Agreement(group),
+        )
         costs.learn([[4, 2], [7]], agreement)
         costs.learn([[7, 4, 9]], agreement)
         costs.learn([list(range(50))], agreement)
@@ -201,7 +224,10 @@ def test_a_worker_that_knows_nothing_is_told_what_others_know():
         (lambda sample: 1 / (3 - int(sample)), "cost= failed on sample 3: ZeroDivisionError"),
         (lambda sample: 2 - int(sample), "cost= gives -1.0 for sample 3"),
         (lambda sample: math.nan if int(sample) == 3 else 1, "cost= gives nan for sample 3"),
-        (lambda sample: 0 if int(sample) in (2, 3) else 1, "cost= gives 0 for all samples of a batch, as for sample 2"),
+        (
+            lambda sample: 0 if int(sample) in (2, 3) else 1,
+            "cost= gives 0 for all samples of a batch, as for sample 2",
+        ),
     ],
 )
 def test_a_cost_that_is_none_is_refused_by_its_sample(cost, text):
@@ -220,7 +246,9 @@ def lengths(sample):
 
 
 def shuffled(count=203, batch=32, **options):
-    return lambda: DataLoader(Numbers(count), batch, shuffle=True, generator=torch.Generator().manual_seed(7), **options)
+    return lambda: DataLoader(
+        Numbers(count), batch, shuffle=True, generator=torch.Generator().manual_seed(7), **options
+    )
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -247,10 +275,20 @@ def test_each_global_batch_has_the_samples_of_one_process(size, readers, options
             turns = [rank[epoch][step] for rank in seen]
             rows = [turn.rows for turn, _ in turns]
             assert all(each == rows[0] for each in rows)
-            mine = {place: one for at, (turn, ids) in enumerate(turns) if turn.share for place, one in zip(rows[0][at], ids, strict=True)}
+            mine = {
+                place: one
+                for at, (turn, ids) in enumerate(turns)
+                if turn.share
+                for place, one in zip(rows[0][at], ids, strict=True)
+            }
             assert [mine[place] for place in range(len(batch))] == batch
-            units = [len(ids) * max(map(lengths, ids)) if pads else sum(map(lengths, ids)) for _, ids in turns]
-            assert all(turn.units == of for (turn, _), of in zip(turns, units, strict=True) if turn.share)
+            units = [
+                len(ids) * max(map(lengths, ids)) if pads else sum(map(lengths, ids))
+                for _, ids in turns
+            ]
+            assert all(
+                turn.units == of for (turn, _), of in zip(turns, units, strict=True) if turn.share
+            )
             assert sum(turn.share for turn, _ in turns) == len(batch)
             assert sum(turn.scale for turn, _ in turns) == pytest.approx(1)
 
@@ -259,7 +297,10 @@ def test_each_global_batch_has_the_samples_of_one_process(size, readers, options
 @pytest.mark.parametrize("readers", [0, 2])
 def test_each_global_batch_is_dealt_once(readers, monkeypatch):
     dealt = []
-    monkeypatch.setattr("paceline.data.spec.deal_batch", lambda *given, **how: (dealt.append(1), deal_batch(*given, **how))[1])
+    monkeypatch.setattr(
+        "paceline.data.spec.deal_batch",
+        lambda *given, **how: (dealt.append(1), deal_batch(*given, **how))[1],
+    )
     run(2, shuffled(num_workers=readers), cost=lengths)
     assert len(dealt) == 2 * 7
 
@@ -278,7 +319,9 @@ def test_units_are_in_proportion_to_shares():
 
 def test_one_worker_gets_its_batches_as_they_are_and_no_cost_is_asked_for():
     asked = []
-    assert [ids for _, ids in run(1, shuffled(), cost=lambda sample: asked.append(sample) or 1)[0][0]] == plain(shuffled()())[0]
+    assert [
+        ids for _, ids in run(1, shuffled(), cost=lambda sample: asked.append(sample) or 1)[0][0]
+    ] == plain(shuffled()())[0]
     assert not asked
 
 
@@ -286,7 +329,9 @@ def test_a_worker_without_samples_gets_a_ghost_in_training_and_no_rows_in_evalua
     seen = run(3, lambda: DataLoader(Numbers(2), 2), cost=lengths)
     ghosts = [turn for rank in seen for turn, _ in rank[0] if turn.ghost]
     assert len(ghosts) == 1 and ghosts[0].weight == 0 and ghosts[0].units == 0
-    assert {turn.source for rank in seen for turn, _ in rank[0]} == {next(at for at, rank in enumerate(seen) if rank[0][0][0].share)}
+    assert {turn.source for rank in seen for turn, _ in rank[0]} == {
+        next(at for at, rank in enumerate(seen) if rank[0][0][0].share)
+    }
     dark = run(3, lambda: DataLoader(Numbers(2), 2), cost=lengths, train=False)
     assert sorted(ids for rank in dark for _, ids in rank[0]) == [[], [0], [1]]
 
@@ -294,9 +339,10 @@ def test_a_worker_without_samples_gets_a_ghost_in_training_and_no_rows_in_evalua
 def test_a_batch_sampler_of_the_scripts_own_is_dealt_by_cost():
     batches = [[3, 1, 4], [10, 5, 9, 2], [6]]
     seen = run(2, lambda: DataLoader(Numbers(20), batch_sampler=batches), cost=lengths)
-    assert [sorted(one for rank in seen if rank[0][step][0].share for one in rank[0][step][1]) for step in range(3)] == [
-        sorted(batch) for batch in batches
-    ]
+    assert [
+        sorted(one for rank in seen if rank[0][step][0].share for one in rank[0][step][1])
+        for step in range(3)
+    ] == [sorted(batch) for batch in batches]
 
 
 def test_an_epoch_goes_on_from_a_saved_place_with_other_workers():
@@ -320,10 +366,12 @@ def test_an_epoch_goes_on_from_a_saved_place_with_other_workers():
     begun = spawn(2, first)
     after = spawn(3, second(begun[0][1]))
     wanted = plain(shuffled()())[0]
-    assert [sorted(one for kept, _ in begun for one in kept[step]) for step in range(3)] == [sorted(batch) for batch in wanted[:3]]
-    assert [sorted(one for mine in after for one in mine[step]) for step in range(len(wanted) - 3)] == [
-        sorted(batch) for batch in wanted[3:]
+    assert [sorted(one for kept, _ in begun for one in kept[step]) for step in range(3)] == [
+        sorted(batch) for batch in wanted[:3]
     ]
+    assert [
+        sorted(one for mine in after for one in mine[step]) for step in range(len(wanted) - 3)
+    ] == [sorted(batch) for batch in wanted[3:]]
 
 
 def test_other_shares_hold_from_the_next_step_on():
@@ -338,8 +386,12 @@ def test_other_shares_hold_from_the_next_step_on():
 
     one, two = spawn(2, body)
     wanted = plain(shuffled()())[0]
-    assert [sorted(a[0] + b[0]) for a, b in zip(one, two, strict=True)] == [sorted(batch) for batch in wanted]
-    assert two[1][1] / one[1][1] == pytest.approx(1, rel=0.1) and two[2][1] / one[2][1] == pytest.approx(4, rel=0.2)
+    assert [sorted(a[0] + b[0]) for a, b in zip(one, two, strict=True)] == [
+        sorted(batch) for batch in wanted
+    ]
+    assert two[1][1] / one[1][1] == pytest.approx(1, rel=0.1) and two[2][1] / one[2][
+        1
+    ] == pytest.approx(4, rel=0.2)
 
 
 class Drawn(Numbers):
@@ -360,7 +412,11 @@ def test_asking_for_costs_draws_no_random_numbers():
 
 def test_workers_whose_costs_add_up_in_other_ways_are_told():
     def body(group):
-        loader = deal(DataLoader(Numbers(8), 4), Agreement(group), cost=lengths if group.rank else padded(lengths))
+        loader = deal(
+            DataLoader(Numbers(8), 4),
+            Agreement(group),
+            cost=lengths if group.rank else padded(lengths),
+        )
         with pytest.raises(DataError, match="cost= is sums on rank 1 and padded on rank 0"):
             walk(loader)
 

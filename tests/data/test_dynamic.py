@@ -1,4 +1,6 @@
-"""Pieces of batches that a queue deals: what is left of an epoch, after all have come together in the middle of it."""
+"""Pieces of batches that a queue deals: what is left of an epoch, after all have come together
+in the middle of it.
+"""
 
 from __future__ import annotations
 

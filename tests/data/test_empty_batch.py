@@ -37,7 +37,9 @@ def make(count):
         "boxes": [{"box": torch.ones(3, 4)}] * count,
         "edges": [torch.ones(2, 5 * count), torch.tensor(range(count + 1))],
         "object": Frozen(torch.ones(7 * count)),
-        "ordered": OrderedDict(n=count, size=(3, 3), scale=2.5, mode=Mode.ONE, missing=float("nan")),
+        "ordered": OrderedDict(
+            n=count, size=(3, 3), scale=2.5, mode=Mode.ONE, missing=float("nan")
+        ),
         "anchors": ANCHORS.clone(),
     }
 
@@ -49,7 +51,11 @@ def test_what_grows_from_one_sample_to_two_are_rows():
     assert none["names"] == () and none["boxes"] == []
     assert none["edges"][0].shape == (2, 0) and none["edges"][1].tolist() == [0]
     assert none["object"].x.shape == (0,)
-    assert type(none["ordered"]) is OrderedDict and none["ordered"]["n"] == 0 and none["ordered"]["size"] == (3, 3)
+    assert (
+        type(none["ordered"]) is OrderedDict
+        and none["ordered"]["n"] == 0
+        and none["ordered"]["size"] == (3, 3)
+    )
     assert none["ordered"]["mode"] is Mode.ONE and none["ordered"]["scale"] == 2.5
     assert torch.equal(none["anchors"], ANCHORS)
 
@@ -86,7 +92,10 @@ def test_a_collate_function_that_takes_its_samples_apart():
 
 
 def test_tuples_of_strings_are_cut():
-    assert cut([torch.arange(3), ("a", "b", "c"), (3, 3, 3)], 1, 3, 3)[1:] == [("b", "c"), (3, 3, 3)]
+    assert cut([torch.arange(3), ("a", "b", "c"), (3, 3, 3)], 1, 3, 3)[1:] == [
+        ("b", "c"),
+        (3, 3, 3),
+    ]
 
 
 class Scenes(Dataset):
@@ -100,7 +109,11 @@ class Scenes(Dataset):
 
     def __getitem__(self, index):
         index = int(index)
-        return torch.full((3, 4 + index, 5), float(index)), {"boxes": torch.ones(index, 4), "id": torch.tensor(index)}, f"image {index}"
+        return (
+            torch.full((3, 4 + index, 5), float(index)),
+            {"boxes": torch.ones(index, 4), "id": torch.tensor(index)},
+            f"image {index}",
+        )
 
 
 class Passing(IterableDataset):
@@ -146,7 +159,13 @@ def test_strings_of_torch_s_own_collate_function(workers):
 
 
 def test_pad_gives_a_ghost():
-    seen = run(2, lambda: DataLoader(Scenes(4), 3, collate_fn=detection), ids=lambda batch: len(batch[0]), train=False, pad=True)
+    seen = run(
+        2,
+        lambda: DataLoader(Scenes(4), 3, collate_fn=detection),
+        ids=lambda batch: len(batch[0]),
+        train=False,
+        pad=True,
+    )
     (turn, rows) = seen[1][0][-1]
     assert rows == 1 and turn.ghost and turn.weight == 0 and turn.share == 0 and not turn.train
 

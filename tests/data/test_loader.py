@@ -25,11 +25,23 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 def seeded(count=1003, batch=64, **options):
-    return lambda: DataLoader(Numbers(count), batch, shuffle=True, generator=torch.Generator().manual_seed(7), **options)
+    return lambda: DataLoader(
+        Numbers(count), batch, shuffle=True, generator=torch.Generator().manual_seed(7), **options
+    )
 
 
 @pytest.mark.parametrize(
-    ("size", "shares"), [(1, None), (2, None), (3, None), (4, None), (8, None), (2, [1, 7]), (2, [0, 8]), (3, [3, 3, 2])]
+    ("size", "shares"),
+    [
+        (1, None),
+        (2, None),
+        (3, None),
+        (4, None),
+        (8, None),
+        (2, [1, 7]),
+        (2, [0, 8]),
+        (3, [3, 3, 2]),
+    ],
 )
 def test_every_sample_of_an_epoch_once_in_the_order_of_one_process(size, shares):
     wanted = plain(seeded()(), 2)
@@ -44,7 +56,11 @@ def test_weights_of_a_partial_batch_sum_to_one():
     for turn in range(16):
         assert sum(rank[0][turn][0].scale for rank in seen) == pytest.approx(1)
     last = [rank[0][-1][0] for rank in seen]
-    assert [(at.global_batch, at.share, at.weight, at.total) for at in last] == [(43, 16, 16, 43), (43, 16, 16, 43), (43, 11, 11, 43)]
+    assert [(at.global_batch, at.share, at.weight, at.total) for at in last] == [
+        (43, 16, 16, 43),
+        (43, 16, 16, 43),
+        (43, 11, 11, 43),
+    ]
 
 
 def test_an_empty_share_is_a_ghost_of_the_first_sample():
@@ -94,7 +110,9 @@ class DrawsLate(Sampler):
 
 ORDERS = {
     "shuffled": lambda: DataLoader(Numbers(50), 8, shuffle=True),
-    "weighted": lambda: DataLoader(Numbers(50), 8, sampler=WeightedRandomSampler(torch.ones(50), 50)),
+    "weighted": lambda: DataLoader(
+        Numbers(50), 8, sampler=WeightedRandomSampler(torch.ones(50), 50)
+    ),
     "late": lambda: DataLoader(Numbers(50), 8, sampler=DrawsLate()),
 }
 
@@ -145,7 +163,9 @@ def test_dataloader_workers_change_nothing(size, persistent):
 
 
 def test_dataloader_workers_end_with_their_loader_and_not_with_a_search_for_garbage():
-    """A search may come in any thread, and would keep it for as long as workers take to end: five seconds each, at most."""
+    """A search may come in any thread, and would keep it for as long as workers take to end:
+    five seconds each, at most.
+    """
     make = seeded(20, 4, num_workers=1, persistent_workers=True)
 
     def body(group):
@@ -184,7 +204,12 @@ def test_readers_of_different_workers_draw_different_numbers(monkeypatch):
 
     indexed_like = indexed.like
     monkeypatch.setattr(indexed, "like", watched)
-    run(3, lambda: DataLoader(Numbers(8), 4, num_workers=0, generator=torch.Generator().manual_seed(1)))
+    run(
+        3,
+        lambda: DataLoader(
+            Numbers(8), 4, num_workers=0, generator=torch.Generator().manual_seed(1)
+        ),
+    )
     first, *others = dict(sorted(begun)).values()
     assert first == 1 and len({first, *others}) == 3
 
@@ -208,10 +233,20 @@ class Padded(Dataset):
         return {"labels": torch.tensor([1] * (index + 1) + [-100] * (8 - index))}
 
 
-@pytest.mark.parametrize(("options", "said"), [({}, 1), ({"weigh": pl.tokens("labels")}, 0), ({"loss": "sum"}, 0), ({"train": False}, 0)])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({}, 1), ({"weigh": pl.tokens("labels")}, 0), ({"loss": "sum"}, 0), ({"train": False}, 0)],
+)
 def test_labels_that_a_mean_leaves_out_are_noticed_once(options, said):
     texts = []
-    run(2, lambda: DataLoader(Padded(), 4), 2, ids=lambda batch: [], say=lambda rank: texts.append if rank == 0 else print, **options)
+    run(
+        2,
+        lambda: DataLoader(Padded(), 4),
+        2,
+        ids=lambda batch: [],
+        say=lambda rank: texts.append if rank == 0 else print,
+        **options,
+    )
     assert len([text for text in texts if "pl.tokens('labels')" in text]) == said
 
 
@@ -247,8 +282,15 @@ def test_reshare_deals_again_what_was_prefetched(workers):
 
     seen = spawn(2, body)
     assert steps(seen) == plain(seeded(100, 8)())[0]
-    shares = [[sum(at.share for at, _ in rank[0] if at.index == step) for rank in seen] for step in range(13)]
-    assert shares[:4] == [[4, 4]] * 4 and shares[4:7] == [[2, 6]] * 3 and shares[7:] == [[0, 8]] * 5 + [[0, 4]]
+    shares = [
+        [sum(at.share for at, _ in rank[0] if at.index == step) for rank in seen]
+        for step in range(13)
+    ]
+    assert (
+        shares[:4] == [[4, 4]] * 4
+        and shares[4:7] == [[2, 6]] * 3
+        and shares[7:] == [[0, 8]] * 5 + [[0, 4]]
+    )
 
 
 @pytest.mark.parametrize(
@@ -261,7 +303,9 @@ def test_reshare_deals_again_what_was_prefetched(workers):
 )
 def test_again_gives_the_same_global_batch_by_new_shares(workers, persistent, step):
     def body(group):
-        loader = deal(seeded(100, 8, num_workers=workers, persistent_workers=persistent)(), Agreement(group))
+        loader = deal(
+            seeded(100, 8, num_workers=workers, persistent_workers=persistent)(), Agreement(group)
+        )
         seen, repeated = [], 0
         for batch in loader:
             if loader.turn.index == step and repeated < 2:
@@ -298,7 +342,9 @@ def test_again_from_the_watcher():
             self.calls.append("end")
 
     hooks = Once()
-    loader = deal(DataLoader(Numbers(9), 4), Agreement(spawn(1, lambda group: group)[0]), hooks=hooks)
+    loader = deal(
+        DataLoader(Numbers(9), 4), Agreement(spawn(1, lambda group: group)[0]), hooks=hooks
+    )
     seen = [batch.tolist() for batch in loader]
     assert hooks.calls == ["epoch", 0, 1, 1, 2, "end"]
     assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7], [8]]
@@ -334,13 +380,15 @@ def test_an_older_iterator_has_ended():
 
 
 SIZES_AND_READERS = [((1, 0), (3, 2)), ((3, 2), (2, 0)), ((2, 0), (1, 2))]
-STOPS = {1: [SIZES_AND_READERS[1]], 5: [], 12: SIZES_AND_READERS, 13: [SIZES_AND_READERS[2]]}  # in a soak at each of them for all
+# in a soak at each of them for all
+STOPS = {1: [SIZES_AND_READERS[1]], 5: [], 12: SIZES_AND_READERS, 13: [SIZES_AND_READERS[2]]}
 PLACES = [(*sizes, stop) for stop in STOPS for sizes in SIZES_AND_READERS]
 
 
 @pytest.mark.each_choice
 @pytest.mark.parametrize(
-    ("before", "after", "stop"), [pytest.param(*at, marks=() if at[:2] in STOPS[at[2]] else pytest.mark.soak) for at in PLACES]
+    ("before", "after", "stop"),
+    [pytest.param(*at, marks=() if at[:2] in STOPS[at[2]] else pytest.mark.soak) for at in PLACES],
 )
 def test_the_position_is_exact_for_other_numbers_of_workers(before, after, stop):
     size, workers = before
@@ -385,7 +433,13 @@ def test_the_position_between_epochs_is_exact():
 @pytest.mark.parametrize("persistent", [False, True])
 def test_the_position_with_the_global_generator(persistent):
     def make(workers=2):
-        return DataLoader(Numbers(40), 8, shuffle=True, num_workers=workers, persistent_workers=persistent and workers > 0)
+        return DataLoader(
+            Numbers(40),
+            8,
+            shuffle=True,
+            num_workers=workers,
+            persistent_workers=persistent and workers > 0,
+        )
 
     torch.manual_seed(11)
     wanted = plain(make(), 3)
@@ -460,7 +514,11 @@ class Own(DataLoader):
 @pytest.mark.parametrize(
     ("make", "options", "said"),
     [
-        (lambda: DataLoader(Numbers(3), 4, drop_last=True), {}, "no batch: 3 samples, batch size 4"),
+        (
+            lambda: DataLoader(Numbers(3), 4, drop_last=True),
+            {},
+            "no batch: 3 samples, batch size 4",
+        ),
         (lambda: DataLoader(Numbers(0), 4), {}, "no batch"),
         (lambda: DataLoader(Numbers(9), 4, in_order=False), {}, "in_order"),
         (lambda: Own(Numbers(9)), {}, "plain torch.utils.data.DataLoader"),
@@ -476,7 +534,10 @@ def test_what_cannot_be_dealt_raises(make, options, said, size):
         run(size, make, **options)
 
 
-@pytest.mark.parametrize(("name", "values"), [("shares", ([1, 1], [1, 3])), ("loss", ("mean", "sum")), ("train", (True, False))])
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("shares", ([1, 1], [1, 3])), ("loss", ("mean", "sum")), ("train", (True, False))],
+)
 def test_different_terms_are_found(name, values):
     def body(group):
         return walk(deal(seeded()(), Agreement(group), **{name: values[group.rank]}))
@@ -496,7 +557,12 @@ def test_workers_may_read_ahead_to_different_depths(workers, monkeypatch):
     monkeypatch.setattr("paceline.data.sampler.CHUNK", 1)
 
     def body(group):
-        make = seeded(100, 4, num_workers=workers[group.rank], prefetch_factor=3 if workers[group.rank] else None)
+        make = seeded(
+            100,
+            4,
+            num_workers=workers[group.rank],
+            prefetch_factor=3 if workers[group.rank] else None,
+        )
         return walk(deal(make(), Agreement(group)))
 
     assert steps(spawn(2, body)) == plain(seeded(100, 4)())[0]
@@ -505,7 +571,9 @@ def test_workers_may_read_ahead_to_different_depths(workers, monkeypatch):
 @pytest.mark.parametrize(("size", "workers"), [(1, 0), (2, 0), (2, 2)])
 def test_a_broken_epoch_leaves_generators_as_if_nothing_was_drawn_ahead(size, workers):
     def make():
-        sampler = RandomSampler(range(1000), replacement=True, generator=torch.Generator().manual_seed(2))
+        sampler = RandomSampler(
+            range(1000), replacement=True, generator=torch.Generator().manual_seed(2)
+        )
         return DataLoader(Numbers(1000), 16, sampler=sampler, num_workers=workers)
 
     def twice(loader):
@@ -539,7 +607,15 @@ def test_options_of_the_dataloader_reach_it(capfd):
 
     (group,) = spawn(1, lambda group: group)
     loader = deal(
-        DataLoader(Slow(6), 2, num_workers=1, worker_init_fn=begin, timeout=0.2, multiprocessing_context="fork"), Agreement(group)
+        DataLoader(
+            Slow(6),
+            2,
+            num_workers=1,
+            worker_init_fn=begin,
+            timeout=0.2,
+            multiprocessing_context="fork",
+        ),
+        Agreement(group),
     )
     with pytest.raises(RuntimeError, match="timed out after"):
         list(loader)
@@ -553,7 +629,9 @@ class Slow(Numbers):
 
 @pytest.mark.slow
 def test_workers_that_are_spawned():
-    seen = run(1, lambda: DataLoader(Numbers(12), 4, num_workers=1, multiprocessing_context="spawn"))
+    seen = run(
+        1, lambda: DataLoader(Numbers(12), 4, num_workers=1, multiprocessing_context="spawn")
+    )
     assert steps(seen) == plain(DataLoader(Numbers(12), 4))[0]
 
 
@@ -585,7 +663,12 @@ def test_what_collate_fn_gives_is_what_comes(collate, train):
 
 def test_an_empty_evaluation_batch_of_what_cannot_be_cut_raises():
     with pytest.raises(DataError, match="empty share of an evaluation batch"):
-        run(2, lambda: DataLoader(Numbers(3), 2, collate_fn=len), ids=lambda batch: [0] * batch, train=False)
+        run(
+            2,
+            lambda: DataLoader(Numbers(3), 2, collate_fn=len),
+            ids=lambda batch: [0] * batch,
+            train=False,
+        )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -595,7 +678,13 @@ def test_late_workers_change_nothing(seed, monkeypatch):
 
     def body(group):
         return walk(
-            deal(seeded(100, 8, num_workers=group.rank % 2)(), Agreement(group), shares=[3, 0, 1], weigh=lambda batch: 2.0 * len(batch)), 2
+            deal(
+                seeded(100, 8, num_workers=group.rank % 2)(),
+                Agreement(group),
+                shares=[3, 0, 1],
+                weigh=lambda batch: 2.0 * len(batch),
+            ),
+            2,
         )
 
     seen = spawn(3, body, delay=lambda rank: time.sleep(dice.random() * 0.004))
@@ -623,8 +712,11 @@ def test_who_peeks_sees_what_comes_next_and_changes_nothing(workers, options, mo
     """Also where what was read ahead is dealt again, by other shares or from the next epoch on."""
     monkeypatch.setattr("paceline.data.sampler.CHUNK", 1)
 
-    def body(group, *, peeks):  # what comes is the same without processes that read: the loader that nobody peeks into has none
-        loader = deal(seeded(100, 8, num_workers=workers if peeks else 0)(), Agreement(group), **options)
+    # what comes is the same without processes that read: the loader that nobody peeks into has none
+    def body(group, *, peeks):
+        loader = deal(
+            seeded(100, 8, num_workers=workers if peeks else 0)(), Agreement(group), **options
+        )
         epochs, seen, known, right = [], [], None, 0
         for _ in range(2):
             for batch in loader:
@@ -640,9 +732,13 @@ def test_who_peeks_sees_what_comes_next_and_changes_nothing(workers, options, mo
             epochs, seen = [*epochs, seen], []
         return epochs, right
 
-    found, wanted = (spawn(3, lambda group, peeks=peeks: body(group, peeks=peeks)) for peeks in (True, False))
+    found, wanted = (
+        spawn(3, lambda group, peeks=peeks: body(group, peeks=peeks)) for peeks in (True, False)
+    )
     for epoch in range(2):
-        assert steps([seen for seen, _ in found], epoch) == steps([seen for seen, _ in wanted], epoch)
+        assert steps([seen for seen, _ in found], epoch) == steps(
+            [seen for seen, _ in wanted], epoch
+        )
     assert all(right >= 16 for _, right in found) and not any(right for _, right in wanted)
 
 
@@ -656,7 +752,9 @@ def test_a_checkpoint_after_a_peek_is_the_same():
                 return loader.state_dict()
 
     for size in (1, 2):
-        one, other = (spawn(size, lambda group, p=p: body(group, peeks=p))[0] for p in (True, False))
+        one, other = (
+            spawn(size, lambda group, p=p: body(group, peeks=p))[0] for p in (True, False)
+        )
         assert one["step"] == other["step"] == 5 and one["check"] == other["check"]
 
 

@@ -6,7 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, StackDataset, Subset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+)
 
 from paceline.comm.agreement import Agreement, SliceAgreement
 from paceline.data import outline as outlines
@@ -68,8 +75,16 @@ DIFFERENT = {
         Subset(Numbers(9), ORDER[::-1]),
         "loader.dataset.indices has other entries on rank 1 than on rank 0",
     ),
-    "array": (Subset(Numbers(9), np.array(ORDER)), Subset(Numbers(9), np.arange(6)), "loader.dataset.indices has other"),
-    "tensor": (Subset(Numbers(9), torch.arange(6)), Subset(Numbers(9), torch.tensor(ORDER)), "loader.dataset.indices has other"),
+    "array": (
+        Subset(Numbers(9), np.array(ORDER)),
+        Subset(Numbers(9), np.arange(6)),
+        "loader.dataset.indices has other",
+    ),
+    "tensor": (
+        Subset(Numbers(9), torch.arange(6)),
+        Subset(Numbers(9), torch.tensor(ORDER)),
+        "loader.dataset.indices has other",
+    ),
     "nested": (
         Subset(Subset(Numbers(9), ORDER), [0, 1]),
         Subset(Subset(Numbers(9), range(6)), [0, 1]),
@@ -80,7 +95,11 @@ DIFFERENT = {
         ConcatDataset([Numbers(2), Subset(Numbers(9), [2, 1])]),
         "loader.dataset.datasets[1].indices has",
     ),
-    "parts": (ConcatDataset([Numbers(2), Numbers(3)]), ConcatDataset([Numbers(3), Numbers(2)]), "len(loader.dataset.datasets[0]) is 3 on"),
+    "parts": (
+        ConcatDataset([Numbers(2), Numbers(3)]),
+        ConcatDataset([Numbers(3), Numbers(2)]),
+        "len(loader.dataset.datasets[0]) is 3 on",
+    ),
     "many parts": (
         ConcatDataset([*[Numbers(1)] * 20, Numbers(2), Numbers(3)]),
         ConcatDataset([*[Numbers(1)] * 20, Numbers(3), Numbers(2)]),
@@ -91,24 +110,52 @@ DIFFERENT = {
         StackDataset(x=Subset(Numbers(9), [0, 1]), y=Numbers(2)),
         "loader.dataset.datasets['x'].indices has",
     ),
-    "wrapped": (Files(base=Subset(Numbers(9), ORDER)), Files(base=Subset(Numbers(9), range(6))), "loader.dataset.base.indices has"),
-    "names": (Files(files=NAMES), Files(files=MIXED), "loader.dataset.files has the same names in another order on rank 1 than on rank 0"),
-    "others": (Files(files=NAMES), Files(files=[*NAMES[:5], "z.jpg"]), "loader.dataset.files has other entries on rank 1 than on rank 0"),
-    "paths": (Files(files=tuple(map(Path, NAMES))), Files(files=tuple(map(Path, MIXED))), "loader.dataset.files has the same names"),
-    "array of names": (Files(files=np.array(NAMES)), Files(files=np.array(MIXED)), "loader.dataset.files has the same names"),
+    "wrapped": (
+        Files(base=Subset(Numbers(9), ORDER)),
+        Files(base=Subset(Numbers(9), range(6))),
+        "loader.dataset.base.indices has",
+    ),
+    "names": (
+        Files(files=NAMES),
+        Files(files=MIXED),
+        "loader.dataset.files has the same names in another order on rank 1 than on rank 0",
+    ),
+    "others": (
+        Files(files=NAMES),
+        Files(files=[*NAMES[:5], "z.jpg"]),
+        "loader.dataset.files has other entries on rank 1 than on rank 0",
+    ),
+    "paths": (
+        Files(files=tuple(map(Path, NAMES))),
+        Files(files=tuple(map(Path, MIXED))),
+        "loader.dataset.files has the same names",
+    ),
+    "array of names": (
+        Files(files=np.array(NAMES)),
+        Files(files=np.array(MIXED)),
+        "loader.dataset.files has the same names",
+    ),
     "pairs": (
         Files(samples=[(name, 0) for name in NAMES]),
         Files(samples=[(name, int(name == "a.jpg")) for name in NAMES]),
         "loader.dataset.samples has other entries",
     ),
-    "shards": (Files(99, shards=NAMES), Files(99, shards=MIXED), "loader.dataset.shards has the same names in another order"),
+    "shards": (
+        Files(99, shards=NAMES),
+        Files(99, shards=MIXED),
+        "loader.dataset.shards has the same names in another order",
+    ),
     "texts": (
         Files(texts=[f"a text of {n} words" for n in range(6)]),
         Files(texts=[f"a text of {n} words" for n in ORDER]),
         "loader.dataset.texts has the same names in another order",
     ),
     "list of names": (NAMES, MIXED, "loader.dataset has the same names"),
-    "names of a list": (Subset(NAMES, [0, 1]), Subset(MIXED, [0, 1]), "loader.dataset.dataset has the same names"),
+    "names of a list": (
+        Subset(NAMES, [0, 1]),
+        Subset(MIXED, [0, 1]),
+        "loader.dataset.dataset has the same names",
+    ),
 }
 
 
@@ -125,33 +172,65 @@ def test_loaders_of_data_sets_that_differ_are_refused(case):
     raised = []
 
     def body(group):
-        loader = deal(DataLoader((first, first, second)[group.rank], 2, shuffle=True), Agreement(group))
+        loader = deal(
+            DataLoader((first, first, second)[group.rank], 2, shuffle=True), Agreement(group)
+        )
         with pytest.raises(DataError) as error:
             walk(loader)
         raised.append(str(error.value))
 
     spawn(3, body)
     assert raised[0] == raised[1] == raised[2]
-    assert said.replace("rank 1", "rank 2") in raised[0] and "Seed a random split alike on all workers" in raised[0]
+    assert (
+        said.replace("rank 1", "rank 2") in raised[0]
+        and "Seed a random split alike on all workers" in raised[0]
+    )
 
 
 SAME = {
-    "folders": (Files(files=[f"/data/{n}" for n in NAMES]), Files(files=[Path("/mnt/disk2/copy") / n for n in NAMES])),
-    "kinds of lists": (Subset(Numbers(9), list(range(6))), Subset(Numbers(9), np.arange(6, dtype=np.int32))),
+    "folders": (
+        Files(files=[f"/data/{n}" for n in NAMES]),
+        Files(files=[Path("/mnt/disk2/copy") / n for n in NAMES]),
+    ),
+    "kinds of lists": (
+        Subset(Numbers(9), list(range(6))),
+        Subset(Numbers(9), np.arange(6, dtype=np.int32)),
+    ),
     "kinds of indices": (Subset(Numbers(9), range(6)), Subset(Numbers(9), list(torch.arange(6)))),
     "roots": (Files(99, roots=["/data/one", "/data/two"]), Files(99, roots=["/mnt/x"])),
-    "host files": (Files(99, caches=["/tmp/a1.db", "/tmp/b1.db"]), Files(99, caches=["/tmp/a2.db", "/tmp/b2.db"])),
-    "options": (Files(99, extensions=[".jpg", ".tar.gz"]), Files(99, extensions=[".tar.gz", ".jpg"])),
-    "augmented texts": (Files(texts=[f"say {n}" for n in range(6)]), Files(texts=[f"do say {n}" for n in range(6)])),
+    "host files": (
+        Files(99, caches=["/tmp/a1.db", "/tmp/b1.db"]),
+        Files(99, caches=["/tmp/a2.db", "/tmp/b2.db"]),
+    ),
+    "options": (
+        Files(99, extensions=[".jpg", ".tar.gz"]),
+        Files(99, extensions=[".tar.gz", ".jpg"]),
+    ),
+    "augmented texts": (
+        Files(texts=[f"say {n}" for n in range(6)]),
+        Files(texts=[f"do say {n}" for n in range(6)]),
+    ),
     "numbers": (Files(noise=[0.1] * 6), Files(noise=[0.2] * 6)),
-    "labels": (Files(labels=["cat", "cat", "cat", "cat", "dog", "dog"]), Files(labels=["cat", "cat", "cat", "dog", "dog", "dog"])),
-    "mixing partners": (Files(pool=Subset(Numbers(9), [1, 2])), Files(pool=Subset(Numbers(9), [2, 1]))),
+    "labels": (
+        Files(labels=["cat", "cat", "cat", "cat", "dog", "dog"]),
+        Files(labels=["cat", "cat", "cat", "dog", "dog", "dog"]),
+    ),
+    "mixing partners": (
+        Files(pool=Subset(Numbers(9), [1, 2])),
+        Files(pool=Subset(Numbers(9), [2, 1])),
+    ),
     "handles": (Files(handle=open), Files(handle=None)),
     "wrapped on one": (Subset(Files(), range(6)), Files()),
     "unknown": (Untold(), Numbers(6)),
     "untold": (Untold(), Untold()),
-    "ragged": (Files(samples=[("a.jpg", 0)] * 5 + [("b.jpg",)]), Files(samples=[("b.jpg", 0)] * 5 + [("a.jpg",)])),
-    "odd": (Files(samples=[("a.jpg", 0.5)] * 6, more=[(), []], none=[], text=["\ud800.jpg"]), Files(samples=[("a.jpg", 0.1)] * 6)),
+    "ragged": (
+        Files(samples=[("a.jpg", 0)] * 5 + [("b.jpg",)]),
+        Files(samples=[("b.jpg", 0)] * 5 + [("a.jpg",)]),
+    ),
+    "odd": (
+        Files(samples=[("a.jpg", 0.5)] * 6, more=[(), []], none=[], text=["\ud800.jpg"]),
+        Files(samples=[("a.jpg", 0.1)] * 6),
+    ),
     "keys": (Subset(Numbers(9), [(0, 1), (1, 2)]), Subset(Numbers(9), [(0, 2), (1, 2)])),
     "streams": (Stream(NAMES), Stream(MIXED)),
 }
@@ -186,7 +265,10 @@ def test_a_worker_that_joins_compares_what_it_began_with():
             turns = iter(loader)
             next(turns)
             data.indices = [9] * 8  # of all workers, as a script that goes on may have it
-            with pytest.raises(DataError, match=r"loader.dataset.indices has other entries on rank 2 than on rank 0"):
+            with pytest.raises(
+                DataError,
+                match=r"loader.dataset.indices has other entries on rank 2 than on rank 0",
+            ):
                 loader.regroup(Agreement(group))
         else:
             with pytest.raises(DataError, match="on rank 2 than on rank 0"):
@@ -199,7 +281,9 @@ def test_slices_of_a_mesh_compare_with_each_other():
     def body(group):
         parts = [group.sub([rank]) for rank in range(2)]
         mine = SliceAgreement(parts[group.rank], Agreement(group), step=lambda: 0, hosts=("a",))
-        with pytest.raises(DataError, match=r"len\(loader.dataset\) is 7 on rank 1 and 8 on rank 0"):
+        with pytest.raises(
+            DataError, match=r"len\(loader.dataset\) is 7 on rank 1 and 8 on rank 0"
+        ):
             iter(deal(DataLoader(Numbers(8 - group.rank), 2), mine))
 
     spawn(2, body)
@@ -217,6 +301,12 @@ def test_long_lists_are_sampled(monkeypatch):
     order = random.Random(0).sample(range(1000), 1000)
     names = [f"{place}.jpg" for place in range(1000)]
     data = Subset(Numbers(1000), range(1000))
-    assert found(data, Subset(Numbers(1000), order)) is not None and found(data, Subset(Numbers(1000), list(range(1000)))) is None
-    assert found(Files(1000, files=names), Files(1000, files=[names[place] for place in order])) is not None
+    assert (
+        found(data, Subset(Numbers(1000), order)) is not None
+        and found(data, Subset(Numbers(1000), list(range(1000)))) is None
+    )
+    assert (
+        found(Files(1000, files=names), Files(1000, files=[names[place] for place in order]))
+        is not None
+    )
     assert found(Files(1000, files=names), Files(1000, files=tuple(names))) is None

@@ -58,12 +58,18 @@ def walk(data):
 
 @pytest.mark.parametrize("kind", [Deadly, Flowing])
 def test_a_killed_reader_is_named(kind):
-    with pytest.raises(DataError, match=r"reader \d of 2 \(pid \d+\) of the DataLoader over \w+ was killed by SIGKILL.*memory"):
+    with pytest.raises(
+        DataError,
+        match=r"reader \d of 2 \(pid \d+\) of the DataLoader over \w+ was killed by SIGKILL.*memory",  # noqa: E501
+    ):
         walk(kind(killed))
 
 
 def test_a_reader_that_leaves_is_named():
-    with pytest.raises(DataError, match=r"reader 0 of 2 \(pid \d+\) of the DataLoader over Deadly ended with exit code 3"):
+    with pytest.raises(
+        DataError,
+        match=r"reader 0 of 2 \(pid \d+\) of the DataLoader over Deadly ended with exit code 3",
+    ):
         walk(Deadly(left))
 
 

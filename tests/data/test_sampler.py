@@ -50,7 +50,9 @@ class ByLength(Sampler):
 
 
 class Growing(Sampler):
-    """Batches of variable size; tensors, tuples and generators of indices; numpy's generator, batch by batch."""
+    """Batches of variable size; tensors, tuples and generators of indices; numpy's generator,
+    batch by batch.
+    """
 
     def __init__(self, count, kind=list):
         self.count, self.kind, self.dice = count, kind, np.random.default_rng(3)
@@ -90,19 +92,31 @@ def of_samples(make, batch=8):
 
 
 SAMPLERS = {
-    "weighted": of_samples(lambda: WeightedRandomSampler(torch.arange(100.0), 90, generator=twister())),
+    "weighted": of_samples(
+        lambda: WeightedRandomSampler(torch.arange(100.0), 90, generator=twister())
+    ),
     "subset": of_samples(lambda: SubsetRandomSampler(range(5, 77), generator=twister())),
-    "with replacement": of_samples(lambda: RandomSampler(range(100), replacement=True, num_samples=333, generator=twister())),
+    "with replacement": of_samples(
+        lambda: RandomSampler(range(100), replacement=True, num_samples=333, generator=twister())
+    ),
     "remembering": of_samples(lambda: Remembering(100)),
     "by length": lambda: DataLoader(Numbers(100), batch_sampler=ByLength(100)),
     "growing": lambda: DataLoader(Numbers(100), batch_sampler=Growing(100)),
     "tuples": lambda: DataLoader(Numbers(100), batch_sampler=Growing(100, tuple)),
-    "tensors": lambda: DataLoader(Numbers(100), batch_sampler=Growing(100, lambda span: torch.tensor(list(span)))),
-    "arrays": lambda: DataLoader(Numbers(100), batch_sampler=Growing(100, lambda span: np.array(list(span)))),
+    "tensors": lambda: DataLoader(
+        Numbers(100), batch_sampler=Growing(100, lambda span: torch.tensor(list(span)))
+    ),
+    "arrays": lambda: DataLoader(
+        Numbers(100), batch_sampler=Growing(100, lambda span: np.array(list(span)))
+    ),
     "generators": lambda: DataLoader(Numbers(100), batch_sampler=Growing(100, iter)),
-    "a list of lists": lambda: DataLoader(Numbers(100), batch_sampler=[[1, 2, 3], [4], [50, 60, 70, 80]]),
+    "a list of lists": lambda: DataLoader(
+        Numbers(100), batch_sampler=[[1, 2, 3], [4], [50, 60, 70, 80]]
+    ),
     "lists": lambda: DataLoader(
-        Lists(100), batch_size=None, sampler=BatchSampler(RandomSampler(range(100), generator=twister()), 8, False)
+        Lists(100),
+        batch_size=None,
+        sampler=BatchSampler(RandomSampler(range(100), generator=twister()), 8, False),
     ),
     "items": lambda: DataLoader(Items(12), batch_size=None, shuffle=True, generator=twister()),
 }
@@ -123,12 +137,21 @@ class Items(Numbers):
         return torch.arange(10 * index, 10 * index + 1 + index % 5)
 
 
-READ = {"weighted": 2, "lists": 2, "by length": 1, "tensors": 1, "generators": 1, "items": 1}  # by so many readers of each of two workers
-BY_READERS = [pytest.param(name, 2, READ.get(name, 2), marks=pytest.mark.slow if name in READ else pytest.mark.soak) for name in SAMPLERS]
+# by so many readers of each of two workers
+READ = {"weighted": 2, "lists": 2, "by length": 1, "tensors": 1, "generators": 1, "items": 1}
+BY_READERS = [
+    pytest.param(
+        name, 2, READ.get(name, 2), marks=pytest.mark.slow if name in READ else pytest.mark.soak
+    )
+    for name in SAMPLERS
+]
 
 
 @pytest.mark.each_choice
-@pytest.mark.parametrize(("name", "size", "workers"), [*((name, size, 0) for name in SAMPLERS for size in SIZES), *BY_READERS])
+@pytest.mark.parametrize(
+    ("name", "size", "workers"),
+    [*((name, size, 0) for name in SAMPLERS for size in SIZES), *BY_READERS],
+)
 def test_samplers_are_honoured(name, size, workers):
     def make():
         loader = SAMPLERS[name]()
@@ -221,11 +244,18 @@ def test_the_error_of_a_sampler_is_the_first_workers():
 
     with pytest.raises((KeyError, Mismatch)):
         spawn(2, body)
-    assert [type(error) for _, error in sorted(errors, key=lambda pair: pair[0])] == [KeyError, Mismatch]
+    assert [type(error) for _, error in sorted(errors, key=lambda pair: pair[0])] == [
+        KeyError,
+        Mismatch,
+    ]
 
 
 @pytest.mark.parametrize(
-    "make", [lambda data: DistributedSampler(data, 2, 0), lambda data: BatchSampler(DistributedSampler(data, 2, 0), 4, False)]
+    "make",
+    [
+        lambda data: DistributedSampler(data, 2, 0),
+        lambda data: BatchSampler(DistributedSampler(data, 2, 0), 4, False),
+    ],
 )
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_distributed_sampler_raises(make, size):
@@ -246,7 +276,12 @@ def test_data_without_length_raise():
 
 def test_the_other_workers_generators_move_as_the_first_ones():
     def make(generator):
-        return DataLoader(Numbers(100), 8, sampler=WeightedRandomSampler(torch.ones(100), 50, generator=generator), generator=generator)
+        return DataLoader(
+            Numbers(100),
+            8,
+            sampler=WeightedRandomSampler(torch.ones(100), 50, generator=generator),
+            generator=generator,
+        )
 
     def body(group):
         generator = twister()
@@ -266,7 +301,13 @@ def test_indices_are_there_before_they_are_asked_for(ahead, chunk, monkeypatch):
 
     def body(group):
         loader = DataLoader(Numbers(100), 3)
-        indices = EpochIndices(loader, Agreement(group), SampleOrder(), ahead=ahead, origin={"own": {}, "shared": {}, "seeded": False})
+        indices = EpochIndices(
+            loader,
+            Agreement(group),
+            SampleOrder(),
+            ahead=ahead,
+            origin={"own": {}, "shared": {}, "seeded": False},
+        )
         indices.prime()
         seen = []
         for step in range(34):

@@ -22,6 +22,10 @@ def test_values_travel_with_their_types():
     assert back["a"] == value["a"] and type(back["a"]) is tuple
     assert torch.equal(back[3], value[3]) and back["b"]["empty"].shape == (0, 4)
     assert back["b"]["half"].dtype == torch.bfloat16 and back["b"]["half"].shape == ()
-    assert back["n"].dtype == np.int16 and back["s"] == np.float32(1.5) and type(back["s"]) is np.float32
+    assert (
+        back["n"].dtype == np.int16
+        and back["s"] == np.float32(1.5)
+        and type(back["s"]) is np.float32
+    )
     with pytest.raises(DataError, match=r"a batch holds a builtins\.set"):
         pack({1, 2}, what="a batch")

@@ -43,13 +43,23 @@ def test_spans_are_contiguous_in_rank_order():
 def test_a_policy_is_checked_at_every_batch():
     good = policy(lambda batch: (1, batch - 1), 2)
     assert good(5) == (1, 4)
-    for bad in (lambda batch: (batch, 1), lambda batch: (batch,), lambda batch: (batch + 1, -1), lambda batch: (batch / 2, batch / 2)):
+    for bad in (
+        lambda batch: (batch, 1),
+        lambda batch: (batch,),
+        lambda batch: (batch + 1, -1),
+        lambda batch: (batch / 2, batch / 2),
+    ):
         with pytest.raises(DataError, match="2 integers, zero or more, that sum to 4"):
             policy(bad, 2)(4)
 
 
 @pytest.mark.parametrize(
-    ("ratios", "said"), [([1, 2, 3], "3 numbers for 2 workers"), ([0, 0], "at least one above zero"), ([-1, 2], "zero or more")]
+    ("ratios", "said"),
+    [
+        ([1, 2, 3], "3 numbers for 2 workers"),
+        ([0, 0], "at least one above zero"),
+        ([-1, 2], "zero or more"),
+    ],
 )
 def test_ratios_that_make_no_sense_raise(ratios, said):
     with pytest.raises(DataError, match=said):
@@ -59,5 +69,8 @@ def test_ratios_that_make_no_sense_raise(ratios, said):
 def test_probes_tell_policies_apart():
     assert probe(policy(None, 2), 64) == probe(policy([1, 1], 2), 64)
     assert probe(policy([1, 7], 2), 8) != probe(policy([2, 6], 2), 8)
-    mine, other = (SpeedShares([SpeedCurve(0.001, 0.001), SpeedCurve(0.05, 0.002)], per_sample=units) for units in (100.0, 1.0))
+    mine, other = (
+        SpeedShares([SpeedCurve(0.001, 0.001), SpeedCurve(0.05, 0.002)], per_sample=units)
+        for units in (100.0, 1.0)
+    )
     assert mine(32) != other(32) and probe(mine, 32) != probe(other, 32)

@@ -38,7 +38,10 @@ class Batches(Count):
         super().__init__(count)
 
     def __iter__(self):
-        return (torch.arange(10 * int(number), 10 * int(number) + 1 + int(number) % 4) for number in super().__iter__())
+        return (
+            torch.arange(10 * int(number), 10 * int(number) + 1 + int(number) % 4)
+            for number in super().__iter__()
+        )
 
 
 class Remembering(Count):
@@ -116,13 +119,19 @@ FORKING = tuple(name for name in CASES if name.endswith("workers") or name == "p
 
 
 def several(cases, few):
-    """All of them; where processes are started it takes longer: those that end as one of `few` says, by turns, and the others in a soak."""
+    """All of them; where processes are started it takes longer: those that end as one of `few`
+    says, by turns, and the others in a soak.
+    """
 
     def marks(case):
         if case[0] not in FORKING:
             return ()
         rare = case[0] == "two dataloader workers"  # three of them have all that two have
-        return pytest.mark.soak if rare or case[1:] != few[FORKING.index(case[0]) % len(few)] else pytest.mark.slow
+        return (
+            pytest.mark.soak
+            if rare or case[1:] != few[FORKING.index(case[0]) % len(few)]
+            else pytest.mark.slow
+        )
 
     return [pytest.param(*case, marks=marks(case)) for case in cases]
 
@@ -161,7 +170,9 @@ class Sharded(Count):
 @pytest.mark.parametrize("train", [True, False])
 def test_a_stream_that_shards_itself(train):
     def body(group):
-        loader = deal(DataLoader(Sharded(group.rank, 3), 12), Agreement(group), shard="mine", train=train)
+        loader = deal(
+            DataLoader(Sharded(group.rank, 3), 12), Agreement(group), shard="mine", train=train
+        )
         with pytest.raises(TypeError):
             len(loader)
         return walk(loader, 2)
@@ -175,27 +186,40 @@ def test_a_stream_that_shards_itself(train):
         ]
         assert [len(step) for step in merged] == [12, 12, 9, 8, 8, 8, 8, 6, 4, 4, 1]
     for step in range(11):
-        assert sum(at.scale for rank in seen for at, _ in rank[0] if at.index == step) == pytest.approx(1)
+        assert sum(
+            at.scale for rank in seen for at, _ in rank[0] if at.index == step
+        ) == pytest.approx(1)
     assert [(at.ghost, at.weight) for at, _ in seen[1][0] if at.index == 5] == [(True, 0)]
 
 
 @pytest.mark.parametrize("weigh", [None, len])
 def test_all_know_where_somebody_has_a_ghost_and_who_has_samples_then(weigh):
-    """Else buffers that a ghost changes are not set back, or not all of the workers meet for them."""
+    """Else buffers that a ghost changes are not set back, or not all of the workers meet for
+    them.
+    """
 
     def body(group):
-        return walk(deal(DataLoader(Sharded(group.rank, 3), 12), Agreement(group), shard="mine", weigh=weigh), 1)
+        return walk(
+            deal(
+                DataLoader(Sharded(group.rank, 3), 12), Agreement(group), shard="mine", weigh=weigh
+            ),
+            1,
+        )
 
     seen = [[at for at, _ in rank[0]] for rank in spawn(3, body)]
     for turns in zip(*seen, strict=True):
         with_samples = [rank for rank, at in enumerate(turns) if not at.ghost]
-        assert [at.source for at in turns] == [None if len(with_samples) == 3 else with_samples[0]] * 3
+        assert [at.source for at in turns] == [
+            None if len(with_samples) == 3 else with_samples[0]
+        ] * 3
     assert any(at.ghost for at in seen[0]) and any(at.ghost for at in seen[1])
 
 
 def test_a_shard_without_samples_raises():
     def body(group):
-        return walk(deal(DataLoader(Sharded(group.rank, 3, (4, 0, 4)), 12), Agreement(group), shard="mine"))
+        return walk(
+            deal(DataLoader(Sharded(group.rank, 3, (4, 0, 4)), 12), Agreement(group), shard="mine")
+        )
 
     with pytest.raises(DataError, match="stream of rank 1 has no batch"):
         spawn(3, body)
@@ -212,7 +236,10 @@ def test_an_empty_share_of_a_shard_raises():
 @pytest.mark.each_choice
 @pytest.mark.parametrize(
     ("name", "sizes", "stop"),
-    several(product((name for name in CASES if name != "drop_last"), ((1, 2), (3, 1)), (4, 11)), [((1, 2), 11), ((3, 1), 4)]),
+    several(
+        product((name for name in CASES if name != "drop_last"), ((1, 2), (3, 1)), (4, 11)),
+        [((1, 2), 11), ((3, 1), 4)],
+    ),
 )
 def test_the_position_of_a_stream_is_exact(name, sizes, stop):
     said = []
@@ -232,7 +259,9 @@ def test_the_position_of_a_stream_is_exact(name, sizes, stop):
     states = spawn(sizes[0], first)
     wanted = expected(name)
     for redo in (0, 1):
-        results = spawn(sizes[1], lambda group, redo=redo: second(group, states[-1][redo], 2 - redo))
+        results = spawn(
+            sizes[1], lambda group, redo=redo: second(group, states[-1][redo], 2 - redo)
+        )
         seen = [result[0] for result in results]
         assert steps(seen) == wanted[1][stop - redo :]
         assert redo or steps(seen, 1) == wanted[0]
@@ -331,7 +360,11 @@ def test_a_stream_that_cannot_be_read_again_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("workers", "step"), [*((0, step) for step in (0, 3, 8)), *(pytest.param(2, step, marks=pytest.mark.slow) for step in (0, 8))]
+    ("workers", "step"),
+    [
+        *((0, step) for step in (0, 3, 8)),
+        *(pytest.param(2, step, marks=pytest.mark.slow) for step in (0, 8)),
+    ],
 )
 def test_reshare_and_again_of_a_stream(workers, step):
     make = streams(num_workers=workers)
@@ -467,6 +500,13 @@ def test_the_seeds_of_dataloader_workers_are_the_same_for_all_readers():
 
     def body(group):
         generator = torch.Generator().manual_seed(group.rank)
-        return walk(deal(DataLoader(Rolling(), 8, num_workers=2, generator=generator), Agreement(group)))
+        return walk(
+            deal(DataLoader(Rolling(), 8, num_workers=2, generator=generator), Agreement(group))
+        )
 
-    assert steps(spawn(2, body)) == plain(DataLoader(Rolling(), 8, num_workers=2, generator=torch.Generator().manual_seed(0)))[0]
+    assert (
+        steps(spawn(2, body))
+        == plain(
+            DataLoader(Rolling(), 8, num_workers=2, generator=torch.Generator().manual_seed(0))
+        )[0]
+    )

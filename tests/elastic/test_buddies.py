@@ -1,4 +1,6 @@
-"""What only one worker has is in a buddy's memory: on threads, whoever is lost just stops; and in whole jobs, where it is killed."""
+"""What only one worker has is in a buddy's memory: on threads, whoever is lost just stops; and
+in whole jobs, where it is killed.
+"""
 
 from __future__ import annotations
 
@@ -66,19 +68,32 @@ class Training:
     def begin(cls, run: Run, replicate: Replicate) -> Training:
         said: list[str] = []
         run._context.announce = said.append
-        buddies = BuddyReplication(run._context, run._own.abilities.unreplicated, run._loop, replicate)
+        buddies = BuddyReplication(
+            run._context, run._own.abilities.unreplicated, run._loop, replicate
+        )
         run._loop.observe(replace(run._loop.observers, committed=(buddies.committed,)))
         return cls(run, model(), buddies, said)
 
-    def steps(self, count: int, at: Callable[[int], None] = lambda step: None, meets: Sequence[int] = (1,), **options: Any) -> None:
-        """Train; `at` is called at the start of each turn, with the steps taken, and workers meet after those of `meets`."""
+    def steps(
+        self,
+        count: int,
+        at: Callable[[int], None] = lambda step: None,
+        meets: Sequence[int] = (1,),
+        **options: Any,
+    ) -> None:
+        """Train; `at` is called at the start of each turn, with the steps taken, and workers
+        meet after those of `meets`.
+        """
         opt = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
         net, opt, loader = self.run.prepare(self.net, opt, batches(160), **options)
         for x, y in loader:
             if self.run.steps in meets:
                 figures = msgpack.packb(self.buddies.figures())
                 agreement = self.run._agreement
-                self.buddies.hear([msgpack.unpackb(found) for found in agreement.meet("figures", figures)], NAMES[: self.run.size])
+                self.buddies.hear(
+                    [msgpack.unpackb(found) for found in agreement.meet("figures", figures)],
+                    NAMES[: self.run.size],
+                )
             at(self.run.steps)
             if self.run.steps == count:
                 self.whole()
@@ -110,9 +125,16 @@ class Training:
 
 
 def trained(
-    size: int, body: Callable[[Training], Any], strategy: Strategy, *, replicate: Replicate = 1, hosts: tuple[int, ...] = ()
+    size: int,
+    body: Callable[[Training], Any],
+    strategy: Strategy,
+    *,
+    replicate: Replicate = 1,
+    hosts: tuple[int, ...] = (),
 ) -> list[Any]:
-    """What `body` gives on each worker of a run; each has a host of its own unless `hosts` says otherwise."""
+    """What `body` gives on each worker of a run; each has a host of its own unless `hosts` says
+    otherwise.
+    """
 
     def work(run: Run) -> Any:
         whole = run.group
@@ -164,7 +186,9 @@ def test_a_turn_that_has_its_gradients_already_makes_something_of_it_too() -> No
 
         def lose(step: int) -> None:
             if step == 6:
-                F.mse_loss(each.net(torch.ones(2, 6).double()), torch.zeros(2, 2).double()).backward()
+                F.mse_loss(
+                    each.net(torch.ones(2, 6).double()), torch.zeros(2, 2).double()
+                ).backward()
                 each.whole()
                 coded = each.run._own.sync._coded  # type: ignore[attr-defined]
                 found.extend([residual(each.run), kept(coded._next.values())])
@@ -205,41 +229,62 @@ def test_two_that_are_no_buddies_may_be_lost_at_once_and_a_pair_may_not() -> Non
         )
     )
     pair = trained(4, lambda each: body(each, (0, 3)), LOSSY)
-    assert pair[0] == pair[3] == "; what rank 1 alone had is lost; what rank 2 alone had is kept by rank 1, as of step 4 (0 steps ago)"
+    assert (
+        pair[0]
+        == pair[3]
+        == (
+            "; what rank 1 alone had is lost; what rank 2 alone had is kept by rank 1, as of step "
+            "4 (0 steps ago)"
+        )
+    )
 
 
 def test_one_who_had_taken_something_over_is_lost_before_it_was_copied_again() -> None:
     def body(each: Training) -> list[str]:
         each.steps(4)
-        return [each.regroup((0, 1, 3)), each.regroup((0, 1)) if each.run._context.group.size == 3 else ""]
+        return [
+            each.regroup((0, 1, 3)),
+            each.regroup((0, 1)) if each.run._context.group.size == 3 else "",
+        ]
 
     found = trained(4, body, LOSSY)
     assert found[0] == [
         "; what it alone had is kept by rank 2, as of step 4 (0 steps ago)",
-        "; what it alone had is kept by rank 0, as of step 4 (0 steps ago); what it had taken over since is lost",
+        (
+            "; what it alone had is kept by rank 0, as of step 4 (0 steps ago); "
+            "what it had taken over since is lost"
+        ),
     ]
 
 
 @pytest.mark.parametrize("lost", [1, 2])
 def test_a_round_has_what_a_lost_worker_had_changed(lost: int) -> None:
-    """By hand: its change counts by the part of the samples that it had while it lived, and in the divisor by what that is of the round."""
+    """By hand: its change counts by the part of the samples that it had while it lived, and in
+    the divisor by what that is of the round.
+    """
     strategy, ratios = LocalSGD(8), (1, 2, 5)
 
     def body(each: Training) -> Any:
         sync = each.run._own.sync
         each.steps(5, shares=cut(*ratios))
-        start, change = sync._units[0].start.clone(), sync._changed(sync._units[0], sync._units[0].bucket.flat).clone()  # type: ignore[attr-defined]
+        start, change = (
+            sync._units[0].start.clone(),
+            sync._changed(sync._units[0], sync._units[0].bucket.flat).clone(),
+        )  # type: ignore[attr-defined]
         told = each.regroup(tuple(rank for rank in range(3) if rank != lost))
         if each.run._context.group.size == 2:
             for turn in sync._rounds:  # type: ignore[attr-defined]
-                turn.steps, turn.parts = turn.steps + 3, turn.parts + 3 / 2  # three more steps, of equal shares, that change nothing
+                # three more steps, of equal shares, that change nothing
+                turn.steps, turn.parts = turn.steps + 3, turn.parts + 3 / 2
             each.run._context.group.barrier().wait()
             sync.converge()
         return start, change, told, sync._units[0].start  # type: ignore[attr-defined]
 
     found = trained(3, body, strategy, replicate=1)
     start, told = found[0][0], found[0][2]
-    assert told.startswith("; what it alone had is kept by rank ") and told.endswith("as of step 5 (0 steps ago)")
+    assert told.startswith("; what it alone had is kept by rank ") and told.endswith(
+        "as of step 5 (0 steps ago)"
+    )
     parts = [ratio / 8 for ratio in ratios]
     living = [rank for rank in range(3) if rank != lost]
     weights = {rank: (5 * parts[rank] + 3 / 2) / 8 for rank in living}
@@ -249,8 +294,14 @@ def test_a_round_has_what_a_lost_worker_had_changed(lost: int) -> None:
         torch.testing.assert_close(found[rank][3], wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("strategy", [LocalSGD(8), LocalSGD(8, outer=nesterov(0.7, 0.9)), LocalSGD(6, fragments=2, delay=2)], ids=repr)
-def test_a_round_that_ends_at_once_is_that_of_a_run_in_which_nobody_was_lost(strategy: LocalSGD) -> None:
+@pytest.mark.parametrize(
+    "strategy",
+    [LocalSGD(8), LocalSGD(8, outer=nesterov(0.7, 0.9)), LocalSGD(6, fragments=2, delay=2)],
+    ids=repr,
+)
+def test_a_round_that_ends_at_once_is_that_of_a_run_in_which_nobody_was_lost(
+    strategy: LocalSGD,
+) -> None:
     def body(each: Training, left: tuple[int, ...]) -> Tensor:
         each.steps(5)
         each.regroup(left)
@@ -258,7 +309,10 @@ def test_a_round_that_ends_at_once_is_that_of_a_run_in_which_nobody_was_lost(str
             each.run._own.sync.converge()
         return parameters(each.net)
 
-    wanted, found = (trained(3, lambda each, left=left: body(each, left), strategy) for left in ((0, 1, 2), (0, 1)))
+    wanted, found = (
+        trained(3, lambda each, left=left: body(each, left), strategy)
+        for left in ((0, 1, 2), (0, 1))
+    )
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-12, atol=1e-12)
     assert torch.equal(found[0], found[1])
 
@@ -290,11 +344,14 @@ def test_who_carries_something_has_that_copied_too() -> None:
         return parameters(each.net)
 
     wanted = trained(4, lambda each: body(each, (0, 1, 2, 3)), LocalSGD(8))
-    found = trained(4, lambda each: body(each, (0, 1, 3), (0, 1)), LocalSGD(8))  # rank 3 has what rank 2 had
+    # rank 3 has what rank 2 had
+    found = trained(4, lambda each: body(each, (0, 1, 3), (0, 1)), LocalSGD(8))
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("steps", "says"), [(3, "is kept by rank 0, as of step 3 (0 steps ago)"), (5, "is lost")])
+@pytest.mark.parametrize(
+    ("steps", "says"), [(3, "is kept by rank 0, as of step 3 (0 steps ago)"), (5, "is lost")]
+)
 def test_what_a_round_has_had_since_is_out_of_date(steps: int, says: str) -> None:
     """There was a copy after step 3, and the round has ended after step 4."""
 
@@ -316,12 +373,17 @@ def test_one_strategy_inside_hosts_and_another_between() -> None:
         return parameters(each.net)
 
     strategy = Both((AllReduce(), "local"), (LocalSGD(8), "host"))
-    wanted, found = (trained(3, lambda each, left=left: body(each, left), strategy, hosts=(0, 0, 1)) for left in ((0, 1, 2), (0, 1)))
+    wanted, found = (
+        trained(3, lambda each, left=left: body(each, left), strategy, hosts=(0, 0, 1))
+        for left in ((0, 1, 2), (0, 1))
+    )
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-12, atol=1e-12)
 
 
 class SecondLoss:
-    """Loses another worker at the call number `at` (counted from 0) of rank 1 in the group that rank 0 and rank 1 go on in."""
+    """Loses another worker at the call number `at` (counted from 0) of rank 1 in the group that
+    rank 0 and rank 1 go on in.
+    """
 
     def __init__(self, at: int) -> None:
         self.came = False  # it was lost; else there were fewer calls
@@ -335,7 +397,11 @@ class SecondLoss:
         thread = threading.current_thread()
 
         def lose(_: int) -> None:
-            if threading.current_thread() is thread and not self._done and next(self._calls) == self._at:
+            if (
+                threading.current_thread() is thread
+                and not self._done
+                and next(self._calls) == self._at
+            ):
                 self.came = True
                 self._break()
                 raise ViewChanged("another worker was lost meanwhile")
@@ -371,7 +437,9 @@ SURVIVING = [
 
 @pytest.mark.parametrize("strategy", SURVIVING, ids=repr)
 def test_a_loss_while_another_is_survived_changes_nothing(strategy: Strategy) -> None:
-    """Wherever in the forming of new groups it comes: all go on from what they had before, and carry what was lost once."""
+    """Wherever in the forming of new groups it comes: all go on from what they had before, and
+    carry what was lost once.
+    """
 
     def body(each: Training, second: Sequence[SecondLoss]) -> Any:
         each.steps(5)
@@ -404,20 +472,32 @@ def test_a_loss_while_another_is_survived_changes_nothing(strategy: Strategy) ->
         return times, state, parameters(each.net), each.buddies.fates(NAMES[:3])
 
     never, anywhere = [SecondLoss(-1)], [SecondLoss(at) for at in range(100)]
-    wanted, found = (trained(3, lambda each, second=second: body(each, second), strategy) for second in (never, anywhere))
+    wanted, found = (
+        trained(3, lambda each, second=second: body(each, second), strategy)
+        for second in (never, anywhere)
+    )
     assert wanted[0][0] == 0 and found[0][0] == found[1][0] > 4
     for rank in range(2):
-        assert torch.equal(found[rank][2], wanted[rank][2]) and (found[rank][1], found[rank][3]) == (wanted[rank][1], wanted[rank][3])
+        assert torch.equal(found[rank][2], wanted[rank][2]) and (
+            found[rank][1],
+            found[rank][3],
+        ) == (wanted[rank][1], wanted[rank][3])
 
 
 def test_how_often_there_are_copies_follows_from_what_all_have_measured() -> None:
     def body(each: Training) -> Any:
         each.steps(3)
         buddies, seen = each.buddies, []
-        assert buddies.courier is not None and buddies.courier.whole == 2, "one copy, to measure what it takes"
+        assert buddies.courier is not None and buddies.courier.whole == 2, (
+            "one copy, to measure what it takes"
+        )
         assert buddies.every is None and not buddies._due(3)
         for busy in (0.003, 0.04, 0.03, 0.025, 0.019, 0.011, 0.5, 0.009):
-            figures = ([0.001, 0.001, 0.1, 4_000_000], [busy / 3, busy * 2 / 3, 0.1, 3_000_000], [0.0, 0.002, 0.1, 0])
+            figures = (
+                [0.001, 0.001, 0.1, 4_000_000],
+                [busy / 3, busy * 2 / 3, 0.1, 3_000_000],
+                [0.0, 0.002, 0.1, 0],
+            )
             buddies.hear([[buddies._start, *each] for each in figures], NAMES[:3])
             seen.append(buddies.every)
         assert [step for step in range(95, 101) if buddies._due(step)] == [96, 98, 100]
@@ -431,7 +511,8 @@ def test_how_often_there_are_copies_follows_from_what_all_have_measured() -> Non
         assert seen == [1, 5, 5, 5, 5, 2, 63, 2]
         assert said[0].startswith("buddy snapshots every step: ")
         assert said[1] == (
-            "buddy snapshots every 5 steps: 4 MB, for which a step stands still for 0.013 s and which are on their way for 0.027 s, "
+            "buddy snapshots every 5 steps: 4 MB, for which a step stands still for 0.013 s and "
+            "which are on their way for 0.027 s, "
             "beside steps of 0.100 s (at most 10% of the time)"
         )
 
@@ -446,7 +527,8 @@ def test_every_so_many_steps_is_what_was_said_whatever_it_costs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("replicate", "hosts", "copies"), [("auto", (0, 0, 0), 0), ("auto", (0, 1, 1), 3), (2, (0, 0, 0), 3), ("off", (0, 1, 2), 0)]
+    ("replicate", "hosts", "copies"),
+    [("auto", (0, 0, 0), 0), ("auto", (0, 1, 1), 3), (2, (0, 0, 0), 3), ("off", (0, 1, 2), 0)],
 )
 def test_when_there_are_copies(replicate: Replicate, hosts: tuple[int, ...], copies: int) -> None:
     def body(each: Training) -> Any:
@@ -482,12 +564,16 @@ def test_what_a_copy_sends_counts_as_sent() -> None:
         sent = each.run._loop.sent
         return sent.within + sent.between
 
-    with_copies, without = (trained(2, body, LOSSY, replicate=replicate) for replicate in (2, "off"))
+    with_copies, without = (
+        trained(2, body, LOSSY, replicate=replicate) for replicate in (2, "off")
+    )
     size = sum(p.numel() for p in model().parameters()) * 4
     assert 3 * size < with_copies[0] - without[0] < 5 * size
 
 
-@pytest.mark.parametrize("strategy", [AllReduce(), AllReduce(codec=int8(block=16)), Gossip()], ids=repr)
+@pytest.mark.parametrize(
+    "strategy", [AllReduce(), AllReduce(codec=int8(block=16)), Gossip()], ids=repr
+)
 def test_where_nobody_has_anything_alone_nothing_is_sent(strategy: Strategy) -> None:
     def body(each: Training) -> Any:
         each.steps(6, meets=range(1, 6))
@@ -498,7 +584,10 @@ def test_where_nobody_has_anything_alone_nothing_is_sent(strategy: Strategy) -> 
 
 # ---- in whole jobs
 
-KEPT = r"rank {old} was lost: .*; what it alone had is kept by rank {new}, as of step {step} \({ago} ago\)"
+KEPT = (
+    r"rank {old} was lost: .*; what it alone had is kept by rank {new}, as of step {step} \({ago} "
+    r"ago\)"
+)
 COPIED = """
             buddies = run._survival.recovery._heart.buddies
             def copied():
@@ -509,21 +598,37 @@ COPIED = """
 RESIDUALS = """
             kept = [state["residual"].double() for state in run._own.sync._coded.states]
             torch.save(torch.cat(kept) if kept else torch.zeros(0), out / f"kept-{run.steps}-{run.size}-{run.rank}")
-"""
+"""  # noqa: E501
 CHANGES = """
             torch.save((run.weight / 16, torch.cat([p.detach().reshape(-1) for p in model.parameters()])), out / f"{run.steps}-{run.rank}")
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
 def test_what_a_killed_workers_codec_had_kept_is_sent_by_another(job: Jobs) -> None:
     """The sum of all that was kept is the same before and after."""
-    dies = "            die(run.rank == 1 and run.steps == 9 and run.size == 3 and copied(), 'dead')"
+    dies = (
+        "            die(run.rank == 1 and run.steps == 9 and run.size == 3 and copied(), 'dead')"
+    )
     options = ("--min-workers", "1", "--sync", "AllReduce(codec=error_feedback(topk(0.1)))")
-    found = play(job, "killed", *options, workers=3, nap=0, before=COPIED + RESIDUALS + dies, epochs=2, more="replicate=1")
-    assert re.fullmatch(KEPT.format(old=1, new=1, step=9, ago="0 steps"), found.events[0]), found.events
+    found = play(
+        job,
+        "killed",
+        *options,
+        workers=3,
+        nap=0,
+        before=COPIED + RESIDUALS + dies,
+        epochs=2,
+        more="replicate=1",
+    )
+    assert re.fullmatch(KEPT.format(old=1, new=1, step=9, ago="0 steps"), found.events[0]), (
+        found.events
+    )
     out = job.folder / "killed"
-    one, two = (torch.stack([torch.load(out / f"kept-9-{size}-{rank}") for rank in range(size)]).sum(0) for size in (3, 2))
+    one, two = (
+        torch.stack([torch.load(out / f"kept-9-{size}-{rank}") for rank in range(size)]).sum(0)
+        for size in (3, 2)
+    )
     assert float(one.norm()) > 0
     torch.testing.assert_close(two, one, rtol=1e-6, atol=1e-8)
 
@@ -544,7 +649,9 @@ def test_the_next_round_has_what_a_killed_worker_had_changed(job: Jobs) -> None:
         epochs=2,
         more="replicate=1",
     )
-    assert re.fullmatch(KEPT.format(old=2, new=0, step=13, ago=r"\d steps?"), found.events[0]), found.events
+    assert re.fullmatch(KEPT.format(old=2, new=0, step=13, ago=r"\d steps?"), found.events[0]), (
+        found.events
+    )
     at = {path.name: torch.load(path) for path in (job.folder / "killed").glob("*-[012]")}
     start, end = at["8-0"][1], at["16-0"][1]
     moved, whole = torch.zeros_like(start), 0.0
@@ -558,4 +665,6 @@ def test_the_next_round_has_what_a_killed_worker_had_changed(job: Jobs) -> None:
 @pytest.mark.slow
 def test_where_nobody_may_be_lost_it_is_said_that_nothing_is_copied(job: Jobs) -> None:
     ended = job.run("with pl.start(replicate=4) as run: pass", 2).end()
-    assert ended.code == 0 and "replicate=4 has no effect: nobody may be lost here" in ended.err, ended
+    assert ended.code == 0 and "replicate=4 has no effect: nobody may be lost here" in ended.err, (
+        ended
+    )

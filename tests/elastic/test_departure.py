@@ -1,4 +1,6 @@
-"""Hosts that are asked to leave (SIGTERM to their launchers), and hand over what only their servers keep."""
+"""Hosts that are asked to leave (SIGTERM to their launchers), and hand over what only their
+servers keep.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,18 @@ def check_parting(found: Outcome) -> None:
     assert not any("server" in event for event in found.events), found.events
 
 
-KINDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {"dense": (DENSE, {}), "tables": ((), parts()), "both": (DENSE, parts())}
+KINDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "dense": (DENSE, {}),
+    "tables": ((), parts()),
+    "both": (DENSE, parts()),
+}
 
 
 @SOAK
 @pytest.mark.parametrize("kind", ["dense", "tables", "both"])
-def test_hosts_leave_one_after_another_until_none_of_the_first_is_left(job: Jobs, alone: Callable[..., Outcome], kind: str) -> None:
+def test_hosts_leave_one_after_another_until_none_of_the_first_is_left(
+    job: Jobs, alone: Callable[..., Outcome], kind: str
+) -> None:
     options, more = KINDS[kind]
     hosts = Hosts(job, *options)
     launched = [hosts.come(**more)]
@@ -61,9 +69,16 @@ def test_hosts_leave_one_after_another_until_none_of_the_first_is_left(job: Jobs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("leavers", [(1,), *(pytest.param(found, marks=SOAK) for found in ((0,), (0, 1), (1, 2), (0, 2)))])
-@pytest.mark.parametrize("kind", [pytest.param("dense", marks=SOAK), pytest.param("tables", marks=SOAK), "both"])
-def test_some_of_three_hosts_leave_at_once(job: Jobs, alone: Callable[..., Outcome], kind: str, leavers: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "leavers",
+    [(1,), *(pytest.param(found, marks=SOAK) for found in ((0,), (0, 1), (1, 2), (0, 2)))],
+)
+@pytest.mark.parametrize(
+    "kind", [pytest.param("dense", marks=SOAK), pytest.param("tables", marks=SOAK), "both"]
+)
+def test_some_of_three_hosts_leave_at_once(
+    job: Jobs, alone: Callable[..., Outcome], kind: str, leavers: tuple[int, ...]
+) -> None:
     """Each has a server of the dense part; the tables have two."""
     options, more = KINDS[kind]
     hosts = Hosts(job, *options)
@@ -92,7 +107,9 @@ def test_copies_elsewhere_are_enough(job: Jobs, alone: Callable[..., Outcome]) -
 @SOAK
 def test_through_a_codec(job: Jobs, alone: Callable[..., Outcome]) -> None:
     hosts = Hosts(job, *CODED)
-    launched = [hosts.come(2, start="name='run', folder='killed/runs', compare=5") for _ in range(2)]
+    launched = [
+        hosts.come(2, start="name='run', folder='killed/runs', compare=5") for _ in range(2)
+    ]
     trains(launched[0], hosts.out, 4)
     leave(launched[0])
     found = hosts.ended(launched[1])
@@ -118,7 +135,9 @@ def test_killed_before_that_it_takes_with_it_what_it_keeps(job: Jobs) -> None:
 def test_where_nobody_can_take_over_it_goes_in_the_end(job: Jobs) -> None:
     """The server that is to do that is stopped before it has begun."""
     hosts = Hosts(job, *DENSE)
-    launched = [hosts.come(2, start="name='run', folder='killed/runs', deadline=15.0") for _ in range(2)]
+    launched = [
+        hosts.come(2, start="name='run', folder='killed/runs', deadline=15.0") for _ in range(2)
+    ]
     trains(launched[0], hosts.out, 4)
     launched[1].process.terminate()
     wait_for(lambda: len(servers(launched[0])) == 2, 30)

@@ -17,7 +17,10 @@ from tests.harness.jobs import Jobs
 from tests.harness.survivors import check, play
 
 HOSTS = ("a", "a", "b", "b")
-LATE, NOBODY = Judgement(frozenset({2}), (0.1, 0.1, 0.2, 0.1), "stolen"), Judgement(frozenset(), (0.1,) * 4, "compute")
+LATE, NOBODY = (
+    Judgement(frozenset({2}), (0.1, 0.1, 0.2, 0.1), "stolen"),
+    Judgement(frozenset(), (0.1,) * 4, "compute"),
+)
 
 
 def test_three_looks_in_a_row_of_other_flushes_are_needed() -> None:
@@ -29,7 +32,9 @@ def test_three_looks_in_a_row_of_other_flushes_are_needed() -> None:
 def test_a_look_without_it_begins_anew() -> None:
     found = WarningCount()
     looks = [LATE, LATE, NOBODY, LATE, LATE]
-    assert [found.add(range(4), look) for look in looks for _ in range(FLUSHES)] == [None] * FLUSHES * len(looks)
+    assert [found.add(range(4), look) for look in looks for _ in range(FLUSHES)] == [
+        None
+    ] * FLUSHES * len(looks)
     assert [found.add(range(4), LATE) for _ in range(FLUSHES)][-1] == 2
 
 
@@ -41,7 +46,9 @@ def test_the_latest_of_several_goes_first() -> None:
 def evictions(size: int, needed: int) -> tuple[list[Eviction], MagicMock, list[MagicMock]]:
     """One on each worker; what was told; and what has each leave."""
     history, leaving = MagicMock(), [MagicMock() for _ in range(size)]
-    view = cast("Any", SimpleNamespace(worker=SimpleNamespace(place=SimpleNamespace(min_workers=needed))))
+    view = cast(
+        "Any", SimpleNamespace(worker=SimpleNamespace(place=SimpleNamespace(min_workers=needed)))
+    )
     return [Eviction(view, each, history) for each in leaving], history, leaving
 
 
@@ -55,7 +62,10 @@ def test_it_goes_and_nobody_else() -> None:
     found, history, leaving = evictions(4, 3)
     judge(found, [0, 1, 2, 3])
     assert [each.let_go.called for each in leaving] == [False, False, True, False]
-    text = "rank 2 on b was late in 3 looks in a row, for stolen processor: it leaves, and its samples are dealt to the others"
+    text = (
+        "rank 2 on b was late in 3 looks in a row, for stolen processor: "
+        "it leaves, and its samples are dealt to the others"
+    )
     assert {call.args for call in history.tell.call_args_list} == {(text,)}
 
 
@@ -92,14 +102,25 @@ QUICK = """
 @pytest.mark.slow
 @pytest.mark.parametrize("slow", [0, 2])
 def test_in_a_job(job: Jobs, slow: int) -> None:
-    """The first worker leaves as well as another one; each sample counts once, and the weights are those of one process."""
+    """The first worker leaves as well as another one; each sample counts once, and the weights
+    are those of one process.
+    """
     parts = {"epochs": 9, "nap": 0.0}
     wanted = play(job, "alone", workers=1, **parts)
     found = play(
         *(job, "three", "--min-workers", "2", "--straggler", "evict"),
-        **(parts | {"workers": 3, "prepared": QUICK.format(slow=slow).strip(), "before": "time.sleep(0.03 + 0.3 * slow)"}),
+        **(
+            parts
+            | {
+                "workers": 3,
+                "prepared": QUICK.format(slow=slow).strip(),
+                "before": "time.sleep(0.03 + 0.3 * slow)",
+            }
+        ),
     )
     check(found, wanted)
     assert found.size == 2
     told = [event for event in found.events if "was late in 3 looks in a row" in event]
-    assert [event.partition(" on ")[0] for event in told] == [f"rank {slow}"] and "for compute: it leaves" in told[0]
+    assert [event.partition(" on ")[0] for event in told] == [
+        f"rank {slow}"
+    ] and "for compute: it leaves" in told[0]

@@ -1,4 +1,6 @@
-"""What workers that have less than others are given: the whole state, and the result of the last call. On threads."""
+"""What workers that have less than others are given: the whole state, and the result of the last
+call. On threads.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Worker:
         return self.state
 
 
-def handed(*states: str, old: int, hosts: tuple[int, ...] = (0, 0, 1, 1), broken: bool = False) -> list[tuple[str, list[int]]]:
+def handed(
+    *states: str, old: int, hosts: tuple[int, ...] = (0, 0, 1, 1), broken: bool = False
+) -> list[tuple[str, list[int]]]:
     def body(group: Group) -> tuple[str, list[int]]:
         mine = Worker(states[group.rank], broken and group.rank >= old)
         wrong = hand_over_state(group, hosts[: group.size], old, mine)
@@ -41,7 +45,12 @@ def test_new_workers_get_the_state() -> None:
 
 def test_a_worker_that_differs_is_told_to_all() -> None:
     """The new ones get theirs from a worker that is near."""
-    assert handed("one", "one", "other", "", old=3, hosts=(0, 1, 0, 1)) == [("one", [2]), ("one", [2]), ("other", [2]), ("one", [2])]
+    assert handed("one", "one", "other", "", old=3, hosts=(0, 1, 0, 1)) == [
+        ("one", [2]),
+        ("one", [2]),
+        ("other", [2]),
+        ("one", [2]),
+    ]
 
 
 def test_a_state_that_came_differently_is_refused() -> None:
@@ -54,7 +63,9 @@ def test_who_was_cut_off_gets_the_result_of_the_last_call(behind: tuple[int, ...
     plan = RecoveryPlan((10, 20, 30), (0, 1, 2), (), 5, frozenset(behind), 20, 0)
 
     def body(group: Group) -> float | None:
-        found = hand_over_result(group, plan, {"loss": torch.tensor(7.0)} if group.rank == 1 else None)
+        found = hand_over_result(
+            group, plan, {"loss": torch.tensor(7.0)} if group.rank == 1 else None
+        )
         return None if found is None else float(found.value["loss"])
 
     assert spawn(3, body) == [7.0 if worker in behind else None for worker in plan.members]

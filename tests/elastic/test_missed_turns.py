@@ -1,4 +1,6 @@
-"""A worker that was cut off in a call answers its loaders as the others had answered theirs, and then as things are now."""
+"""A worker that was cut off in a call answers its loaders as the others had answered theirs, and
+then as things are now.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def test_who_is_behind_repeats_what_it_answered_last() -> None:
     calls = 4  # its result was handed over
     missed.begin(2)
     answers = [missed.repeat() if missed.behind else missed.answer(6) for _ in range(3)]
-    assert answers == [5, 5, 6] and missed.asked == 3, "as often as those who were ahead: another may be behind now"
+    assert answers == [5, 5, 6] and missed.asked == 3, (
+        "as often as those who were ahead: another may be behind now"
+    )
 
 
 def test_who_is_lost_before_it_has_caught_up_begins_anew() -> None:

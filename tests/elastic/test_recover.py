@@ -14,14 +14,18 @@ CALLS = 8
 
 
 class Worker:
-    """Makes calls 1, 2, ... one after the other; `inside` of one it waits for all others to begin it."""
+    """Makes calls 1, 2, ... one after the other; `inside` of one it waits for all others to
+    begin it.
+    """
 
     def __init__(self) -> None:
         self.done, self.inside, self.results = 0, False, list[int]()
 
 
 def course(seed: int, size: int, deaths: int) -> tuple[dict[int, Worker], int]:
-    """Workers at the moment when nobody who lives can go on; a call gives its number, and ends once all have begun it."""
+    """Workers at the moment when nobody who lives can go on; a call gives its number, and ends
+    once all have begun it.
+    """
     chance = random.Random(seed)
     workers = {number: Worker() for number in range(size)}
     dead: set[int] = set()
@@ -32,10 +36,15 @@ def course(seed: int, size: int, deaths: int) -> tuple[dict[int, Worker], int]:
             dead.add(chance.choice([number for number in workers if number not in dead]))
         movable = []
         for number, worker in workers.items():
-            begun = all(other.done >= worker.done + 1 or (other.done == worker.done and other.inside) for other in workers.values())
+            begun = all(
+                other.done >= worker.done + 1 or (other.done == worker.done and other.inside)
+                for other in workers.values()
+            )
             if number not in dead and worker.done < CALLS and (not worker.inside or begun):
                 # once somebody has died, one that could go on may be cut off just as well
-                movable += [number] if not (dead and worker.inside and chance.random() < 0.3) else []
+                movable += (
+                    [number] if not (dead and worker.inside and chance.random() < 0.3) else []
+                )
         if not movable and (dead or all(worker.done == CALLS for worker in workers.values())):
             break
         if movable:
@@ -53,9 +62,17 @@ def test_all_who_live_come_to_the_same_call_with_the_same_results(deaths: int) -
     behind = 0
     for seed in range(1500):
         living, size = course(seed, 2 + deaths + seed % 3, deaths)
-        names = {worker: 1000 - worker for worker in range(size)}  # numbers say nothing of the order
-        plan = decide({names[number]: WorkerProgress(number, worker.done) for number, worker in living.items()})
-        assert plan.members == tuple(names[number] for number in sorted(living)) and plan.origins == tuple(sorted(living))
+        # numbers say nothing of the order
+        names = {worker: 1000 - worker for worker in range(size)}
+        plan = decide(
+            {
+                names[number]: WorkerProgress(number, worker.done)
+                for number, worker in living.items()
+            }
+        )
+        assert plan.members == tuple(
+            names[number] for number in sorted(living)
+        ) and plan.origins == tuple(sorted(living))
         teller = next(worker for number, worker in living.items() if names[number] == plan.teller)
         for number, worker in living.items():
             if names[number] in plan.behind:
@@ -80,8 +97,12 @@ def test_who_is_behind_answers_loaders_as_those_ahead_did() -> None:
 
 def test_all_let_others_in_where_one_that_is_ahead_does() -> None:
     """Though nobody may be left to be let in: then all find so."""
-    assert decide({5: WorkerProgress(0, 7, 0, 2, False), 6: WorkerProgress(1, 8, 0, 0, True)}).admits
-    assert not decide({5: WorkerProgress(0, 7, 0, 2, True), 6: WorkerProgress(1, 8, 0, 0, False)}).admits, "who is ahead has done so"
+    assert decide(
+        {5: WorkerProgress(0, 7, 0, 2, False), 6: WorkerProgress(1, 8, 0, 0, True)}
+    ).admits
+    assert not decide(
+        {5: WorkerProgress(0, 7, 0, 2, True), 6: WorkerProgress(1, 8, 0, 0, False)}
+    ).admits, "who is ahead has done so"
     assert decide({5: WorkerProgress(0, 8), 9: WorkerProgress(-1)}).admits
 
 
@@ -101,7 +122,9 @@ def test_workers_that_had_come_apart_are_told() -> None:
 
 
 def test_a_reach_is_its_text() -> None:
-    assert WorkerProgress(*WorkerProgress(2, 5, 3, 4, True).dump()) == WorkerProgress(2, 5, 3, 4, True)
+    assert WorkerProgress(*WorkerProgress(2, 5, 3, 4, True).dump()) == WorkerProgress(
+        2, 5, 3, 4, True
+    )
 
 
 def test_states_come_from_near_and_not_all_from_one() -> None:

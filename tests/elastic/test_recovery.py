@@ -1,4 +1,6 @@
-"""Workers are killed while they train, in every place of a turn and at random moments, and nothing shows it but an event."""
+"""Workers are killed while they train, in every place of a turn and at random moments, and
+nothing shows it but an event.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,12 @@ def test_killed_in_every_place(job: Jobs, alone: Callable[..., Outcome], rank: s
 
 OTHERS = {
     "adam": {"optimizer": "torch.optim.Adam(model.parameters(), 0.003)"},
-    "batchnorm": {"model": "model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 1)).double()"},
+    "batchnorm": {
+        "model": (
+            "model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, "
+            "1)).double()"
+        )
+    },
     "readers": {"readers": 2},
     "a mean before": {"before": "run.mean(loss)"},
     "a mean after": {"after": "run.mean(loss)"},
@@ -66,12 +73,21 @@ OTHERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind if kind == "readers" else pytest.param(kind, marks=pytest.mark.soak) for kind in OTHERS])
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind == "readers" else pytest.param(kind, marks=pytest.mark.soak) for kind in OTHERS],
+)
 def test_killed_at_a_random_moment(job: Jobs, alone: Callable[..., Outcome], kind: str) -> None:
     wanted = alone(**OTHERS[kind])
     chance, out = random.Random(kind), job.folder / "killed"
     out.mkdir()
-    launched = job.run(script(start="name='run', folder='killed/runs'", held=24, **OTHERS[kind]), 4, "--min-workers", "1", OUT=str(out))
+    launched = job.run(
+        script(start="name='run', folder='killed/runs'", held=24, **OTHERS[kind]),
+        4,
+        "--min-workers",
+        "1",
+        OUT=str(out),
+    )
     trains(launched, out, 4)
     for _ in range(2):
         pause(chance, 0.4)
@@ -96,12 +112,18 @@ CommandPipe.breaking = late
 
 
 @pytest.mark.slow
-def test_some_begin_to_meet_before_they_hear_that_somebody_comes_and_some_after(job: Jobs, alone: Callable[..., Outcome]) -> None:
-    """They have to come together in one view: who is in the earlier one can't be left there until its deadline."""
+def test_some_begin_to_meet_before_they_hear_that_somebody_comes_and_some_after(
+    job: Jobs, alone: Callable[..., Outcome]
+) -> None:
+    """They have to come together in one view: who is in the earlier one can't be left there
+    until its deadline.
+    """
     out = job.folder / "killed"
     out.mkdir()
     prepared = LATE.strip().replace("\n", "\n    ")
-    text = script(start="name='run', folder='killed/runs'", nap=until("has come", 0.8), prepared=prepared)
+    text = script(
+        start="name='run', folder='killed/runs'", nap=until("has come", 0.8), prepared=prepared
+    )
     launched = job.run(text, 3, "--min-workers", "1", "--restarts", "1", OUT=str(out))
     trains(launched, out, 3)
     launched.workers()[-1].kill()
@@ -113,7 +135,9 @@ def test_some_begin_to_meet_before_they_hear_that_somebody_comes_and_some_after(
 
 
 def test_a_complaint_that_crosses_a_new_view_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launchers take it for one of the view before; and the new view, in which nobody is missing, mends nothing."""
+    """Launchers take it for one of the view before; and the new view, in which nobody is
+    missing, mends nothing.
+    """
     heard, told = os.pipe()
     view, said, met = [Member(10, 0, "box", "::1")], list[int](), list[int]()
 
@@ -149,7 +173,9 @@ def test_a_worker_comes_back(job: Jobs, alone: Callable[..., Outcome]) -> None:
     out = job.folder / "killed"
     out.mkdir()
     text = script(start="name='run', folder='killed/runs'", nap=until("has come", 0.8))
-    launched = job.run(text, 3, "--min-workers", "1", "--restarts", "1", "--mesh", "data=3", OUT=str(out))
+    launched = job.run(
+        text, 3, "--min-workers", "1", "--restarts", "1", "--mesh", "data=3", OUT=str(out)
+    )
     trains(launched, out, 3)
     kill(launched, random.Random(1))
     ended = launched.end()
@@ -157,7 +183,10 @@ def test_a_worker_comes_back(job: Jobs, alone: Callable[..., Outcome]) -> None:
     found = outcome(out, out)
     check(found, wanted)
     views = [event for event in found.events if "(view" in event]
-    assert found.size == 3 and [event.split(":")[0].split(" ", 2)[2] for event in views] == ["was lost", "has come"]
+    assert found.size == 3 and [event.split(":")[0].split(" ", 2)[2] for event in views] == [
+        "was lost",
+        "has come",
+    ]
 
 
 @pytest.mark.slow
@@ -165,7 +194,14 @@ def test_a_stopped_worker_is_left_behind(job: Jobs) -> None:
     out = job.folder / "killed"
     out.mkdir()
     short = short_timings.environ(replacement={"stopped": 0.5, "look": 0.1})
-    launched = job.run(script(start="name='run', folder='killed/runs'", held=24), 3, "--min-workers", "1", OUT=str(out), **short)
+    launched = job.run(
+        script(start="name='run', folder='killed/runs'", held=24),
+        3,
+        "--min-workers",
+        "1",
+        OUT=str(out),
+        **short,
+    )
     trains(launched, out, 3)
     kill(launched, random.Random(1), signal.SIGSTOP)
     let_go(out)
@@ -205,7 +241,9 @@ def test_an_error_on_one_worker_is_survived(job: Jobs, alone: Callable[..., Outc
 
 @pytest.mark.slow
 def test_before_training_begins_a_death_ends_the_job(job: Jobs) -> None:
-    launched = job.run(script(prepared="die(run.rank == 1, 'early')"), 3, "--min-workers", "1", OUT=str(job.folder))
+    launched = job.run(
+        script(prepared="die(run.rank == 1, 'early')"), 3, "--min-workers", "1", OUT=str(job.folder)
+    )
     ended = launched.end()
     assert ended.code == 137 and "SIGKILL" in ended.last, ended
 
@@ -222,7 +260,9 @@ MORE = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sync", ["LocalSGD(4)", *(pytest.param(sync, marks=pytest.mark.soak) for sync in MORE)])
+@pytest.mark.parametrize(
+    "sync", ["LocalSGD(4)", *(pytest.param(sync, marks=pytest.mark.soak) for sync in MORE)]
+)
 def test_other_strategies_go_on(job: Jobs, sync: str) -> None:
     chance, out = random.Random(sync), job.folder / "killed"
     out.mkdir()
@@ -253,19 +293,34 @@ SharedGroup.empty = dying
 
 @pytest.mark.slow
 def test_another_dies_while_new_groups_are_formed(job: Jobs) -> None:
-    """Those who had begun to move to these groups go on from where all last agreed to be, as the others do."""
+    """Those who had begun to move to these groups go on from where all last agreed to be, as the
+    others do.
+    """
     out = job.folder / "killed"
     out.mkdir()
-    prepared, before = FORMING.strip().replace("\n", "\n    "), "die(run.rank == 3 and run.steps == 2, 'first')"
-    text = script(start="name='run', folder='killed/runs', replicate=1, compare=1", prepared=prepared, before=before, nap=0)
+    prepared, before = (
+        FORMING.strip().replace("\n", "\n    "),
+        "die(run.rank == 3 and run.steps == 2, 'first')",
+    )
+    text = script(
+        start="name='run', folder='killed/runs', replicate=1, compare=1",
+        prepared=prepared,
+        before=before,
+        nap=0,
+    )
     ended = job.run(text, 4, "--min-workers", "1", "--sync", "LocalSGD(4)", OUT=str(out)).end()
     assert ended.code == 0, ended
     found = outcome(out, out)
-    assert found.size == 2 and [event.partition(" lost")[0] for event in found.events] == ["ranks 1, 3 were"]
-    assert (out / "while new groups are formed").exists() and found.logged == list(range(1, 3 * SAMPLES // BATCH + 1))
+    assert found.size == 2 and [event.partition(" lost")[0] for event in found.events] == [
+        "ranks 1, 3 were"
+    ]
+    assert (out / "while new groups are formed").exists() and found.logged == list(
+        range(1, 3 * SAMPLES // BATCH + 1)
+    )
 
 
-# Rank 2 dies in a call once it is there for it; rank 0 hears of that before rank 1 has come, and rank 1 only in its next call.
+# Rank 2 dies in a call once it is there for it; rank 0 hears of that before rank 1 has come, and
+# rank 1 only in its next call.
 AHEAD = """
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.shm.group import SharedGroup
@@ -307,12 +362,28 @@ BEHIND = {
 @pytest.mark.alike(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", BEHIND)
-def test_who_is_cut_off_takes_the_turns_that_others_have_taken_since(job: Jobs, alone: Callable[..., Outcome], sync: str) -> None:
+def test_who_is_cut_off_takes_the_turns_that_others_have_taken_since(
+    job: Jobs, alone: Callable[..., Outcome], sync: str
+) -> None:
     what, before = BEHIND[sync]
     prepared = AHEAD.strip().replace("\n", "\n    ").format(what=what)
     more = "compare=4" if "Local" in sync else "compare=None"
-    found = play(job, "killed", "--min-workers", "1", "--sync", sync, workers=3, nap=0, more=more, prepared=prepared, before=before)
-    assert (job.folder / "killed" / "next call").exists() and [event.split(":")[0] for event in found.events] == ["rank 2 was lost"]
+    found = play(
+        job,
+        "killed",
+        "--min-workers",
+        "1",
+        "--sync",
+        sync,
+        workers=3,
+        nap=0,
+        more=more,
+        prepared=prepared,
+        before=before,
+    )
+    assert (job.folder / "killed" / "next call").exists() and [
+        event.split(":")[0] for event in found.events
+    ] == ["rank 2 was lost"]
     if "Local" in sync:
         assert found.logged == list(range(1, 3 * SAMPLES // BATCH + 1)) and found.size == 2
     else:
@@ -323,7 +394,8 @@ def three_hosts(job: Jobs, out: Path, **parts: Any) -> list[Job]:
     """The launchers of a run of three hosts with two workers each."""
     options = ("--min-workers", "1", "--hosts", "3", "--join", f"127.0.0.1:{free_port()}")
     common = {"OUT": str(out), "PACELINE_SECRET": "5a" * 32, "PACELINE_INTERFACE": "lo"}
-    common |= short_timings.environ(membership={"silence": 60.0, "call": 60.0})  # who is killed or leaves is missed at once
+    # who is killed or leaves is missed at once
+    common |= short_timings.environ(membership={"silence": 60.0, "call": 60.0})
     text = script(start="name='run', folder='killed/runs'", **parts)
     return [job.run(text, 2, *options, "--host-rank", str(rank), **common) for rank in range(3)]
 
@@ -355,13 +427,34 @@ def test_a_worker_that_hangs_is_named_with_its_stack(job: Jobs) -> None:
     for seconds in (6.0, 20.0, 60.0):  # more where the machine is busy, and others seem to hang too
         out = job.folder / f"killed{seconds:g}"
         out.mkdir()
-        text = script(start=f"name='run', folder='{out.name}/runs', deadline={seconds}", before=before)
-        ended = job.run(text, 3, "--min-workers", "1", OUT=str(out), **short_timings.environ(hangs={"answer": 60.0})).end()
-        if ended.code == 0 and "rank 2 is given up" in ended.err and (found := outcome(out, out)).size == 2:
+        text = script(
+            start=f"name='run', folder='{out.name}/runs', deadline={seconds}", before=before
+        )
+        ended = job.run(
+            text,
+            3,
+            "--min-workers",
+            "1",
+            OUT=str(out),
+            **short_timings.environ(hangs={"answer": 60.0}),
+        ).end()
+        if (
+            ended.code == 0
+            and "rank 2 is given up" in ended.err
+            and (found := outcome(out, out)).size == 2
+        ):
             break
     assert ended.code == 0, ended
-    line = next(number for number, content in enumerate((job.folder / "script.py").read_text().splitlines(), 1) if "while True" in content)
-    told = [content for content in ended.err.splitlines() if "others wait for rank 2" in content or f"line {line} in" in content]
+    line = next(
+        number
+        for number, content in enumerate((job.folder / "script.py").read_text().splitlines(), 1)
+        if "while True" in content
+    )
+    told = [
+        content
+        for content in ended.err.splitlines()
+        if "others wait for rank 2" in content or f"line {line} in" in content
+    ]
     assert len(told) == 2 and HOST in told[0] and "(backward of step 20)" in told[0], ended.err
     assert re.search(r"script\d*\.py", told[1]), ended.err
     assert "rank 2 is given up" in ended.err
@@ -369,7 +462,9 @@ def test_a_worker_that_hangs_is_named_with_its_stack(job: Jobs) -> None:
 
 
 @pytest.mark.slow
-def test_a_host_that_is_asked_to_leave_goes_after_its_step(job: Jobs, alone: Callable[..., Outcome]) -> None:
+def test_a_host_that_is_asked_to_leave_goes_after_its_step(
+    job: Jobs, alone: Callable[..., Outcome]
+) -> None:
     out = job.folder / "killed"
     out.mkdir()
     launched = three_hosts(job, out, nap=until(1))
@@ -407,8 +502,17 @@ def test_fewer_than_the_job_needs_save_and_wait(job: Jobs, alone: Callable[..., 
     wanted = alone()
     out = job.folder / "killed"
     out.mkdir()
-    options, later = ["--min-workers", "3", "--restarts", "1"], short_timings.environ(replacement={"backoff": 3.0})
-    launched = job.run(script(start="name='run', folder='killed/runs'", held=24), 3, *options, OUT=str(out), **later)
+    options, later = (
+        ["--min-workers", "3", "--restarts", "1"],
+        short_timings.environ(replacement={"backoff": 3.0}),
+    )
+    launched = job.run(
+        script(start="name='run', folder='killed/runs'", held=24),
+        3,
+        *options,
+        OUT=str(out),
+        **later,
+    )
     trains(launched, out, 3)
     kill(launched, random.Random(2))
     let_go(out)
@@ -416,7 +520,9 @@ def test_fewer_than_the_job_needs_save_and_wait(job: Jobs, alone: Callable[..., 
     assert ended.code == 0, ended
     found = outcome(out, out)
     check(found, wanted)
-    assert found.size == 3 and [event for event in found.events if event.startswith("2 of 3 workers are left: saved step-")]
+    assert found.size == 3 and [
+        event for event in found.events if event.startswith("2 of 3 workers are left: saved step-")
+    ]
     assert list((out / "runs" / "run" / "checkpoints").iterdir())
 
 
@@ -449,7 +555,9 @@ def test_a_scaler_that_was_not_prepared_is_refused(job: Jobs) -> None:
     }
     text = script(**parts).replace("loss.backward()", "scaler.scale(loss).backward()")
     ended = job.run(text, 2, "--min-workers", "1", OUT=str(job.folder)).end()
-    assert ended.code == 1 and "a GradScaler steps that was not given to run.prepare" in ended.err, ended
+    assert (
+        ended.code == 1 and "a GradScaler steps that was not given to run.prepare" in ended.err
+    ), ended
     prepared = text.replace("init_scale=2.0)", "init_scale=2.0); run.prepare(scaler)")
     assert job.run(prepared, 2, "--min-workers", "1", OUT=str(job.folder)).end().code == 0
 
@@ -458,7 +566,13 @@ def test_a_scaler_that_was_not_prepared_is_refused(job: Jobs) -> None:
 def test_two_at_once(job: Jobs, alone: Callable[..., Outcome]) -> None:
     out = job.folder / "killed"
     out.mkdir()
-    launched = job.run(script(start="name='run', folder='killed/runs'", held=24), 4, "--min-workers", "1", OUT=str(out))
+    launched = job.run(
+        script(start="name='run', folder='killed/runs'", held=24),
+        4,
+        "--min-workers",
+        "1",
+        OUT=str(out),
+    )
     trains(launched, out, 4)
     pause(random.Random(5), 0.3)
     for process in launched.workers()[1:3]:
@@ -476,7 +590,7 @@ MORTAL = """
 class Mortal:
     def state_dict(self): return {"x": torch.zeros(3)}
     def load_state_dict(self, state): die(os.environ.get("PACELINE_JOINING") == "1", "while it is healed")
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
@@ -486,7 +600,15 @@ def test_a_worker_dies_while_it_is_healed(job: Jobs, alone: Callable[..., Outcom
     out.mkdir()
     slowly = "0 if (out / 'go').exists() else 1.0"
     parts = {"model": NET + MORTAL, "prepared": "run.keep('mortal', Mortal())", "nap": slowly}
-    launched = job.run(script(start="name='run', folder='killed/runs'", **parts), 3, "--min-workers", "1", "--restarts", "3", OUT=str(out))
+    launched = job.run(
+        script(start="name='run', folder='killed/runs'", **parts),
+        3,
+        "--min-workers",
+        "1",
+        "--restarts",
+        "3",
+        OUT=str(out),
+    )
     trains(launched, out, 3)
     launched.workers()[1].kill()
     trains(launched, out, 4)

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from paceline.elastic import replicate
-from paceline.elastic.replicate import CopyLabel, CopyShelf, ReplicationTimes, cadence, check, heirs, keepers, wrap
+from paceline.elastic.replicate import (
+    CopyLabel,
+    CopyShelf,
+    ReplicationTimes,
+    cadence,
+    check,
+    heirs,
+    keepers,
+    wrap,
+)
 from paceline.errors import CheckpointError, UsageError
 
 
@@ -37,7 +46,11 @@ def test_two_hosts_may_be_lost_that_are_no_buddies(count: int) -> None:
     assert all(hosts[owner] != hosts[keeper] for owner, keeper in found.items())
     for one in range(count):
         for other in range(one + 1, count):
-            lost = [owner for owner, keeper in found.items() if {hosts[owner], hosts[keeper]} == {one, other}]
+            lost = [
+                owner
+                for owner, keeper in found.items()
+                if {hosts[owner], hosts[keeper]} == {one, other}
+            ]
             assert bool(lost) == ((other - one) in (1, count - 1))
 
 
@@ -48,12 +61,15 @@ def test_the_newest_copy_counts_and_one_goes_on_with_it() -> None:
 
 def test_copies_are_made_as_often_as_the_budget_allows() -> None:
     assert cadence([ReplicationTimes(0.001, 0.004, 0.1)]) == 1
-    assert cadence([ReplicationTimes(0.01, 0.04, 0.1), ReplicationTimes(0.02, 0.06, 0.1)]) == 8  # the slowest counts
+    # the slowest counts
+    assert cadence([ReplicationTimes(0.01, 0.04, 0.1), ReplicationTimes(0.02, 0.06, 0.1)]) == 8
     assert cadence([ReplicationTimes(0.01, 0.04, 0.1)], budget=0.5) == 1
     assert cadence([ReplicationTimes(0.0, 3.0, 0.2)]) == 150
     for spent in (0.003, 0.07, 0.9):
         every = cadence([ReplicationTimes(spent / 3, spent * 2 / 3, 0.2)])
-        assert spent <= every * 0.1 * 0.2 * (1 + 1e-9) and (every == 1 or spent > (every - 1) * 0.1 * 0.2)
+        assert spent <= every * 0.1 * 0.2 * (1 + 1e-9) and (
+            every == 1 or spent > (every - 1) * 0.1 * 0.2
+        )
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.0, True, "always", None])
@@ -114,9 +130,16 @@ def test_a_copy_is_what_was_sent() -> None:
 
 def test_one_with_a_wrong_bit_is_refused_and_the_older_one_is_used() -> None:
     shelf = CopyShelf()
-    assert "there is no older one" in str(bring(shelf, 3, 6, flip=5)) and shelf.held == {} and copies(shelf, 3) == []
+    assert (
+        "there is no older one" in str(bring(shelf, 3, 6, flip=5))
+        and shelf.held == {}
+        and copies(shelf, 3) == []
+    )
     bring(shelf, 3, 7)
-    assert "a copy as of step 8 was refused" in (why := str(bring(shelf, 3, 8, flip=0))) and "as of step 7 is kept" in why
+    assert (
+        "a copy as of step 8 was refused" in (why := str(bring(shelf, 3, 8, flip=0)))
+        and "as of step 7 is kept" in why
+    )
     assert shelf.held == {3: 7} and copies(shelf, 3) == [7]
     assert bring(shelf, 3, 9) is None and copies(shelf, 3) == [9, 7]
 
@@ -128,7 +151,9 @@ def test_one_under_another_label_is_refused() -> None:
         place.copy_(piece)
     assert "its bytes are not those that were sent" in str(shelf.put(0, wrong))
     others = [label._replace(step=5), label._replace(tree={"a": 1}), wrong]
-    assert all(not torch.equal(other.end, label.end) for other in others) and torch.equal(CopyLabel.load(label.dump()).end, label.end)
+    assert all(not torch.equal(other.end, label.end) for other in others) and torch.equal(
+        CopyLabel.load(label.dump()).end, label.end
+    )
 
 
 def test_while_one_comes_the_newest_whole_one_stays() -> None:
@@ -141,7 +166,8 @@ def test_while_one_comes_the_newest_whole_one_stays() -> None:
     room = shelf._places[3][1].room
     shelf.forfeit(3)
     assert copies(shelf, 3) == [8] and bring(shelf, 3, 10) is None and copies(shelf, 3) == [10, 8]
-    assert all(place.room.data_ptr() != room.data_ptr() for place in shelf._places[3])  # something may still be written there
+    # something may still be written there
+    assert all(place.room.data_ptr() != room.data_ptr() for place in shelf._places[3])
 
 
 def test_memory_is_used_again() -> None:
@@ -165,7 +191,9 @@ def test_one_that_has_changed_since_it_came_is_not_used() -> None:
 def test_one_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     written = wrap(state(1), 4)[0].dump()
     monkeypatch.setattr(replicate, "FORM", 2)
-    with pytest.raises(CheckpointError, match="a copy of form 1 can't be kept, this version of paceline knows 2"):
+    with pytest.raises(
+        CheckpointError, match="a copy of form 1 can't be kept, this version of paceline knows 2"
+    ):
         CopyLabel.load(written)
 
 

@@ -1,4 +1,6 @@
-"""Copies on their way between threads: who gets them, and what is left where one breaks off, or is not what was sent."""
+"""Copies on their way between threads: who gets them, and what is left where one breaks off, or
+is not what was sent.
+"""
 
 from __future__ import annotations
 
@@ -36,20 +38,34 @@ def kept(shelf: CopyShelf) -> dict[int, int]:
     for owner in shelf.held:
         step, state = next(shelf.read(owner, lambda why: None))
         wanted = has(NAMES.index(owner), step)
-        assert torch.equal(state["x"], wanted["x"]) and state["step"] == step and state["rank"] == wanted["rank"]
+        assert (
+            torch.equal(state["x"], wanted["x"])
+            and state["step"] == step
+            and state["rank"] == wanted["rank"]
+        )
     return shelf.held
 
 
 class Spoiling:
-    """A group whose messages go wrong: `spoil` is given each call's number and what has come in it."""
+    """A group whose messages go wrong: `spoil` is given each call's number and what has come in
+    it.
+    """
 
-    def __init__(self, group: ThreadGroup, spoil: Callable[[int, Sequence[tuple[int, Tensor]]], None]) -> None:
+    def __init__(
+        self, group: ThreadGroup, spoil: Callable[[int, Sequence[tuple[int, Tensor]]], None]
+    ) -> None:
         self._group, self._spoil, self._calls = group, spoil, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
 
-    def exchange_agreed(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
+    def exchange_agreed(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        *,
+        tag: int = 0,
+    ) -> Work[None]:
         self._calls += 1
         self._group.exchange_agreed(sends, recvs, tag=tag).wait()
         spoil, number = self._spoil, self._calls
@@ -72,7 +88,9 @@ def carry(
 
     def body(group: ThreadGroup) -> tuple[Replicator, CopyShelf]:
         shelf = CopyShelf()
-        courier = Replicator(group if spoil is None else Spoiling(group, spoil), HOSTS, NAMES, shelf, timings=PATIENT)  # type: ignore[arg-type]
+        courier = Replicator(
+            group if spoil is None else Spoiling(group, spoil), HOSTS, NAMES, shelf, timings=PATIENT
+        )  # type: ignore[arg-type]
         for step in range(1, steps + 1):
             if courier.works:
                 courier.start(has(group.rank, step) if group.rank in owners else None, step)
@@ -89,27 +107,42 @@ def carry(
 def test_each_copy_comes_to_the_next_host(owners: tuple[int, ...]) -> None:
     found = carry(6, 3, owners)
     for courier, _ in found:
-        assert courier.owners == {NAMES[rank] for rank in owners} and courier.whole == 3 and courier.broken is None
+        assert (
+            courier.owners == {NAMES[rank] for rank in owners}
+            and courier.whole == 3
+            and courier.broken is None
+        )
     where = {owner: rank for rank, (_, shelf) in enumerate(found) for owner in kept(shelf)}
     assert where.keys() == ({NAMES[rank] for rank in owners} if len(owners) > 1 else set())
     for owner, rank in where.items():
         assert HOSTS[rank] != HOSTS[NAMES.index(owner)] and found[rank][1].held[owner] == 3
     sent = [courier.nbytes for courier, _ in found]
-    assert [nbytes > 4000 for nbytes in sent] == [rank in owners and len(owners) > 1 for rank in range(6)]
+    assert [nbytes > 4000 for nbytes in sent] == [
+        rank in owners and len(owners) > 1 for rank in range(6)
+    ]
 
 
-def test_a_copy_that_has_changed_on_its_way_is_refused_with_a_line_on_all_and_the_older_one_stays() -> None:
+def test_a_copy_that_has_changed_on_its_way_is_refused_with_a_line_on_all_and_the_older_one_stays() -> (  # noqa: E501
+    None
+):
     def spoil(call: int, recvs: Sequence[tuple[int, Tensor]]) -> None:
         if call == 3 and recvs and recvs[0][0] == 0:
             recvs[0][1][17] ^= 32
 
     seen: list[dict[int, int]] = [{} for _ in range(4)]
-    found = carry(4, 4, (0, 2), spoil, lambda step, courier: seen[step - 1].update(courier._shelf.held))
-    assert [steps[NAMES[0]] for steps in seen] == [1, 2, 2, 4] and [steps[NAMES[2]] for steps in seen] == [1, 2, 3, 4]
+    found = carry(
+        4, 4, (0, 2), spoil, lambda step, courier: seen[step - 1].update(courier._shelf.held)
+    )
+    assert [steps[NAMES[0]] for steps in seen] == [1, 2, 2, 4] and [
+        steps[NAMES[2]] for steps in seen
+    ] == [1, 2, 3, 4]
     assert kept(found[2][1]) == {NAMES[0]: 4}
     for courier, _ in found:
         remark = courier.remarks.get_nowait()
-        assert "rank 2, of rank 0: a copy as of step 3 was refused" in remark and "the one as of step 2 is kept" in remark
+        assert (
+            "rank 2, of rank 0: a copy as of step 3 was refused" in remark
+            and "the one as of step 2 is kept" in remark
+        )
         with pytest.raises(queue.Empty):
             courier.remarks.get_nowait()
 
@@ -123,7 +156,9 @@ def test_of_a_copy_that_breaks_off_half_way_nothing_is_kept() -> None:
 
     found = carry(4, 5, (0, 2), spoil)
     assert kept(found[2][1]) == {NAMES[0]: 2} and kept(found[0][1]) == {NAMES[2]: 2}
-    assert all(isinstance(courier.broken, WorkerLost) and courier.whole == 2 for courier, _ in found)
+    assert all(
+        isinstance(courier.broken, WorkerLost) and courier.whole == 2 for courier, _ in found
+    )
 
 
 def test_one_of_which_all_had_come_is_kept() -> None:
@@ -151,7 +186,11 @@ def test_a_worker_of_another_version_neither_sends_to_us_nor_gets_anything() -> 
 
         def agree(self, payload: bytes) -> list[bytes]:
             found = msgpack.unpackb(payload)
-            return self._group.agree(msgpack.packb([2, *found[1:]]) if found[:1] == [FORM] and self._group.rank == 0 else payload)
+            return self._group.agree(
+                msgpack.packb([2, *found[1:]])
+                if found[:1] == [FORM] and self._group.rank == 0
+                else payload
+            )
 
     def body(group: ThreadGroup) -> tuple[dict[int, int], list[str]]:
         shelf = CopyShelf()

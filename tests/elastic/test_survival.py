@@ -16,8 +16,12 @@ def survival(*, fresh: bool = False, apart: bool = False) -> tuple[Survival, Mag
     parts.prepared.optimizers = []
     parts.prepared.state = SimpleNamespace(parts=[])
     parts.loop.apart = apart
-    rest = {name: getattr(parts, name) for name in ("collector", "history", "tally", "save", "depart")}
-    return Survival(parts.recovery, parts.leaving, parts.view, parts.loop, parts.prepared, **rest), parts
+    rest = {
+        name: getattr(parts, name) for name in ("collector", "history", "tally", "save", "depart")
+    }
+    return Survival(
+        parts.recovery, parts.leaving, parts.view, parts.loop, parts.prepared, **rest
+    ), parts
 
 
 def test_who_trains_is_armed_and_who_has_just_come_is_let_in_first() -> None:
@@ -26,7 +30,12 @@ def test_who_trains_is_armed_and_who_has_just_come_is_let_in_first() -> None:
     assert parts.recovery.arm.called and not parts.recovery.join.called and not found.take_joined()
     found, parts = survival(fresh=True)
     found.begin()
-    assert parts.recovery.join.called and parts.tally.enter.called and parts.view.enter.called and not parts.recovery.arm.called
+    assert (
+        parts.recovery.join.called
+        and parts.tally.enter.called
+        and parts.view.enter.called
+        and not parts.recovery.arm.called
+    )
     assert found.take_joined() and not found.take_joined()
 
 

@@ -28,7 +28,15 @@ def served() -> tuple[Place, Roster, Any]:
     """The place of a worker that serves a view of which it is the only member."""
     with network.listen("127.0.0.1") as listening:
         port = listening.getsockname()[1]
-        place = Place(worker=named(7, port), store_fd=listening.fileno(), secret=SECRET, rank=3, size=9, local_size=9, joining=True)
+        place = Place(
+            worker=named(7, port),
+            store_fd=listening.fileno(),
+            secret=SECRET,
+            rank=3,
+            size=9,
+            local_size=9,
+            joining=True,
+        )
         assert place.worker is not None
         return place, Roster(4, (Member(place.worker, 2, "box", "127.0.0.1"),)), serve(place)
 
@@ -36,7 +44,10 @@ def served() -> tuple[Place, Roster, Any]:
 def test_members_meet_in_the_store_until_the_view_is_over() -> None:
     place, roster, _server = served()
     cancel_scope = CancelScope()
-    mine, other = open_store(context(place), roster, cancel_scope), open_store(context(place), roster, CancelScope())
+    mine, other = (
+        open_store(context(place), roster, cancel_scope),
+        open_store(context(place), roster, CancelScope()),
+    )
     mine.put("a", 1)
     assert other.take("a") == 1
     cancel_scope.trip(ViewChanged("the workers are others now"))
@@ -61,5 +72,8 @@ def test_the_place_of_a_worker_in_a_view() -> None:
     after = found.place
     assert (after.rank, after.size, after.local_rank, after.local_size) == (0, 1, 0, 1)
     assert (after.host_rank, after.hosts, after.joining) == (2, 1, False)
-    assert after.meeting == ("127.0.0.1", roster.members[0].port) and found.cancel_scope is cancel_scope
+    assert (
+        after.meeting == ("127.0.0.1", roster.members[0].port)
+        and found.cancel_scope is cancel_scope
+    )
     assert [host.ranks for host in found.cluster.hosts] == [(0,)]

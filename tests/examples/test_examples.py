@@ -1,6 +1,8 @@
-"""The examples: each is short and runs as its first lines say, mostly with two workers, and learns what it is meant to learn.
+"""The examples: each is short and runs as its first lines say, mostly with two workers, and learns
+what it is meant to learn.
 
-`train.py` and `surrogate.py` run alone in tests/test_readme.py, the notebook in tests/notebook/test_notebook.py.
+`train.py` and `surrogate.py` run alone in tests/test_readme.py, the notebook in
+tests/notebook/test_notebook.py.
 """
 
 from __future__ import annotations
@@ -19,12 +21,20 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 ELSEWHERE = {"train.py", "surrogate.py", "notebook.ipynb"}
 MANIFESTS = {"slurm.sbatch", "slurm-survive.sbatch", "kubernetes.yaml"}  # test_manifests.py
-COMPILED = {"migrations/accelerate_before.py", "migrations/horovod_before.py"}  # what they import isn't installed
+# what they import isn't installed
+COMPILED = {"migrations/accelerate_before.py", "migrations/horovod_before.py"}
 BEFORE = "migrations/ddp_before.py"
 LINES = 80
 
 
-def run(job: Jobs, name: str, *options: str, workers: int = 2, args: tuple[str, ...] = (), **environ: str) -> tuple[Ended, dict[str, Any]]:
+def run(
+    job: Jobs,
+    name: str,
+    *options: str,
+    workers: int = 2,
+    args: tuple[str, ...] = (),
+    **environ: str,
+) -> tuple[Ended, dict[str, Any]]:
     """Run an example to its end: what it wrote, and its summary if it has one."""
     ended = job.program(EXAMPLES / name, workers, *options, args=args, **environ).end()
     assert ended.code == 0, ended
@@ -34,7 +44,9 @@ def run(job: Jobs, name: str, *options: str, workers: int = 2, args: tuple[str, 
 
 def losses(job: Jobs) -> list[float]:
     (path,) = (job.folder / "runs").glob("*/metrics.jsonl")
-    return [line["loss"] for line in map(json.loads, path.read_text().splitlines()) if "loss" in line]
+    return [
+        line["loss"] for line in map(json.loads, path.read_text().splitlines()) if "loss" in line
+    ]
 
 
 class TestRuns:
@@ -62,13 +74,21 @@ class TestRuns:
         assert summary["sync"] == "LocalSGD(8, outer=nesterov(), codec=int8())", summary["sync"]
         (error, spread) = map(float, re.findall(r"error (\S+) of (\S+);", ended.out)[0])
         assert error < 0.25 * spread
-        dense = 2 * 4 * (16 * 256 + 256 * 256 + 256 * 8 + 2 * 256 + 8)  # what two workers would send in each step at least
+        # what two workers would send in each step at least
+        dense = 2 * 4 * (16 * 256 + 256 * 256 + 256 * 8 + 2 * 256 + 8)
         assert sum(summary["bytes_sent"].values()) < dense / 10
 
     def test_spot(self, job):
-        """A worker is killed and replaced: all samples are trained on once, and the checkpoint is whole."""
-        options, patient = ("--min-workers", "1", "--restarts", "1"), short_timings.environ(recovery={"form": 60.0})
-        ended, summary = run(job, "spot.py", *options, workers=3, args=("--interrupt", "20"), **patient)
+        """A worker is killed and replaced: all samples are trained on once, and the checkpoint
+        is whole.
+        """
+        options, patient = (
+            ("--min-workers", "1", "--restarts", "1"),
+            short_timings.environ(recovery={"form": 60.0}),
+        )
+        ended, summary = run(
+            job, "spot.py", *options, workers=3, args=("--interrupt", "20"), **patient
+        )
         assert summary["samples"] == 2 * 4096 and summary["steps"] == 128
         assert any("was lost" in event["what"] for event in summary["events"]), summary["events"]
         assert "was killed by SIGKILL" in ended.err
@@ -77,7 +97,9 @@ class TestRuns:
 
     def test_pipeline(self, job):
         _, summary = run(job, "pipeline.py")
-        assert summary["mesh"] == {"stage": 2} and summary["pipelines"] and summary["final_loss"] < 0.6
+        assert (
+            summary["mesh"] == {"stage": 2} and summary["pipelines"] and summary["final_loss"] < 0.6
+        )
 
 
 class TestMigrations:
@@ -90,7 +112,10 @@ class TestMigrations:
     def test_before_ddp(self, job):
         """As many steps over as many samples give about the same accuracy."""
         ended, summary = run(job, BEFORE)
-        assert float(re.findall(r"epoch 2: loss \S+, accuracy (\S+)", ended.out)[0]) > 0.9 and not summary
+        assert (
+            float(re.findall(r"epoch 2: loss \S+, accuracy (\S+)", ended.out)[0]) > 0.9
+            and not summary
+        )
 
 
 @pytest.mark.parametrize("name", sorted(COMPILED))
@@ -99,14 +124,24 @@ def test_what_is_only_compiled(name):
 
 
 def everything() -> set[str]:
-    return {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    return {
+        path.relative_to(EXAMPLES).as_posix()
+        for path in EXAMPLES.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
 
 
 def test_every_example_is_tested_and_short():
-    names = {f"{name.removeprefix('test_')}.py" for name in vars(TestRuns) if name.startswith("test_")}
+    names = {
+        f"{name.removeprefix('test_')}.py" for name in vars(TestRuns) if name.startswith("test_")
+    }
     names |= {f"migrations/{name}_after.py" for name in ("ddp", "accelerate", "horovod")}
     assert everything() == names | ELSEWHERE | MANIFESTS | COMPILED | {BEFORE, "README.md"}
-    assert [name for name in sorted(everything() - {"notebook.ipynb"}) if len((EXAMPLES / name).read_text().splitlines()) >= LINES] == []
+    assert [
+        name
+        for name in sorted(everything() - {"notebook.ipynb"})
+        if len((EXAMPLES / name).read_text().splitlines()) >= LINES
+    ] == []
 
 
 def test_the_index_names_every_example():
@@ -119,5 +154,10 @@ def test_what_an_example_says_of_itself_is_a_command_on_itself():
     """The first paragraph of each has the command that starts it."""
     for name in sorted(everything()):
         if name.endswith(".py"):
-            commands = re.findall(r"`((?:python|paceline|torchrun|accelerate launch|horovodrun) [^`]+)`", (EXAMPLES / name).read_text())
-            assert any(f"examples/{name}" in command or "python ..." in command for command in commands), name
+            commands = re.findall(
+                r"`((?:python|paceline|torchrun|accelerate launch|horovodrun) [^`]+)`",
+                (EXAMPLES / name).read_text(),
+            )
+            assert any(
+                f"examples/{name}" in command or "python ..." in command for command in commands
+            ), name

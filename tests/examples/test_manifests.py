@@ -1,4 +1,6 @@
-"""Manifests: Kubernetes' against the schema of its API, Slurm's by their directives and by what they would start."""
+"""Manifests: Kubernetes' against the schema of its API, Slurm's by their directives and by what
+they would start.
+"""
 
 from __future__ import annotations
 
@@ -49,33 +51,58 @@ def test_directives(path: Path) -> None:
     assert lines[0].startswith("#!")
     places = [number for number, line in enumerate(lines) if line.startswith("#SBATCH")]
     first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
-    assert len(places) > 4 and max(places) < first  # Slurm reads no directive behind the first command
+    # Slurm reads no directive behind the first command
+    assert len(places) > 4 and max(places) < first
     for number in places:
         match = re.fullmatch(r"#SBATCH --([a-z-]+)(?:=(.+))?", lines[number])
-        assert match is not None and re.fullmatch(DIRECTIVES[match[1]], match[2] or ""), lines[number]
+        assert match is not None and re.fullmatch(DIRECTIVES[match[1]], match[2] or ""), lines[
+            number
+        ]
 
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("path", BATCHES, ids=lambda path: path.name)
 def test_what_a_batch_would_start(path: Path, tmp_path: Path) -> None:
-    """The script runs as bash runs it, with commands of Slurm's that write down what they are given."""
+    """The script runs as bash runs it, with commands of Slurm's that write down what they are
+    given.
+    """
     for name, body in {"srun": SRUN, "scontrol": "#!/bin/sh\nprintf 'a1\\na2\\n'\n"}.items():
         (tmp_path / name).write_text(body)
         (tmp_path / name).chmod(0o755)
-    given = {"SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_JOB_NUM_NODES": "2", "FOLDER": str(tmp_path)}
-    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | given
+    given = {
+        "SLURM_CPUS_PER_TASK": "8",
+        "SLURM_JOB_NODELIST": "a[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "FOLDER": str(tmp_path),
+    }
+    environ = {
+        name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"
+    } | given
     environ["PATH"] = f"{tmp_path}{os.pathsep}{environ['PATH']}"
     assert subprocess.run(["bash", "-n", str(path)], check=False).returncode == 0
-    done = subprocess.run(["bash", str(path), "train.py", "--lr", "0.1"], env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", str(path), "train.py", "--lr", "0.1"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     secret, threads, *words = (tmp_path / "given").read_text().splitlines()
     assert re.fullmatch(r"[0-9a-f]{64}", secret) and words[-3:] == ["train.py", "--lr", "0.1"]
     if "paceline" in words:
         command = words[words.index("paceline") + 1 :]
-        assert command[command.index("--join") + 1] == "a1:29400" and command[command.index("--hosts") + 1] == "2"
+        assert (
+            command[command.index("--join") + 1] == "a1:29400"
+            and command[command.index("--hosts") + 1] == "2"
+        )
         parse(command)
     else:
-        assert words == ["--cpus-per-task=8", "--kill-on-bad-exit=1", "python", "train.py", "--lr", "0.1"] and threads == "8"
+        assert (
+            words
+            == ["--cpus-per-task=8", "--kill-on-bad-exit=1", "python", "train.py", "--lr", "0.1"]
+            and threads == "8"
+        )
 
 
 def documents() -> list[dict[str, Any]]:
@@ -97,10 +124,23 @@ def test_the_schema_sees_what_is_wrong() -> None:
 
 def test_parts_of_it_fit_each_other() -> None:
     service, job = documents()
-    pods, (container,) = job["spec"]["template"]["spec"], job["spec"]["template"]["spec"]["containers"]
-    assert pods["subdomain"] == service["metadata"]["name"] and service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    pods, (container,) = (
+        job["spec"]["template"]["spec"],
+        job["spec"]["template"]["spec"]["containers"],
+    )
+    assert pods["subdomain"] == service["metadata"]["name"] and service["spec"]["selector"] == {
+        "job-name": job["metadata"]["name"]
+    }
     words = container["command"]
-    assert f"--join={job['metadata']['name']}-0.{pods['subdomain']}:29400" in words and f"--hosts={job['spec']['completions']}" in words
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pods["volumes"]}
-    assert any(mount["mountPath"] == f"{container['workingDir']}/runs" for mount in container["volumeMounts"])
+    assert (
+        f"--join={job['metadata']['name']}-0.{pods['subdomain']}:29400" in words
+        and f"--hosts={job['spec']['completions']}" in words
+    )
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pods["volumes"]
+    }
+    assert any(
+        mount["mountPath"] == f"{container['workingDir']}/runs"
+        for mount in container["volumeMounts"]
+    )
     parse([word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in words[1:]])

@@ -29,11 +29,19 @@ Body = Callable[[GroupBackend], Any]
 def backend(group: Group, *, cores: float = math.inf) -> GroupBackend:
     """A process group on a host with so many cores for each worker."""
     hosts = tuple(f"host{rank}" for rank in range(group.size))
-    return GroupBackend(group.rank, range(group.size), lambda: Members(group, hosts, cores), dist.HashStore(), pairs=None)
+    return GroupBackend(
+        group.rank,
+        range(group.size),
+        lambda: Members(group, hosts, cores),
+        dist.HashStore(),
+        pairs=None,
+    )
 
 
 def meet(group: GroupBackend) -> None:
-    """Let the ranks of a group in shared memory make it; from then on callers begin operations themselves."""
+    """Let the ranks of a group in shared memory make it; from then on callers begin operations
+    themselves.
+    """
     group.barrier().wait()
     end = time.monotonic() + PATIENCE
     while not group._issuer._direct:  # until its thread has noted that nothing is left to it
@@ -70,11 +78,18 @@ RUNNERS = pytest.mark.parametrize("run", [on_threads, on_shared_memory])
 
 def mine(rank: int, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """Different data on every rank, the same in every run."""
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(97 * seed + rank), dtype=torch.float64) * 3
+    values = (
+        torch.randn(
+            shape, generator=torch.Generator().manual_seed(97 * seed + rank), dtype=torch.float64
+        )
+        * 3
+    )
     return torch.complex(values, values + rank).to(dtype) if dtype.is_complex else values.to(dtype)
 
 
-def reducing(op: Any = dist.ReduceOp.SUM, kind: Any = dist.AllreduceOptions, root: int | None = None) -> Any:
+def reducing(
+    op: Any = dist.ReduceOp.SUM, kind: Any = dist.AllreduceOptions, root: int | None = None
+) -> Any:
     options = kind()
     options.reduceOp = op
     if root is not None:

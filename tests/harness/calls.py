@@ -1,4 +1,6 @@
-"""Functions for workers of `pl.launch`, which import this module before anything loads torch: they start faster."""
+"""Functions for workers of `pl.launch`, which import this module before anything loads torch:
+they start faster.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ def train(steps: int, folder: str = "runs") -> tuple[int, int, list[Tensor]]:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    loader = DataLoader(TensorDataset(torch.randn(8 * steps, 4), torch.randn(8 * steps, 1)), batch_size=8, shuffle=True)
+    loader = DataLoader(
+        TensorDataset(torch.randn(8 * steps, 4), torch.randn(8 * steps, 1)),
+        batch_size=8,
+        shuffle=True,
+    )
     seen = 0
     with pl.start(folder=folder) as run:
         model, optimizer, loader = run.prepare(model, optimizer, loader)
@@ -31,7 +37,9 @@ def train(steps: int, folder: str = "runs") -> tuple[int, int, list[Tensor]]:
 
 
 def summed() -> tuple[str, float]:
-    """Sum over workers by torch.distributed: the backend that did it, and the sum of ranks counted from 1."""
+    """Sum over workers by torch.distributed: the backend that did it, and the sum of ranks
+    counted from 1.
+    """
     import torch.distributed as dist
 
     dist.init_process_group("gloo")

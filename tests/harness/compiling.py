@@ -1,4 +1,6 @@
-"""Tests that load torch's compiler: it takes longer than most of them take, so one process of pytest-xdist does it for all."""
+"""Tests that load torch's compiler: it takes longer than most of them take, so one process of
+pytest-xdist does it for all.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def compiles(item: pytest.Item) -> bool:
 
 @functools.cache
 def load() -> None:
-    """Load it and all that a first graph needs, before workers wait for each other: their deadlines aren't for that."""
+    """Load it and all that a first graph needs, before workers wait for each other: their
+    deadlines aren't for that.
+    """
     import torch  # not before its threads are counted
 
     layer = torch.nn.Linear(2, 2)

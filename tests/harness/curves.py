@@ -1,6 +1,8 @@
-"""A small training whose result is known: by a plain torch loop, and by the same loop with paceline in it.
+"""A small training whose result is known: by a plain torch loop, and by the same loop with paceline
+in it.
 
-As a script of many workers it runs the cases of a JSON file, one run for each, and leaves what came out beside it.
+As a script of many workers it runs the cases of a JSON file, one run for each, and leaves what came
+out beside it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ SAMPLES, BATCH, EPOCHS = 251, 64, 2  # two epochs of four batches, the last one 
 
 
 class Case(NamedTuple):
-    """One training: the strategy, the shares (None: equal), the optimizer ("sgd" in float32, "adam" in float64), batch norm, a mutant."""
+    """One training: the strategy, the shares (None: equal), the optimizer ("sgd" in float32,
+    "adam" in float64), batch norm, a mutant.
+    """
 
     via: str = "auto"
     shares: list[float] | None = None
@@ -48,7 +52,11 @@ def make(case: Case) -> tuple[nn.Module, Optimizer, DataLoader[Any]]:
     optimizer: Optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     if case.optimizer == "adam":
         optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    return model, optimizer, DataLoader(data, BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
+    return (
+        model,
+        optimizer,
+        DataLoader(data, BATCH, shuffle=True, generator=torch.Generator().manual_seed(3)),
+    )
 
 
 def vector(model: nn.Module) -> Tensor:
@@ -77,13 +85,18 @@ def _plain(optimizing: str, norm: bool) -> Curve:
 
 
 def together(case: Case, name: str, folder: Path) -> None:
-    """The loop with paceline in it; each worker leaves its weights and the samples that it has seen in `folder`."""
+    """The loop with paceline in it; each worker leaves its weights and the samples that it has
+    seen in `folder`.
+    """
     import paceline as pl
 
     if case.mutant is not None:
         MUTANTS[case.mutant]()
-    compare = "auto" if case.mutant is None else None  # or the comparison of replicas would find it first
-    with pl.start(sync=pl.AllReduce(via=case.via), name=name, folder=str(folder / "runs"), compare=compare) as run:
+    # or the comparison of replicas would find it first
+    compare = "auto" if case.mutant is None else None
+    with pl.start(
+        sync=pl.AllReduce(via=case.via), name=name, folder=str(folder / "runs"), compare=compare
+    ) as run:
         model, optimizer, loader = run.prepare(*make(case), shares=case.shares)
         seen: list[list[int]] = []
         for _ in run.epochs(EPOCHS):
@@ -122,18 +135,27 @@ MUTANTS = {"doesn't communicate": _silent, "averages without weights": _unweight
 
 
 def check(case: Case, name: str, folder: Path, size: int) -> float:
-    """Check samples, losses and that all workers have the same bits; gives the distance of the weights from the plain loop's."""
+    """Check samples, losses and that all workers have the same bits; gives the distance of the
+    weights from the plain loop's.
+    """
     want = plain(case)
     found = [torch.load(folder / f"{name}.{rank}.pt", weights_only=True) for rank in range(size)]
     for epoch in range(EPOCHS):
         seen = sorted(number for each in found for number in each["seen"][epoch])
         assert seen == list(range(SAMPLES)), f"{name}: samples of epoch {epoch}"
     if case.mutant is None:
-        assert all(torch.equal(each["weights"], found[0]["weights"]) for each in found), f"{name}: workers have different weights"
-        lines = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        assert all(torch.equal(each["weights"], found[0]["weights"]) for each in found), (
+            f"{name}: workers have different weights"
+        )
+        lines = [
+            json.loads(line)
+            for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        ]
         losses = [line["loss"] for line in lines]
         assert len(losses) == len(want.losses)
-        assert max(abs(a - b) for a, b in zip(losses, want.losses, strict=True)) < 1e-3, f"{name}: another loss curve"
+        assert max(abs(a - b) for a, b in zip(losses, want.losses, strict=True)) < 1e-3, (
+            f"{name}: another loss curve"
+        )
     return float((found[0]["weights"] - want.weights).norm() / want.weights.norm())
 
 

@@ -1,4 +1,6 @@
-"""Small cuts of tests' own: a linear layer cut by columns along `tensor`, and gradients that are summed along `shard`."""
+"""Small cuts of tests' own: a linear layer cut by columns along `tensor`, and gradients that are
+summed along `shard`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.group.all_reduce(grads[0].contiguous(), name="gradient of the input").wait(), None
+        return ctx.group.all_reduce(
+            grads[0].contiguous(), name="gradient of the input"
+        ).wait(), None
 
 
 class _Leave(torch.autograd.Function):
@@ -51,7 +55,9 @@ class ColumnsOfLinear(nn.Module):
         self.weight, self.bias, self.group = Parameter(weight), Parameter(bias), group
 
     def forward(self, x: Tensor) -> Tensor:
-        whole: Tensor = _Leave.apply(F.linear(_Enter.apply(x, self.group), self.weight, self.bias), self.group)
+        whole: Tensor = _Leave.apply(
+            F.linear(_Enter.apply(x, self.group), self.weight, self.bias), self.group
+        )
         return whole
 
 
@@ -69,8 +75,13 @@ class columns:
         group, whole = context.groups.along(self.axis), model.get_submodule(self.name)
         length = whole.weight.shape[0] // group.size
         rows = [(group.rank * length, (group.rank + 1) * length)]
-        found = {key: context.placements.of(parameter).narrow(0, rows, self.axis) for key, parameter in whole.named_parameters()}
-        cut = ColumnsOfLinear(*(found[key].take(getattr(whole, key).detach()) for key in ("weight", "bias")), group)
+        found = {
+            key: context.placements.of(parameter).narrow(0, rows, self.axis)
+            for key, parameter in whole.named_parameters()
+        }
+        cut = ColumnsOfLinear(
+            *(found[key].take(getattr(whole, key).detach()) for key in ("weight", "bias")), group
+        )
         for key, placement in found.items():
             context.renew(getattr(whole, key), getattr(cut, key), placement)
         setattr(model, self.name, cut)
@@ -96,7 +107,9 @@ class _Weights:
 
 @dataclass(frozen=True)
 class summed:
-    """Sum all gradients along `shard` before anything else sees them: what strategies get is what a sharded model would give them."""
+    """Sum all gradients along `shard` before anything else sees them: what strategies get is
+    what a sharded model would give them.
+    """
 
     axis: str = "shard"
     travels: ClassVar[str] = "gradients"
@@ -122,5 +135,7 @@ def network() -> nn.Sequential:
     made = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     with torch.no_grad():
         for parameter in made.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=numbers, dtype=parameter.dtype) / 3)
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=numbers, dtype=parameter.dtype) / 3
+            )
     return made

@@ -16,7 +16,9 @@ def run(assemblies: list[ElasticPeers], until: Callable[[], bool], seconds: floa
     end = time.monotonic() + seconds
     while not until():
         assert time.monotonic() < end, "it never came to that"
-        by_descriptor = {descriptor: each for each in assemblies for descriptor in each.descriptors()}
+        by_descriptor = {
+            descriptor: each for each in assemblies for descriptor in each.descriptors()
+        }
         for descriptor in select.select(list(by_descriptor), [], [], 0.02)[0]:
             by_descriptor[descriptor].hear(descriptor)
         for each in assemblies:

@@ -1,8 +1,10 @@
-"""Trains by many strategies, one run for each, and says whether all is as it should be: the same bits everywhere, and what equals what.
+"""Trains by many strategies, one run for each, and says whether all is as it should be: the same
+bits everywhere, and what equals what.
 
 As a script of many workers, on processes or on hosts, it writes what each has seen.
 
-    every_strategy.py FOLDER WAYS.json   WAYS: {name: strategy in its notation}; leaves FOLDER/NAME-RANK.json, NAME.pt and the run in NAME
+    every_strategy.py FOLDER WAYS.json   WAYS: {name: strategy in its notation}; leaves
+                                         FOLDER/NAME-RANK.json, NAME.pt and the run in NAME
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-STEPS, BATCH, WIDTH = 9, 13, 48  # more than twice the longest round, and than `after` begins; a batch that no number of workers divides
+# more than twice the longest round, and than `after` begins; a batch that no number of workers
+# divides
+STEPS, BATCH, WIDTH = 9, 13, 48
 
 
 CODECS = {
@@ -46,7 +50,11 @@ APART = {
     "full": "Gossip(graph='full')",
     "sequence": "Sequence((AllReduce(), 'local'), (LocalSGD(4), 'host'))",
 }
-WAYS = {"exact": "AllReduce()", **{name: f"AllReduce(codec={codec})" for name, codec in CODECS.items()}, **APART}
+WAYS = {
+    "exact": "AllReduce()",
+    **{name: f"AllReduce(codec={codec})" for name, codec in CODECS.items()},
+    **APART,
+}
 
 
 def ask(folder: Path, ways: dict[str, str] = WAYS, **more: Any) -> str:
@@ -68,25 +76,35 @@ def check(folder: Path, size: int, steps: int = STEPS, ways: Collection[str] = W
     weights = {}
     for name in ways:
         workers = seen(folder, name, size)
-        assert len({worker["digest"] for worker in workers}) == 1, f"{name}: weights differ at the end"
+        assert len({worker["digest"] for worker in workers}) == 1, (
+            f"{name}: weights differ at the end"
+        )
         if name not in APART:
-            assert [worker["grads"] for worker in workers] == [workers[0]["grads"]] * size, f"{name}: gradients differ"
+            assert [worker["grads"] for worker in workers] == [workers[0]["grads"]] * size, (
+                f"{name}: gradients differ"
+            )
             assert len(set(workers[0]["grads"])) == steps
         elif name != "sequence" or len({worker["host"] for worker in workers}) > 1:
-            assert len({tuple(worker["grads"]) for worker in workers}) > 1, f"{name}: all workers saw the same samples"
+            assert len({tuple(worker["grads"]) for worker in workers}) > 1, (
+                f"{name}: all workers saw the same samples"
+            )
         weights[name] = torch.load(folder / f"{name}.pt").tolist()
     for codec in CODECS.keys() & ways:
         assert weights[codec] != weights["exact"], f"{codec}: it wasn't used"
     for one, other in (("every-1", "exact"), ("full", "exact"), ("diloco-plain", "every-4")):
         if one not in ways:
             continue
-        assert weights[one] == pytest.approx(weights[other], rel=1e-4, abs=1e-6), f"{one} is not {other}"
+        assert weights[one] == pytest.approx(weights[other], rel=1e-4, abs=1e-6), (
+            f"{one} is not {other}"
+        )
     assert weights["every-4"] != pytest.approx(weights["exact"], rel=1e-4, abs=1e-6)
 
 
 def digest(tensors: list[Tensor]) -> str:
     """A hash of all bits."""
-    return hashlib.sha256(b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)).hexdigest()
+    return hashlib.sha256(
+        b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)
+    ).hexdigest()
 
 
 def leaving() -> int:
@@ -102,7 +120,9 @@ def train(name: str, notation: str, folder: Path, width: int = WIDTH, steps: int
     numbers = torch.Generator().manual_seed(5)
     x = torch.randn(steps * BATCH, 8, generator=numbers)
     torch.manual_seed(11)
-    model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3))
+    model = nn.Sequential(
+        nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3)
+    )
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     loader: DataLoader[Any] = DataLoader(TensorDataset(x, x[:, :3].sin()), BATCH)
     grads, between = [], [0, 0]
@@ -121,7 +141,12 @@ def train(name: str, notation: str, folder: Path, width: int = WIDTH, steps: int
         run.barrier()  # what was sent to others has left
         between[1] = leaving()
     weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-    seen = {"grads": grads, "digest": digest([weights]), "left": between[1] - between[0], "host": run.host}
+    seen = {
+        "grads": grads,
+        "digest": digest([weights]),
+        "left": between[1] - between[0],
+        "host": run.host,
+    }
     (folder / f"{name}-{run.rank}.json").write_text(json.dumps(seen))
     if run.is_first:
         torch.save(weights, folder / f"{name}.pt")

@@ -11,7 +11,12 @@ from paceline.record.folder import RunFolder, RunSummary, RunTotals
 QUIET = {"compute": 0.095, "exchange": 0.003, "wait": 0.001, "data": 0.001}
 
 
-def finished(tmp_path: Path, parts: dict[str, float] | None = None, steps: list[dict[str, float]] | None = None, **changes: Any) -> Path:
+def finished(
+    tmp_path: Path,
+    parts: dict[str, float] | None = None,
+    steps: list[dict[str, float]] | None = None,
+    **changes: Any,
+) -> Path:
     """A run that has ended, whose steps were split into `parts`: a hundred alike, or `steps`."""
     steps = steps or [parts or QUIET] * 100
     count = len(steps)
@@ -29,8 +34,21 @@ def finished(tmp_path: Path, parts: dict[str, float] | None = None, steps: list[
     }
     work, late = changes.pop("work", []), changes.pop("late", [])
     rate, loss = 64 * count / whole, changes.pop("loss", 1.2345)
-    totals = RunTotals(count, 64 * count, changes.pop("seconds", whole * 1.01), rate, loss, parts, [parts, parts], work, late)
+    totals = RunTotals(
+        count,
+        64 * count,
+        changes.pop("seconds", whole * 1.01),
+        rate,
+        loss,
+        parts,
+        [parts, parts],
+        work,
+        late,
+    )
     RunSummary(totals=totals, parameters_sha256="00", **(fields | changes)).write(folder)
-    lines = ({"step": index, "time": 0.1 * index, "samples": 64, "seconds": step} for index, step in enumerate(steps, 1))
+    lines = (
+        {"step": index, "time": 0.1 * index, "samples": 64, "seconds": step}
+        for index, step in enumerate(steps, 1)
+    )
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder.path

@@ -19,7 +19,12 @@ HELLO = {"paceline": 1, "nonce": "0" * 32, "proof": "0" * 64}
 
 
 def meeting(name: str, port: int, hosts: int = 2, **changes: Any) -> Meeting:
-    return replace(Meeting(("127.0.0.1", port), SECRET, Offer(name, 2, "127.0.0.1", "m", 1, 2), hosts, None, 300.0), **changes)
+    return replace(
+        Meeting(
+            ("127.0.0.1", port), SECRET, Offer(name, 2, "127.0.0.1", "m", 1, 2), hosts, None, 300.0
+        ),
+        **changes,
+    )
 
 
 @contextmanager
@@ -53,10 +58,17 @@ def _listens(port: int) -> bool:
     return True
 
 
-OFFER = {"kind": "offer", "offer": asdict(Offer("x", 2, "127.0.0.1", "m", 1, 2, "block", (1, 2), 3)), "hosts": 2, "host_rank": None}
+OFFER = {
+    "kind": "offer",
+    "offer": asdict(Offer("x", 2, "127.0.0.1", "m", 1, 2, "block", (1, 2), 3)),
+    "hosts": 2,
+    "host_rank": None,
+}
 
 
-def senseless(drawn: random.Random, like: list[dict[str, Any]], accepted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+def senseless(
+    drawn: random.Random, like: list[dict[str, Any]], accepted: Callable[[dict[str, Any]], bool]
+) -> dict[str, Any]:
     """A message like these that isn't one of them."""
     while True:
         message = strangers.bent(drawn, drawn.choice(like))

@@ -13,7 +13,9 @@ from paceline.comm.shm.group import SharedGroup
 from tests.harness.thread_groups import ThreadGroup
 
 
-def made(group: ThreadGroup, hosts: tuple[int, ...], wrap: Callable[[Group], Any] = lambda outer: outer) -> HostsGroup:
+def made(
+    group: ThreadGroup, hosts: tuple[int, ...], wrap: Callable[[Group], Any] = lambda outer: outer
+) -> HostsGroup:
     """A HostsGroup whose three groups are threads; `wrap` is put around that of the leaders."""
     mine, inner = hosts[group.rank], None
     for host in sorted(set(hosts)):
@@ -26,9 +28,19 @@ def made(group: ThreadGroup, hosts: tuple[int, ...], wrap: Callable[[Group], Any
     return HostsGroup(inner, None if outer is None else wrap(outer), group, hosts, deadline=60)
 
 
-def networked(store: Store, rank: int, hosts: tuple[int, ...], *, deadline: float = 60.0) -> HostsGroup:
+def networked(
+    store: Store, rank: int, hosts: tuple[int, ...], *, deadline: float = 60.0
+) -> HostsGroup:
     """A HostsGroup of processes: shared memory inside hosts, Gloo between them."""
     size, mine = len(hosts), [other for other, host in enumerate(hosts) if host == hosts[rank]]
     flat = TorchGroup.from_store(store.sub("flat"), rank, size, deadline=deadline, hosts=hosts)
-    inner = SharedGroup.from_store(store.sub(f"host{hosts[rank]}"), mine.index(rank), len(mine), deadline=deadline, ranks=mine)
-    return HostsGroup(inner, flat.sub(sorted(hosts.index(host) for host in set(hosts))), flat, hosts, deadline=deadline)
+    inner = SharedGroup.from_store(
+        store.sub(f"host{hosts[rank]}"), mine.index(rank), len(mine), deadline=deadline, ranks=mine
+    )
+    return HostsGroup(
+        inner,
+        flat.sub(sorted(hosts.index(host) for host in set(hosts))),
+        flat,
+        hosts,
+        deadline=deadline,
+    )

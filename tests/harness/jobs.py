@@ -1,4 +1,6 @@
-"""Whole jobs as a user types them: `python -m paceline run ...` on a script, and the check that nothing of them is left."""
+"""Whole jobs as a user types them: `python -m paceline run ...` on a script, and the check that
+nothing of them is left.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,30 @@ from tests.harness import nursery, short_timings
 from tests.harness.preloaded import ROOM
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 120.0  # seconds after which a test says that it hangs: a busy machine may be many times slower than a quiet one
+# seconds after which a test says that it hangs: a busy machine may be many times slower than a
+# quiet one
+PATIENCE = 120.0
 SHARED = Path("/dev/shm")
 MARK = "PACELINE_TEST_MARK"
 PLAIN, PRELOADED = ("-m", "paceline"), (str(ROOT / "tests" / "harness" / "preloaded.py"),)
-OWN = ("torch_", "sem.", "psm_", "paceline")  # how torch, multiprocessing and we name shared memory; others may have files there
-TORCHS_OWN = ("torchinductor_", "torchelastic_")  # temporary folders that torch.optim and torchrun leave, with or without us
-KILLED_WANDBS = ("wandb-artifacts", "wandb-media", ".sock")  # how the names end of what W&B leaves there where its process is killed
-FOREIGN = ("OMP_", "PACELINE_", "SLURM_", "OMPI_", "PMI", "MASTER_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_")
+# how torch, multiprocessing and we name shared memory; others may have files there
+OWN = ("torch_", "sem.", "psm_", "paceline")
+# temporary folders that torch.optim and torchrun leave, with or without us
+TORCHS_OWN = ("torchinductor_", "torchelastic_")
+# how the names end of what W&B leaves there where its process is killed
+KILLED_WANDBS = ("wandb-artifacts", "wandb-media", ".sock")
+FOREIGN = (
+    "OMP_",
+    "PACELINE_",
+    "SLURM_",
+    "OMPI_",
+    "PMI",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+)
 
 # What most scripts here begin with. `parts` makes a small model, an optimizer and a loader ready.
 PRELUDE = """
@@ -54,7 +72,7 @@ def step(run, model, optimizer, x, y):
     optimizer.step()
     optimizer.zero_grad()
     run.log(loss=loss)
-"""
+"""  # noqa: E501
 
 
 class Ended(NamedTuple):
@@ -79,11 +97,20 @@ class Job:
     """A command under test, whose processes carry a mark that tells them from all others."""
 
     def __init__(
-        self, command: list[str], folder: Path, temporary: Path, *, forked: bool = False, group: int | None = None, **environ: str
+        self,
+        command: list[str],
+        folder: Path,
+        temporary: Path,
+        *,
+        forked: bool = False,
+        group: int | None = None,
+        **environ: str,
     ) -> None:
         self.mark = uuid.uuid4().hex
         kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-        path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
+        path = os.pathsep.join(
+            [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        ).rstrip(os.pathsep)
         own = {
             "PYTHONPATH": path,
             "TMPDIR": str(temporary),
@@ -98,14 +125,18 @@ class Job:
             self.process = nursery.launcher(command, cwd=folder, env=whole, group=group)
         else:
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            self.process = subprocess.Popen(command, **pipes, text=True, cwd=folder, env=whole, process_group=group)
+            self.process = subprocess.Popen(
+                command, **pipes, text=True, cwd=folder, env=whole, process_group=group
+            )
 
     def end(self, seconds: float = PATIENCE) -> Ended:
         """Wait for its end; if it doesn't come, what it has said so far."""
         try:
             out, err = self.process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired as waited:
-            said = b"".join([waited.output or b"", b"\n", waited.stderr or b""]).decode(errors="replace")
+            said = b"".join([waited.output or b"", b"\n", waited.stderr or b""]).decode(
+                errors="replace"
+            )
             raise AssertionError(f"it didn't end in {seconds} s, and had said:\n{said}") from None
         return Ended(self.process.returncode, out, err)
 
@@ -114,7 +145,9 @@ class Job:
         return marked({self.mark})
 
     def workers(self) -> list[psutil.Process]:
-        """Its workers that have been started, by rank (children of the launcher that are programs of their own by now)."""
+        """Its workers that have been started, by rank (children of the launcher that are
+        programs of their own by now).
+        """
         by_rank = {}
         for process in psutil.Process(self.process.pid).children():
             try:
@@ -147,35 +180,87 @@ class Jobs:
         return name
 
     def start(self, command: list[str], *, group: int | None = None, **environ: str) -> Job:
-        """Start any command; a script of Python, as our launcher is one where workers are `PRELOADED`, is forked there.
+        """Start any command; a script of Python, as our launcher is one where workers are
+        `PRELOADED`, is forked there.
 
         `group` is the process group of the command; 0, as at a terminal, makes one of its own.
         """
-        self._started.append(Job(command, self.folder, self.temporary, forked=self.launcher == PRELOADED, group=group, **environ))
+        self._started.append(
+            Job(
+                command,
+                self.folder,
+                self.temporary,
+                forked=self.launcher == PRELOADED,
+                group=group,
+                **environ,
+            )
+        )
         return self._started[-1]
 
-    def run(self, body: str, workers: int = 2, *options: str, args: tuple[str, ...] = (), **environ: str) -> Job:
+    def run(
+        self, body: str, workers: int = 2, *options: str, args: tuple[str, ...] = (), **environ: str
+    ) -> Job:
         """`paceline run --workers N OPTIONS script.py ARGS`."""
         path = self.folder / "script.py"
-        other = path.exists() and path.read_text() != PRELUDE + body  # which workers may still be about to read
+        # which workers may still be about to read
+        other = path.exists() and path.read_text() != PRELUDE + body
         script = self.write(body, f"script{len(self._started)}.py" if other else path.name)
-        return self.start([sys.executable, *self.launcher, "run", "--workers", str(workers), *options, script, *args], **environ)
+        return self.start(
+            [
+                sys.executable,
+                *self.launcher,
+                "run",
+                "--workers",
+                str(workers),
+                *options,
+                script,
+                *args,
+            ],
+            **environ,
+        )
 
     def without_secret(self, body: str) -> list[Ended]:
         """What becomes of a job of two hosts whose launcher isn't ours, and gives it no secret."""
         port, started = str(free_port()), list[Job]()
         for rank in range(2):
-            place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
+            place = {
+                "RANK": str(rank),
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "1",
+                "GROUP_RANK": str(rank),
+            }
             meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PACELINE_INTERFACE": "lo"}
             started.append(self.start([sys.executable, self.write(body)], **place, **meeting))
         return [each.end() for each in started]
 
-    def program(self, path: Path, workers: int = 2, *options: str, args: tuple[str, ...] = (), **environ: str) -> Job:
+    def program(
+        self,
+        path: Path,
+        workers: int = 2,
+        *options: str,
+        args: tuple[str, ...] = (),
+        **environ: str,
+    ) -> Job:
         """The same with a program that is there."""
-        return self.start([sys.executable, *self.launcher, "run", "--workers", str(workers), *options, str(path), *args], **environ)
+        return self.start(
+            [
+                sys.executable,
+                *self.launcher,
+                "run",
+                "--workers",
+                str(workers),
+                *options,
+                str(path),
+                *args,
+            ],
+            **environ,
+        )
 
     def left(self, seconds: float = 30.0) -> list[str]:
-        """What is left of all jobs after at most these seconds: processes, shared memory, temporary files."""
+        """What is left of all jobs after at most these seconds: processes, shared memory,
+        temporary files.
+        """
         end = time.monotonic() + seconds
         while (remains := self._left()) and time.monotonic() < end:
             time.sleep(0.05)
@@ -183,7 +268,11 @@ class Jobs:
 
     def _left(self) -> list[str]:
         processes = [str(process) for process in marked({job.mark for job in self._started})]
-        files = [str(path) for path in self.temporary.iterdir() if not (path.name.startswith(TORCHS_OWN) or _of_wandb(path))]
+        files = [
+            str(path)
+            for path in self.temporary.iterdir()
+            if not (path.name.startswith(TORCHS_OWN) or _of_wandb(path))
+        ]
         ports = [f"port {port}" for port in sorted(self.ports & listening())] if self.ports else []
         shared = sorted(shared_memory() - self._before)
         shared = shared if processes else unused(shared)  # what another test uses is not ours
@@ -201,8 +290,11 @@ class Jobs:
 
 @contextmanager
 def jobs(folder: Path, launcher: Sequence[str] = PRELOADED) -> Iterator[Jobs]:
-    """Jobs in `folder`, of which nothing may be left in the end; launchers and workers are forked, or are programs if `PLAIN`."""
-    with tempfile.TemporaryDirectory(prefix="pl-") as temporary:  # a short name: sockets are made in it
+    """Jobs in `folder`, of which nothing may be left in the end; launchers and workers are
+    forked, or are programs if `PLAIN`.
+    """
+    # a short name: sockets are made in it
+    with tempfile.TemporaryDirectory(prefix="pl-") as temporary:
         started = Jobs(folder, Path(temporary), launcher)
         try:
             yield started
@@ -224,23 +316,31 @@ def marked(marks: Collection[str]) -> list[psutil.Process]:
 
 
 def _of_wandb(path: Path) -> bool:
-    """Whether this is what W&B leaves in the folder of temporary files, with or without us, where it is killed."""
+    """Whether this is what W&B leaves in the folder of temporary files, with or without us,
+    where it is killed.
+    """
     return "wandb" in path.name and path.name.endswith(KILLED_WANDBS)
 
 
 def shared_memory() -> set[str]:
     """The files of shared memory that may be ours."""
-    return {name for name in os.listdir(SHARED) if name.startswith(OWN)} if SHARED.is_dir() else set()
+    return (
+        {name for name in os.listdir(SHARED) if name.startswith(OWN)} if SHARED.is_dir() else set()
+    )
 
 
 def unused(names: Iterable[str]) -> list[str]:
-    """Those of these files of shared memory that no process has open; tests that run side by side leave each other's out so."""
+    """Those of these files of shared memory that no process has open; tests that run side by
+    side leave each other's out so.
+    """
     return [name for name in names if not janitor.in_use(SHARED / name)]
 
 
 def listening(pids: set[int] | None = None) -> set[int]:
     """The TCP ports on which these processes (None: all) listen."""
-    entries = (entry for entry in psutil.net_connections("tcp") if entry.status == psutil.CONN_LISTEN)
+    entries = (
+        entry for entry in psutil.net_connections("tcp") if entry.status == psutil.CONN_LISTEN
+    )
     return {entry.laddr.port for entry in entries if pids is None or entry.pid in pids}
 
 

@@ -15,7 +15,8 @@ SLOWLY = "0 if (out / 'go').exists() else 1.3"
 
 
 class Hosts:
-    """Launchers of two workers each that are given the same line, with these options, all on this machine.
+    """Launchers of two workers each that are given the same line, with these options, all on this
+    machine.
 
     `silence`: seconds after which the others do without one that says nothing.
     """
@@ -25,7 +26,11 @@ class Hosts:
     def __init__(self, job: Jobs, *options: str) -> None:
         self.out = job.folder / "killed"
         self.out.mkdir()
-        self._job, self._point, self._options = job, f"127.0.0.1:{free_port()}", ("--min-workers", "1", *options)
+        self._job, self._point, self._options = (
+            job,
+            f"127.0.0.1:{free_port()}",
+            ("--min-workers", "1", *options),
+        )
 
     def come(self, hosts: int = 1, **parts: object) -> Job:
         """One more host."""
@@ -36,8 +41,15 @@ class Hosts:
             "PACELINE_INTERFACE": "lo",
             **short_timings.environ(**short_timings.MEETING | {"membership": membership}),
         }
-        text = script(**({"start": "name='run', folder='killed/runs'", "nap": SLOWLY, "epochs": EPOCHS} | parts))
-        return self._job.run(text, 2, *self._options, "--hosts", str(hosts), "--join", self._point, **environ)
+        text = script(
+            **(
+                {"start": "name='run', folder='killed/runs'", "nap": SLOWLY, "epochs": EPOCHS}
+                | parts
+            )
+        )
+        return self._job.run(
+            text, 2, *self._options, "--hosts", str(hosts), "--join", self._point, **environ
+        )
 
     def until_met(self) -> None:
         """Wait until a launcher listens where newcomers look for the job."""
@@ -45,7 +57,14 @@ class Hosts:
 
     def events(self) -> int:
         """How often the workers became others."""
-        return max((json.loads(line)[1][0] for path in self.out.glob("seen-*") for line in path.read_text().splitlines()), default=0)
+        return max(
+            (
+                json.loads(line)[1][0]
+                for path in self.out.glob("seen-*")
+                for line in path.read_text().splitlines()
+            ),
+            default=0,
+        )
 
     def ended(self, *launched: Job) -> Outcome:
         """What came of it; all these have to end well."""

@@ -25,16 +25,27 @@ CHUNK = bytes(1 << 17)
 
 
 def traces() -> set[str]:
-    """Interfaces, named networks, control groups, records, temporary folders, shared memory: all that could be a lab's.
+    """Interfaces, named networks, control groups, records, temporary folders, shared memory: all
+    that could be a lab's.
 
     Labs of other programs that run meanwhile are left out.
     """
-    others = [record for record in remains.read_all() if remains.alive(record) and record["process"] != os.getpid()]
+    others = [
+        record
+        for record in remains.read_all()
+        if remains.alive(record) and record["process"] != os.getpid()
+    ]
     seen = {f"interface {name}" for _, name in socket.if_nameindex()}
     seen |= {f"network {path}" for path in Path("/run/netns").glob("*")}
     seen |= {f"group {folder}" for folder in GROUPS.glob("**/paceline-lab-*")}
-    seen |= {f"record {path}" for path in (*remains.records().glob("*"), *SCRATCH.glob("paceline-lab-*"))}
-    seen |= {f"shared memory {path}" for path in Path("/dev/shm").glob("*") if path.name.startswith(("torch_", "paceline", "psm_"))}
+    seen |= {
+        f"record {path}" for path in (*remains.records().glob("*"), *SCRATCH.glob("paceline-lab-*"))
+    }
+    seen |= {
+        f"shared memory {path}"
+        for path in Path("/dev/shm").glob("*")
+        if path.name.startswith(("torch_", "paceline", "psm_"))
+    }
     names = [name for record in others for name in (record["identity"], record["folder"])]
     return {trace for trace in seen if not any(name in trace for name in names)}
 
@@ -42,13 +53,17 @@ def traces() -> set[str]:
 def left(before: set[str], seconds: float = 30.0) -> set[str]:
     """What there is more than before, after at most these seconds."""
     end = time.monotonic() + seconds
-    while (remaining := {trace for trace in traces() - before if not _used(trace)}) and time.monotonic() < end:
+    while (
+        remaining := {trace for trace in traces() - before if not _used(trace)}
+    ) and time.monotonic() < end:
         time.sleep(0.05)
     return remaining
 
 
 def _used(trace: str) -> bool:
-    """Tell whether it is shared memory that some process has: that of a test that runs beside this one."""
+    """Tell whether it is shared memory that some process has: that of a test that runs beside
+    this one.
+    """
     kind, _, path = trace.rpartition(" ")
     return kind == "shared memory" and janitor.in_use(Path(path))
 
@@ -63,7 +78,9 @@ def spaces() -> set[str]:
 
 
 def measure(cluster: Cluster, source: int, target: int, seconds: float = 1.0) -> float:
-    """Bits of payload that a TCP connection carries in a second from one host to another, after a start of 0.3 s."""
+    """Bits of payload that a TCP connection carries in a second from one host to another, after
+    a start of 0.3 s.
+    """
     with ExitStack() as held:
         listening = cluster.hosts[target].space.inside(socket.socket)
         held.callback(listening.close)
@@ -101,7 +118,9 @@ def _drain(receiver: socket.socket, seconds: float) -> int:
 
 
 def spin(cluster: Cluster, host: int, seconds: float = 1.0) -> float:
-    """How much of a core a process that never rests gets on this host: at most, where the one that measures has to wait for a core."""
+    """How much of a core a process that never rests gets on this host: at most, where the one
+    that measures has to wait for a core.
+    """
     process = cluster.spawn(host, [sys.executable, "-S", "-c", "while True: pass"])
     seen = psutil.Process(process.pid)
     try:

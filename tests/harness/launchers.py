@@ -23,7 +23,11 @@ class Launched:
     """One launcher under test, and how to look at what it started."""
 
     def __init__(self, folder: Path, job: dict[str, Any], **environ: str) -> None:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PACELINE_"))}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("OMP_", "PACELINE_"))
+        }
         self.process = subprocess.Popen(
             [sys.executable, PROGRAM, json.dumps(job)],
             stdout=subprocess.PIPE,
@@ -44,7 +48,10 @@ def alive_in(folder: Path) -> list[psutil.Process]:
     for pid in janitor.processes():
         seen = Path(f"/proc/{pid}")
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
-            if os.readlink(seen / "cwd") == str(folder) or os.fsencode(folder) in (seen / "cmdline").read_bytes():
+            if (
+                os.readlink(seen / "cwd") == str(folder)
+                or os.fsencode(folder) in (seen / "cmdline").read_bytes()
+            ):
                 alive.append(psutil.Process(pid))
     return alive
 

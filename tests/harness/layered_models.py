@@ -1,4 +1,6 @@
-"""Models whose forwards are more than a chain of layers, and a way to run their parts one after the other as stages do."""
+"""Models whose forwards are more than a chain of layers, and a way to run their parts one after
+the other as stages do.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,18 @@ from paceline.parallel.pipelining.chain import LayerGraph
 
 
 class Looped(nn.Module):
-    """Blocks of a list, added to what came in, with scales that are the model's own and a dropout between layers."""
+    """Blocks of a list, added to what came in, with scales that are the model's own and a
+    dropout between layers.
+    """
 
     def __init__(self, size: int = 4, blocks: int = 3, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Linear(3, size)
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, size))
         self.register_buffer("offset", torch.linspace(-1, 1, size))
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(size, size), nn.ReLU(inplace=True)) for _ in range(blocks))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(size, size), nn.ReLU(inplace=True)) for _ in range(blocks)
+        )
         self.head = nn.Linear(size, 2)
         self.dropout = dropout
 
@@ -46,14 +52,21 @@ class Structured(nn.Module):
             self.left, self.right = nn.Linear(3, 4), nn.Linear(3, 4)
 
         def forward(self, batch: dict[str, Tensor]) -> dict[str, Any]:
-            return {"pair": (self.left(batch["x"]), self.right(batch["x"])), "rest": None, "scale": 2.0, "keep": batch["keep"]}
+            return {
+                "pair": (self.left(batch["x"]), self.right(batch["x"])),
+                "rest": None,
+                "scale": 2.0,
+                "keep": batch["keep"],
+            }
 
     class Join(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.line = nn.Linear(4, 4)
 
-        def forward(self, parts: dict[str, Any], left: Tensor, *, right: Tensor) -> tuple[Tensor, list[Any]]:
+        def forward(
+            self, parts: dict[str, Any], left: Tensor, *, right: Tensor
+        ) -> tuple[Tensor, list[Any]]:
             assert parts["rest"] is None
             return self.line(left * parts["scale"] + right), [parts["keep"], left]
 
@@ -64,7 +77,11 @@ class Structured(nn.Module):
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         parts = self.split(batch)
         mixed, (keep, left) = self.join(parts, parts["pair"][0], right=parts["pair"][1])
-        return {"y": self.head(mixed) * keep, "left": left, "mean": parts["pair"][0].mean(dtype=mixed.dtype)}
+        return {
+            "y": self.head(mixed) * keep,
+            "left": left,
+            "mean": parts["pair"][0].mean(dtype=mixed.dtype),
+        }
 
 
 class Twice(nn.Module):
@@ -89,8 +106,16 @@ class Made(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         count, size = x.shape
-        x = self.one(x) * torch.arange(count, device=x.device)[:, None] + torch.ones(count, size, dtype=x.dtype)
-        x = x + torch.zeros(size=(count, 1)) + torch.full((count, size), 2.0) + torch.ones(3) + self.steps
+        x = self.one(x) * torch.arange(count, device=x.device)[:, None] + torch.ones(
+            count, size, dtype=x.dtype
+        )
+        x = (
+            x
+            + torch.zeros(size=(count, 1))
+            + torch.full((count, size), 2.0)
+            + torch.ones(3)
+            + self.steps
+        )
         x = x[..., :size] @ torch.tril(torch.ones(size, size))
         assert count > 0, "no samples"
         out: Tensor = self.two(x)
@@ -102,7 +127,9 @@ class Listed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scales = nn.ParameterList(torch.linspace(0.5, 1.5, 3) * number for number in range(1, 3))
+        self.scales = nn.ParameterList(
+            torch.linspace(0.5, 1.5, 3) * number for number in range(1, 3)
+        )
         self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
         self.shifts = nn.ParameterDict({"end": nn.Parameter(torch.ones(3))})
 
@@ -113,7 +140,9 @@ class Listed(nn.Module):
 
 
 class Masked(nn.Module):
-    """Blocks that all use a mask and rows of a buffer, both made at the beginning, as Llama's do; sizes, a device and a dtype too."""
+    """Blocks that all use a mask and rows of a buffer, both made at the beginning, as Llama's
+    do; sizes, a device and a dtype too.
+    """
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -142,8 +171,15 @@ class Masked(nn.Module):
         return out
 
 
-def run_parts(graph: LayerGraph, starts: Sequence[int], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
-    """Run the parts of a model as stages do, each on tensors that know of no other; return what the model returns, and a backward."""
+def run_parts(
+    graph: LayerGraph,
+    starts: Sequence[int],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """Run the parts of a model as stages do, each on tensors that know of no other; return what
+    the model returns, and a backward.
+    """
     values = graph.bind(args, kwargs or {})
     records = []
     for start, stop in zip(starts, [*starts[1:], len(graph.layers)], strict=True):
@@ -159,10 +195,21 @@ def _alone(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_(x.requires_grad)
 
 
-def backward_parts(records: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], loss: Tensor) -> None:
-    """Take the gradients of `loss`, which is made of what the last part gave, back through all parts."""
+def backward_parts(
+    records: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], loss: Tensor
+) -> None:
+    """Take the gradients of `loss`, which is made of what the last part gave, back through all
+    parts.
+    """
     loss.backward()
     for (taken, _), (_, given) in zip(records[:0:-1], records[-2::-1], strict=True):
-        grads = [leaf.grad if isinstance(leaf, Tensor) else None for leaf in tree_leaves([taken[name] for name in given])]
-        roots = [(leaf, grad) for leaf, grad in zip(tree_leaves(list(given.values())), grads, strict=True) if grad is not None]
+        grads = [
+            leaf.grad if isinstance(leaf, Tensor) else None
+            for leaf in tree_leaves([taken[name] for name in given])
+        ]
+        roots = [
+            (leaf, grad)
+            for leaf, grad in zip(tree_leaves(list(given.values())), grads, strict=True)
+            if grad is not None
+        ]
         torch.autograd.backward([leaf for leaf, _ in roots], [grad for _, grad in roots])

@@ -1,4 +1,6 @@
-"""What a job of programs/torch_libraries.py prints: libraries on torch.distributed, with each of two backends."""
+"""What a job of programs/torch_libraries.py prints: libraries on torch.distributed, with each of
+two backends.
+"""
 
 from __future__ import annotations
 
@@ -17,4 +19,8 @@ def check_alike(output: str) -> None:
     wanted, found = json.loads(line.partition("FOUND ")[2])
     assert (wanted.pop("backend"), found.pop("backend")) == ("gloo", "paceline")
     for name, value in wanted.items():
-        assert found[name] == pytest.approx(value, rel=1e-6, abs=1e-6) if isinstance(value[0], float) else found[name] == value, name
+        assert (
+            found[name] == pytest.approx(value, rel=1e-6, abs=1e-6)
+            if isinstance(value[0], float)
+            else found[name] == value
+        ), name

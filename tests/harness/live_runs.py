@@ -30,7 +30,10 @@ def facts(**changes: Any) -> dict[str, Any]:
         "step_seconds": dict.fromkeys(PARTS, 0.1),
         "loader": {"num_workers": 0, "shares": [16, 16, 32]},
         "checkpoints": {"count": 2},
-        "events": [{"time": 3.0, "what": "rank 2 was lost"}, {"time": 9.0, "what": "shares are now 16 + 16 + 32"}],
+        "events": [
+            {"time": 3.0, "what": "rank 2 was lost"},
+            {"time": 9.0, "what": "shares are now 16 + 16 + 32"},
+        ],
         "saves": [{"time": 5.0, "what": "saved step-00000020", "step": 20}],
         "links": [],
         "live": live,

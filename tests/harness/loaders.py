@@ -37,7 +37,9 @@ def run(size, make, epochs=1, ids=torch.Tensor.tolist, **options) -> list[list[S
     """`walk` on `size` threads; `make()` gives each its own DataLoader."""
 
     def body(group):
-        kinds = {key: value(group.rank) if key == "say" else value for key, value in options.items()}
+        kinds = {
+            key: value(group.rank) if key == "say" else value for key, value in options.items()
+        }
         return walk(deal(make(), Agreement(group), **kinds), epochs, ids)
 
     return spawn(size, body)

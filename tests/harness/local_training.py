@@ -17,7 +17,9 @@ from tests.harness.runs import batches, parameters, workers
 
 
 def model() -> nn.Module:
-    made = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 15), nn.Tanh(), nn.Linear(15, 2)).double()
+    made = nn.Sequential(
+        nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 15), nn.Tanh(), nn.Linear(15, 2)
+    ).double()
     generator = torch.Generator().manual_seed(3)  # threads share torch's own
     with torch.no_grad():
         for p in made.parameters():
@@ -37,7 +39,15 @@ def adam(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(net.parameters(), lr=0.01)
 
 
-def train(run: Run, *, each: Each = lambda net: None, make: Made = sgd, epochs: int = 4, loss: Any = "mean", **options: Any) -> Tensor:
+def train(
+    run: Run,
+    *,
+    each: Each = lambda net: None,
+    make: Made = sgd,
+    epochs: int = 4,
+    loss: Any = "mean",
+    **options: Any,
+) -> Tensor:
     net = model()
     net, opt, loader = run.prepare(net, make(net), batches(), loss=loss, **options)
     for _ in run.epochs(epochs):
@@ -64,7 +74,9 @@ def reference(strategy: Strategy, size: int = 3) -> Tensor:
 
 
 def resumes(strategy: Strategy, size: int, folder: Path, hosts: tuple[int, ...] = ()) -> None:
-    """A run that is saved after 7 steps and resumed comes, bit for bit, to what it comes to when it is saved only."""
+    """A run that is saved after 7 steps and resumed comes, bit for bit, to what it comes to when
+    it is saved only.
+    """
 
     def steps(run: Run, count: int, *, resume: bool = False) -> Tensor:
         net = model()
@@ -83,14 +95,24 @@ def resumes(strategy: Strategy, size: int, folder: Path, hosts: tuple[int, ...] 
                     return parameters(net)
         raise AssertionError
 
-    straight = workers(size, lambda run: steps(run, 13), strategy=strategy, hosts=hosts, folder=folder / "a")
+    straight = workers(
+        size, lambda run: steps(run, 13), strategy=strategy, hosts=hosts, folder=folder / "a"
+    )
     workers(size, lambda run: steps(run, 7), strategy=strategy, hosts=hosts, folder=folder / "b")
-    later = workers(size, lambda run: steps(run, 6, resume=True), strategy=strategy, hosts=hosts, folder=folder / "b")
+    later = workers(
+        size,
+        lambda run: steps(run, 6, resume=True),
+        strategy=strategy,
+        hosts=hosts,
+        folder=folder / "b",
+    )
     assert all(torch.equal(one, other) for one, other in zip(later, straight, strict=True))
 
 
 def evaluates_before_steps(run: Run) -> tuple[Tensor, Tensor]:
-    """Train with an evaluation between each backward and its step; give the parameters before the end, and after."""
+    """Train with an evaluation between each backward and its step; give the parameters before
+    the end, and after.
+    """
     net = model()
     net, opt, loader = run.prepare(net, sgd(net), batches())
     test = run.prepare(batches(), train=False)

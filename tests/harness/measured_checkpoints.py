@@ -11,10 +11,14 @@ from paceline.checkpoint.files.manifest import Best, Metric
 from paceline.state.snapshot import pack
 
 
-def save(folder: Path, step: int, value: float | None = None, best: Best = "min", keep: int = 3) -> Path:
+def save(
+    folder: Path, step: int, value: float | None = None, best: Best = "min", keep: int = 3
+) -> Path:
     """Write one that has its step as its state."""
     metric = None if value is None else Metric(value, best)
-    return checkpoint.save(folder, pack({"model": {"step": torch.tensor(float(step))}}), step, keep=keep, metric=metric)
+    return checkpoint.save(
+        folder, pack({"model": {"step": torch.tensor(float(step))}}), step, keep=keep, metric=metric
+    )
 
 
 def names(folder: Path) -> list[str]:

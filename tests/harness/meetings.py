@@ -1,4 +1,6 @@
-"""Launchers of several hosts in one process: what they bring to a rendezvous, and how they are kept going."""
+"""Launchers of several hosts in one process: what they bring to a rendezvous, and how they are
+kept going.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ TIMINGS = Timings(channel=ChannelTimings(hello=PATIENCE))
 
 def invitation(name: str, port: int, **changes: Any) -> Meeting:
     offer = Offer(name, 2, "127.0.0.1", "machine", 1000, 2000)
-    return replace(Meeting(("127.0.0.1", port), SECRET, offer, 2, None, PATIENCE, timings=TIMINGS), **changes)
+    return replace(
+        Meeting(("127.0.0.1", port), SECRET, offer, 2, None, PATIENCE, timings=TIMINGS), **changes
+    )
 
 
 def gather(*meetings: Meeting, led: bool = False) -> list[Future[FixedPeers]]:
@@ -38,7 +42,9 @@ def gather(*meetings: Meeting, led: bool = False) -> list[Future[FixedPeers]]:
 def _listens(port: int) -> bool:
     """Whether this process listens there."""
     connections = psutil.Process().net_connections("tcp")
-    return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in connections)
+    return any(
+        each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in connections
+    )
 
 
 def turn(*members: FixedPeers, until: Callable[[], bool], seconds: float = 60.0) -> None:

@@ -33,13 +33,30 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(1 << 63), (1 << 63) - 1),
     str: TEXTS,
 }
-FOREIGN: dict[Any, Any] = {Any: None, Mapping[str, Any]: [], bool: 1, float: "1.0", int: 1.0, str: b"x", bytes: "x", Index: -1}
+FOREIGN: dict[Any, Any] = {
+    Any: None,
+    Mapping[str, Any]: [],
+    bool: 1,
+    float: "1.0",
+    int: 1.0,
+    str: b"x",
+    bytes: "x",
+    Index: -1,
+}
 
 
 def messages(module: ModuleType) -> list[Any]:
     """The classes of messages that are defined in a module."""
-    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, Message)]
-    return [kind for kind in kinds if kind.__module__ == module.__name__ and kind not in (Message, Request)]
+    kinds = [
+        kind
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, Message)
+    ]
+    return [
+        kind
+        for kind in kinds
+        if kind.__module__ == module.__name__ and kind not in (Message, Request)
+    ]
 
 
 def hints(kind: type[Message]) -> dict[str, Any]:
@@ -70,7 +87,11 @@ def foreign(hint: Any) -> list[Any]:
     """Values that are none of this type."""
     origin, args = get_origin(hint), get_args(hint)
     if hint in FOREIGN:
-        return [] if hint is Any else [FOREIGN[hint], None, {"x": 1} if hint != Mapping[str, Any] else 5]
+        return (
+            []
+            if hint is Any
+            else [FOREIGN[hint], None, {"x": 1} if hint != Mapping[str, Any] else 5]
+        )
     if origin in (UnionType, Union):
         return [value for value in foreign(args[0]) if value is not None]
     if origin is tuple and args[1:] == (...,):
@@ -83,8 +104,13 @@ def foreign(hint: Any) -> list[Any]:
 def received(message: Message) -> Message:
     """The same message, as it arrives."""
     body, tensors = message.pack()
-    frames = [memoryview(frame) for frame in RpcMessage("x", 1, body=body, tensors=tuple(tensors)).dump(FRAME)]
-    frames = [memoryview(bytes(frame.cast("B"))) if frame.nbytes else memoryview(b"") for frame in frames]
+    frames = [
+        memoryview(frame)
+        for frame in RpcMessage("x", 1, body=body, tensors=tuple(tensors)).dump(FRAME)
+    ]
+    frames = [
+        memoryview(bytes(frame.cast("B"))) if frame.nbytes else memoryview(b"") for frame in frames
+    ]
     came = RpcMessage.load(frames, frame=FRAME)
     return type(message).unpack(came.body, came.tensors)
 
@@ -96,17 +122,32 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, tuple):
         return isinstance(other, tuple) and len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, Message):
-        return type(one) is type(other) and all(same(getattr(one, name), getattr(other, name)) for name in hints(type(one)))
+        return type(one) is type(other) and all(
+            same(getattr(one, name), getattr(other, name)) for name in hints(type(one))
+        )
     return type(one) is type(other) and bool(one == other)
 
 
 def check(message: Message) -> None:
-    """A message arrives as it was sent, and nothing else is taken for it: no field or tensor too few, too many, or of another type."""
+    """A message arrives as it was sent, and nothing else is taken for it: no field or tensor too
+    few, too many, or of another type.
+    """
     assert same(received(message), message)
     kind, (body, tensors) = type(message), message.pack()
-    wrong: list[tuple[Any, list[Tensor]]] = [(None, tensors), ([], tensors), ({**body, "x": 1}, tensors)]
-    wrong += [({other: value for other, value in body.items() if other != name}, tensors) for name in body]
-    wrong += [({**body, name: value}, tensors) for name, hint in hints(kind).items() if name in body for value in foreign(hint)]
+    wrong: list[tuple[Any, list[Tensor]]] = [
+        (None, tensors),
+        ([], tensors),
+        ({**body, "x": 1}, tensors),
+    ]
+    wrong += [
+        ({other: value for other, value in body.items() if other != name}, tensors) for name in body
+    ]
+    wrong += [
+        ({**body, name: value}, tensors)
+        for name, hint in hints(kind).items()
+        if name in body
+        for value in foreign(hint)
+    ]
     if tuple[Tensor, ...] not in hints(kind).values():
         wrong += [(body, [*tensors, torch.ones(1)])]
         wrong += [(body, tensors[:-1])] if tensors else []

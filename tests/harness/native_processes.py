@@ -17,16 +17,28 @@ from torch.distributed import TCPStore
 from paceline.comm.native.group import TorchGroup
 
 CONTEXT = multiprocessing.get_context("forkserver")
-BODIES = ["tests.comm.native.test_group", "tests.comm.hierarchy.test_group", "tests.comm.p2p.test_network"]
+BODIES = [
+    "tests.comm.native.test_group",
+    "tests.comm.hierarchy.test_group",
+    "tests.comm.p2p.test_network",
+]
 COMPARED = ["torch.distributed.tensor"]  # what `torch.testing` loads to compare
-CONTEXT.set_forkserver_preload(["torch", *COMPARED, "torch.distributed", *BODIES])  # each process would load it by itself
+# each process would load it by itself
+CONTEXT.set_forkserver_preload(["torch", *COMPARED, "torch.distributed", *BODIES])
 
 
 class Crew:
-    """`size` processes, each running `body(group, *arguments)`; a process that is killed has the result None."""
+    """`size` processes, each running `body(group, *arguments)`; a process that is killed has the
+    result None.
+    """
 
     def __init__(
-        self, size: int, body: Callable[..., Any], *arguments: Any, deadline: float = 60.0, hosts: list[int] | None = None
+        self,
+        size: int,
+        body: Callable[..., Any],
+        *arguments: Any,
+        deadline: float = 60.0,
+        hosts: list[int] | None = None,
     ) -> None:
         self.store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self.pipes: list[Connection] = []
@@ -60,7 +72,9 @@ class Crew:
         answers: list[Any] = []
         try:
             for rank, pipe in enumerate(self.pipes):
-                assert pipe.poll(max(0.0, end - time.monotonic())), f"rank {rank} gave nothing within {seconds} s"
+                assert pipe.poll(max(0.0, end - time.monotonic())), (
+                    f"rank {rank} gave nothing within {seconds} s"
+                )
                 try:
                     answers.append(pipe.recv())
                 except EOFError:
@@ -69,7 +83,12 @@ class Crew:
                 process.join(max(0.1, end - time.monotonic()))
                 assert not process.is_alive(), f"rank {rank} has not ended within {seconds} s"
                 if process.exitcode not in (0, -signal.SIGKILL):
-                    answers.append(("failed", f"rank {rank} has ended with {process.exitcode}: {answers[rank]}"))
+                    answers.append(
+                        (
+                            "failed",
+                            f"rank {rank} has ended with {process.exitcode}: {answers[rank]}",
+                        )
+                    )
         finally:
             for process in self.processes:
                 process.kill()
@@ -79,7 +98,13 @@ class Crew:
         return [what for _, what in answers]
 
 
-def run(size: int, body: Callable[..., Any], *arguments: Any, deadline: float = 60.0, hosts: list[int] | None = None) -> list[Any]:
+def run(
+    size: int,
+    body: Callable[..., Any],
+    *arguments: Any,
+    deadline: float = 60.0,
+    hosts: list[int] | None = None,
+) -> list[Any]:
     """The results of `body(group, *arguments)` on `size` processes."""
     return Crew(size, body, *arguments, deadline=deadline, hosts=hosts).results()
 
@@ -95,7 +120,13 @@ def heard(group: TorchGroup, text: str, seconds: float = 60.0) -> None:
     assert pipe.poll(seconds) and pipe.recv() == text
 
 
-def _work(body: Callable[..., Any], arguments: tuple[Any, ...], port: int, place: tuple[Any, ...], pipe: Connection) -> None:
+def _work(
+    body: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    port: int,
+    place: tuple[Any, ...],
+    pipe: Connection,
+) -> None:
     rank, size, deadline, hosts = place
     torch.set_num_threads(1)
     try:

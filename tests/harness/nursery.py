@@ -1,8 +1,11 @@
-"""Where launchers and servers under test come from that needn't start by themselves: one process that has torch, and forks.
+"""Where launchers and servers under test come from that needn't start by themselves: one process
+that has torch, and forks.
 
-Importing torch takes most of the processor time of a job under test: a job of two hosts and two servers does it four times, also with
-`tests.harness.preloaded`. The nursery does it once for all tests, also where several processes run them. It begins with the first job that
-asks for it, and ends with the tests. Jobs come from here unless a test is marked `real_processes`: how programs start is its subject.
+Importing torch takes most of the processor time of a job under test: a job of two hosts and two
+servers does it four times, also with `tests.harness.preloaded`. The nursery does it once for all
+tests, also where several processes run them. It begins with the first job that asks for it, and
+ends with the tests. Jobs come from here unless a test is marked `real_processes`: how programs
+start is its subject.
 """
 
 from __future__ import annotations
@@ -58,7 +61,9 @@ USUAL = (  # what many jobs load as they go: here it is there for all
 
 
 class Door(NamedTuple):
-    """How a process gets into a host of a lab: the kinds of its namespaces, and the files to write its number to."""
+    """How a process gets into a host of a lab: the kinds of its namespaces, and the files to
+    write its number to.
+    """
 
     kinds: tuple[str, ...] = ()
     cgroups: str = "-"
@@ -67,17 +72,32 @@ class Door(NamedTuple):
 class Nursed:
     """What tests, and what starts servers, need of `subprocess.Popen`. From any thread."""
 
-    def __init__(self, path: str, command: Sequence[str], given: Sequence[int], *, cwd: str, env: Mapping[str, str], **rest: Any) -> None:
+    def __init__(
+        self,
+        path: str,
+        command: Sequence[str],
+        given: Sequence[int],
+        *,
+        cwd: str,
+        env: Mapping[str, str],
+        **rest: Any,
+    ) -> None:
         """`given`: input, output, errors, and namespaces; `rest`: see `_live`."""
         self.args = command
         self.stdin: IO[Any] | None = None
         self.stdout: IO[Any] | None = None
         self.stderr: IO[Any] | None = None
-        self._lock, self._readers, self._parts = threading.Lock(), list[threading.Thread](), (list[str](), list[str]())
+        self._lock, self._readers, self._parts = (
+            threading.Lock(),
+            list[threading.Thread](),
+            (list[str](), list[str]()),
+        )
         self._wire = socket.socket(socket.AF_UNIX)
         self._wire.settimeout(SECONDS)
         self._wire.connect(path)
-        asked = json.dumps({"command": list(command), "cwd": cwd, "env": dict(env), **rest}).encode()
+        asked = json.dumps(
+            {"command": list(command), "cwd": cwd, "env": dict(env), **rest}
+        ).encode()
         socket.send_fds(self._wire, [len(asked).to_bytes(8, "little")], given)
         self._wire.sendall(asked)
         self.pid = int.from_bytes(_exactly(self._wire, 8), "little")
@@ -87,7 +107,9 @@ class Nursed:
         """Its exit code once it has ended; below 0 the signal that ended it."""
         with self._lock:
             if self.returncode is None and _readable(self._wire, 0):
-                self.returncode = os.waitstatus_to_exitcode(int.from_bytes(_exactly(self._wire, 8), "little"))
+                self.returncode = os.waitstatus_to_exitcode(
+                    int.from_bytes(_exactly(self._wire, 8), "little")
+                )
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -116,11 +138,16 @@ class Nursed:
         self.send_signal(signal.SIGTERM)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What it writes until its end. Raises `subprocess.TimeoutExpired` with what it has written, and may be called again then."""
+        """What it writes until its end.
+
+        Raises `subprocess.TimeoutExpired` with what it has written, and may be called again then.
+        """
         until = None if timeout is None else time.monotonic() + timeout
         if not self._readers:
             for stream, parts in zip((self.stdout, self.stderr), self._parts, strict=True):
-                self._readers.append(threading.Thread(target=_collect, args=(stream, parts), daemon=True))
+                self._readers.append(
+                    threading.Thread(target=_collect, args=(stream, parts), daemon=True)
+                )
                 self._readers[-1].start()
         for reader in self._readers:
             reader.join(None if until is None else max(until - time.monotonic(), 0))
@@ -154,21 +181,29 @@ def _exactly(wire: socket.socket, count: int) -> bytes:
 
 @functools.cache
 def path() -> str:
-    """Where the nursery of these tests listens; it begins if there is none. Processes of pytest-xdist share one.
+    """Where the nursery of these tests listens; it begins if there is none.
 
-    It reads a pipe that has a name, to which all that use it hold the writing end, and ends with the last of them.
+    Processes of pytest-xdist share one.
+
+    It reads a pipe that has a name, to which all that use it hold the writing end, and ends with
+    the last of them.
     """
-    name = os.path.join(tempfile.gettempdir(), f"paceline-nursery-{os.environ.get('PYTEST_XDIST_TESTRUNUID', uuid.uuid4().hex)}")
+    name = os.path.join(
+        tempfile.gettempdir(),
+        f"paceline-nursery-{os.environ.get('PYTEST_XDIST_TESTRUNUID', uuid.uuid4().hex)}",
+    )
     while True:
         with open(name + ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if os.fstat(lock.fileno()).st_nlink == 0:  # a nursery has ended while this process waited, and has taken it away
+            # a nursery has ended while this process waited, and has taken it away
+            if os.fstat(lock.fileno()).st_nlink == 0:
                 continue
             try:
                 held = os.open(name + ".users", os.O_WRONLY | os.O_NONBLOCK)
             except OSError:  # nobody reads, as there is none
                 held = _begin(name)
-        atexit.register(os.close, held)  # before the nursery is waited for, as what is registered last is called first
+        # before the nursery is waited for, as what is registered last is called first
+        atexit.register(os.close, held)
         return name + ".socket"
 
 
@@ -182,7 +217,14 @@ def _begin(name: str) -> int:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(name + ".socket")
         listener.listen(64)
-        command = [sys.executable, "-m", "tests.harness.nursery", name + ".socket", str(listener.fileno()), " " * ROOM]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.harness.nursery",
+            name + ".socket",
+            str(listener.fileno()),
+            " " * ROOM,
+        ]
         environ = {**os.environ, "OMP_NUM_THREADS": "1", preloaded.ROOM: " " * ROOM}
         process = subprocess.Popen(command, stdin=read, env=environ, pass_fds=[listener.fileno()])
     os.close(read)
@@ -202,8 +244,13 @@ def _ends(home: str, users: select.poll) -> bool:
     return True
 
 
-def launcher(command: Sequence[str], *, cwd: Path, env: Mapping[str, str], group: int | None = None) -> Nursed:
-    """A launcher, or another script, from the nursery; what it writes is text. `group`: its process group, 0 for one of its own."""
+def launcher(
+    command: Sequence[str], *, cwd: Path, env: Mapping[str, str], group: int | None = None
+) -> Nursed:
+    """A launcher, or another script, from the nursery; what it writes is text.
+
+    `group`: its process group, 0 for one of its own.
+    """
     out, err = os.pipe(), os.pipe()
     try:
         process = Nursed(path(), command, (0, out[1], err[1]), cwd=str(cwd), env=env, group=group)
@@ -214,7 +261,9 @@ def launcher(command: Sequence[str], *, cwd: Path, env: Mapping[str, str], group
     return process
 
 
-def run_script(path: Path, folder: Path, *words: str, seconds: float = 200.0) -> subprocess.CompletedProcess[str]:
+def run_script(
+    path: Path, folder: Path, *words: str, seconds: float = 200.0
+) -> subprocess.CompletedProcess[str]:
     """Run a script to its end, as `python PATH WORDS` in this folder would."""
     process = launcher([sys.executable, str(path), *words], cwd=folder, env=os.environ)
     try:
@@ -224,8 +273,12 @@ def run_script(path: Path, folder: Path, *words: str, seconds: float = 200.0) ->
     return subprocess.CompletedProcess(process.args, process.wait(), out, err)
 
 
-def on_host(command: Sequence[str], *, home: str | None = None, **options: Any) -> subprocess.Popen[bytes] | Nursed:
-    """What `lab.Cluster.spawn` starts: launchers come from the nursery (`home`: where it listens), and enter their host as they would."""
+def on_host(
+    command: Sequence[str], *, home: str | None = None, **options: Any
+) -> subprocess.Popen[bytes] | Nursed:
+    """What `lab.Cluster.spawn` starts: launchers come from the nursery (`home`: where it
+    listens), and enter their host as they would.
+    """
     at = next((n for n, word in enumerate(command) if Path(word).name == "enter.py"), None)
     if at is None or list(command[at + 4 : at + 8]) != ["-P", "-m", "paceline", "run"]:
         return subprocess.Popen(command, **options)
@@ -246,7 +299,10 @@ def on_host(command: Sequence[str], *, home: str | None = None, **options: Any) 
     finally:
         for descriptor in given[:3]:
             os.close(descriptor)
-    process.stdout, process.stderr = os.fdopen(out[0], "rb", buffering=0), os.fdopen(err[0], "rb", buffering=0)
+    process.stdout, process.stderr = (
+        os.fdopen(out[0], "rb", buffering=0),
+        os.fdopen(err[0], "rb", buffering=0),
+    )
     return process
 
 
@@ -257,13 +313,24 @@ class Server(Nursed):
     door = Door()  # by which it has entered its host
 
     def __init__(self, command: Sequence[str], *, process_group: int | None, **rest: Any) -> None:
-        assert rest == {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} and command[-1] == "paceline.servers.process.main", command
+        assert (
+            rest == {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            and command[-1] == "paceline.servers.process.main"
+        ), command
         told, out = os.pipe(), os.pipe()
         group = os.getpgid(0) if process_group is None else process_group
         try:
             spaces = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in self.door.kinds]
             given = (told[0], out[1], 2, *spaces)
-            super().__init__(self.home, command, given, cwd=os.getcwd(), env=os.environ, group=group, door=self.door)
+            super().__init__(
+                self.home,
+                command,
+                given,
+                cwd=os.getcwd(),
+                env=os.environ,
+                group=group,
+                door=self.door,
+            )
         finally:
             for descriptor in (told[0], out[1], *spaces):
                 os.close(descriptor)
@@ -325,13 +392,16 @@ def _ended() -> Iterator[tuple[int, int]]:
         yield pid, status
 
 
-def _fork(home: str, asked: dict[str, Any], given: Sequence[int], mine: Sequence[socket.socket]) -> int:
+def _fork(
+    home: str, asked: dict[str, Any], given: Sequence[int], mine: Sequence[socket.socket]
+) -> int:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, preloaded.SIGNALS)
     pid = os.fork()
     if pid == 0:
         try:
             for wire in mine:
-                wire.detach()  # their descriptors are closed: nobody may close what has these numbers next
+                # their descriptors are closed: nobody may close what has these numbers next
+                wire.detach()
             preloaded.keep(given[:3], given[3:])
             preloaded.reset(before)
             _live(home, given[3:], **asked)
@@ -351,19 +421,30 @@ def _live(
     group: int | None = None,
     door: Sequence[Any] = Door(),
 ) -> NoReturn:
-    """Be the launcher, server or script that was asked for; in a process group of another, and on a host of a lab, if that was said."""
+    """Be the launcher, server or script that was asked for; in a process group of another, and
+    on a host of a lab, if that was said.
+    """
     os.chdir(cwd)
     if group is not None:
         os.setpgid(0, group)
     if door[0]:
-        enter(",".join(f"{kind}=/proc/self/fd/{space}" for kind, space in zip(door[0], spaces, strict=True)), door[1])
-    hosts = importlib.import_module("paceline.lab.hosts")  # of `paceline lab run`, and of scripts that build labs
-    hosts.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": functools.partial(on_host, home=home)})  # type: ignore[attr-defined]
+        enter(
+            ",".join(
+                f"{kind}=/proc/self/fd/{space}" for kind, space in zip(door[0], spaces, strict=True)
+            ),
+            door[1],
+        )
+    # of `paceline lab run`, and of scripts that build labs
+    hosts = importlib.import_module("paceline.lab.hosts")
+    hosts.subprocess = SimpleNamespace(
+        **{**vars(subprocess), "Popen": functools.partial(on_host, home=home)}
+    )  # type: ignore[attr-defined]
     if command[1].endswith(".py") and command[1] != preloaded.__file__:
         preloaded.become(command, env)
     if command[-1] == "paceline.servers.process.main":
         program = importlib.import_module("paceline.servers.process.main")
-        program.preparation = lambda parent: None  # the nursery is its parent; it ends with its input
+        # the nursery is its parent; it ends with its input
+        program.preparation = lambda parent: None
     else:
         program = importlib.import_module("paceline.cli")
         Server.home, Server.door = home, Door(*door)
@@ -372,7 +453,9 @@ def _live(
 
 
 def _enlarge() -> None:
-    """Have the memory of this process in large pages (Linux 6.1; elsewhere it stays as it is): a fork copies a table of each page."""
+    """Have the memory of this process in large pages (Linux 6.1; elsewhere it stays as it is): a
+    fork copies a table of each page.
+    """
     advise = ctypes.CDLL(None).madvise
     for line in Path("/proc/self/maps").read_text().splitlines():
         words = line.split()
@@ -393,6 +476,7 @@ if __name__ == "__main__":
     )  # what jobs measure is asked for, and not whether it is exact
     commands = typer.main.get_command(importlib.import_module("paceline.cli").app)
     commands.commands["run"].make_context("run", ["script.py"])  # loads what words are read with
-    typer.main.get_command = lambda app: commands  # a launcher would make it anew in more time than it works
+    # a launcher would make it anew in more time than it works
+    typer.main.get_command = lambda app: commands
     _enlarge()
     serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))

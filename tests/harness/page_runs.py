@@ -20,36 +20,74 @@ EVENTS: Final = [
 ]
 LINK: Final = {
     **{"step": 40, "hosts": ["B"], "rate": 2e6, "usual": 1e8, "gain": 1.3},
-    **{"words": "exchanges take 30.0 ms: the link of B carries 16 Mbit/s", "advice": "AllReduce(codec=int8()) would help"},
+    **{
+        "words": "exchanges take 30.0 ms: the link of B carries 16 Mbit/s",
+        "advice": "AllReduce(codec=int8()) would help",
+    },
 }
 
 
 def member(worker: int, rank: int | None, host: str, first: int, last: int) -> dict[str, Any]:
     """One who took part in such a run."""
-    found = {"worker": worker, "host": host, "rank": rank, "steps": last - first + 1, "first_step": first, "last_step": last}
-    return {**found, "seconds": PARTS_OF, "late": 0.002 * worker, "bytes_sent": {"within": 1e5, "between": 2e5 + worker}}
+    found = {
+        "worker": worker,
+        "host": host,
+        "rank": rank,
+        "steps": last - first + 1,
+        "first_step": first,
+        "last_step": last,
+    }
+    return {
+        **found,
+        "seconds": PARTS_OF,
+        "late": 0.002 * worker,
+        "bytes_sent": {"within": 1e5, "between": 2e5 + worker},
+    }
 
 
 def whole(tmp_path: Path, **changes: Any) -> Path:
-    """A run of two workers on two hosts, of which one was lost and another came, with a cut model, checkpoints and a slow link."""
-    held = {"predicted": {"parameters": 1000, "gradients": 1000, "optimizer": None}, "peak": 300_000_000}
+    """A run of two workers on two hosts, of which one was lost and another came, with a cut
+    model, checkpoints and a slow link.
+    """
+    held = {
+        "predicted": {"parameters": 1000, "gradients": 1000, "optimizer": None},
+        "peak": 300_000_000,
+    }
     fields: dict[str, Any] = {
         "hosts": 2,
         "bytes_sent": {"within": 2e5, "between": 4e5},
-        "members": [member(0, 0, "A", 1, 60), member(1, None, "B", 1, 25), member(2, 1, "B", 36, 60)],
+        "members": [
+            member(0, 0, "A", 1, 60),
+            member(1, None, "B", 1, 25),
+            member(2, 1, "B", 36, 60),
+        ],
         "late": [{cause: 0.001 * at * (cause == "stolen") for cause in CAUSES} for at in range(3)],
         "work": [{"seconds": 0.05, "late": 0.0}, {"seconds": 0.08, "late": 0.9}],
         "events": EVENTS,
         "saves": [{"time": 3.0, "what": "saved step-00000030", "step": 30}],
-        "checkpoints": {"count": 2, "stall_seconds": 0.3, "write_seconds": 0.6, "nbytes": 5e6, "background": 1},
+        "checkpoints": {
+            "count": 2,
+            "stall_seconds": 0.3,
+            "write_seconds": 0.6,
+            "nbytes": 5e6,
+            "background": 1,
+        },
         "loader": {"num_workers": 0, "shares": [40, 24]},
         "mesh": {"data": 1, "shard": 2},
         "places": [{"data": 0, "shard": 0}, {"data": 0, "shard": 1}],
         "axes": {"shard": {"seconds": 0.02, "within": 1e5, "between": 3e5}},
-        "memory": [{**held, "measured": {"parameters": 1000 + rank, "gradients": 1000, "optimizer": 2000}} for rank in range(2)],
+        "memory": [
+            {**held, "measured": {"parameters": 1000 + rank, "gradients": 1000, "optimizer": 2000}}
+            for rank in range(2)
+        ],
         "links": [LINK],
         "codecs": [{"words": "int8() sent a quarter."}],
-        "settings": {"script": "train.py", "arguments": ["--lr", "0.1", "data"], "optimizers": [{"name": "AdamW", "lr": 0.1}], "seed": 7},
+        "settings": {
+            "script": "train.py",
+            "arguments": ["--lr", "0.1", "data"],
+            "optimizers": [{"name": "AdamW", "lr": 0.1}],
+            "seed": 7,
+        },
         "results": {"auc": 0.8},
         "log_began": 0.2,
     }
@@ -69,9 +107,20 @@ def add_members(folder: Path, members: list[dict[str, Any]]) -> None:
 
 def line(step: int) -> dict[str, Any]:
     """A step of such a run, every tenth with a look at each worker."""
-    found: dict[str, Any] = {"step": step, "time": 0.1 * step, "loss": 3 / math.sqrt(step), "val/accuracy": 1 - 1 / step}
-    found |= {"samples": 64, "seconds": PARTS_OF, "bytes_sent": {"within": 200_000, "between": 400_000}}
+    found: dict[str, Any] = {
+        "step": step,
+        "time": 0.1 * step,
+        "loss": 3 / math.sqrt(step),
+        "val/accuracy": 1 - 1 / step,
+    }
+    found |= {
+        "samples": 64,
+        "seconds": PARTS_OF,
+        "bytes_sent": {"within": 200_000, "between": 400_000},
+    }
     if step % 10 == 0:
         there = ("0", "1") if step <= 25 else ("0", "2") if step >= 36 else ("0",)
-        found["ranks"] = {name: [10, *(10 * PARTS_OF[part] for part in PARTS), 0.1 * int(name)] for name in there}
+        found["ranks"] = {
+            name: [10, *(10 * PARTS_OF[part] for part in PARTS), 0.1 * int(name)] for name in there
+        }
     return found

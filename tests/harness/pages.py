@@ -35,7 +35,9 @@ def tree(markup: str | None) -> Element:
 
 
 def compare_figures(text: str, summaries: list[dict[str, Any]]) -> int:
-    """Assert that every figure in a page of these runs is what their summaries have; return how many there are."""
+    """Assert that every figure in a page of these runs is what their summaries have; return how
+    many there are.
+    """
     run, count = 0, 0
     for tag, given in Tags(text).found:
         run = int(given.get("data-run") or run)
@@ -49,7 +51,9 @@ def compare_figures(text: str, summaries: list[dict[str, Any]]) -> int:
             expected: Any = _total(value) / _total(_field(summaries[run], given["data-per"] or ""))
         else:
             expected = _total(value) if "data-sum" in given else value
-        assert shown == repr(expected) or math.isclose(float(shown), float(expected), rel_tol=1e-12), (field, shown, expected)
+        assert shown == repr(expected) or math.isclose(
+            float(shown), float(expected), rel_tol=1e-12
+        ), (field, shown, expected)
     return count
 
 

@@ -27,7 +27,9 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def net(dtype: torch.dtype = torch.float64) -> nn.Module:
-    made = nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 80), nn.Tanh(), nn.Linear(80, 2)).double()
+    made = nn.Sequential(
+        nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 80), nn.Tanh(), nn.Linear(80, 2)
+    ).double()
     generator = torch.Generator().manual_seed(3)  # threads share torch's own
     with torch.no_grad():
         for p in made.parameters():
@@ -48,7 +50,9 @@ def train(
     model = net(dtype)
     optimizer = OPTIMIZERS[kind](model.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, rate)
-    model, optimizer, scheduler, loader = run.prepare(model, optimizer, scheduler, batches(), **options)
+    model, optimizer, scheduler, loader = run.prepare(
+        model, optimizer, scheduler, batches(), **options
+    )
     for _ in run.epochs(epochs):
         for x, y in loader:
             loss = F.mse_loss(model(x.to(dtype)), y.to(dtype))
@@ -67,14 +71,29 @@ def two() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, torch.optim.Opti
     with torch.no_grad():
         for p in other.parameters():
             p.fill_(0.1)
-    return one, other, torch.optim.Adam(one.parameters(), 0.01), torch.optim.SGD(other.parameters(), 0.05, momentum=0.9)
+    return (
+        one,
+        other,
+        torch.optim.Adam(one.parameters(), 0.01),
+        torch.optim.SGD(other.parameters(), 0.05, momentum=0.9),
+    )
 
 
-ASP, SSP, BACKUP = ParameterServer(2, math.inf), ParameterServer(2, 2), ParameterServer(2, backup_workers=1)
+ASP, SSP, BACKUP = (
+    ParameterServer(2, math.inf),
+    ParameterServer(2, 2),
+    ParameterServer(2, backup_workers=1),
+)
 
 
 # A small case and a large one come first.
-CASES = dict.fromkeys([(2, 1, "momentum"), (4, 3, "adam"), *product((1, 2, 3, 4), (1, 2, 3), ("sgd", "momentum", "adam"))])
+CASES = dict.fromkeys(
+    [
+        (2, 1, "momentum"),
+        (4, 3, "adam"),
+        *product((1, 2, 3, 4), (1, 2, 3), ("sgd", "momentum", "adam")),
+    ]
+)
 SERVED_BY = pytest.mark.parametrize(("size", "servers", "kind"), list(CASES))
 
 # Those that are furthest apart come first: where others are left to a soak, these two always run.
@@ -105,10 +124,16 @@ class Table(nn.Module):
         return self.weight[ids].mean()
 
 
-def table(run: Run, count: int = 60, batch: int = 6, *, lr: float = 1.0, **options: Any) -> tuple[Table, Any, Any]:
+def table(
+    run: Run, count: int = 60, batch: int = 6, *, lr: float = 1.0, **options: Any
+) -> tuple[Table, Any, Any]:
     model = Table(count)
-    loader = DataLoader(Numbers(count), batch, shuffle=True, generator=torch.Generator().manual_seed(1))
-    ready: tuple[Table, Any, Any] = run.prepare(model, torch.optim.SGD(model.parameters(), lr), loader, **options)
+    loader = DataLoader(
+        Numbers(count), batch, shuffle=True, generator=torch.Generator().manual_seed(1)
+    )
+    ready: tuple[Table, Any, Any] = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr), loader, **options
+    )
     return ready
 
 
@@ -119,7 +144,12 @@ def turn(model: Table, optimizer: Any, ids: Tensor) -> None:
 
 
 def epoch(
-    strategy: ParameterServer, size: int = 3, *, slow: Callable[[int], float] = lambda rank: 0.0, epochs: int = 1, **options: Any
+    strategy: ParameterServer,
+    size: int = 3,
+    *,
+    slow: Callable[[int], float] = lambda rank: 0.0,
+    epochs: int = 1,
+    **options: Any,
 ) -> list[tuple[list[int], Tensor, int]]:
     """What each worker has trained, the weights in the end, and the steps."""
 

@@ -22,7 +22,8 @@ def measured(
     transfer: float = 0.0,
     layer_seconds: Sequence[float] | None = None,
 ) -> list[dict[str, Any]]:
-    """What each worker has measured: stages of these forwards (seconds), whose backwards take twice as long, of so many `layers` each.
+    """What each worker has measured: stages of these forwards (seconds), whose backwards take twice
+    as long, of so many `layers` each.
 
     `ahead`: by how many nanoseconds each worker's clock is. `transfer`: the seconds of a message.
     """
@@ -38,13 +39,19 @@ def measured(
     found = simulate(schedule, times)
     counts = list(layers or [1] * stages)
     bounds = [sum(counts[:stage]) for stage in range(stages + 1)]
-    each = layer_seconds or [forward / count for forward, count in zip(forwards, counts, strict=True) for _ in range(count)]
+    each = layer_seconds or [
+        forward / count
+        for forward, count in zip(forwards, counts, strict=True)
+        for _ in range(count)
+    ]
     workers = []
     for rank, row in enumerate(found.rows):
-        begins = [0.0, *(span.end for span in row)]  # a worker waits from the end of one action to the beginning of the next
+        # a worker waits from the end of one action to the beginning of the next
+        begins = [0.0, *(span.end for span in row)]
         shift = ahead[rank] if ahead else 0
         actions = [
-            [round(1e9 * moment) + shift for moment in (began, span.start, span.end)] for began, span in zip(begins, row, strict=False)
+            [round(1e9 * moment) + shift for moment in (began, span.start, span.end)]
+            for began, span in zip(begins, row, strict=False)
         ]
         held = schedule.held(rank)
         workers.append(
@@ -53,7 +60,11 @@ def measured(
                 "chunks": stages // ranks if name == "interleaved" else None,
                 "layers": [f"layer{number}" for number in range(bounds[-1])],
                 "bounds": bounds,
-                "layer_seconds": {layer: each[layer] for stage in held for layer in range(bounds[stage], bounds[stage + 1])},
+                "layer_seconds": {
+                    layer: each[layer]
+                    for stage in held
+                    for layer in range(bounds[stage], bounds[stage + 1])
+                },
                 "kept": dict.fromkeys(held, 100),
                 "steps": [[number, micro_batches, actions] for number in range(steps)],
             }

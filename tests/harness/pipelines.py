@@ -1,4 +1,6 @@
-"""Trains models whose layers are on several workers, on threads, and one that has them all: with the same loop, on the same samples."""
+"""Trains models whose layers are on several workers, on threads, and one that has them all: with
+the same loop, on the same samples.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Sentences(Dataset[Any]):
     """Random tokens, each followed by the next; in batches of eight the last one has five."""
 
     def __init__(self, count: int = 13, length: int = 6, vocab: int = 11) -> None:
-        self.tokens = torch.randint(0, vocab, (count, length), generator=torch.Generator().manual_seed(3))
+        self.tokens = torch.randint(
+            0, vocab, (count, length), generator=torch.Generator().manual_seed(3)
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -64,18 +68,24 @@ def trained(
     build: Callable[[], nn.Module] = gpt,
     data: Batches = Sentences,
     loss: Loss = next_tokens,
-    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.AdamW(
+        parameters, lr=1e-2
+    ),
     clip: float | None = 1.0,
     options: dict[str, Any] | None = None,
     epochs: int = 2,
     ended: Callable[[Run, nn.Module], Any] = lambda run, model: None,
 ) -> Callable[[Run], tuple[list[float], Tensor, Any]]:
-    """What trains some epochs by `run.step`, and gives the losses of all workers in each step, all parameters, and what `ended` says."""
+    """What trains some epochs by `run.step`, and gives the losses of all workers in each step,
+    all parameters, and what `ended` says.
+    """
 
     def body(run: Run) -> tuple[list[float], Tensor, Any]:
         model = build()
         stepping = optimizer(model.parameters())
-        model, stepping, loader = run.prepare(model, stepping, DataLoader(data(), batch_size=8), cut=cut, **(options or {}))
+        model, stepping, loader = run.prepare(
+            model, stepping, DataLoader(data(), batch_size=8), cut=cut, **(options or {})
+        )
         losses = []
         for _ in run.epochs(epochs):
             for x, y in loader:
@@ -92,12 +102,23 @@ def trained(
     return body
 
 
-def same(mesh: str, cut: Any, *, bound: float = 1e-9, strategy: Strategy | None = None, **terms: Any) -> list[Any]:
-    """Workers of a mesh end with the losses and parameters of one process; what `ended` says of each."""
+def same(
+    mesh: str, cut: Any, *, bound: float = 1e-9, strategy: Strategy | None = None, **terms: Any
+) -> list[Any]:
+    """Workers of a mesh end with the losses and parameters of one process; what `ended` says of
+    each.
+    """
     whole = {key: value for key, value in terms.items() if key not in ("ended", "options")}
-    whole["options"] = {key: value for key, value in terms.get("options", {}).items() if key != "shares"}
+    whole["options"] = {
+        key: value for key, value in terms.get("options", {}).items() if key != "shares"
+    }
     losses, parameters, _ = alone(trained(None, **whole))
-    found = workers(math.prod(size or 1 for size in read(mesh).values()), trained(cut, **terms), mesh=mesh, strategy=strategy)
+    found = workers(
+        math.prod(size or 1 for size in read(mesh).values()),
+        trained(cut, **terms),
+        mesh=mesh,
+        strategy=strategy,
+    )
     for mine, values, _ in found:
         assert max(abs(one - two) for one, two in zip(mine, losses, strict=True)) < bound
         assert float((values - parameters).abs().max()) < bound

@@ -1,9 +1,10 @@
 """Workers of jobs under test that have torch from the start: they are forked, and not programs.
 
-Importing torch takes most of the processor time of a job under test. A launcher that comes from `tests.harness.nursery` has it, and all its
-workers, also those that come in the place of others, begin with a copy. To everybody else they are what they always are: processes of
-a group of their own, with their own environment and arguments (also as others see them), descriptors and output. How programs start
-is for the tests of the launcher itself.
+Importing torch takes most of the processor time of a job under test. A launcher that comes from
+`tests.harness.nursery` has it, and all its workers, also those that come in the place of others,
+begin with a copy. To everybody else they are what they always are: processes of a group of their
+own, with their own environment and arguments (also as others see them), descriptors and output. How
+programs start is for the tests of the launcher itself.
 """
 
 from __future__ import annotations
@@ -28,18 +29,31 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import IO, Any, NoReturn
 
-ROOM = "PACELINE_TEST_ROOM"  # a variable that makes the environment of the nursery larger than that of what it forks
+# a variable that makes the environment of the nursery larger than that of what it forks
+ROOM = "PACELINE_TEST_ROOM"
 _ARGUMENTS, _ENVIRONMENT = 45, 47  # where /proc/PID/stat says where they lie
-SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD  # those to which a launcher listens
+# those to which a launcher listens
+SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD
 
 
 class Forked:
     """What a launcher needs of `subprocess.Popen`."""
 
     def __init__(
-        self, command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], preexec_fn: Callable[[], None] | None, **rest: Any
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        pass_fds: Sequence[int],
+        preexec_fn: Callable[[], None] | None,
+        **rest: Any,
     ) -> None:
-        assert rest == {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "process_group": 0}, rest
+        assert rest == {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "process_group": 0,
+        }, rest
         out, err = os.pipe(), os.pipe()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self.pid = os.fork()
@@ -76,7 +90,9 @@ def reset(mask: Any, prepare: Callable[[], None] | None = None) -> None:
 
 
 def abandon() -> NoReturn:
-    """The end of a forked process that could not become what it was meant to be; it must never go on as what it was forked from."""
+    """The end of a forked process that could not become what it was meant to be; it must never
+    go on as what it was forked from.
+    """
     traceback.print_exc()
     sys.stderr.flush()
     os._exit(1)
@@ -84,9 +100,12 @@ def abandon() -> NoReturn:
 
 def keep(three: Sequence[int], given: Sequence[int]) -> None:
     """These descriptors alone, the first three as input, output and errors."""
-    gc.freeze()  # garbage of the process this was forked from is never looked for here: it would close descriptors that are others' by then
+    # garbage of the process this was forked from is never looked for here: it would close
+    # descriptors that are others' by then
+    gc.freeze()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False  # as for its temporary folders, which are there until it ends itself
+        # as for its temporary folders, which are there until it ends itself
+        finalizer.atexit = False
     above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 3) for descriptor in three]
     for place, descriptor in enumerate(above):
         os.dup2(descriptor, place)
@@ -97,19 +116,30 @@ def keep(three: Sequence[int], given: Sequence[int]) -> None:
         if descriptor not in kept:
             with contextlib.suppress(OSError):  # it was that of the folder
                 os.close(descriptor)
-    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stdin, sys.stdout = (
+        os.fdopen(0, closefd=False),
+        os.fdopen(1, "w", buffering=1, closefd=False),
+    )
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
 
 
 def become(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     """Run a script to its end, or a module (`-m`), as an interpreter of its own would."""
     if command[1] == "-m":
-        live(environ, command[1:], lambda: runpy.run_module(command[2], run_name="__main__", alter_sys=True))
+        live(
+            environ,
+            command[1:],
+            lambda: runpy.run_module(command[2], run_name="__main__", alter_sys=True),
+        )
     script = command[1]
     sys.path[0] = str(Path(script).parent)
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__file__ = script
-    live(environ, command, lambda: exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__))
+    live(
+        environ,
+        command,
+        lambda: exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__),
+    )
 
 
 def live(environ: Mapping[str, str], command: Sequence[str], act: Callable[[], object]) -> NoReturn:
@@ -132,7 +162,8 @@ def live(environ: Mapping[str, str], command: Sequence[str], act: Callable[[], o
     except BaseException as error:  # noqa: BLE001  it is shown
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         assert error.__traceback__ is not None
-        error.__traceback__ = error.__traceback__.tb_next and error.__traceback__.tb_next.tb_next  # from the script on
+        # from the script on
+        error.__traceback__ = error.__traceback__.tb_next and error.__traceback__.tb_next.tb_next
         sys.excepthook(type(error), error, error.__traceback__)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -145,7 +176,9 @@ def live(environ: Mapping[str, str], command: Sequence[str], act: Callable[[], o
 
 
 def _show(field: int, words: Sequence[str]) -> None:
-    """Others see this environment, or these arguments, in /proc: they are written where this program was given its own."""
+    """Others see this environment, or these arguments, in /proc: they are written where this
+    program was given its own.
+    """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[field]), int(fields[field + 1])
     block = b"".join(os.fsencode(word) + b"\0" for word in words)
@@ -161,7 +194,9 @@ def load(*names: str) -> None:
     for name in names:
         importlib.import_module(name)
     gc.enable()
-    assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1, "a process with threads can't be forked"
+    assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1, (
+        "a process with threads can't be forked"
+    )
 
 
 def fork_workers(servers: Callable[..., Any]) -> None:

@@ -1,4 +1,6 @@
-"""Workers of given speeds, without anybody waiting for a clock: each says what its samples have taken."""
+"""Workers of given speeds, without anybody waiting for a clock: each says what its samples have
+taken.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ Speeds = Callable[[int, int], float]  # rank, step -> seconds for a sample
 
 
 class PretendedSpeed(ProcessorQuota):
-    """A quota of one worker that takes `fixed` seconds for a step, and what `speeds` says for each sample that it was told of."""
+    """A quota of one worker that takes `fixed` seconds for a step, and what `speeds` says for
+    each sample that it was told of.
+    """
 
     def __init__(self, rank: int, speeds: Speeds, fixed: float) -> None:
         super().__init__(1, quota=lambda: None)
@@ -30,5 +34,8 @@ class PretendedSpeed(ProcessorQuota):
 
 
 def pretended(size: int, speeds: Speeds, fixed: float = 5.0) -> list[PretendedSpeed]:
-    """Workers of these speeds. Seconds are many, so that what steps really take is nothing beside them."""
+    """Workers of these speeds.
+
+    Seconds are many, so that what steps really take is nothing beside them.
+    """
     return [PretendedSpeed(rank, speeds, fixed) for rank in range(size)]

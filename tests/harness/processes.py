@@ -1,4 +1,6 @@
-"""Runs one function in several processes, or threads, that meet at a store: for tests of what processes share."""
+"""Runs one function in several processes, or threads, that meet at a store: for tests of what
+processes share.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,22 @@ T = TypeVar("T")
 Body = Callable[[int, int, Store], T]
 
 
-def fork(size: int, body: Body[T], *, timeout: float = 120.0, mortal: Collection[int] = ()) -> list[T]:
+def fork(
+    size: int, body: Body[T], *, timeout: float = 120.0, mortal: Collection[int] = ()
+) -> list[T]:
     """The results of `body(rank, size, store)` in `size` forked processes, in rank order.
 
-    Raises the error of the first rank that has one. Who dies raises RuntimeError, but gives None if its rank is `mortal`. Nobody
-    outlives `timeout` seconds.
+    Raises the error of the first rank that has one. Who dies raises RuntimeError, but gives None if
+    its rank is `mortal`. Nobody outlives `timeout` seconds.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "store")
         pipes = [context.Pipe(duplex=False) for _ in range(size)]
-        processes = [context.Process(target=_run, args=(rank, size, body, path, pipes), daemon=True) for rank in range(size)]
+        processes = [
+            context.Process(target=_run, args=(rank, size, body, path, pipes), daemon=True)
+            for rank in range(size)
+        ]
         for process in processes:
             process.start()
         for _, sender in pipes:
@@ -47,13 +54,18 @@ def fork(size: int, body: Body[T], *, timeout: float = 120.0, mortal: Collection
                 process.join()
     for rank, answer in enumerate(answers):
         if answer is None and rank not in mortal:
-            raise RuntimeError(f"rank {rank} has died with exit code {processes[rank].exitcode}, or did not end within {timeout:g} s")
+            raise RuntimeError(
+                f"rank {rank} has died with exit code {processes[rank].exitcode}, or did not end "
+                f"within {timeout:g} s"
+            )
         if answer is not None and answer[0] is not None:
             raise answer[0]
     return [answer[1] if answer is not None else None for answer in answers]  # type: ignore[misc]
 
 
-def _run(rank: int, size: int, body: Body[Any], path: str, pipes: list[tuple[Connection, Connection]]) -> None:
+def _run(
+    rank: int, size: int, body: Body[Any], path: str, pipes: list[tuple[Connection, Connection]]
+) -> None:
     gc.freeze()  # who looks for garbage in what was forked copies it
     torch.set_num_threads(1)
     for r, (receiver, sender) in enumerate(pipes):
@@ -108,5 +120,7 @@ def threads(size: int, body: Body[T], *, timeout: float = 60.0) -> list[T]:
     for error in errors:
         if error is not None:
             raise error
-    assert not any(thread.is_alive() for thread in crew), f"not all of {size} ranks ended within {timeout:g} s"
+    assert not any(thread.is_alive() for thread in crew), (
+        f"not all of {size} ranks ended within {timeout:g} s"
+    )
     return results

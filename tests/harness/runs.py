@@ -1,4 +1,6 @@
-"""Runs on threads: the whole session with a ThreadGroup beneath, in milliseconds; and the same on one worker, to compare with."""
+"""Runs on threads: the whole session with a ThreadGroup beneath, in milliseconds; and the same
+on one worker, to compare with.
+"""
 
 from __future__ import annotations
 
@@ -66,31 +68,80 @@ def make(
     trackers: Iterable[Tracker] = (),
     clock: Callable[[], float] = time.monotonic,
 ) -> Run:
-    """A run over `group`, as `start` would make it; all on one host, or on the `hosts` of the ranks."""
+    """A run over `group`, as `start` would make it; all on one host, or on the `hosts` of the
+    ranks.
+    """
     ranks = tuple(range(group.size))
-    place = Place(rank=group.rank, size=group.size, local_rank=group.rank, local_size=group.size, hostname="here", job_start=start)
+    place = Place(
+        rank=group.rank,
+        size=group.size,
+        local_rank=group.rank,
+        local_size=group.size,
+        hostname="here",
+        job_start=start,
+    )
     where = hosts or (0,) * group.size
     dealt = [tuple(rank for rank in ranks if where[rank] == host) for host in sorted(set(where))]
-    cluster = Topology(tuple(HostRanks("here" if len(dealt) == 1 else f"host{n}", mine, "127.0.0.1") for n, mine in enumerate(dealt)))
+    cluster = Topology(
+        tuple(
+            HostRanks("here" if len(dealt) == 1 else f"host{n}", mine, "127.0.0.1")
+            for n, mine in enumerate(dealt)
+        )
+    )
     around = WorkerContext(place, store.memory(), cluster, torch.device("cpu"), 20.0, say)
     step_state = StepState(scale=1.0 / group.size)
     agreement = Agreement(group, step=lambda: step_state.step, hosts=cluster.names())
     servers = serving(agreement, len(dealt))
     started = {"servers": servers, "table_servers": servers}
-    context = SyncContext(group, agreement, step_state, Trace(), cluster.where(), say, None, **started, route_facts=links)
+    context = SyncContext(
+        group,
+        agreement,
+        step_state,
+        Trace(),
+        cluster.where(),
+        say,
+        None,
+        **started,
+        route_facts=links,
+    )
 
     def open_records(history: RunHistory, adds: bool) -> tuple[RunFolder, MetricsLog]:
         again = start is not None and start.folder is not None
-        kept = RunFolder.again(Path(folder) / "test", "test") if again else RunFolder.agree(agreement, Path(folder), "test", say=say)
-        feed = TrackerFeed(list(trackers), kept, history, say, settings={"sync": spell(strategy)}, again=again, timings=DEFAULTS.trackers)
+        kept = (
+            RunFolder.again(Path(folder) / "test", "test")
+            if again
+            else RunFolder.agree(agreement, Path(folder), "test", say=say)
+        )
+        feed = TrackerFeed(
+            list(trackers),
+            kept,
+            history,
+            say,
+            settings={"sync": spell(strategy)},
+            again=again,
+            timings=DEFAULTS.trackers,
+        )
         agreement.tell("where the run is reported to", lambda: feed.begin() or b"")
         book = MetricsWriter(kept, adds=adds, feed=feed) if group.rank == 0 else None
-        return kept, MetricsLog(book, on_nan=on_nan, say=history.tell, accounts=context.accounts, clock=clock)
+        return kept, MetricsLog(
+            book, on_nan=on_nan, say=history.tell, accounts=context.accounts, clock=clock
+        )
 
     view = CurrentView(around)
-    axes = RunAxes.plain(context, lambda: view.cluster) if mesh is None else RunAxes.of(lay_out(read(mesh), cluster), context, cluster)
+    axes = (
+        RunAxes.plain(context, lambda: view.cluster)
+        if mesh is None
+        else RunAxes.of(lay_out(read(mesh), cluster), context, cluster)
+    )
     joined = Joined(view, axes, quota=quota)
-    return assemble(joined, strategy, seed=1, began=0.0, comparison=comparison or Comparison(), open_records=open_records)
+    return assemble(
+        joined,
+        strategy,
+        seed=1,
+        began=0.0,
+        comparison=comparison or Comparison(),
+        open_records=open_records,
+    )
 
 
 def serving(agreement: Agreement, hosts: int) -> Callable[[int | None, int], ServerEndpoints]:
@@ -101,7 +152,11 @@ def serving(agreement: Agreement, hosts: int) -> Callable[[int | None, int], Ser
         addresses = []
         for _ in range(count):
             receiver = RpcServer(found, hosts=["127.0.0.1"])
-            threads.append(threading.Thread(target=lambda r=receiver: (Server(r, over.is_set).run(), r.close()), daemon=True))
+            threads.append(
+                threading.Thread(
+                    target=lambda r=receiver: (Server(r, over.is_set).run(), r.close()), daemon=True
+                )
+            )
             threads[-1].start()
             addresses += receiver.addresses
         return json.dumps(addresses).encode()
@@ -109,7 +164,13 @@ def serving(agreement: Agreement, hosts: int) -> Callable[[int | None, int], Ser
     def servers(asked: int | None, copies: int) -> ServerEndpoints:
         count = asked or hosts
         addresses = tuple(json.loads(agreement.tell("servers begin", lambda: begin(count))))
-        return ServerEndpoints(addresses, tuple(f"server {number} on here" for number in range(count)), found, lambda told: None, end)
+        return ServerEndpoints(
+            addresses,
+            tuple(f"server {number} on here" for number in range(count)),
+            found,
+            lambda told: None,
+            end,
+        )
 
     def end() -> None:
         over.set()
@@ -137,7 +198,8 @@ def workers(
     links: RouteFacts | None = None,
     trackers: Iterable[Tracker] = (),
 ) -> list[T]:
-    """What `body(run)` gives on each of `size` workers; runs are kept in `folder` if there is one, and `start` again.
+    """What `body(run)` gives on each of `size` workers; runs are kept in `folder` if there is one,
+    and `start` again.
 
     The first reports to `trackers`.
     """
@@ -146,7 +208,13 @@ def workers(
         def work(group: Group) -> T:
             say = said.append if said is not None and group.rank == 0 else _nothing
             among, where = group if size > 1 else SoloGroup(), str(folder or temporary)
-            options: dict[str, Any] = {"hosts": hosts, "comparison": comparison, "mesh": mesh, "start": start, "quota": quotas(group.rank)}
+            options: dict[str, Any] = {
+                "hosts": hosts,
+                "comparison": comparison,
+                "mesh": mesh,
+                "start": start,
+                "quota": quotas(group.rank),
+            }
             options["links"] = links
             options["trackers"] = trackers if group.rank == 0 else ()
             if options["quota"] is not None:
@@ -169,7 +237,14 @@ def _nothing(text: str) -> None:
 class Numbered(Dataset[Any]):
     """`count` samples (features, class or target) that depend on their number alone."""
 
-    def __init__(self, count: int = 40, width: int = 6, *, dtype: torch.dtype = torch.float64, classes: int = 0) -> None:
+    def __init__(
+        self,
+        count: int = 40,
+        width: int = 6,
+        *,
+        dtype: torch.dtype = torch.float64,
+        classes: int = 0,
+    ) -> None:
         generator = torch.Generator().manual_seed(7)
         self.x = torch.randn(count, width, generator=generator, dtype=torch.float64).to(dtype)
         targets = torch.randn(count, 2, generator=generator, dtype=torch.float64).to(dtype)
@@ -184,12 +259,19 @@ class Numbered(Dataset[Any]):
 
 def batches(count: int = 40, batch: int = 8, **options: Any) -> DataLoader[Any]:
     """A shuffled loader over numbered samples; every call draws the same order."""
-    return DataLoader(Numbered(count, **options), batch_size=batch, shuffle=True, generator=torch.Generator().manual_seed(3))
+    return DataLoader(
+        Numbered(count, **options),
+        batch_size=batch,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(3),
+    )
 
 
 def parameters(*models: nn.Module) -> Tensor:
     """All parameters as one vector."""
-    return torch.cat([p.detach().reshape(-1).to(torch.float64) for model in models for p in model.parameters()])
+    return torch.cat(
+        [p.detach().reshape(-1).to(torch.float64) for model in models for p in model.parameters()]
+    )
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -198,7 +280,9 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 class cut:
-    """Shares that are these numbers of a batch of their sum, and in proportion for others (the last takes the rest)."""
+    """Shares that are these numbers of a batch of their sum, and in proportion for others (the
+    last takes the rest).
+    """
 
     def __init__(self, *ratios: int) -> None:
         self._ratios = ratios

@@ -1,4 +1,6 @@
-"""A script that trains on servers, with places for what else it does, and the weights that it leaves."""
+"""A script that trains on servers, with places for what else it does, and the weights that it
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,15 @@ with pl.start({sync}, name="{name}", folder="runs") as run:
 """
 
 
-def script(name: str, sync: str = "ParameterServer(servers=3, bucket_mb=0.05)", **parts: Any) -> str:
-    return TRAIN.format(**({"name": name, "sync": sync, "readers": 0, "epochs": 1, "nap": 0, "after": "pass"} | parts))
+def script(
+    name: str, sync: str = "ParameterServer(servers=3, bucket_mb=0.05)", **parts: Any
+) -> str:
+    return TRAIN.format(
+        **(
+            {"name": name, "sync": sync, "readers": 0, "epochs": 1, "nap": 0, "after": "pass"}
+            | parts
+        )
+    )
 
 
 def weights(job: Jobs, name: str) -> torch.Tensor:

@@ -16,14 +16,19 @@ from paceline.servers.process.shard import ShardPlan
 from paceline.servers.protocol.plans import write
 from tests.harness.jobs import PATIENCE
 
-WAYS = [(CodingPhase(0, topk(0.5)),), (CodingPhase(0, None), CodingPhase(1, int8(8)))]  # codings of two buckets
+# codings of two buckets
+WAYS = [(CodingPhase(0, topk(0.5)),), (CodingPhase(0, None), CodingPhase(1, int8(8)))]
 SECONDS = PATIENCE  # in which a server under test answers
 
 
 def plan(rows: int = 4, ways: Any = ()) -> ShardPlan:
     shapes = [BucketShape.of(torch.empty(size)) for size in ((rows, 3), (5,))]
-    pieces = [RowRange(number, 0, shape.size[0], shape, True) for number, shape in enumerate(shapes)]
-    return ShardPlan(pieces, [[1], [0]], [(0, 0), (0, 1)], [("SGD", [{"lr": 0.5}, {"lr": 0.25}])], [*ways])
+    pieces = [
+        RowRange(number, 0, shape.size[0], shape, True) for number, shape in enumerate(shapes)
+    ]
+    return ShardPlan(
+        pieces, [[1], [0]], [(0, 0), (0, 1)], [("SGD", [{"lr": 0.5}, {"lr": 0.25}])], [*ways]
+    )
 
 
 def packed(found: ShardPlan) -> Tensor:

@@ -1,4 +1,6 @@
-"""Trains a model that is cut by shard() on threads, without a session: groups along the axes, a tracker, and a strategy over `data`."""
+"""Trains a model that is cut by shard() on threads, without a session: groups along the axes, a
+tracker, and a strategy over `data`.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +55,20 @@ class Trainee:
     seen: dict[str, Any] = field(default_factory=dict)
 
     def batch(self, *wholes: Tensor, cuts: Sequence[int] | None = None) -> tuple[Tensor, ...]:
-        """My samples of a global batch, cut evenly or at `cuts`; sets what they count. An empty share is a ghost of one sample."""
+        """My samples of a global batch, cut evenly or at `cuts`; sets what they count.
+
+        An empty share is a ghost of one sample.
+        """
         total = len(wholes[0])
-        edges = [0, *(cuts if cuts and self.size > 1 else [total * (r + 1) // self.size for r in range(self.size - 1)]), total]
+        edges = [
+            0,
+            *(
+                cuts
+                if cuts and self.size > 1
+                else [total * (r + 1) // self.size for r in range(self.size - 1)]
+            ),
+            total,
+        ]
         start, stop = edges[self.rank], edges[self.rank + 1]
         self.step_state.scale, self.step_state.ghost = (stop - start) / total, start == stop
         return tuple(x[start:stop] if start < stop else x[:1] for x in wholes)
@@ -75,13 +88,22 @@ def trainee(
     data: int,
     first: ModelCut | None,
 ) -> Trainee:
-    """Prepare one worker of a mesh of `data` x shard, by hand; of `data` x shard x 2 if another cut comes `first`."""
+    """Prepare one worker of a mesh of `data` x shard, by hand; of `data` x shard x 2 if another
+    cut comes `first`.
+    """
     sizes = {"data": data, "shard": None, "tensor": 1 if first is None else 2}
-    axes = AxisGroups(lay_out(sizes if cut is not None and group.size > 1 else {"data": None}, one_host(group.size)), group)
+    axes = AxisGroups(
+        lay_out(
+            sizes if cut is not None and group.size > 1 else {"data": None}, one_host(group.size)
+        ),
+        group,
+    )
     size, rank = axes.along(*SAMPLED).size, axes.mesh.index(group.rank, SAMPLED)
     state = StepState(scale=1 / size)
     outer = axes.along("data")
-    context = SyncContext(outer, Agreement(outer, step=lambda: state.step), state, announce=lambda text: None)
+    context = SyncContext(
+        outer, Agreement(outer, step=lambda: state.step), state, announce=lambda text: None
+    )
     sync = strategy.begin(context)
     tracker = GradientTracker(sync, context, resolve(sync), prepare=lambda: None)
     model = build()
@@ -90,7 +112,11 @@ def trainee(
     for each in (first, cut):
         if each is not None and axes.mesh.extent(each.axis) > 1:
             each.apply(model, around)
-    slots = [Slot(name, around.renewed.get(p, p), opt) for name, p in model.named_parameters() if p.requires_grad]
+    slots = [
+        Slot(name, around.renewed.get(p, p), opt)
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    ]
     for one in opt.param_groups:
         one["params"] = [around.renewed.get(p, p) for p in one["params"]]
     for source in around.sources:
@@ -102,24 +128,40 @@ def trainee(
 
 def values(one: Trainee) -> Tensor:
     """All parameters, whole, in the order of the model."""
-    return put_together(one.model, one.cut.groups.everyone, one.cut.placements, lambda p: one.cut.renewed.get(p, p))
+    return put_together(
+        one.model, one.cut.groups.everyone, one.cut.placements, lambda p: one.cut.renewed.get(p, p)
+    )
 
 
-def put_together(model: nn.Module, group: Group, placements: Placements, trained: Callable[[Any], Any]) -> Tensor:
-    """All parameters in the order of the model, each put together from where the parts of all workers of `group` are."""
+def put_together(
+    model: nn.Module, group: Group, placements: Placements, trained: Callable[[Any], Any]
+) -> Tensor:
+    """All parameters in the order of the model, each put together from where the parts of all
+    workers of `group` are.
+    """
     found = []
     for name, parameter in model.named_parameters():
         part = trained(parameter)
         placement = placements.of(part, name)
         logical = torch.full(placement.shape, torch.nan, dtype=torch.float64)
-        regions = [[r.logical, r.of_local(part.detach()).reshape(-1).tolist()] for r in placement.regions] if placement.axes else []
+        regions = (
+            [[r.logical, r.of_local(part.detach()).reshape(-1).tolist()] for r in placement.regions]
+            if placement.axes
+            else []
+        )
         if not placement.axes:
             logical.copy_(part.detach())
-        for rectangle, numbers in [region for regions in group.gather_objects(regions) for region in regions] if placement.axes else []:
+        for rectangle, numbers in (
+            [region for regions in group.gather_objects(regions) for region in regions]
+            if placement.axes
+            else []
+        ):
             place = logical[tuple(slice(*ends) for ends in rectangle)]
             place.copy_(torch.tensor(numbers, dtype=torch.float64).view(place.shape))
         if placement.axes == ("shard",) and part is not parameter:
-            assert torch.equal(logical, parameter.detach().double()), f"{name} is not what its pieces are"
+            assert torch.equal(logical, parameter.detach().double()), (
+                f"{name} is not what its pieces are"
+            )
         found.append(logical.reshape(-1))
     return torch.cat(found)
 
@@ -140,7 +182,9 @@ def train(
     hosts: tuple[int, ...] = (),
     first: ModelCut | None = None,
 ) -> list[tuple[Tensor, Any]]:
-    """Each worker's parameters after some steps, and what `ended` says; in `shared` memory, on `native` Gloo, over `hosts`, on threads."""
+    """Each worker's parameters after some steps, and what `ended` says; in `shared` memory, on
+    `native` Gloo, over `hosts`, on threads.
+    """
 
     def body(group: Group) -> tuple[Tensor, Any]:
         one = trainee(group, build, optimizer, cut, strategy=strategy(), data=data, first=first)
@@ -167,14 +211,22 @@ def train(
         finally:
             whole.close()
 
-    return threads(size, over_a_store) if shared or native else spawn(size, body if not hosts else over_hosts, hosts=hosts or None)
+    return (
+        threads(size, over_a_store)
+        if shared or native
+        else spawn(size, body if not hosts else over_hosts, hosts=hosts or None)
+    )
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-def fitting(batch: Callable[[int], tuple[Tensor, Tensor]], loss: Any = F.mse_loss, cuts: list[int] | None = None) -> Step:
+def fitting(
+    batch: Callable[[int], tuple[Tensor, Tensor]],
+    loss: Any = F.mse_loss,
+    cuts: list[int] | None = None,
+) -> Step:
     """A step on the global batch of its number."""
 
     def step(one: Trainee, number: int) -> None:
@@ -186,10 +238,22 @@ def fitting(batch: Callable[[int], tuple[Tensor, Tensor]], loss: Any = F.mse_los
     return step
 
 
-def same(build: Build, step: Step, cut: shard, size: int = 2, *, bound: float = 1e-12, **options: Any) -> list[Any]:
+def same(
+    build: Build, step: Step, cut: shard, size: int = 2, *, bound: float = 1e-12, **options: Any
+) -> list[Any]:
     """Workers of a cut model end with the parameters of one process; what `ended` says of each."""
-    wanted = train(1, build, step, None, **{key: options[key] for key in ("steps", "optimizer") if key in options})[0][0]
-    assert torch.isfinite(wanted).all() and distance(wanted, torch.cat([p.detach().reshape(-1) for p in build().parameters()])) > 1e-3
+    wanted = train(
+        1,
+        build,
+        step,
+        None,
+        **{key: options[key] for key in ("steps", "optimizer") if key in options},
+    )[0][0]
+    assert (
+        torch.isfinite(wanted).all()
+        and distance(wanted, torch.cat([p.detach().reshape(-1) for p in build().parameters()]))
+        > 1e-3
+    )
     found = train(size, build, step, cut, **options)
     for values, _ in found:
         assert distance(values, wanted) < bound
@@ -216,6 +280,8 @@ def alone_with(group: ThreadGroup, build: Build, cut: shard) -> tuple[nn.Module,
     return model, ShardedModel(model, cut, gathering, reducing)
 
 
-def refused(cut: shard, words: str, build: Build = odd_net, step: Step | None = None, **options: Any) -> None:
+def refused(
+    cut: shard, words: str, build: Build = odd_net, step: Step | None = None, **options: Any
+) -> None:
     with pytest.raises(UsageError, match=words):
         train(2, build, step or fitting(vectors), cut, steps=1, **options)

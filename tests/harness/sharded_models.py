@@ -1,4 +1,6 @@
-"""Models that are cut under test: odd sizes, tied weights, skips; their weights are drawn by a generator of their own."""
+"""Models that are cut under test: odd sizes, tied weights, skips; their weights are drawn by a
+generator of their own.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ class OddNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inward = nn.Linear(7, 5)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 5)) for _ in range(3)])
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 5)) for _ in range(3)]
+        )
         self.head = nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -30,7 +34,9 @@ class OddNet(nn.Module):
 
 
 class UNet(nn.Module):
-    """Convolutions down and up again, with skips from the first half to the second, so that blocks are not used in a chain."""
+    """Convolutions down and up again, with skips from the first half to the second, so that
+    blocks are not used in a chain.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +48,9 @@ class UNet(nn.Module):
 
     @staticmethod
     def _block(inward: int, outward: int) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(inward, outward, 3, padding=1), nn.GroupNorm(1, outward), nn.SiLU())
+        return nn.Sequential(
+            nn.Conv2d(inward, outward, 3, padding=1), nn.GroupNorm(1, outward), nn.SiLU()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.first(x)

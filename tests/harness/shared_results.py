@@ -1,4 +1,6 @@
-"""Results that several tests compare with: each is made once, by whichever process of the tests asks first, and read by the others."""
+"""Results that several tests compare with: each is made once, by whichever process of the tests
+asks first, and read by the others.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from typing import Any
 
 
 def shared_folder(base: Path) -> Path:
-    """The folder that all processes of this run of the tests have, of which `base` is this one's own for temporary files."""
+    """The folder that all processes of this run of the tests have, of which `base` is this one's
+    own for temporary files.
+    """
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 

@@ -1,4 +1,6 @@
-"""What strangers send: lines, halves of lines and worse, drawn by chance from a seed; and who sends it."""
+"""What strangers send: lines, halves of lines and worse, drawn by chance from a seed; and who
+sends it.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,11 @@ def bent(drawn: random.Random, value: Any) -> Any:
         return {**value, key: bent(drawn, value[key])}
     if isinstance(value, list | tuple) and value and drawn.random() < 0.8:
         place = drawn.randrange(len(value))
-        rest = [*value[:place], *([] if drawn.random() < 0.15 else [bent(drawn, value[place])]), *value[place + 1 :]]
+        rest = [
+            *value[:place],
+            *([] if drawn.random() < 0.15 else [bent(drawn, value[place])]),
+            *value[place + 1 :],
+        ]
         return rest + [drawn.choice(ODD)] * (drawn.random() < 0.05)
     return drawn.choice(ODD)
 
@@ -55,7 +61,14 @@ def bent(drawn: random.Random, value: Any) -> Any:
 def spoilt(drawn: random.Random, line: bytes) -> bytes:
     """The same, cut, doubled, or with other bytes in it."""
     place = drawn.randrange(len(line) + 1)
-    return drawn.choice((line[:place], line[:place] + drawn.randbytes(drawn.randrange(9)) + line[place + 1 :], line + line, line[place:]))
+    return drawn.choice(
+        (
+            line[:place],
+            line[:place] + drawn.randbytes(drawn.randrange(9)) + line[place + 1 :],
+            line + line,
+            line[place:],
+        )
+    )
 
 
 def line(drawn: random.Random, like: Sequence[dict[str, Any]]) -> bytes:
@@ -69,8 +82,23 @@ def line(drawn: random.Random, like: Sequence[dict[str, Any]]) -> bytes:
         return drawn.randbytes(drawn.randrange(1, 300)) + b"\n"
     return drawn.choice(
         (
-            *(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", TLS_HELLO, b"SSH-2.0-x\r\n", b"\n", b"\0", b"\n" * 3000, b"[" * 4000 + b"\n"),
-            *(b'{"a":' * 700 + b"\n", b"x" * 70_000, b'{"paceline": 1', b"\xff\xfe[\x001\x00]\x00\n", b"9" * 4000 + b"\n", b"NaN\n"),
+            *(
+                b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+                TLS_HELLO,
+                b"SSH-2.0-x\r\n",
+                b"\n",
+                b"\0",
+                b"\n" * 3000,
+                b"[" * 4000 + b"\n",
+            ),
+            *(
+                b'{"a":' * 700 + b"\n",
+                b"x" * 70_000,
+                b'{"paceline": 1',
+                b"\xff\xfe[\x001\x00]\x00\n",
+                b"9" * 4000 + b"\n",
+                b"NaN\n",
+            ),
             b'{"paceline": 1, "nonce": "\\ud800", "proof": "00"}\n',
         )
     )
@@ -122,14 +150,48 @@ def until(condition: Callable[[], bool], turn: Callable[[], object], seconds: fl
 
 
 NUMBERS_AND_TEXTS: list[Any] = [
-    *(None, True, -1, 0, 1, 0.5, 10**9, 10**18, 1 << 70, 10**400, 1e308, -1e308, float("nan"), float("inf"), "nan", "inf", "", "x"),
-    *("9" * 5000, "1e309", "\x1b[31m", "\ud800", "²", [], {}, [[]], {"a": 1}, [1] * 5, [None], {"step": 1}),
+    *(
+        None,
+        True,
+        -1,
+        0,
+        1,
+        0.5,
+        10**9,
+        10**18,
+        1 << 70,
+        10**400,
+        1e308,
+        -1e308,
+        float("nan"),
+        float("inf"),
+        "nan",
+        "inf",
+        "",
+        "x",
+    ),
+    *(
+        "9" * 5000,
+        "1e309",
+        "\x1b[31m",
+        "\ud800",
+        "²",
+        [],
+        {},
+        [[]],
+        {"a": 1},
+        [1] * 5,
+        [None],
+        {"step": 1},
+    ),
 ]
 
 
 def places(node: Any) -> Iterator[tuple[Any, Any]]:
     """Everything in a tree, with what it lies in."""
-    for key in list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
+    for key in (
+        list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+    ):
         yield node, key
         yield from places(node[key])
 

@@ -29,18 +29,25 @@ def ended(job: Jobs, launched: Job) -> Outcome:
 
 def until_told(launched: Job, path: Path, told: str) -> None:
     """Wait until the first worker has so many servers and events."""
-    wait_for(lambda: launched.process.poll() is not None or (path.exists() and path.read_text() == told))
+    wait_for(
+        lambda: launched.process.poll() is not None or (path.exists() and path.read_text() == told)
+    )
 
 
 def kill_primaries(job: Jobs, seed: int, wanted: Outcome, *options: str, **parts: object) -> None:
-    """At random moments of a training that never rests; the lost ones are made anew, and killed again. `parts`: "after" tells."""
+    """At random moments of a training that never rests; the lost ones are made anew, and killed
+    again. `parts`: "after" tells.
+    """
     chance, out = random.Random(seed), job.folder / f"killed{seed}"
     out.mkdir()
-    text = script(start=f"name='run', folder='{out.name}/runs'", epochs=20, nap=until(2, 0.04), **parts)
+    text = script(
+        start=f"name='run', folder='{out.name}/runs'", epochs=20, nap=until(2, 0.04), **parts
+    )
     launched = job.run(text, 3, *options, OUT=str(out))
     trains(launched, out, 3)
     for count, most in ((0, 0.5), (1, 1.5)):
-        until_told(launched, out / "c", f"4 {count}")  # or the only one that has a shard might be killed
+        # or the only one that has a shard might be killed
+        until_told(launched, out / "c", f"4 {count}")
         pause(chance, most)
         servers(launched)[chance.randrange(2)].kill()  # the eldest two are primaries
     end = launched.end()

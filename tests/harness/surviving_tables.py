@@ -20,11 +20,16 @@ def slay(now, which, where):  # one of the servers that this worker has started
     if now and run._prepared.tables.lasting and not (out / where).exists():
         (out / where).touch()
         run._context.table_servers.__self__._processes[which].kill()
-"""
+"""  # noqa: E501
 
 
-SAVED = "[*model.parameters(), model.many.lookup(torch.arange(5000)), model.few.lookup(torch.arange(40))]"
+SAVED = (
+    "[*model.parameters(), model.many.lookup(torch.arange(5000)), "
+    "model.few.lookup(torch.arange(40))]"
+)
 
 
-def parts(replicas: int = 1, optimizer: str = "torch.optim.Adagrad(model.parameters(), 0.1)", **more: Any) -> dict[str, Any]:
+def parts(
+    replicas: int = 1, optimizer: str = "torch.optim.Adagrad(model.parameters(), 0.1)", **more: Any
+) -> dict[str, Any]:
     return {"model": NET.format(replicas=replicas), "optimizer": optimizer, "saved": SAVED, **more}

@@ -1,4 +1,6 @@
-"""A training whose workers are killed, and the check that nobody could tell from what came out: each sample once, the same weights."""
+"""A training whose workers are killed, and the check that nobody could tell from what came out:
+each sample once, the same weights.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from tests.harness.jobs import Job, Jobs, wait_for
 
 SAMPLES, BATCH = 192, 16
 
-# Every worker writes what it is about to train on: step, which dealing it is of (events, and less workers for those of one event), samples.
+# Every worker writes what it is about to train on: step, which dealing it is of (events, and less
+# workers for those of one event), samples.
 SCRIPT = """
 import json, os, signal
 from pathlib import Path
@@ -67,14 +70,15 @@ with pl.start({start}) as run:
         torch.save([p.detach() for p in {saved}], out / "weights.pt")
         (out / "events.json").write_text(json.dumps([event["what"] for event in run.events]))
         (out / "size").write_text(str(run.size))
-"""
+"""  # noqa: E501
 NET = "model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).double()"
 
 
 def script(**parts: Any) -> str:
     """The training, with `before`, `between`, `after` its backward and `epoch_end` as given.
 
-    After the step `held` all workers wait for `let_go`, so that what a test does to them from outside happens while they train.
+    After the step `held` all workers wait for `let_go`, so that what a test does to them from
+    outside happens while they train.
     """
     usual = {
         "model": NET,
@@ -106,7 +110,9 @@ def outcome(out: Path, folder: Path) -> Outcome:
     """Read it."""
     dealt: dict[int, dict[tuple[int, ...], list[int]]] = {}
     for path in out.glob("seen-*"):
-        mine = {}  # a worker that was told of a loss before its turn began has it twice: the first time without a result
+        # a worker that was told of a loss before its turn began has it twice: the first time
+        # without a result
+        mine = {}
         for line in path.read_text().splitlines():
             step, dealing, samples = json.loads(line)
             mine[step, tuple(dealing)] = samples
@@ -116,12 +122,16 @@ def outcome(out: Path, folder: Path) -> Outcome:
     lines = (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
     events = json.loads((out / "events.json").read_text())
     logged = [json.loads(line)["step"] for line in lines if "samples" in json.loads(line)]
-    return Outcome(torch.load(out / "weights.pt"), samples, events, int((out / "size").read_text()), logged)
+    return Outcome(
+        torch.load(out / "weights.pt"), samples, events, int((out / "size").read_text()), logged
+    )
 
 
 def apart(one: Outcome, other: Outcome) -> float:
     """How far the weights are from each other, relative to their size."""
-    a, b = (torch.cat([x.reshape(-1) for x in outcome.weights]).double() for outcome in (one, other))
+    a, b = (
+        torch.cat([x.reshape(-1) for x in outcome.weights]).double() for outcome in (one, other)
+    )
     return float((a - b).norm() / b.norm())
 
 
@@ -139,15 +149,25 @@ def play(job: Jobs, name: str, *options: str, workers: int = 4, **parts: Any) ->
 
 def check(outcome: Outcome, wanted: Outcome, *, close: float = 1e-12) -> None:
     """Each sample once, the same weights, every step in the log."""
-    other = {step: (samples, outcome.samples.get(step)) for step, samples in wanted.samples.items() if samples != outcome.samples.get(step)}
+    other = {
+        step: (samples, outcome.samples.get(step))
+        for step, samples in wanted.samples.items()
+        if samples != outcome.samples.get(step)
+    }
     assert not other, (other, outcome.events)
     assert apart(outcome, wanted) < close
     assert outcome.logged == list(range(1, len(wanted.samples) + 1))
 
 
 def until(events: int | str, nap: float = 0.3) -> str:
-    """A nap (seconds) in each turn, until so much has happened in the run, or something that is told in these words."""
-    happened = f"len(run.events) >= {events}" if isinstance(events, int) else f"any({events!r} in event['what'] for event in run.events)"
+    """A nap (seconds) in each turn, until so much has happened in the run, or something that is
+    told in these words.
+    """
+    happened = (
+        f"len(run.events) >= {events}"
+        if isinstance(events, int)
+        else f"any({events!r} in event['what'] for event in run.events)"
+    )
     return f"0 if {happened} else {nap}"
 
 
@@ -170,8 +190,12 @@ def kill(job: Job, chance: random.Random, number: int = signal.SIGKILL) -> None:
 
 
 def gap(out: Path) -> float:
-    """The longest time (seconds) in which nobody ended a turn: far below 120 unless somebody waited for the deadline."""
-    moments = sorted(float(line) for path in out.glob("times-*") for line in path.read_text().splitlines())
+    """The longest time (seconds) in which nobody ended a turn: far below 120 unless somebody
+    waited for the deadline.
+    """
+    moments = sorted(
+        float(line) for path in out.glob("times-*") for line in path.read_text().splitlines()
+    )
     return max(b - a for a, b in pairwise(moments))
 
 

@@ -24,7 +24,9 @@ def data(count: int = 44) -> TensorDataset:
     generator = torch.Generator().manual_seed(5)
     first = (torch.rand(count, 3, generator=generator) ** 2 * ROWS).long()
     second = torch.randint(ROWS, (count, 2), generator=generator)
-    return TensorDataset(first, second, torch.randn(count, 2, generator=generator, dtype=torch.float64))
+    return TensorDataset(
+        first, second, torch.randn(count, 2, generator=generator, dtype=torch.float64)
+    )
 
 
 def loader(count: int = 28, batch: int = 8) -> DataLoader[Any]:
@@ -48,7 +50,9 @@ class Net(nn.Module):
 
 
 def served(servers: int = 2, **options: Any) -> Make:
-    return lambda mode, seed: SparseEmbedding(ROWS, DIM, mode, seed=seed, servers=servers, **options)
+    return lambda mode, seed: SparseEmbedding(
+        ROWS, DIM, mode, seed=seed, servers=servers, **options
+    )
 
 
 def plain(*, sparse: bool = False) -> Make:
@@ -57,7 +61,9 @@ def plain(*, sparse: bool = False) -> Make:
     def make(mode: str, seed: int) -> nn.Module:
         bag = nn.EmbeddingBag(ROWS, DIM, mode=mode, sparse=sparse, dtype=torch.float64)
         with torch.no_grad():
-            bag.weight.copy_(row_optimizers.initial(torch.arange(ROWS), DIM, torch.float64, seed=seed, std=1.0))
+            bag.weight.copy_(
+                row_optimizers.initial(torch.arange(ROWS), DIM, torch.float64, seed=seed, std=1.0)
+            )
         return bag
 
     return make
@@ -70,14 +76,28 @@ def handles(model: nn.Module) -> list[nn.Parameter]:
 OPTIMIZERS: dict[str, Callable[[nn.Module], list[Any]]] = {
     "sgd": lambda m: [torch.optim.SGD(m.parameters(), 0.5)],
     "adagrad": lambda m: [torch.optim.Adagrad(m.parameters(), 0.1, lr_decay=0.01)],
-    "adam": lambda m: [torch.optim.SparseAdam(handles(m), 0.05), torch.optim.Adam(m.dense.parameters(), 0.01)],
-    "groups": lambda m: [torch.optim.SGD([{"params": handles(m), "lr": 0.7}, {"params": m.dense.parameters(), "momentum": 0.9}], lr=0.1)],
+    "adam": lambda m: [
+        torch.optim.SparseAdam(handles(m), 0.05),
+        torch.optim.Adam(m.dense.parameters(), 0.01),
+    ],
+    "groups": lambda m: [
+        torch.optim.SGD(
+            [{"params": handles(m), "lr": 0.7}, {"params": m.dense.parameters(), "momentum": 0.9}],
+            lr=0.1,
+        )
+    ],
 }
 
 
 def everything(model: nn.Module) -> Tensor:
-    tables = [t.lookup(torch.arange(ROWS)) if isinstance(t, SparseEmbedding) else t.weight.detach() for t in (model.first, model.second)]
-    return torch.cat([x.double().flatten() for x in tables] + [p.detach().double().flatten() for p in model.dense.parameters()])
+    tables = [
+        t.lookup(torch.arange(ROWS)) if isinstance(t, SparseEmbedding) else t.weight.detach()
+        for t in (model.first, model.second)
+    ]
+    return torch.cat(
+        [x.double().flatten() for x in tables]
+        + [p.detach().double().flatten() for p in model.dense.parameters()]
+    )
 
 
 def step(model: nn.Module, optimizers: list[Any], batch: Any, **_: Any) -> None:
@@ -103,7 +123,9 @@ def train(
 ) -> Tensor:
     model = Net(make, dtype, mode)
     optimizers = OPTIMIZERS[kind](model)
-    schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, rate) for optimizer in optimizers]
+    schedules = [
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, rate) for optimizer in optimizers
+    ]
     model, *others, batches = run.prepare(model, *optimizers, *schedules, loader(count), **options)
     for _ in run.epochs(epochs):
         for batch in batches:

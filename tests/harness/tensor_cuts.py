@@ -1,4 +1,6 @@
-"""Models that threads cut between them, and what is left of them: losses of some steps, and the whole parameters put together again."""
+"""Models that threads cut between them, and what is left of them: losses of some steps, and the
+whole parameters put together again.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,10 @@ def gpt(dtype: torch.dtype = torch.float32, shape: GPTShape = SHAPE) -> GPT:
 
 def batches(count: int, shape: GPTShape = SHAPE, size: int = 4) -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
-    texts = [torch.randint(shape.vocab, (size, shape.context + 1), generator=generator) for _ in range(count)]
+    texts = [
+        torch.randint(shape.vocab, (size, shape.context + 1), generator=generator)
+        for _ in range(count)
+    ]
     return [(text[:, :-1], text[:, 1:]) for text in texts]
 
 
@@ -72,7 +77,9 @@ def context_of(group: Group, mesh: Mesh | None = None) -> CutContext:
     return CutContext(mesh, AxisGroups(mesh, group), Placements())
 
 
-def train(model: nn.Module, data: Sequence[Batch], optimizer: Optimizer, loss: Any = loss_of) -> tuple[list[float], list[Tensor]]:
+def train(
+    model: nn.Module, data: Sequence[Batch], optimizer: Optimizer, loss: Any = loss_of
+) -> tuple[list[float], list[Tensor]]:
     """Losses, and the gradients of the last step."""
     stepping = optimizer(list(model.parameters()))
     losses = []
@@ -86,17 +93,28 @@ def train(model: nn.Module, data: Sequence[Batch], optimizer: Optimizer, loss: A
 
 
 def cut_training(
-    size: int, model: nn.Module, cut: tensor, data: Sequence[Batch], optimizer: Optimizer, *, loss: Any = loss_of
+    size: int,
+    model: nn.Module,
+    cut: tensor,
+    data: Sequence[Batch],
+    optimizer: Optimizer,
+    *,
+    loss: Any = loss_of,
 ) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """Losses of each rank, and the parameters as one tensor each; `optimizer` is made before the cut."""
+    """Losses of each rank, and the parameters as one tensor each; `optimizer` is made before the
+    cut.
+    """
 
     def body(group: Group) -> Any:
         mine, context = copy.deepcopy(model), context_of(group)
         parameters = list(mine.parameters())
         cut.apply(mine, context)
-        assert [id(p) for p in mine.parameters()] == [id(p) for p in parameters]  # optimizers keep them
+        # optimizers keep them
+        assert [id(p) for p in mine.parameters()] == [id(p) for p in parameters]
         losses, _ = train(mine, data, optimizer, loss)
-        return losses, [(context.placements.of(p, name), p.detach()) for name, p in mine.named_parameters()]
+        return losses, [
+            (context.placements.of(p, name), p.detach()) for name, p in mine.named_parameters()
+        ]
 
     found = spawn(size, body, deadline=PATIENCE)
     return [losses for losses, _ in found], whole([parts for _, parts in found])
@@ -109,11 +127,15 @@ def whole(parts: Sequence[Sequence[tuple[Any, Tensor]]]) -> dict[str, Tensor]:
     for rank in parts:
         for placement, local in rank:
             assert local.shape == placement.local
-            into = found.setdefault(placement.name, torch.full(placement.shape, torch.nan, dtype=local.dtype))
+            into = found.setdefault(
+                placement.name, torch.full(placement.shape, torch.nan, dtype=local.dtype)
+            )
             there = seen.setdefault(placement.name, torch.zeros(placement.shape, dtype=torch.bool))
             for region in placement.regions:
                 part, known = region.of_logical(into), region.of_logical(there)
-                assert torch.equal(part[known], region.of_local(local)[known]), f"{placement.name} differs between ranks"
+                assert torch.equal(part[known], region.of_local(local)[known]), (
+                    f"{placement.name} differs between ranks"
+                )
                 part.copy_(region.of_local(local))
                 known.fill_(True)
     assert all(bool(there.all()) for there in seen.values())
@@ -124,12 +146,17 @@ def distance(found: dict[str, Tensor], model: nn.Module) -> float:
     """The largest difference from a model's parameters, relative to the norm of each."""
     wanted = dict(model.named_parameters())
     assert found.keys() == wanted.keys()
-    return max(float((found[name] - p.detach()).norm() / p.detach().norm()) for name, p in wanted.items())
+    return max(
+        float((found[name] - p.detach()).norm() / p.detach().norm()) for name, p in wanted.items()
+    )
 
 
 def features(steps: int, inputs: int, outputs: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(2)
-    draw = [torch.randn(6, inputs + outputs, generator=generator, dtype=torch.float64) for _ in range(steps)]
+    draw = [
+        torch.randn(6, inputs + outputs, generator=generator, dtype=torch.float64)
+        for _ in range(steps)
+    ]
     return [(both[:, :inputs], both[:, inputs:]) for both in draw]
 
 
@@ -138,7 +165,15 @@ def squares(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(out, y.to(out.dtype))
 
 
-def compare(model: nn.Module, cut: tensor, data: Sequence[Batch], *, size: int = 2, loss: Any = loss_of, limit: float = 1e-9) -> None:
+def compare(
+    model: nn.Module,
+    cut: tensor,
+    data: Sequence[Batch],
+    *,
+    size: int = 2,
+    loss: Any = loss_of,
+    limit: float = 1e-9,
+) -> None:
     """Train in one process and cut between workers, in float64 by AdamW, and compare."""
     model = model.double()
     losses, parameters = cut_training(size, copy.deepcopy(model), cut, data, adamw, loss=loss)

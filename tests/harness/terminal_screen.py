@@ -1,4 +1,6 @@
-"""A terminal that shows what is written to it: it breaks long lines, scrolls, and obeys the few commands that bars need."""
+"""A terminal that shows what is written to it: it breaks long lines, scrolls, and obeys the few
+commands that bars need.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ _PIECES = re.compile(r"\x1b\[(\d*)([A-Za-z])|(\n)|(\r)|([^\x1b\n\r])")
 
 
 class TerminalScreen:
-    """Rows of characters, those that have scrolled away among them; every character is one cell wide."""
+    """Rows of characters, those that have scrolled away among them; every character is one cell
+    wide.
+    """
 
     def __init__(self, columns: int = 80, lines: int = 24) -> None:
         self.columns, self.lines = columns, lines
@@ -69,14 +73,21 @@ class TerminalScreen:
             whole += row
             if self._goes_on[number]:
                 continue
-            pieces = [whole[begin : begin + columns] for begin in range(0, len(whole), columns)] or [[]]
+            pieces = [
+                whole[begin : begin + columns] for begin in range(0, len(whole), columns)
+            ] or [[]]
             if at is not None:
                 inside = min(at // columns, len(pieces) - 1)
                 where, at = (len(rows) + inside, at - inside * columns), None
             rows += pieces
             goes_on += [True] * (len(pieces) - 1) + [False]
             whole = []
-        self._rows, self._goes_on, self.columns, self.lines = rows, goes_on, columns, lines or self.lines
+        self._rows, self._goes_on, self.columns, self.lines = (
+            rows,
+            goes_on,
+            columns,
+            lines or self.lines,
+        )
         self._row, self._column = where
 
     def text(self) -> list[str]:

@@ -15,14 +15,27 @@ from tests.harness.terminal_screen import TerminalScreen
 
 
 class OnTerminal:
-    """A program whose output and error are a terminal of so many `columns`. It is ended with the `with` block, at the latest."""
+    """A program whose output and error are a terminal of so many `columns`.
 
-    def __init__(self, command: Sequence[str], folder: Path, *, columns: int = 80, **environ: str) -> None:
+    It is ended with the `with` block, at the latest.
+    """
+
+    def __init__(
+        self, command: Sequence[str], folder: Path, *, columns: int = 80, **environ: str
+    ) -> None:
         self._master, slave = os.openpty()
         termios.tcsetwinsize(slave, (24, columns))
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PACELINE_")) and name != "CI"}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("OMP_", "PACELINE_")) and name != "CI"
+        }
         self.process = subprocess.Popen(
-            command, stdout=slave, stderr=slave, cwd=folder, env={**kept, "PYTHONPATH": str(ROOT), "TERM": "xterm", **environ}
+            command,
+            stdout=slave,
+            stderr=slave,
+            cwd=folder,
+            env={**kept, "PYTHONPATH": str(ROOT), "TERM": "xterm", **environ},
         )
         os.close(slave)
         self._terminal = TerminalScreen(columns, 24)
@@ -43,7 +56,12 @@ class OnTerminal:
     def __enter__(self) -> OnTerminal:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.process.kill()
         self.process.wait(PATIENCE)
         self._thread.join(PATIENCE)

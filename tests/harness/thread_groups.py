@@ -1,7 +1,10 @@
-"""A Group whose ranks are threads of one process: strategies are tested on it in milliseconds, with the errors of real processes.
+"""A Group whose ranks are threads of one process: strategies are tested on it in milliseconds, with
+the errors of real processes.
 
-channel "calls"    0: all_reduce   1: barrier   2: ...      every rank posts its part of call k; the last one to post
-channel "agree"    0: ...                                   does the work for all of them, and the waiters wake up
+channel "calls"    0: all_reduce   1: barrier   2: ...      every rank posts its part of call k; the
+                                                            last one to post
+channel "agree"    0: ...                                   does the work for all of them, and the
+                                                            waiters wake up
 channel "agreed"   0: ...
 """
 
@@ -26,7 +29,14 @@ from paceline.comm.fingerprint import CallFingerprint
 from paceline.comm.group import Op, Traffic, Work, as_begun, begun, pieces
 from paceline.comm.traffic import TrafficMeter
 from paceline.comm.waitgraph import GRACE, RankWait, apart, describe, late
-from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, UsageError, ViewChanged, WorkerLost
+from paceline.errors import (
+    DeadlineExceeded,
+    Mismatch,
+    PacelineError,
+    UsageError,
+    ViewChanged,
+    WorkerLost,
+)
 
 T = TypeVar("T")
 TICK = 0.1  # seconds between two looks at what went wrong while waiting
@@ -70,7 +80,14 @@ class _ThreadBoard:
         self.broken: BaseException | None = None
 
     def post(
-        self, rank: int, channel: str, call: CallFingerprint, data: Any, finish: Callable[[list[Any]], list[Any]], *, inference: bool
+        self,
+        rank: int,
+        channel: str,
+        call: CallFingerprint,
+        data: Any,
+        finish: Callable[[list[Any]], list[Any]],
+        *,
+        inference: bool,
     ) -> _ThreadCall:
         """Make the next call of rank `rank` on `channel`."""
         with self.changed:
@@ -106,7 +123,9 @@ class _ThreadBoard:
 class _ThreadWork:
     """The Work of one rank in one call."""
 
-    def __init__(self, group: ThreadGroup, channel: str, call: CallFingerprint, slot: _ThreadCall) -> None:
+    def __init__(
+        self, group: ThreadGroup, channel: str, call: CallFingerprint, slot: _ThreadCall
+    ) -> None:
         self._group, self._channel, self._call, self._slot = group, channel, call, slot
 
     def done(self) -> bool:
@@ -143,14 +162,19 @@ class _ThreadWork:
         gone = tuple(rank for rank in tuple(segment.left) if rank not in slot.parts)
         if gone:
             who = ", ".join(f"rank {segment.names[rank]} ({segment.left[rank]})" for rank in gone)
-            return WorkerLost(f"{self._call} waits for {who}, which has left the group", tuple(segment.names[rank] for rank in gone))
+            return WorkerLost(
+                f"{self._call} waits for {who}, which has left the group",
+                tuple(segment.names[rank] for rank in gone),
+            )
         return None
 
     def _look(self, waited: float) -> None:
         """Find ranks that wait for each other; called with the board's lock held."""
         segment = self._group.segment
         rank = self._group.rank
-        segment.waits[rank] = RankWait(self._channel, self._slot.number, str(self._call), dict(segment.made[rank]))
+        segment.waits[rank] = RankWait(
+            self._channel, self._slot.number, str(self._call), dict(segment.made[rank])
+        )
         stuck = apart(segment.waits) if waited > GRACE else {}
         if stuck:
             segment.fail(describe(stuck, self._group.names))
@@ -158,21 +182,30 @@ class _ThreadWork:
     def _late(self, seconds: float) -> DeadlineExceeded:
         segment = self._group.segment
         segment.waits.pop(self._group.rank, None)
-        absent = {segment.names[rank]: segment.waits.get(rank) for rank in range(segment.size) if rank not in self._slot.parts}
+        absent = {
+            segment.names[rank]: segment.waits.get(rank)
+            for rank in range(segment.size)
+            if rank not in self._slot.parts
+        }
         return DeadlineExceeded(late(str(self._call), seconds, absent), tuple(absent))
 
 
 class ThreadGroup:
     """A `Group` of threads; made by `spawn`, or by `sub` of another.
 
-    `hosts` is the host that each rank is taken to be on (for the traffic counted). `delay(rank)` is called before every call
-    and after every wait: tests inject sleeps with it.
+    `hosts` is the host that each rank is taken to be on (for the traffic counted). `delay(rank)` is
+    called before every call and after every wait: tests inject sleeps with it.
     """
 
     view = 0
 
     def __init__(
-        self, segment: _ThreadBoard, rank: int, *, hosts: Sequence[int] | None = None, delay: Callable[[int], None] | None = None
+        self,
+        segment: _ThreadBoard,
+        rank: int,
+        *,
+        hosts: Sequence[int] | None = None,
+        delay: Callable[[int], None] | None = None,
     ) -> None:
         self.segment = segment
         self.rank = rank
@@ -189,28 +222,68 @@ class ThreadGroup:
         if self._delay is not None:
             self._delay(self.names[self.rank])
 
-    def _post(self, call: CallFingerprint, data: Any, finish: Callable[[list[Any]], list[Any]], channel: str = "calls") -> Work[Any]:
+    def _post(
+        self,
+        call: CallFingerprint,
+        data: Any,
+        finish: Callable[[list[Any]], list[Any]],
+        channel: str = "calls",
+    ) -> Work[Any]:
         self.pause()
         inference = begun(*(x for x in tree_leaves(data) if isinstance(x, Tensor)))
-        return _ThreadWork(self, channel, call, self.segment.post(self.rank, channel, call, data, finish, inference=inference))
+        return _ThreadWork(
+            self,
+            channel,
+            call,
+            self.segment.post(self.rank, channel, call, data, finish, inference=inference),
+        )
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        *,
+        tag: int = 0,
+    ) -> Work[None]:
         for to, x in sends:
             self._meter.sent(to, x.numel() * x.element_size())
-        return self._post(fingerprint.exchanging(sends, recvs, tag, self.size), (sends, recvs), _deliver)
+        return self._post(
+            fingerprint.exchanging(sends, recvs, tag, self.size), (sends, recvs), _deliver
+        )
 
-    def exchange_agreed(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
+    def exchange_agreed(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        *,
+        tag: int = 0,
+    ) -> Work[None]:
         """Exchange on a channel of its own for each `tag`."""
         for to, x in sends:
             self._meter.sent(to, x.numel() * x.element_size())
-        return self._post(fingerprint.exchanging(sends, recvs, tag, self.size), (sends, recvs), _deliver, f"exchange {tag}")
+        return self._post(
+            fingerprint.exchanging(sends, recvs, tag, self.size),
+            (sends, recvs),
+            _deliver,
+            f"exchange {tag}",
+        )
 
-    def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
+    def all_reduce(
+        self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None
+    ) -> Work[Tensor]:
         self._meter.ring(x.numel() * x.element_size())
-        return self._post(fingerprint.reducing("all_reduce", x, op, name, out), (x, out), lambda parts: _reduced(op, parts))
+        return self._post(
+            fingerprint.reducing("all_reduce", x, op, name, out),
+            (x, out),
+            lambda parts: _reduced(op, parts),
+        )
 
-    def all_reduce_agreed(self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None) -> Work[Tensor]:
-        """Reduce on a channel of its own, for layouts agreed before: safe beside calls made by other threads of this rank."""
+    def all_reduce_agreed(
+        self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None
+    ) -> Work[Tensor]:
+        """Reduce on a channel of its own, for layouts agreed before: safe beside calls made by
+        other threads of this rank.
+        """
         self._meter.ring(x.numel() * x.element_size())
         call = fingerprint.reducing("all_reduce_agreed", x, op, None, out)
         return self._post(call, (x, out), lambda parts: _reduced(op, parts), "agreed")
@@ -227,7 +300,9 @@ class ThreadGroup:
 
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
         self._meter.everyone(x.numel() * x.element_size())
-        finish: Callable[[list[Tensor]], list[Any]] = lambda xs: [[_copy(part) for part in xs] for _ in xs]  # noqa: E731
+        finish: Callable[[list[Tensor]], list[Any]] = lambda xs: [  # noqa: E731
+            [_copy(part) for part in xs] for _ in xs
+        ]
         return self._post(fingerprint.rows("all_gather", x, name), x, finish)
 
     def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
@@ -245,7 +320,9 @@ class ThreadGroup:
     def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
         for to, x in enumerate(xs[: self.size]):
             self._meter.sent(to, x.numel() * x.element_size())
-        finish: Callable[[list[Sequence[Tensor]]], list[Any]] = lambda rows: [[_copy(row[to]) for row in rows] for to in range(len(rows))]  # noqa: E731
+        finish: Callable[[list[Sequence[Tensor]]], list[Any]] = lambda rows: [  # noqa: E731
+            [_copy(row[to]) for row in rows] for to in range(len(rows))
+        ]
         return self._post(fingerprint.dealing(xs, self.size, name), list(xs), finish)
 
     def barrier(self, *, name: str | None = None) -> Work[None]:
@@ -257,17 +334,28 @@ class ThreadGroup:
         return [json.loads(text) for text in everyones]
 
     def agree(self, payload: bytes) -> list[bytes]:
-        payloads: list[bytes] = self._post(CallFingerprint("agree"), bytes(payload), lambda parts: [parts] * len(parts), "agree").wait()
+        payloads: list[bytes] = self._post(
+            CallFingerprint("agree"), bytes(payload), lambda parts: [parts] * len(parts), "agree"
+        ).wait()
         return list(payloads)
 
     def sub(self, ranks: Sequence[int]) -> ThreadGroup | None:
         def finish(parts: list[None]) -> list[_ThreadBoard]:
-            return [_ThreadBoard([self.names[rank] for rank in ranks], self.segment.deadline)] * len(parts)
+            return [
+                _ThreadBoard([self.names[rank] for rank in ranks], self.segment.deadline)
+            ] * len(parts)
 
-        segment: _ThreadBoard = self._post(fingerprint.choosing(ranks, self.size), None, finish).wait()
+        segment: _ThreadBoard = self._post(
+            fingerprint.choosing(ranks, self.size), None, finish
+        ).wait()
         if self.rank not in ranks:
             return None
-        child = ThreadGroup(segment, list(ranks).index(self.rank), hosts=self._meter.choose(ranks), delay=self._delay)
+        child = ThreadGroup(
+            segment,
+            list(ranks).index(self.rank),
+            hosts=self._meter.choose(ranks),
+            delay=self._delay,
+        )
         self._children.append(child)
         return child
 
@@ -295,7 +383,9 @@ class ThreadGroup:
         return ThreadPairs(self, device)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        self._post(CallFingerprint("empty", None, tuple(shape), dtype), None, lambda parts: parts).wait()
+        self._post(
+            CallFingerprint("empty", None, tuple(shape), dtype), None, lambda parts: parts
+        ).wait()
         with torch.inference_mode(False):
             return torch.empty(tuple(shape), dtype=dtype)
 
@@ -303,7 +393,9 @@ class ThreadGroup:
         self.leave("it has closed the group")
 
     def leave(self, why: str) -> None:
-        """Close this group and its subgroups; `why` is what others are told that still wait for this rank."""
+        """Close this group and its subgroups; `why` is what others are told that still wait for
+        this rank.
+        """
         for group in (self, *self._children):
             group.segment.leave(group.rank, why)
 
@@ -311,7 +403,9 @@ class ThreadGroup:
         self.end(ViewChanged(f"the group was aborted by rank {self.names[self.rank]}"))
 
     def end(self, error: PacelineError) -> PacelineError:
-        """End everything under way, on all ranks, with `error`, or with that of the rank that was first; return that."""
+        """End everything under way, on all ranks, with `error`, or with that of the rank that
+        was first; return that.
+        """
         self.segment.fail(error)
         assert isinstance(self.segment.broken, PacelineError)
         return self.segment.broken
@@ -332,7 +426,8 @@ def spawn(
 ) -> list[T]:
     """Run `body(group)` on `size` threads and give their results in rank order.
 
-    The first error of any rank ends the others and is raised. `deadline` bounds each wait in seconds.
+    The first error of any rank ends the others and is raised. `deadline` bounds each wait in
+    seconds.
     """
     if size < 1:
         raise UsageError(f"spawn needs at least one rank, not {size}")
@@ -355,12 +450,19 @@ def spawn(
         finally:
             ends.put(rank)
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(size)
+    ]
     for thread in threads:
         thread.start()
     _join(threads, ends, failures, deadline)
-    if failures:  # a rank that aborts the group for its own error may come here after those that it has ended
-        raise next((each.error for each in failures if not isinstance(each.error, ViewChanged)), failures[0].error)
+    # a rank that aborts the group for its own error may come here after those that it has ended
+    if failures:
+        raise next(
+            (each.error for each in failures if not isinstance(each.error, ViewChanged)),
+            failures[0].error,
+        )
     return [results[rank] for rank in range(size)]
 
 
@@ -368,17 +470,28 @@ def _stacks(threads: Sequence[threading.Thread]) -> str:
     """Return where each of `threads` is at present: the last calls of its stack."""
     frames = sys._current_frames()
     stacks = [(thread.name, frames[thread.ident]) for thread in threads if thread.ident in frames]
-    return "\n".join(f"{name} is at\n{''.join(traceback.format_stack(frame)[-6:])}" for name, frame in stacks)
+    return "\n".join(
+        f"{name} is at\n{''.join(traceback.format_stack(frame)[-6:])}" for name, frame in stacks
+    )
 
 
-def _join(threads: Sequence[threading.Thread], ends: SimpleQueue[int], failures: Sequence[_Failure], deadline: float) -> None:
-    """Wait for all threads, each of which tells its end; once one has failed, for the others no longer than their waits may last."""
+def _join(
+    threads: Sequence[threading.Thread],
+    ends: SimpleQueue[int],
+    failures: Sequence[_Failure],
+    deadline: float,
+) -> None:
+    """Wait for all threads, each of which tells its end; once one has failed, for the others no
+    longer than their waits may last.
+    """
     limit = None
     for _ in threads:
         if failures and limit is None:
             limit = time.monotonic() + deadline + 5 * TICK
         try:
-            threads[ends.get(timeout=None if limit is None else max(limit - time.monotonic(), 0.0))].join()
+            threads[
+                ends.get(timeout=None if limit is None else max(limit - time.monotonic(), 0.0))
+            ].join()
         except Empty:
             return
 
@@ -393,7 +506,9 @@ def _copy(x: Tensor) -> Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _deliver(parts: list[tuple[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]]]) -> list[None]:
+def _deliver(
+    parts: list[tuple[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]]],
+) -> list[None]:
     """Hand every message over, in the order of the lists, once all are found to match."""
     size = len(parts)
     moves: list[tuple[Tensor, Tensor]] = []
@@ -414,5 +529,7 @@ def _matching(source: int, to: int, sent: Sequence[Tensor], wanted: Sequence[Ten
     right = [fingerprint.parcel(x) for x in wanted]
     if left != right:
         sends, expects = ", ".join(left) or "nothing", ", ".join(right) or "nothing"
-        raise Mismatch(f"exchange: rank {source} sends {sends} to rank {to}, which expects {expects}")
+        raise Mismatch(
+            f"exchange: rank {source} sends {sends} to rank {to}, which expects {expects}"
+        )
     return True

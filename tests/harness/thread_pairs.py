@@ -45,7 +45,10 @@ class _ThreadLink:
         if self._source in self._exchange.left:
             return WorkerLost(f"rank {self.name} has closed its end", (self.name,))
         if self._source in self._group.segment.left:
-            return WorkerLost(f"rank {self.name} has left ({self._group.segment.left[self._source]})", (self.name,))
+            return WorkerLost(
+                f"rank {self.name} has left ({self._group.segment.left[self._source]})",
+                (self.name,),
+            )
         return None
 
 
@@ -65,7 +68,15 @@ class ThreadPairs:
     def traffic(self) -> Traffic:
         return self._meter.traffic
 
-    def send(self, to: int, lane: int, head: Mapping[str, Any], tensors: Sequence[Tensor] = (), *, what: str = "") -> Work[None]:
+    def send(
+        self,
+        to: int,
+        lane: int,
+        head: Mapping[str, Any],
+        tensors: Sequence[Tensor] = (),
+        *,
+        what: str = "",
+    ) -> Work[None]:
         self._check(to)
         self._group.pause()
         text = pack(lane, head, tensors)
@@ -77,7 +88,11 @@ class ThreadPairs:
     def receive(self, source: int, lane: int, *, what: str = "") -> Work[PairMessage]:
         self._check(source)
         self._group.pause()
-        work = ReceiveWork(_ThreadLink(self._group, self._exchange, source), what or f"a message on lane {lane}", self._terms)
+        work = ReceiveWork(
+            _ThreadLink(self._group, self._exchange, source),
+            what or f"a message on lane {lane}",
+            self._terms,
+        )
         self._exchange.inboxes[self.rank].ask(source, lane, work)
         return work
 
@@ -92,7 +107,9 @@ class ThreadPairs:
         if self._closed:
             return ViewChanged("these pairs have been closed")
         error = self._exchange.aborted or self._group.segment.broken
-        return error if error is None or isinstance(error, PacelineError) else ViewChanged(str(error))
+        return (
+            error if error is None or isinstance(error, PacelineError) else ViewChanged(str(error))
+        )
 
     def close(self) -> None:
         self._closed = True
@@ -101,5 +118,7 @@ class ThreadPairs:
 
     def abort(self) -> None:
         if self._exchange.aborted is None:
-            self._exchange.aborted = ViewChanged(f"these pairs have been aborted by rank {self._group.names[self.rank]}")
+            self._exchange.aborted = ViewChanged(
+                f"these pairs have been aborted by rank {self._group.names[self.rank]}"
+            )
         self._exchange.notify()

@@ -1,6 +1,8 @@
-"""Sorts tests into tiers: by their markers, by the fixtures that they use, and by whether their code calls for several workers.
+"""Sorts tests into tiers: by their markers, by the fixtures that they use, and by whether their
+code calls for several workers.
 
-Most variants of a test that is marked `each_choice` are of the tier soak, and all but the first of one that is marked `alike`.
+Most variants of a test that is marked `each_choice` are of the tier soak, and all but the first of
+one that is marked `alike`.
 """
 
 from __future__ import annotations
@@ -37,10 +39,12 @@ def tier(item: pytest.Item) -> str:
 
 
 def thin(items: Sequence[pytest.Item]) -> None:
-    """Leave variants of tests marked `each_choice` to a soak, but for a few with each value of each parameter.
+    """Leave variants of tests marked `each_choice` to a soak, but for a few with each value of each
+    parameter.
 
-    Variants that are marked `soak` themselves stay there, and a value that only these have is of the soak too.
-    Of tests marked `alike(n)` the first n variants always run: what the others add is seen by tests of other modules too.
+    Variants that are marked `soak` themselves stay there, and a value that only these have is of
+    the soak too. Of tests marked `alike(n)` the first n variants always run: what the others add is
+    seen by tests of other modules too.
     """
     variants: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -49,7 +53,8 @@ def thin(items: Sequence[pytest.Item]) -> None:
     for rest in variants.values():
         missing = set().union(*map(_values, rest))
         while missing:
-            kept = max(rest, key=lambda item: len(missing & _values(item)))  # the first of those with most
+            # the first of those with most
+            kept = max(rest, key=lambda item: len(missing & _values(item)))
             missing -= _values(kept)
             rest.remove(kept)
         for item in rest:
@@ -63,7 +68,9 @@ def thin(items: Sequence[pytest.Item]) -> None:
 
 
 def _values(item: pytest.Item) -> set[tuple[str, int]]:
-    """Return the names of a variant's parameters, each with what tells its value from others, which may have no hash."""
+    """Return the names of a variant's parameters, each with what tells its value from others,
+    which may have no hash.
+    """
     return {(name, id(value)) for name, value in item.callspec.params.items()}  # type: ignore[attr-defined]
 
 
@@ -82,7 +89,9 @@ def _functions(item: pytest.Item) -> Iterator[Callable[..., Any]]:
 
 
 def calls_workers(function: Callable[..., Any]) -> bool:
-    """Whether the code of a function, or of what it names in the tests, names something that runs several workers."""
+    """Whether the code of a function, or of what it names in the tests, names something that
+    runs several workers.
+    """
     function = getattr(function, "__func__", function)
     return isinstance(function, types.FunctionType) and _reaches(function)
 
@@ -96,7 +105,11 @@ def _reaches(function: types.FunctionType) -> bool:
             if found.__name__ in SEVERAL.get(found.__module__, ()):
                 return True
             if isinstance(found, type):
-                more = [method for method in vars(found).values() if isinstance(method, types.FunctionType)]
+                more = [
+                    method
+                    for method in vars(found).values()
+                    if isinstance(method, types.FunctionType)
+                ]
             else:
                 more = [found]
             fresh = [each for each in more if each not in seen]
@@ -106,14 +119,26 @@ def _reaches(function: types.FunctionType) -> bool:
 
 
 def _named(function: types.FunctionType) -> Iterator[Any]:
-    """Give the functions and classes of tests, and what runs workers, that a function's code names."""
+    """Give the functions and classes of tests, and what runs workers, that a function's code
+    names.
+    """
     names = set(_names(function.__code__))
     cells = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
-    for found in [function.__globals__.get(name) for name in names] + cells + [sys.modules.get(name) for name in names]:
-        whole = [getattr(found, name, None) for name in names] if isinstance(found, types.ModuleType) and _ours(found.__name__) else [found]
+    for found in (
+        [function.__globals__.get(name) for name in names]
+        + cells
+        + [sys.modules.get(name) for name in names]
+    ):
+        whole = (
+            [getattr(found, name, None) for name in names]
+            if isinstance(found, types.ModuleType) and _ours(found.__name__)
+            else [found]
+        )
         for each in whole:
             each = getattr(each, "__wrapped__", each)
-            if isinstance(each, types.FunctionType | type) and (_ours(each.__module__) or each.__module__ in SEVERAL):
+            if isinstance(each, types.FunctionType | type) and (
+                _ours(each.__module__) or each.__module__ in SEVERAL
+            ):
                 yield each
 
 

@@ -16,7 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 from paceline.record.logged.media import MediaItem
-from paceline.record.trackers.tracker import TrackedEnd, TrackedEvent, TrackedRun, TrackedStep, Tracker
+from paceline.record.trackers.tracker import (
+    TrackedEnd,
+    TrackedEvent,
+    TrackedRun,
+    TrackedStep,
+    Tracker,
+)
 from paceline.session.run import Run
 from tests.harness.runs import workers
 
@@ -24,11 +30,16 @@ STEPS = 10
 
 
 class Library:
-    """A tracker's library, loaded when a test asks for something of it: all processes of the tests collect them, and one runs them."""
+    """A tracker's library, loaded when a test asks for something of it: all processes of the
+    tests collect them, and one runs them.
+    """
 
     def __init__(self, name: str) -> None:
         there = importlib.util.find_spec(name.partition(".")[0]) is not None
-        self.marks = [pytest.mark.xdist_group("trackers"), pytest.mark.skipif(not there, reason=f"needs {name}")]
+        self.marks = [
+            pytest.mark.xdist_group("trackers"),
+            pytest.mark.skipif(not there, reason=f"needs {name}"),
+        ]
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
@@ -36,11 +47,15 @@ class Library:
 
 
 def train(run: Run) -> None:
-    """Two epochs over 17 samples in batches of 4, the last of 1; what is logged differs between workers."""
+    """Two epochs over 17 samples in batches of 4, the last of 1; what is logged differs between
+    workers.
+    """
     torch.manual_seed(0)
     x = torch.arange(34.0).reshape(17, 2) / 34
     model = nn.Linear(2, 1)
-    model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(TensorDataset(x), batch_size=4))
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(TensorDataset(x), batch_size=4)
+    )
     for epoch in run.epochs(2):
         for (mine,) in loader:
             loss = (model(mine) - mine.sum(dim=1, keepdim=True)).square().mean()
@@ -48,12 +63,18 @@ def train(run: Run) -> None:
             optimizer.step()
             optimizer.zero_grad()
             run.log(loss=loss, rank=run.rank)
-        run.log(**{"val/accuracy": epoch + run.rank}, weights=pl.histogram(model.weight, 4), sample=pl.image(torch.eye(3) * epoch))
+        run.log(
+            **{"val/accuracy": epoch + run.rank},
+            weights=pl.histogram(model.weight, 4),
+            sample=pl.image(torch.eye(3) * epoch),
+        )
         run.event(f"epoch {epoch} is over")
     run.results["score"] = 0.5
 
 
-def reported(folder: Path, trackers: Iterable[Tracker], said: list[str] | None = None, **options: Any) -> Path:
+def reported(
+    folder: Path, trackers: Iterable[Tracker], said: list[str] | None = None, **options: Any
+) -> Path:
     """Train with two workers, report to `trackers`, and return the folder of the run."""
     workers(2, train, folder=folder, trackers=trackers, said=said, **options)
     return folder / "test"
@@ -65,7 +86,9 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def rows(folder: Path) -> dict[int, dict[str, float]]:
-    """What trackers are to know of each step by the lines of the metrics; how late workers were isn't in them."""
+    """What trackers are to know of each step by the lines of the metrics; how late workers were
+    isn't in them.
+    """
     found: dict[int, dict[str, float]] = {}
     for line in lines(folder):
         found.setdefault(line["step"], {}).update(TrackedStep.of(line, ()).scalars())

@@ -1,4 +1,6 @@
-"""What W&B keeps of an offline run: records in blocks, as LevelDB's logs have them, each a message of W&B's own protocol."""
+"""What W&B keeps of an offline run: records in blocks, as LevelDB's logs have them, each a
+message of W&B's own protocol.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,11 @@ class OfflineRun:
         for record in records(path) if path is not None else ():
             kind = record.WhichOneof("record_type")
             if kind == "run":
-                self.id, self.name, self.project = record.run.run_id, record.run.display_name, record.run.project
+                self.id, self.name, self.project = (
+                    record.run.run_id,
+                    record.run.display_name,
+                    record.run.project,
+                )
                 self.config |= values(record.run.config.update)
             elif kind == "config":
                 self.config |= values(record.config.update)

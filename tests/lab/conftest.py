@@ -1,4 +1,6 @@
-"""Clusters for tests: built on this machine, or the test is skipped with the reason why none can be."""
+"""Clusters for tests: built on this machine, or the test is skipped with the reason why none can
+be.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,24 @@ def able() -> None:
 
 @pytest.fixture(autouse=True)
 def _forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launchers, workers and servers are forked with torch in them, unless the test is marked `real_processes`."""
+    """Launchers, workers and servers are forked with torch in them, unless the test is marked
+    `real_processes`.
+    """
     if not request.node.get_closest_marker("real_processes"):
-        monkeypatch.setattr("paceline.lab.hosts.subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": nursery.on_host}))
+        monkeypatch.setattr(
+            "paceline.lab.hosts.subprocess",
+            SimpleNamespace(**{**vars(subprocess), "Popen": nursery.on_host}),
+        )
 
 
 @pytest.fixture
 def quotas(able: None) -> None:
     """Hosts can have quotas here."""
-    lacking = [ability for ability in kernel.abilities() if ability.name.startswith("control group") and ability.reason]
+    lacking = [
+        ability
+        for ability in kernel.abilities()
+        if ability.name.startswith("control group") and ability.reason
+    ]
     if lacking:
         pytest.skip("; ".join(f"{ability.name}: {ability.reason}" for ability in lacking))
 

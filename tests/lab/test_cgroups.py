@@ -1,4 +1,6 @@
-"""Control groups of both versions: found in what the kernel says, written as it wants them (on folders that stand for its own)."""
+"""Control groups of both versions: found in what the kernel says, written as it wants them (on
+folders that stand for its own).
+"""
 
 from __future__ import annotations
 
@@ -33,21 +35,38 @@ def unified(folder: Path, own: str, handing: dict[str, tuple[str, str]]) -> Moun
 class TestFind:
     def test_version_1_below_the_group_of_this_process(self, tmp_path):
         (tmp_path / "cpu" / "box").mkdir(parents=True)
-        told = mounts(tmp_path, "4:memory:/\n3:cpu,cpuacct:/box\n0::/\n", mount(tmp_path / "cpu", "cgroup", "rw,cpu,cpuacct"))
+        told = mounts(
+            tmp_path,
+            "4:memory:/\n3:cpu,cpuacct:/box\n0::/\n",
+            mount(tmp_path / "cpu", "cgroup", "rw,cpu,cpuacct"),
+        )
         assert find("cpu", told) == Base("cpu", 1, tmp_path / "cpu" / "box")
 
     def test_version_1_in_a_container_that_sees_a_part(self, tmp_path):
         (tmp_path / "cpu" / "in").mkdir(parents=True)
-        told = mounts(tmp_path, "3:cpu:/docker/7/in\n", mount(tmp_path / "cpu", "cgroup", "rw,cpu", "/docker/7"))
+        told = mounts(
+            tmp_path,
+            "3:cpu:/docker/7/in\n",
+            mount(tmp_path / "cpu", "cgroup", "rw,cpu", "/docker/7"),
+        )
         assert find("cpu", told).folder == tmp_path / "cpu" / "in"
-        told = mounts(tmp_path, "3:cpu:/other\n", mount(tmp_path / "cpu", "cgroup", "rw,cpu", "/docker/7"))
+        told = mounts(
+            tmp_path, "3:cpu:/other\n", mount(tmp_path / "cpu", "cgroup", "rw,cpu", "/docker/7")
+        )
         assert find("cpu", told).folder == tmp_path / "cpu"
 
     def test_version_2_where_it_is_handed_down(self, tmp_path):
         told = unified(
-            tmp_path, "/user/me", {"": ("cpu memory", "cpu"), "user": ("cpu memory", "cpu memory"), "user/me": ("cpu memory", "")}
+            tmp_path,
+            "/user/me",
+            {
+                "": ("cpu memory", "cpu"),
+                "user": ("cpu memory", "cpu memory"),
+                "user/me": ("cpu memory", ""),
+            },
         )
-        (tmp_path / "v2/user/me/cgroup.controllers").write_text("")  # this process is inside, so nothing can be handed on
+        # this process is inside, so nothing can be handed on
+        (tmp_path / "v2/user/me/cgroup.controllers").write_text("")
         assert find("cpu", told) == Base("cpu", 2, tmp_path / "v2" / "user")
 
     def test_version_2_asks_for_it(self, tmp_path):
@@ -80,7 +99,9 @@ class TestGroup:
     def test_version_1(self, tmp_path):
         (tmp_path / "cpu").mkdir()
         (tmp_path / "memory").mkdir()
-        group = Cgroup("g", [Base("cpu", 1, tmp_path / "cpu"), Base("memory", 1, tmp_path / "memory")])
+        group = Cgroup(
+            "g", [Base("cpu", 1, tmp_path / "cpu"), Base("memory", 1, tmp_path / "memory")]
+        )
         group.make()
         group.limit_processors(0.5)
         assert (tmp_path / "cpu/g/cpu.cfs_quota_us").read_text() == "10000"
@@ -89,7 +110,10 @@ class TestGroup:
         assert (tmp_path / "cpu/g/cpu.cfs_quota_us").read_text() == "-1"
         group.limit_memory(2**30)
         assert (tmp_path / "memory/g/memory.limit_in_bytes").read_text() == str(2**30)
-        assert group.entrances() == (tmp_path / "cpu/g/cgroup.procs", tmp_path / "memory/g/cgroup.procs")
+        assert group.entrances() == (
+            tmp_path / "cpu/g/cgroup.procs",
+            tmp_path / "memory/g/cgroup.procs",
+        )
 
     def test_version_2(self, tmp_path):
         group = Cgroup("g", [Base("cpu", 2, tmp_path), Base("memory", 2, tmp_path)])
@@ -98,14 +122,23 @@ class TestGroup:
         group.limit_processors(1.5)
         group.limit_memory(2**20)
         assert (tmp_path / "g/cpu.max").read_text() == "30000 20000"
-        assert (tmp_path / "g/memory.max").read_text() == str(2**20) and (tmp_path / "g/memory.swap.max").read_text() == "0"
+        assert (tmp_path / "g/memory.max").read_text() == str(2**20) and (
+            tmp_path / "g/memory.swap.max"
+        ).read_text() == "0"
         group.limit_processors(None)
         assert (tmp_path / "g/cpu.max").read_text() == "max 20000"
-        assert group.folders == (tmp_path / "g",) and group.entrances() == (tmp_path / "g/cgroup.procs",)
+        assert group.folders == (tmp_path / "g",) and group.entrances() == (
+            tmp_path / "g/cgroup.procs",
+        )
 
     def test_entrances_for_some_controllers(self, tmp_path):
-        apart = Cgroup("g", [Base("cpu", 1, tmp_path / "cpu"), Base("memory", 1, tmp_path / "memory")])
-        assert apart.entrances(("memory",)) == (tmp_path / "memory/g/cgroup.procs",) and apart.entrances(()) == ()
+        apart = Cgroup(
+            "g", [Base("cpu", 1, tmp_path / "cpu"), Base("memory", 1, tmp_path / "memory")]
+        )
+        assert (
+            apart.entrances(("memory",)) == (tmp_path / "memory/g/cgroup.procs",)
+            and apart.entrances(()) == ()
+        )
         one = Cgroup("g", [Base("cpu", 2, tmp_path), Base("memory", 2, tmp_path)])
         assert one.entrances(("memory",)) == one.entrances() == (tmp_path / "g/cgroup.procs",)
         assert Cgroup("g", [Base("cpu", 1, tmp_path)]).entrances(("memory",)) == ()
@@ -124,7 +157,10 @@ class TestGroup:
         group = Cgroup("g", [Base("cpu", 1, tmp_path)])
         group.make()
         (tmp_path / "g/cgroup.procs").write_text("")
-        errors = {10: ProcessLookupError(3, "No such process"), 11: PermissionError(13, "Permission denied")}
+        errors = {
+            10: ProcessLookupError(3, "No such process"),
+            11: PermissionError(13, "Permission denied"),
+        }
 
         def refuse(path, text):
             raise errors[int(text)]
@@ -132,7 +168,9 @@ class TestGroup:
         monkeypatch.setattr(cgroups.Path, "write_text", refuse)
         living = iter([[10], []])
         group.admit("cpu", lambda: next(living))  # one that has ended is none
-        with pytest.raises(ResourceError, match=r"process 11 can't be moved to .*Permission denied"):
+        with pytest.raises(
+            ResourceError, match=r"process 11 can't be moved to .*Permission denied"
+        ):
             group.admit("cpu", lambda: [11])
 
     def test_small_quotas_are_as_small_as_can_be(self, tmp_path):
@@ -152,4 +190,6 @@ class TestGroup:
     def test_orphans(self, tmp_path):
         (tmp_path / "paceline-lab-1-0").mkdir()
         (tmp_path / "other").mkdir()
-        assert cgroups.orphans([Base("cpu", 1, tmp_path), Base("memory", 1, tmp_path)]) == [tmp_path / "paceline-lab-1-0"]
+        assert cgroups.orphans([Base("cpu", 1, tmp_path), Base("memory", 1, tmp_path)]) == [
+            tmp_path / "paceline-lab-1-0"
+        ]

@@ -19,11 +19,15 @@ WRITTEN = {
     "slow(host=0, factor=0.5, step=10)": slow(host=0, factor=0.5, step=10),
     "slow(host=0, factor=0.5, step=10, seconds=2)": slow(host=0, factor=0.5, step=10, seconds=2),
     "link(host=0, bandwidth='10mbit', step=20)": link(host=0, bandwidth="10mbit", step=20),
-    "link(host=0, up='10mbit', down='1gbit', step=20)": link(host=0, up="10mbit", down="1gbit", step=20),
+    "link(host=0, up='10mbit', down='1gbit', step=20)": link(
+        host=0, up="10mbit", down="1gbit", step=20
+    ),
     "crash(host=1)": crash(host=1),
     "crash(host=1, step=2)": crash(host=1, step=2),
     "join(host=2, step=30)": join(host=2, step=30),
-    "storm(seed=1, faults=5, steps=40, kinds=('kill',))": storm(seed=1, faults=5, steps=40, kinds=["kill"]),
+    "storm(seed=1, faults=5, steps=40, kinds=('kill',))": storm(
+        seed=1, faults=5, steps=40, kinds=["kill"]
+    ),
 }
 
 
@@ -48,13 +52,19 @@ def test_what_the_issue_leaves_out_may_be_left_out() -> None:
 
 
 WRONG: list[tuple[Any, str]] = [
-    ("kil(rank=2, step=5)", r"the fault 'kil\(rank=2, step=5\)': kil is not a word.*did you mean kill\?"),
+    (
+        "kil(rank=2, step=5)",
+        r"the fault 'kil\(rank=2, step=5\)': kil is not a word.*did you mean kill\?",
+    ),
     ("kill", r"the fault 'kill': kill stands alone"),
     ("kill(rank=2", r"the fault 'kill\(rank=2': .*can't be read.*for example crash"),
     ("kill(2, 5)", r"doesn't fit kill\(rank, step\)"),
     ("kill(rank=2)", r"missing a required argument: 'step'"),
     ("kill(rank=2, stepp=5)", r"kill has no argument stepp .*did you mean step\?"),
-    ("kill(rank=2, step=-1)", r"kill\(rank=2, step=-1\): step is -1, and has to be a number of steps taken, from 0 on"),
+    (
+        "kill(rank=2, step=-1)",
+        r"kill\(rank=2, step=-1\): step is -1, and has to be a number of steps taken, from 0 on",
+    ),
     ("kill(rank=2, step=1.5)", "step is 1.5"),
     ("kill(rank=True, step=1)", "rank is True"),
     ("kill(rank='two', step=1)", "rank is 'two'"),
@@ -63,7 +73,10 @@ WRONG: list[tuple[Any, str]] = [
     ("stop(rank=0, step=1, seconds=0)", "seconds is 0, and has to be a time in seconds, above 0"),
     ("stop(rank=0, step=1, seconds=inf)", "seconds is inf"),
     ("stop(rank=9, step=1, seconds=1)", "there is no rank 9"),
-    ("cut(host=2, seconds=3)", r"cut\(host=2, seconds=3\): there is no host 2: 2x2 has hosts 0 to 1"),
+    (
+        "cut(host=2, seconds=3)",
+        r"cut\(host=2, seconds=3\): there is no host 2: 2x2 has hosts 0 to 1",
+    ),
     ("cut(host=-1, seconds=3)", "host is -1"),
     ("slow(host=0, factor=0, step=1)", "factor is 0, and has to be above 0, and 1 at most"),
     ("slow(host=0, factor=1.5, step=1)", "factor is 1.5"),
@@ -73,7 +86,10 @@ WRONG: list[tuple[Any, str]] = [
     ("link(host=0, up=True, step=1)", "up is True"),
     ("[join(host=1, step=1), join(host=1, step=2)]", "a host joins once"),
     ("[join(host=0, step=1), join(host=1, step=2)]", "there is no job to join"),
-    ("[join(host=1, step=1), kill(rank=2, step=2)]", "there is no rank 2: 2x2 has ranks 0 to 1 at the start"),
+    (
+        "[join(host=1, step=1), kill(rank=2, step=2)]",
+        "there is no rank 2: 2x2 has ranks 0 to 1 at the start",
+    ),
     ("storm(seed=-1)", "seed is -1"),
     ("storm(seed=1, faults=0)", "faults is 0"),
     ("storm(seed=1, steps=0)", "steps is 0"),
@@ -119,7 +135,8 @@ def test_a_storm_keeps_to_what_it_was_told() -> None:
     assert {type(fault) for fault in drawn} == {chaos.Link, chaos.Stop}
     assert {fault.seconds for fault in drawn} == {2}
     rates = {fault.host: fault.sides()[0] for fault in drawn if isinstance(fault, chaos.Link)}
-    assert 10**7 <= (rates[0] or 0) < 10**8 and 10**8 <= (rates[1] or 0) < 10**9  # a part of the slower direction; of 1gbit without one
+    # a part of the slower direction; of 1gbit without one
+    assert 10**7 <= (rates[0] or 0) < 10**8 and 10**8 <= (rates[1] or 0) < 10**9
     lethal = storm(seed=1, faults=20, kinds=("kill", "crash")).draw(cluster)
     assert {type(fault) for fault in lethal} == {chaos.Kill, chaos.Crash}
 
@@ -127,6 +144,8 @@ def test_a_storm_keeps_to_what_it_was_told() -> None:
 def test_a_storm_spares_hosts_that_join_later() -> None:
     cluster = regular(3, 2)
     faults = chaos.script("[storm(seed=1, faults=40), join(host=0, step=9)]", cluster)
-    assert {fault.host for fault in faults if isinstance(fault, chaos.Cut | chaos.Slow | chaos.Link)} == {1, 2}
+    assert {
+        fault.host for fault in faults if isinstance(fault, chaos.Cut | chaos.Slow | chaos.Link)
+    } == {1, 2}
     assert {fault.rank for fault in faults if isinstance(fault, chaos.Stop)} == {0, 1, 2, 3}
     assert chaos.absent(faults) == {0}

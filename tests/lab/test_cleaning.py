@@ -21,7 +21,9 @@ def test_living_labs_and_groups_in_use_are_left_alone(pair):
     cluster = pair()
     process = cluster.spawn(0, [sys.executable, "-S", "-c", "import time; time.sleep(600)"])
     assert [line for line in cleaning.clean() if cluster.identity in line] == []
-    assert process.poll() is None and all(folder.exists() for host in cluster.hosts for folder in host.group.folders)
+    assert process.poll() is None and all(
+        folder.exists() for host in cluster.hosts for folder in host.group.folders
+    )
 
 
 def test_groups_without_a_record(tmp_path, monkeypatch):
@@ -38,7 +40,9 @@ def test_groups_without_a_record(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 def test_groups_of_other_users_are_theirs(tmp_path, monkeypatch):
-    """A lab of another user has its records elsewhere; it may have made its groups, and nobody is inside yet."""
+    """A lab of another user has its records elsewhere; it may have made its groups, and nobody
+    is inside yet.
+    """
     monkeypatch.setattr(remains, "records", lambda: tmp_path / "records")
     monkeypatch.setattr(cleaning, "_bases", lambda: [Base("cpu", 1, tmp_path)])
     for name, user in (("mine", 0), ("theirs", 12345)):
@@ -60,7 +64,12 @@ def test_groups_of_a_lab_that_begins_just_now_are_its_own(tmp_path, monkeypatch)
         calls.append(len(found))
         if len(calls) < 2:  # the dead are looked for first
             return found
-        whose = {"identity": "fresh", "name": "x", "process": os.getpid(), "began": remains.began(os.getpid())}
+        whose = {
+            "identity": "fresh",
+            "name": "x",
+            "process": os.getpid(),
+            "began": remains.began(os.getpid()),
+        }
         remains.write({**whose, "keeper": 0, "folder": str(tmp_path / "none"), "hosts": []})
         begun.mkdir()
         return found
@@ -76,15 +85,34 @@ def test_what_can_not_be_removed_is_named(tmp_path, monkeypatch):
     (tmp_path / "group").mkdir()
     (tmp_path / "group" / "file").touch()
     host = {"name": "a", "network": "net:[1]", "cgroups": [str(tmp_path / "group")]}
-    whose = {"identity": "feed", "name": "x", "process": 0, "began": "1", "keeper": 0, "folder": str(tmp_path / "none")}
+    whose = {
+        "identity": "feed",
+        "name": "x",
+        "process": 0,
+        "began": "1",
+        "keeper": 0,
+        "folder": str(tmp_path / "none"),
+    }
     remains.write({**whose, "hosts": [host]})
-    with pytest.raises(ResourceError, match=rf"of lab feed \(x\) this can't be removed: {tmp_path}/group; end it, and clean again"):
+    with pytest.raises(
+        ResourceError,
+        match=rf"of lab feed \(x\) this can't be removed: {tmp_path}/group; end it, and clean again",  # noqa: E501
+    ):
         cleaning.clean()
     (tmp_path / "group" / "file").unlink()
-    assert len(cleaning.clean()) == 1 and not Path(tmp_path / "group").exists() and not (tmp_path / "records").exists()
+    assert (
+        len(cleaning.clean()) == 1
+        and not Path(tmp_path / "group").exists()
+        and not (tmp_path / "records").exists()
+    )
 
 
 def test_whoever_cleans_stays_alive(tmp_path):
     code = "import os; from paceline.lab import cleaning; cleaning.clean(); print('alive')"
     environ = {**os.environ, remains.MARK: "feed"}  # in a shell of a lab that was killed
-    assert subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True).stdout == "alive\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+        ).stdout
+        == "alive\n"
+    )

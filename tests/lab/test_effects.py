@@ -1,4 +1,5 @@
-"""What faults do, seen from outside: on real hosts, by looking at their processes, their interfaces and the time they get.
+"""What faults do, seen from outside: on real hosts, by looking at their processes, their interfaces
+and the time they get.
 
 The scripts don't need torch: they do to their progress page what a loader does.
 """
@@ -52,7 +53,7 @@ def step():
     taken += 1
 def goes_on():
     return not Path(sys.argv[1]).exists()
-"""
+"""  # noqa: E501
 STEPS = "for _ in range(20):\n    step()\n    time.sleep(0.02)\npage.passed(taken)\n"
 # rank 1 works as much as it may; rank 0 waits
 SPIN = """
@@ -63,7 +64,8 @@ while goes_on():
         if rank == 0:
             time.sleep(0.02)
 """
-# packets from rank 0 to rank 1 and back, `mega` million bits a second if the link takes them; steps begin when the test lets them
+# packets from rank 0 to rank 1 and back, `mega` million bits a second if the link takes them; steps
+# begin when the test lets them
 TALK = """
 let, mega = Path(sys.argv[2]), float(sys.argv[3])
 mine = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -116,7 +118,13 @@ class Watched:
 
 @contextmanager
 def running(
-    folder: Path, body: str, faults: Any, *args: str, environ: dict[str, str] | None = None, deadline: float = 60, **options: Any
+    folder: Path,
+    body: str,
+    faults: Any,
+    *args: str,
+    environ: dict[str, str] | None = None,
+    deadline: float = 60,
+    **options: Any,
 ) -> Iterator[Watched]:
     done, let = folder / "done", folder / "let"
     let.write_bytes(b"")
@@ -146,7 +154,11 @@ def cpu_seconds(pid: int) -> float:
 
 def counters(pid: int) -> tuple[int, int]:
     """The bytes that the host of this process has received and sent through its interface."""
-    line = next(line for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines() if line.strip().startswith("eth0:"))
+    line = next(
+        line
+        for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines()
+        if line.strip().startswith("eth0:")
+    )
     fields = line.partition(":")[2].split()
     return int(fields[0]), int(fields[8])
 
@@ -161,7 +173,9 @@ def rates(pid: int, seconds: float = 0.5) -> tuple[float, float]:
 
 
 def share(pid: int, seconds: float = 1.0) -> float:
-    """The part of one core that a process gets: at most, where the one that measures has to wait for a core."""
+    """The part of one core that a process gets: at most, where the one that measures has to wait
+    for a core.
+    """
     began, before = time.monotonic(), cpu_seconds(pid)
     time.sleep(seconds)
     return (cpu_seconds(pid) - before) / (time.monotonic() - began)
@@ -169,7 +183,10 @@ def share(pid: int, seconds: float = 1.0) -> float:
 
 def steps(outcome: Outcome, rank: int) -> dict[int, float]:
     """When each step of a rank began."""
-    return {int(number): float(when) for number, when in re.findall(rf"\[host\d+ {rank}\] step (\d+) (\S+)", outcome.output)}
+    return {
+        int(number): float(when)
+        for number, when in re.findall(rf"\[host\d+ {rank}\] step (\d+) (\S+)", outcome.output)
+    }
 
 
 def events(outcome: Outcome) -> list[tuple[str, str]]:
@@ -189,7 +206,8 @@ def test_kill(tmp_path: Path) -> None:
 def test_stop(tmp_path: Path, clock: Clock) -> None:
     with running(tmp_path, STEPS, "stop(rank=1, step=5, seconds=1.5)", hosts=2) as run:
         page = run.page(1)
-        wait_for(lambda: janitor.state(page.pid) == "T" and page._cells[progress._HOLD] == 0)  # nothing else is to come
+        # nothing else is to come
+        wait_for(lambda: janitor.state(page.pid) == "T" and page._cells[progress._HOLD] == 0)
         assert janitor.state(run.page(0).pid) != "T"
         assert page.step == 5
         stopped = time.monotonic()
@@ -199,8 +217,13 @@ def test_stop(tmp_path: Path, clock: Clock) -> None:
     assert outcome.code == 0, outcome.output
     began = steps(outcome, 1)
     assert len(began) == 20 and began[5] > stopped
-    assert events(outcome) == [("fault", "stop(rank=1, step=5, seconds=1.5)"), ("fault over", "stop(rank=1, step=5, seconds=1.5)")]
-    assert "paceline: fault: stop(rank=1, step=5, seconds=1.5): done before step 5" in outcome.output
+    assert events(outcome) == [
+        ("fault", "stop(rank=1, step=5, seconds=1.5)"),
+        ("fault over", "stop(rank=1, step=5, seconds=1.5)"),
+    ]
+    assert (
+        "paceline: fault: stop(rank=1, step=5, seconds=1.5): done before step 5" in outcome.output
+    )
 
 
 @pytest.mark.slow
@@ -210,18 +233,24 @@ def test_cut(tmp_path: Path, clock: Clock) -> None:
         run.let(2)
         wait_for(lambda: counters(pids[1])[0] > 50_000)
         run.let(3)
-        wait_for(lambda: rates(pids[1], 0.3)[0] < QUIET and rates(pids[0], 0.3)[0] < QUIET)  # nothing comes in, and nothing gets out
+        # nothing comes in, and nothing gets out
+        wait_for(lambda: rates(pids[1], 0.3)[0] < QUIET and rates(pids[0], 0.3)[0] < QUIET)
         clock.now += 3
         wait_for(lambda: rates(pids[1], 0.3)[0] > 1 and rates(pids[0], 0.3)[0] > 1)
         outcome = run.end()
     assert outcome.code == 0, outcome.output
-    assert events(outcome) == [("fault", "cut(host=1, seconds=3, step=3)"), ("fault over", "cut(host=1, seconds=3, step=3)")]
+    assert events(outcome) == [
+        ("fault", "cut(host=1, seconds=3, step=3)"),
+        ("fault over", "cut(host=1, seconds=3, step=3)"),
+    ]
     assert outcome.events[1]["time"] - outcome.events[0]["time"] == 3
 
 
 @pytest.mark.slow
 def test_link(tmp_path: Path, clock: Clock) -> None:
-    faults = "[link(host=1, bandwidth='5mbit', step=2), link(host=1, up='2mbit', step=4, seconds=5)]"
+    faults = (
+        "[link(host=1, bandwidth='5mbit', step=2), link(host=1, up='2mbit', step=4, seconds=5)]"
+    )
     with running(tmp_path, TALK, faults, "30", hosts=2, bandwidth="20mbit") as run:
         pid = run.page(1).pid
         wait_for(lambda: near(rates(pid), (20, 20)))
@@ -242,7 +271,9 @@ def near(found: tuple[float, float], wanted: tuple[float, float]) -> bool:
 @pytest.mark.slow
 @pytest.mark.usefixtures("quotas")
 def test_slow(tmp_path: Path, clock: Clock) -> None:
-    with running(tmp_path, SPIN, "slow(host=1, factor=0.25, step=50, seconds=5)", hosts=2, processors=0.6) as run:
+    with running(
+        tmp_path, SPIN, "slow(host=1, factor=0.25, step=50, seconds=5)", hosts=2, processors=0.6
+    ) as run:
         page = run.reached(1, 5)
         assert share(page.pid) < 0.7
         run.reached(1, 51)
@@ -251,7 +282,8 @@ def test_slow(tmp_path: Path, clock: Clock) -> None:
         assert share(page.pid) < 0.22
         clock.now += 5
         wait_for(lambda: run.cluster.quota_of(1) == pytest.approx(0.6))
-        assert machine.quota(Path(f"/proc/{page.pid}/cgroup")) == pytest.approx(0.6)  # whatever it gets: others use these cores, too
+        # whatever it gets: others use these cores, too
+        assert machine.quota(Path(f"/proc/{page.pid}/cgroup")) == pytest.approx(0.6)
         outcome = run.end()
     assert [event for event, _ in events(outcome)] == ["fault", "fault over"]
 
@@ -259,7 +291,13 @@ def test_slow(tmp_path: Path, clock: Clock) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("quotas")
 def test_slow_without_a_quota_counts_threads(tmp_path: Path) -> None:
-    with running(tmp_path, SPIN, "slow(host=1, factor=0.2, step=5)", hosts=2, environ={"OMP_NUM_THREADS": "1"}) as run:
+    with running(
+        tmp_path,
+        SPIN,
+        "slow(host=1, factor=0.2, step=5)",
+        hosts=2,
+        environ={"OMP_NUM_THREADS": "1"},
+    ) as run:
         page = run.reached(1, 6)
         assert run.cluster.quota_of(1) == pytest.approx(0.2)
         assert share(page.pid) < 0.28
@@ -279,18 +317,25 @@ def test_crash_of_the_only_host(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("waits", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
-    """The launcher of the other host hears nothing more, and gives up after 15 s, unless the deadline of the run comes first."""
+    """The launcher of the other host hears nothing more, and gives up after 15 s, unless the
+    deadline of the run comes first.
+    """
     environ = short_timings.environ(rendezvous={"silence": 1000} if waits else {})
-    with running(tmp_path, TALK, lab.crash(host=1, step=3), "5", environ=environ, deadline=PATIENCE, hosts=2) as run:
+    with running(
+        tmp_path, TALK, lab.crash(host=1, step=3), "5", environ=environ, deadline=PATIENCE, hosts=2
+    ) as run:
         pids = [run.page(rank).pid for rank in range(2)]
         run.let(3)
         wait_for(lambda: run.cluster.processes(1) == [])
-        # whether it is buried is for the machine's init to say, and how soon it is dead for its processors
+        # whether it is buried is for the machine's init to say, and how soon it is dead for its
+        # processors
         wait_for(lambda: janitor.state(pids[1]) in {"", "Z"})
         assert rates(pids[0], 0.5)[0] < QUIET
         assert len(run.cluster.processes(0)) >= 2  # it goes on
         if waits:
-            monkeypatch.setattr(lab_running, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + PATIENCE))
+            monkeypatch.setattr(
+                lab_running, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + PATIENCE)
+            )
             with pytest.raises(DeadlineExceeded, match=r"still running on host0\. "):
                 run.end()
         else:
@@ -301,12 +346,20 @@ def test_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool) -> 
 @pytest.mark.slow
 def test_join(tmp_path: Path) -> None:
     """A job of a fixed size takes nobody in, and the launcher that came too late says so."""
-    with running(tmp_path, STEPS.replace("0.02", "0.1"), "join(host=1, step=5)", hosts=2, environ={"PACELINE_DEADLINE": "3"}) as run:
+    with running(
+        tmp_path,
+        STEPS.replace("0.02", "0.1"),
+        "join(host=1, step=5)",
+        hosts=2,
+        environ={"PACELINE_DEADLINE": "3"},
+    ) as run:
         run.reached(0, 1)
         assert run.cluster.processes(1) == []
         outcome = run.end()
     assert len(steps(outcome, 0)) == 20
-    assert outcome.code == 2 and re.search(r"\[host1\] paceline: the meeting point \S+ could not be reached", outcome.output)
+    assert outcome.code == 2 and re.search(
+        r"\[host1\] paceline: the meeting point \S+ could not be reached", outcome.output
+    )
     assert events(outcome) == [("fault", "join(host=1, step=5)")]
 
 
@@ -326,7 +379,10 @@ with pl.start(folder="runs") as run:
 def test_a_training_run_has_its_faults_among_its_events(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     script = tmp_path / "train.py"
-    faults = "[stop(rank=1, step=3, seconds=0.5), cut(host=1, seconds=0.5, step=6), kill(rank=0, step=500)]"
+    faults = (
+        "[stop(rank=1, step=3, seconds=0.5), cut(host=1, seconds=0.5, step=6), kill(rank=0, "
+        "step=500)]"
+    )
     with lab.cluster(hosts=2) as cluster:
         began = time.monotonic()
         outcome = cluster.run(script, faults=faults, folder=tmp_path, deadline=100)
@@ -335,11 +391,22 @@ def test_a_training_run_has_its_faults_among_its_events(tmp_path: Path) -> None:
         summary = json.loads((outcome.folder / "summary.json").read_text())
         assert summary["steps"] == 20
         assert summary["events"] == list(outcome.events)
-        assert [event["event"] for event in summary["events"]] == ["fault", "fault over", "fault", "fault over", "fault not carried out"]
+        assert [event["event"] for event in summary["events"]] == [
+            "fault",
+            "fault over",
+            "fault",
+            "fault over",
+            "fault not carried out",
+        ]
         assert [event["step"] for event in summary["events"]] == [3, 3, 6, 6, 20]
-        assert 0 < summary["events"][0]["time"] < summary["events"][-1]["time"] < seconds  # the last one when all processes had ended
-        assert "not carried out: kill(rank=0, step=500): the run ended after 20 steps" in outcome.output
-        broken = cluster.run(script, faults="kill(rank=1, step=5)", folder=tmp_path, deadline=100)  # the same cluster once more
+        # the last one when all processes had ended
+        assert 0 < summary["events"][0]["time"] < summary["events"][-1]["time"] < seconds
+        assert (
+            "not carried out: kill(rank=0, step=500): the run ended after 20 steps"
+            in outcome.output
+        )
+        # the same cluster once more
+        broken = cluster.run(script, faults="kill(rank=1, step=5)", folder=tmp_path, deadline=100)
     assert broken.code == 128 + signal.SIGKILL and broken.folder is not None
     assert not (broken.folder / "summary.json").exists()
     noted = json.loads((broken.folder / "events.json").read_text())
@@ -351,32 +418,61 @@ def command(folder: Path, *faults: str) -> subprocess.CompletedProcess[str]:
     """`paceline lab run` with these faults, as a user types it."""
     (folder / "script.py").write_text(BEGINNING + STEPS)
     options = [word for fault in faults for word in ("--fault", fault)]
-    line = [sys.executable, "-m", "paceline", "lab", "run", *options, "two-hosts", "script.py", "done"]
+    line = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "lab",
+        "run",
+        *options,
+        "two-hosts",
+        "script.py",
+        "done",
+    ]
     return subprocess.run(
-        line, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=PATIENCE, check=False
+        line,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
 
 
 @pytest.mark.slow
 def test_the_command_takes_faults(tmp_path: Path) -> None:
-    ended = command(tmp_path, "[stop(rank=0, step=2, seconds=0.1), cut(host=0, seconds=0.1)]", "kill(rank=3, step=4)")
+    ended = command(
+        tmp_path,
+        "[stop(rank=0, step=2, seconds=0.1), cut(host=0, seconds=0.1)]",
+        "kill(rank=3, step=4)",
+    )
     said = ended.stdout + ended.stderr
     assert ended.returncode == 128 + signal.SIGKILL, said
     done = re.findall(r"paceline: fault: (\w+)\(.*done before step (\d)", said)
-    assert sorted(done) == [("cut", "0"), ("kill", "4"), ("stop", "2")], said  # a stop is said when it is over: on a busy machine late
+    # a stop is said when it is over: on a busy machine late
+    assert sorted(done) == [("cut", "0"), ("kill", "4"), ("stop", "2")], said
 
 
 def test_the_command_finds_a_wrong_fault_at_once(tmp_path: Path) -> None:
     ended = command(tmp_path, "kil(rank=1, step=2)")
     assert ended.returncode == 2 and ended.stdout == ""
-    assert ended.stderr.startswith("paceline: the fault 'kil(rank=1, step=2)'") and "did you mean kill?" in ended.stderr
+    assert (
+        ended.stderr.startswith("paceline: the fault 'kil(rank=1, step=2)'")
+        and "did you mean kill?" in ended.stderr
+    )
     assert len(ended.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("fault", ["kil(rank=1, step=2)", "kill(rank=7, step=2)", "cut(host=1, seconds=1)"])
+@pytest.mark.parametrize(
+    "fault", ["kil(rank=1, step=2)", "kill(rank=7, step=2)", "cut(host=1, seconds=1)"]
+)
 def test_a_wrong_fault_is_found_before_anything_runs(tmp_path: Path, fault: str) -> None:
     (tmp_path / "script.py").write_text("open('started', 'w')\n")
-    with lab.cluster(hosts=1) as cluster, pytest.raises(UsageError, match=re.escape(fault.partition(",")[0])):
+    with (
+        lab.cluster(hosts=1) as cluster,
+        pytest.raises(UsageError, match=re.escape(fault.partition(",")[0])),
+    ):
         cluster.run(tmp_path / "script.py", faults=fault, folder=tmp_path)
     assert not (tmp_path / "started").exists()
 

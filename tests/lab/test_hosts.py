@@ -1,4 +1,6 @@
-"""A cluster that is built: what a host is, what it may use, what can be done to it, and that nothing is left of it."""
+"""A cluster that is built: what a host is, what it may use, what can be done to it, and that
+nothing is left of it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ class TestHost:
     def test_has_a_name_and_an_address_of_its_own(self, pair):
         cluster = pair()
         assert [ask(cluster, host, "hostname") for host in (0, 1)] == ["host0", "host1"]
-        code = "import socket; print(socket.gethostbyname('host1'), *[name for _, name in socket.if_nameindex()])"
+        code = (
+            "import socket; print(socket.gethostbyname('host1'), *[name for _, name in "
+            "socket.if_nameindex()])"
+        )
         for host in (0, 1):
             assert ask(cluster, host, sys.executable, "-c", code) == "10.77.0.2 lo eth0"
         assert socket.gethostname() != "host0"
@@ -34,27 +39,39 @@ class TestHost:
     def test_reaches_the_others_and_nobody_else(self, pair):
         cluster = pair()
         wait_for(lambda: measure(cluster, 0, 1, 0.2) > 10**6)
-        code = "import socket; s = socket.socket(); s.settimeout(5); print(s.connect_ex(('192.0.2.1', 80)))"
+        code = (
+            "import socket; s = socket.socket(); s.settimeout(5); print(s.connect_ex(('192.0.2.1', "
+            "80)))"
+        )
         assert int(ask(cluster, 0, sys.executable, "-c", code)) == 101  # network is unreachable
         listening = socket.create_server(("127.0.0.1", 0))
         port = listening.getsockname()[1]
         code = f"import socket; print(socket.socket().connect_ex(('127.0.0.1', {port})))"
-        assert int(ask(cluster, 0, sys.executable, "-c", code)) == 111  # nobody listens on its own loopback
+        # nobody listens on its own loopback
+        assert int(ask(cluster, 0, sys.executable, "-c", code)) == 111
         listening.close()
 
     def test_has_shared_memory_of_its_own(self, pair):
         cluster = pair()
         ask(cluster, 0, "touch", "/dev/shm/paceline-test")
         assert ask(cluster, 0, "ls", "/dev/shm") == "paceline-test"
-        assert ask(cluster, 1, "ls", "/dev/shm") == "" and not os.path.exists("/dev/shm/paceline-test")
+        assert ask(cluster, 1, "ls", "/dev/shm") == "" and not os.path.exists(
+            "/dev/shm/paceline-test"
+        )
 
     def test_starts_commands_here(self, pair, tmp_path, monkeypatch):
         cluster = pair()
         monkeypatch.chdir(tmp_path)
         assert ask(cluster, 0, "pwd") == str(tmp_path)
-        assert ask(cluster, 0, "sh", "-c", "echo $PACELINE_LAB $TMPDIR") == f"{cluster.identity} {cluster.folder}/host0"
+        assert (
+            ask(cluster, 0, "sh", "-c", "echo $PACELINE_LAB $TMPDIR")
+            == f"{cluster.identity} {cluster.folder}/host0"
+        )
         process = cluster.spawn(0, ["/no/such"], stderr=subprocess.PIPE)
-        assert process.communicate()[1].decode() == "paceline: /no/such can't be started in this host (No such file or directory)\n"
+        assert (
+            process.communicate()[1].decode()
+            == "paceline: /no/such can't be started in this host (No such file or directory)\n"
+        )
         assert process.returncode == 126
 
     def test_may_be_called_as_it_likes(self, build):
@@ -62,9 +79,10 @@ class TestHost:
         names = ("hosts", "secret", "job", "run", "run1", "table")
         cluster = build(description=Description("c", tuple(Host(name) for name in names)))
         cluster.pages(1).mkdir()
-        assert [ask(cluster, host, "sh", "-c", "hostname; ls -d $TMPDIR").split() for host in range(len(names))] == [
-            [name, str(cluster.folder / name)] for name in names
-        ]
+        assert [
+            ask(cluster, host, "sh", "-c", "hostname; ls -d $TMPDIR").split()
+            for host in range(len(names))
+        ] == [[name, str(cluster.folder / name)] for name in names]
         assert len(cluster.secret.read_bytes()) == 64
 
 
@@ -75,20 +93,28 @@ class TestQuotas:
         assert cluster.quota_of(0) == 0.25
         assert spin(cluster, 0) < 0.35
         cluster.quota(0, 0.5)
-        seen = "from paceline.cluster import machine; print(machine.quota())"  # others may need the cores
+        # others may need the cores
+        seen = "from paceline.cluster import machine; print(machine.quota())"
         assert spin(cluster, 0) < 0.6 and ask(cluster, 0, sys.executable, "-c", seen) == "0.5"
         cluster.quota(0, None)
         assert cluster.quota_of(0) is None and cluster.quota_of(1) == 0.25
-        assert [ask(cluster, host, sys.executable, "-c", seen) for host in range(2)] == ["None", "0.25"]
+        assert [ask(cluster, host, sys.executable, "-c", seen) for host in range(2)] == [
+            "None",
+            "0.25",
+        ]
 
     def test_a_first_quota_reaches_processes_that_run_already(self, quotas, pair):
         cluster = pair()
-        fork = "import os, time\nwhile True:\n    os.fork() or (time.sleep(0.2), os._exit(0))\n    time.sleep(0.01)\n"
+        fork = (
+            "import os, time\nwhile True:\n    os.fork() or (time.sleep(0.2), "
+            "os._exit(0))\n    time.sleep(0.01)\n"
+        )
         processes = [cluster.spawn(0, SLEEP), cluster.spawn(0, [sys.executable, "-S", "-c", fork])]
         group = cluster.hosts[0].group.entrances(("cpu",))[0]
         wait_for(lambda: len(cluster.processes(0)) > 4)
         cluster.quota(0, None)
-        assert group.read_text() == ""  # without a quota a host has no group: its threads share the cores with all others
+        # without a quota a host has no group: its threads share the cores with all others
+        assert group.read_text() == ""
         cluster.quota(0, 0.7)
         inside = {int(number) for number in group.read_text().split()}
         assert {process.pid for process in processes} <= inside and len(inside) > 4
@@ -100,7 +126,9 @@ class TestQuotas:
         cluster = pair(memory="64MiB")
         code = "x = bytearray(%d); print(len(x))"
         assert ask(cluster, 0, sys.executable, "-S", "-c", code % 2**20) == str(2**20)
-        process = cluster.spawn(0, [sys.executable, "-S", "-c", code % 2**28], stdout=subprocess.DEVNULL)
+        process = cluster.spawn(
+            0, [sys.executable, "-S", "-c", code % 2**28], stdout=subprocess.DEVNULL
+        )
         assert process.wait(PATIENCE) == -9
 
     def test_cores_that_a_worker_sees(self, quotas, pair):
@@ -187,7 +215,9 @@ class TestBuilding:
             wait_for(lambda: all(cluster.processes(host) for host in range(3)))
             hosts = cluster.hosts
             assert {host.network for host in hosts} <= spaces()
-            assert not any(trace.startswith(("interface", "network")) for trace in traces() - before)
+            assert not any(
+                trace.startswith(("interface", "network")) for trace in traces() - before
+            )
             assert traces() - before  # else the test sees nothing
         assert [process.wait(PATIENCE) for process in processes] == [-9] * 3
         cluster.close()
@@ -212,7 +242,17 @@ class TestBuilding:
             pass
 
     def test_commands_inherit_no_descriptors(self, pair):
-        assert ask(pair(), 0, sys.executable, "-S", "-c", "import os; print(os.listdir('/proc/self/fd'))") == "['0', '1', '2', '3']"
+        assert (
+            ask(
+                pair(),
+                0,
+                sys.executable,
+                "-S",
+                "-c",
+                "import os; print(os.listdir('/proc/self/fd'))",
+            )
+            == "['0', '1', '2', '3']"
+        )
 
 
 class TestDelay:
@@ -220,10 +260,15 @@ class TestDelay:
 
     def test_where_the_kernel_has_it(self, build):
         if any(ability.name == "netem" and ability.reason for ability in kernel.abilities()):
-            with pytest.raises(ResourceError, match="d has links with delay, and this kernel has no netem"):
+            with pytest.raises(
+                ResourceError, match="d has links with delay, and this kernel has no netem"
+            ):
                 build(description=self.DELAYED)
             pytest.skip("this kernel has no netem")
-        code = "import socket, time; s = socket.socket(); t = time.monotonic(); s.connect_ex(('10.77.0.2', 9)); print(time.monotonic() - t)"
+        code = (
+            "import socket, time; s = socket.socket(); t = time.monotonic(); "
+            "s.connect_ex(('10.77.0.2', 9)); print(time.monotonic() - t)"
+        )
         cluster = build(description=self.DELAYED)
         found = [float(ask(cluster, 0, sys.executable, "-S", "-c", code)) for _ in range(10)]
         assert 0.05 < min(found) < 0.5  # a busy machine makes some of them later
@@ -231,7 +276,11 @@ class TestDelay:
     def test_where_it_may_be_left_out(self, build):
         cluster = build(description="wan-100m")
         lacking = any(ability.name == "netem" and ability.reason for ability in kernel.abilities())
-        assert cluster.notes == (["this kernel has no netem: the links of wan-100m have no delay here"] if lacking else [])
+        assert cluster.notes == (
+            ["this kernel has no netem: the links of wan-100m have no delay here"]
+            if lacking
+            else []
+        )
 
 
 def test_a_killed_labs_record_is_swept_by_the_next(able, tmp_path):

@@ -1,4 +1,6 @@
-"""Carrying faults out, on a cluster that only writes down what it is asked, and on real processes."""
+"""Carrying faults out, on a cluster that only writes down what it is asked, and on real
+processes.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Paper:
 
     def __init__(self, description: Description, *, refuse: str = "") -> None:
         self.description, self.done, self._refuse = description, list[Any](), refuse
-        self.quotas: dict[int, float | None] = {n: host.processors for n, host in enumerate(description.hosts)}
+        self.quotas: dict[int, float | None] = {
+            n: host.processors for n, host in enumerate(description.hosts)
+        }
 
     def _note(self, *what: Any) -> None:
         if what[0] == self._refuse:
@@ -81,7 +85,9 @@ for step in range(int(sys.argv[2])):
 class Worker:
     """A process with a page, as a launcher makes them."""
 
-    def __init__(self, folder: Path, rank: int, steps: int, pause: float = 0.0, threads: int = 1) -> None:
+    def __init__(
+        self, folder: Path, rank: int, steps: int, pause: float = 0.0, threads: int = 1
+    ) -> None:
         self.page = Page(progress.path(folder, rank))
         self.page.describe(rank, 0, threads)
         command = [sys.executable, "-c", WORKER, str(self.page.file), str(steps), str(pause)]
@@ -126,7 +132,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def unleash(cluster: Paper, faults: Any, folder: Path, said: list[str] | None = None) -> Chaos:
-    return Chaos(cluster, chaos.script(faults, cluster.description), folder, say=([] if said is None else said).append)
+    return Chaos(
+        cluster,
+        chaos.script(faults, cluster.description),
+        folder,
+        say=([] if said is None else said).append,
+    )
 
 
 def happened(found: Chaos) -> list[tuple[str, str, int]]:
@@ -157,7 +168,9 @@ def test_stop_stops_and_goes_on(tmp_path: Path, clock: Clock) -> None:
     assert [event["time"] for event in found.events] == [0.0, 1.5]
 
 
-def test_the_end_of_a_fault_comes_at_the_step_at_which_it_was_still_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_fault_comes_at_the_step_at_which_it_was_still_in_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster, page = Paper(regular(1)), own(tmp_path)
     monkeypatch.setattr(cluster, "mend", lambda host: page.passed(3))  # the worker goes on at once
     found = unleash(cluster, "cut(host=0, seconds=0.01, step=2)", tmp_path)
@@ -178,7 +191,11 @@ def test_a_worker_still_stopped_at_the_end_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.jobs
 def test_two_stops_end_with_the_longer(tmp_path: Path, clock: Clock) -> None:
-    found = unleash(Paper(regular(1)), "[stop(rank=0, step=0, seconds=0.2), stop(rank=0, step=0, seconds=4)]", tmp_path)
+    found = unleash(
+        Paper(regular(1)),
+        "[stop(rank=0, step=0, seconds=0.2), stop(rank=0, step=0, seconds=4)]",
+        tmp_path,
+    )
     with found, job(tmp_path, {"steps": 2}) as (worker,):
         wait_for(lambda: len(found.events) == 2 and worker.stopped)
         clock.now += 0.2
@@ -189,7 +206,9 @@ def test_two_stops_end_with_the_longer(tmp_path: Path, clock: Clock) -> None:
 
 
 @pytest.mark.jobs
-def test_the_first_worker_of_a_host_is_held_and_several_faults_come_in_order(tmp_path: Path) -> None:
+def test_the_first_worker_of_a_host_is_held_and_several_faults_come_in_order(
+    tmp_path: Path,
+) -> None:
     cluster = Paper(regular(2, 2, bandwidth="1gbit"))
     faults = (
         "[link(host=1, bandwidth='10mbit', step=3), cut(host=1, seconds=0.2, step=3),"
@@ -238,16 +257,23 @@ def test_a_crashed_host_is_not_mended_by_a_cut_that_is_over(tmp_path: Path) -> N
 @pytest.mark.jobs
 def test_slow_is_a_factor_of_the_described_quota(tmp_path: Path) -> None:
     cluster = Paper(Description("two", (Host("a", processors=1.5), Host("b"))))
-    found = unleash(cluster, "[slow(host=0, factor=0.5, step=1), slow(host=0, factor=0.1, step=2, seconds=0.1)]", tmp_path)
+    found = unleash(
+        cluster,
+        "[slow(host=0, factor=0.5, step=1), slow(host=0, factor=0.1, step=2, seconds=0.1)]",
+        tmp_path,
+    )
     with found, job(tmp_path, {"steps": 3}, {"steps": 1}):
         wait_for(lambda: len(found.events) == 3)
     quotas = [quota for _, host, quota in cluster.done if host == 0]
-    assert quotas == pytest.approx([1.5, 0.75, 0.15, 0.75, 1.5])  # a check that changes nothing; both; the second over; the end
+    # a check that changes nothing; both; the second over; the end
+    assert quotas == pytest.approx([1.5, 0.75, 0.15, 0.75, 1.5])
 
 
 @pytest.mark.jobs
 @pytest.mark.parametrize(("threads", "cores"), [(1, 2), (64, 4)])
-def test_without_a_quota_it_is_a_factor_of_the_threads(tmp_path: Path, threads: int, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_quota_it_is_a_factor_of_the_threads(
+    tmp_path: Path, threads: int, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machine, "cores", lambda: 4)
     cluster = Paper(regular(1, 2))
     found = unleash(cluster, "slow(host=0, factor=0.5, step=0)", tmp_path)
@@ -277,7 +303,8 @@ def test_a_host_that_has_crashed_may_come_back(tmp_path: Path) -> None:
     found = unleash(cluster, "[join(host=0, step=3), crash(host=0, step=1)]", tmp_path)
     with found, job(tmp_path, {"steps": 2}) as (victim,):  # rank 0 is there: host 0 isn't late
         assert victim.end() == (0, [0, 1])
-        wait_for(lambda: cluster.done == [("crash", 0)])  # in a real job rank 1 wouldn't be at step 3 before that
+        # in a real job rank 1 wouldn't be at step 3 before that
+        wait_for(lambda: cluster.done == [("crash", 0)])
         other = Worker(tmp_path, 1, 5)
         assert other.end() == (0, [0, 1, 2, 3, 4])
     assert cluster.done == [("crash", 0), ("mend", 0), ("start", 0)]
@@ -286,7 +313,9 @@ def test_a_host_that_has_crashed_may_come_back(tmp_path: Path) -> None:
 @pytest.mark.jobs
 def test_what_never_came_due_is_said_and_noted(tmp_path: Path) -> None:
     said: list[str] = []
-    found = unleash(Paper(regular(1)), "[kill(rank=0, step=500), crash(host=0, step=20)]", tmp_path, said)
+    found = unleash(
+        Paper(regular(1)), "[kill(rank=0, step=500), crash(host=0, step=20)]", tmp_path, said
+    )
     with found, job(tmp_path, {"steps": 20}) as (worker,):
         assert worker.end()[0] == 0
     assert happened(found) == [
@@ -301,13 +330,26 @@ def test_a_script_without_steps_is_told_so(tmp_path: Path) -> None:
     said: list[str] = []
     with unleash(Paper(regular(1)), "crash(host=0)", tmp_path, said):
         pass
-    assert said == ["not carried out: crash(host=0): the run ended before the first step of a loader that paceline has prepared"]
+    assert said == [
+        (
+            "not carried out: crash(host=0): the run ended before the first step of a loader that "
+            "paceline has prepared"
+        )
+    ]
 
 
 @pytest.mark.jobs
 def test_a_fault_that_fails_is_raised_when_the_run_is_over(tmp_path: Path) -> None:
-    found = unleash(Paper(regular(1), refuse="crash"), "[crash(host=0), link(host=0, bandwidth='1mbit', step=1)]", tmp_path)
-    with job(tmp_path, {"steps": 3}) as (worker,), pytest.raises(ResourceError, match="no crash here"), found:
+    found = unleash(
+        Paper(regular(1), refuse="crash"),
+        "[crash(host=0), link(host=0, bandwidth='1mbit', step=1)]",
+        tmp_path,
+    )
+    with (
+        job(tmp_path, {"steps": 3}) as (worker,),
+        pytest.raises(ResourceError, match="no crash here"),
+        found,
+    ):
         assert worker.end() == (0, [0, 1, 2])  # it goes on, and so do other faults
     assert [(event, what) for event, what, _ in happened(found)] == [
         ("fault failed", "crash(host=0)"),
@@ -316,7 +358,9 @@ def test_a_fault_that_fails_is_raised_when_the_run_is_over(tmp_path: Path) -> No
 
 
 @pytest.mark.jobs
-def test_workers_are_let_go_when_the_injector_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_let_go_when_the_injector_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster = Paper(regular(1))
     monkeypatch.setattr(cluster, "crash", lambda host: 1 / 0)
     found = unleash(cluster, "crash(host=0, step=1)", tmp_path)
@@ -339,18 +383,33 @@ def test_no_worker_is_held_where_nothing_is_to_happen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("placement", "rank"), [("block", 3), ("round-robin", 1)])
-def test_the_first_worker_of_a_host_depends_on_placement(tmp_path: Path, placement: Placement, rank: int) -> None:
-    cluster = Paper(Description("three", (Host("a", 3), Host("b", 1), Host("c", 2)), placement=placement))
+def test_the_first_worker_of_a_host_depends_on_placement(
+    tmp_path: Path, placement: Placement, rank: int
+) -> None:
+    cluster = Paper(
+        Description("three", (Host("a", 3), Host("b", 1), Host("c", 2)), placement=placement)
+    )
     unleash(cluster, "crash(host=1, step=7)", tmp_path)
-    assert [Page(progress.path(tmp_path, number))._cells[progress._HOLD] - 1 for number in range(6)].index(7) == rank
+    assert [
+        Page(progress.path(tmp_path, number))._cells[progress._HOLD] - 1 for number in range(6)
+    ].index(7) == rank
 
 
 def test_events_go_into_the_summary_by_time(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text(json.dumps({"steps": 20, "events": [{"time": 2.0, "what": "stopped: x"}]}))
-    faults = [{"time": 1.0, "event": "fault", "what": "kill(rank=0, step=1)"}, {"time": 3.0, "event": "fault over", "what": "x"}]
+    (tmp_path / "summary.json").write_text(
+        json.dumps({"steps": 20, "events": [{"time": 2.0, "what": "stopped: x"}]})
+    )
+    faults = [
+        {"time": 1.0, "event": "fault", "what": "kill(rank=0, step=1)"},
+        {"time": 3.0, "event": "fault over", "what": "x"},
+    ]
     assert record(tmp_path, faults) == tmp_path / "summary.json"
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["steps"] == 20 and [event["time"] for event in summary["events"]] == [1.0, 2.0, 3.0]
+    assert summary["steps"] == 20 and [event["time"] for event in summary["events"]] == [
+        1.0,
+        2.0,
+        3.0,
+    ]
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 

@@ -12,8 +12,14 @@ from paceline.lab.spaces import Space
 
 def test_everything_is_tried(able):
     found = {ability.name: ability for ability in kernel.abilities()}
-    assert [name for name, ability in found.items() if ability.needed] == ["namespaces", "veth, bridge", "tbf"]
-    assert kernel.missing() == "" and not any(ability.reason for ability in found.values() if ability.needed)
+    assert [name for name, ability in found.items() if ability.needed] == [
+        "namespaces",
+        "veth, bridge",
+        "tbf",
+    ]
+    assert kernel.missing() == "" and not any(
+        ability.reason for ability in found.values() if ability.needed
+    )
 
 
 def test_what_is_missing_has_its_reason(monkeypatch):
@@ -23,8 +29,12 @@ def test_what_is_missing_has_its_reason(monkeypatch):
     monkeypatch.setattr(Space, "make", refuse)
     found = {ability.name: ability.reason for ability in kernel.abilities()}
     assert found["namespaces"] == found["tbf"] == "the kernel says no"
-    assert kernel.missing() == "namespaces: the kernel says no; veth, bridge: the kernel says no; tbf: the kernel says no"
-    with pytest.raises(ResourceError, match=r"a lab needs root, .* use `paceline lab run`, which enters one"):
+    assert kernel.missing() == (
+        "namespaces: the kernel says no; veth, bridge: the kernel says no; tbf: the kernel says no"
+    )
+    with pytest.raises(
+        ResourceError, match=r"a lab needs root, .* use `paceline lab run`, which enters one"
+    ):
         kernel.check_rights()
 
 
@@ -39,7 +49,11 @@ def test_delay(able, monkeypatch, has):
     if has:
         assert kernel.ready_for(Description("d", hosts)) == []
         return
-    with pytest.raises(ResourceError, match="d has links with delay, and this kernel has no netem: load the module"):
+    with pytest.raises(
+        ResourceError, match="d has links with delay, and this kernel has no netem: load the module"
+    ):
         kernel.ready_for(Description("d", hosts))
-    assert kernel.ready_for(Description("d", hosts, needs_delay=False)) == ["this kernel has no netem: the links of d have no delay here"]
+    assert kernel.ready_for(Description("d", hosts, needs_delay=False)) == [
+        "this kernel has no netem: the links of d have no delay here"
+    ]
     assert kernel.ready_for(Description("d", (Host("a"),))) == []

@@ -1,4 +1,6 @@
-"""The numbers of a token bucket, and links between networks that are thrown away: their rates, in both directions, changed while in use."""
+"""The numbers of a token bucket, and links between networks that are thrown away: their rates,
+in both directions, changed while in use.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,23 @@ def limit_by_hand(cluster, rate):
     for seat in cluster.hosts:
         cluster.limit(seat.number, None, None)
         for space, interface in ((seat.space, links.INTERFACE), (cluster._hub, seat.port)):
-            links.queue(space, interface, "tbf", rate=rate // 8, burst=max(rate // 8000, 16_384), limit=rate // 100)
+            links.queue(
+                space,
+                interface,
+                "tbf",
+                rate=rate // 8,
+                burst=max(rate // 8000, 16_384),
+                limit=rate // 100,
+            )
 
 
 def check_filled(cluster, other, way, rate, least):
-    """One of many short turns carries between `least` of the rate and all of it, or half of what a link limited by hand does.
+    """One of many short turns carries between `least` of the rate and all of it, or half of what a
+    link limited by hand does.
 
-    A bucket is filled for a millisecond at most: what a link can't send in that time, as others have the processors, is lost to it. So a
-    busy machine may spoil all turns, and spoils those of `other`, which are made in between, as much.
+    A bucket is filled for a millisecond at most: what a link can't send in that time, as others
+    have the processors, is lost to it. So a busy machine may spoil all turns, and spoils those of
+    `other`, which are made in between, as much.
     """
     found, by_hand = [], []
     for turn in range(TURNS):
@@ -44,12 +55,19 @@ def check_filled(cluster, other, way, rate, least):
         if not turn:
             limit_by_hand(other, rate)
         by_hand.append(share(other, 0, 1, rate))
-    assert max(by_hand) / 2 < max(found) and min(found) < MOST, f"carried {found}, and limited by hand {by_hand}"
+    assert max(by_hand) / 2 < max(found) and min(found) < MOST, (
+        f"carried {found}, and limited by hand {by_hand}"
+    )
 
 
 def test_addresses_are_private_and_different():
     addresses = [links.address(number) for number in range(600)]
-    assert len(set(addresses)) == 600 and addresses[0] == "10.77.0.1" and addresses[254] == "10.77.0.255" and addresses[255] == "10.77.1.0"
+    assert (
+        len(set(addresses)) == 600
+        and addresses[0] == "10.77.0.1"
+        and addresses[254] == "10.77.0.255"
+        and addresses[255] == "10.77.1.0"
+    )
     assert all(address.startswith("10.77.") for address in addresses)
 
 
@@ -59,12 +77,15 @@ def test_a_bucket_holds_a_millisecond_and_some_packets():
     assert links.shape(34 * 10**9)["limit"] < 2**32
 
 
-# Beside four busy processes a link of 10 Gbit/s carries from a quarter to a half. It carries an eighth if it takes bytes for bits, and less
-# than a fifth with a hundredth of its bucket. At 1 Gbit/s an eighth of the bucket carries less than two thirds.
+# Beside four busy processes a link of 10 Gbit/s carries from a quarter to a half. It carries an
+# eighth if it takes bytes for bits, and less than a fifth with a hundredth of its bucket. At 1
+# Gbit/s an eighth of the bucket carries less than two thirds.
 LEAST = {10**7: 0.9, 10**8: 0.9, 10**9: 0.75, 10**10: 0.25}
 
 
-@pytest.mark.parametrize("rate", [10**9, *(pytest.param(rate, marks=SLOW) for rate in (10**7, 10**8, 10**10))])
+@pytest.mark.parametrize(
+    "rate", [10**9, *(pytest.param(rate, marks=SLOW) for rate in (10**7, 10**8, 10**10))]
+)
 def test_a_link_is_filled(pair, rate):
     check_filled(pair(bandwidth=rate), pair(), (0, 1), rate, LEAST[rate])
 
@@ -82,27 +103,41 @@ def test_up_and_down_are_limited_apart(pair):
 @SLOW
 def test_a_rack_shares_its_uplink(build):
     hosts = tuple(Host(name, up=5 * 10**8, down=5 * 10**8) for name in ("a", "b", "c"))
-    cluster = build(description=Description("r", hosts, (Rack("x", ("a", "b"), up=2 * 10**8, down=10**8),)))
+    cluster = build(
+        description=Description("r", hosts, (Rack("x", ("a", "b"), up=2 * 10**8, down=10**8),))
+    )
     other = build(hosts=2)
-    for way, rate in (((0, 1), 5 * 10**8), ((0, 2), 2 * 10**8), ((2, 1), 10**8)):  # the first one inside
+    # the first one inside
+    for way, rate in (((0, 1), 5 * 10**8), ((0, 2), 2 * 10**8), ((2, 1), 10**8)):
         check_filled(cluster, other, way, rate, 0.9)
 
 
 def buckets(space, interface):
-    """What the kernel says of the token buckets at this interface: their rates in bytes a second, and how much may wait."""
+    """What the kernel says of the token buckets at this interface: their rates in bytes a
+    second, and how much may wait.
+    """
 
     def read():
         with IPRoute() as ip:
             index = ip.link_lookup(ifname=interface)[0]
-            options = [entry.get_attr("TCA_OPTIONS") for entry in ip.get_qdiscs(index=index) if entry.get_attr("TCA_KIND") == "tbf"]
-        return [(found["rate"], found["limit"]) for found in (each.get_attr("TCA_TBF_PARMS") for each in options)]
+            options = [
+                entry.get_attr("TCA_OPTIONS")
+                for entry in ip.get_qdiscs(index=index)
+                if entry.get_attr("TCA_KIND") == "tbf"
+            ]
+        return [
+            (found["rate"], found["limit"])
+            for found in (each.get_attr("TCA_TBF_PARMS") for each in options)
+        ]
 
     return space.inside(read)
 
 
 @pytest.mark.parametrize("rate", [10**7, 10**10])
 def test_a_limit_is_set_in_both_directions_until_it_is_taken_away(pair, rate):
-    """Quick links are limited by the kernel's word: a busy machine carries less than their rate without a limit, too."""
+    """Quick links are limited by the kernel's word: a busy machine carries less than their rate
+    without a limit, too.
+    """
     cluster = pair(bandwidth=rate)
     wanted = links.shape(rate)
     ends = [(cluster.hosts[0].space, links.INTERFACE), (cluster._hub, cluster.hosts[0].port)]
@@ -114,7 +149,9 @@ def test_a_limit_is_set_in_both_directions_until_it_is_taken_away(pair, rate):
 def test_what_the_kernel_refuses_is_named(able):
     space = Space.make(["net"])
     try:
-        with pytest.raises(ResourceError, match="the kernel refused the queueing discipline nonesuch"):
+        with pytest.raises(
+            ResourceError, match="the kernel refused the queueing discipline nonesuch"
+        ):
             links.queue(space, "lo", "nonesuch")
     finally:
         space.close()

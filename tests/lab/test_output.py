@@ -8,7 +8,11 @@ from paceline.lab.output import LauncherOutput, OutputSorter
 def feed(*parts: tuple[int, int, bytes], placed: dict[int, int] | None = None) -> str:
     """What is shown of (host, descriptor, bytes)."""
     desk = OutputSorter(["a", "b"], placed or {0: 0, 1: 1}, show=False)
-    sources = {(host, descriptor): LauncherOutput(host, desk, descriptor) for host in (0, 1) for descriptor in (1, 2)}
+    sources = {
+        (host, descriptor): LauncherOutput(host, desk, descriptor)
+        for host in (0, 1)
+        for descriptor in (1, 2)
+    }
     for host, descriptor, data in parts:
         sources[host, descriptor].take(data)
     for source in sources.values():
@@ -30,25 +34,51 @@ def test_carriage_returns_keep_their_prefix():
 
 
 def test_a_script_that_writes_like_a_launcher():
-    assert feed((0, 1, b"[0] [1] x\n[0] paceline: host b is gone\n")) == "[a 0] [1] x\n[a 0] paceline: host b is gone\n"
+    assert (
+        feed((0, 1, b"[0] [1] x\n[0] paceline: host b is gone\n"))
+        == "[a 0] [1] x\n[a 0] paceline: host b is gone\n"
+    )
 
 
 def test_launchers_that_say_the_same_are_heard_once():
-    assert feed((0, 2, b"paceline: no\n"), (1, 2, b"paceline: no\n"), (1, 2, b"paceline: yes\n")) == "[a] paceline: no\n[b] paceline: yes\n"
+    assert (
+        feed((0, 2, b"paceline: no\n"), (1, 2, b"paceline: no\n"), (1, 2, b"paceline: yes\n"))
+        == "[a] paceline: no\n[b] paceline: yes\n"
+    )
 
 
 def test_what_is_for_who_starts_hosts_by_hand_is_left_out():
     """A lab starts them all; what a script writes is shown."""
-    waits = b"paceline: waits at 10.77.0.1:29400 for 1 host more, 29 s at most (here: a); there, run: paceline run x.py\n"
-    calls = b"paceline: nobody answers at 10.77.0.1:29400 yet (Connection refused); on the host with that address, run: paceline run x.py\n"
-    assert feed((0, 2, waits), (1, 2, calls), (1, 2, b"paceline: has come to 10.77.0.1:29400, and waits\n")) == ""
+    waits = (
+        b"paceline: waits at 10.77.0.1:29400 for 1 host more, 29 s at most (here: a); there, run: "
+        b"paceline run x.py\n"
+    )
+    calls = (
+        b"paceline: nobody answers at 10.77.0.1:29400 yet (Connection refused); "
+        b"on the host with that address, run: paceline run x.py\n"
+    )
+    assert (
+        feed(
+            (0, 2, waits),
+            (1, 2, calls),
+            (1, 2, b"paceline: has come to 10.77.0.1:29400, and waits\n"),
+        )
+        == ""
+    )
     assert feed((0, 2, b"[0] " + waits)) == "[a 0] " + waits.decode()
 
 
 def test_the_reason_stands_once_and_last():
     words = b"paceline: what rank 1 said last:\n[1] Traceback\n[1] ValueError: x\n"
-    verdict = b"paceline: rank 1 on b failed with exit code 1 (ValueError); its last words are above\n"
-    shown = feed((1, 2, b"[1] ValueError: x\n" + verdict), (0, 2, words + verdict), (0, 1, b"[0] late\n"), (1, 1, b"[1] later\n"))
+    verdict = (
+        b"paceline: rank 1 on b failed with exit code 1 (ValueError); its last words are above\n"
+    )
+    shown = feed(
+        (1, 2, b"[1] ValueError: x\n" + verdict),
+        (0, 2, words + verdict),
+        (0, 1, b"[0] late\n"),
+        (1, 1, b"[1] later\n"),
+    )
     assert shown.splitlines() == [
         "[b 1] ValueError: x",
         "[a 0] late",

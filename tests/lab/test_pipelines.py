@@ -1,4 +1,6 @@
-"""A pipeline whose stages are on two hosts: what goes between them is activations and their gradients, and nothing else."""
+"""A pipeline whose stages are on two hosts: what goes between them is activations and their
+gradients, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -50,15 +52,26 @@ with pl.start(seed=1, folder=sys.argv[1], name="test") as run:
             run.log(loss=loss)
         marks.append(sent())
     print(json.dumps([run.rank, marks]), flush=True)
-"""
+"""  # noqa: E501
 
 
-def test_activations_and_their_gradients_are_all_that_goes_between_hosts(build: Callable[..., Cluster], tmp_path: Path) -> None:
+def test_activations_and_their_gradients_are_all_that_goes_between_hosts(
+    build: Callable[..., Cluster], tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    outcome = build(hosts=2, workers=1, bandwidth="1gbit").run(tmp_path / "train.py", str(tmp_path), deadline=200, mesh="stage=2")
+    outcome = build(hosts=2, workers=1, bandwidth="1gbit").run(
+        tmp_path / "train.py", str(tmp_path), deadline=200, mesh="stage=2"
+    )
     assert outcome.code == 0, outcome.output
     assert "mesh stage=2 (stage between hosts)" in outcome.output
-    said = [json.loads(line.partition("] ")[2]) for line in outcome.output.splitlines() if line.partition("] ")[2].startswith("[")]
+    said = [
+        json.loads(line.partition("] ")[2])
+        for line in outcome.output.splitlines()
+        if line.partition("] ")[2].startswith("[")
+    ]
     assert sorted(rank for rank, _ in said) == [0, 1]
-    for _, marks in said:  # one sends what the first layer makes of a batch, the other as many gradients
-        assert [(end - start) / (2000 * 500 * 4) for start, end in pairwise(marks)] == pytest.approx([1.01] * 4, abs=0.01)
+    # one sends what the first layer makes of a batch, the other as many gradients
+    for _, marks in said:
+        assert [
+            (end - start) / (2000 * 500 * 4) for start, end in pairwise(marks)
+        ] == pytest.approx([1.01] * 4, abs=0.01)

@@ -16,21 +16,28 @@ from paceline.errors import ResourceError
 from paceline.lab import cgroups, cleaning, remains
 from tests.harness.jobs import PATIENCE, wait_for
 
-FEED = f"feed{os.getpid():x}"  # another one in each process that runs tests: what has the mark of a lab is ended wherever it runs
-STUBBORN = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; print('up', flush=True); time.sleep(600)"
+# another one in each process that runs tests: what has the mark of a lab is ended wherever it runs
+FEED = f"feed{os.getpid():x}"
+STUBBORN = (
+    "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; "
+    "print('up', flush=True); time.sleep(600)"
+)
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where records are, in this test."""
     monkeypatch.setattr(remains, "records", lambda: tmp_path / "records")
-    monkeypatch.setattr(cgroups, "orphans", lambda bases: [])  # those of labs with records elsewhere
+    # those of labs with records elsewhere
+    monkeypatch.setattr(cgroups, "orphans", lambda bases: [])
     return tmp_path / "records"
 
 
 @pytest.fixture
 def stubborn() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, env={remains.MARK: FEED})
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, env={remains.MARK: FEED}
+    )
     assert process.stdout is not None and process.stdout.readline() == b"up\n"
     yield process
     process.kill()
@@ -38,7 +45,12 @@ def stubborn() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def record(**changes: Any) -> dict[str, Any]:
-    own = {"identity": FEED, "name": "x", "process": os.getpid(), "began": remains.began(os.getpid())}
+    own = {
+        "identity": FEED,
+        "name": "x",
+        "process": os.getpid(),
+        "began": remains.began(os.getpid()),
+    }
     return {**own, "keeper": 0, "folder": "/nonexistent/folder", "hosts": [], **changes}
 
 
@@ -46,7 +58,9 @@ def test_records_come_and_go(place):
     assert remains.read_all() == []
     remains.write(record())
     remains.write(record(identity="beef"))
-    assert [found["identity"] for found in remains.read_all()] == ["beef", FEED] and all(map(remains.alive, remains.read_all()))
+    assert [found["identity"] for found in remains.read_all()] == ["beef", FEED] and all(
+        map(remains.alive, remains.read_all())
+    )
     remains.forget(FEED)
     remains.forget(FEED)
     assert place.exists()
@@ -68,7 +82,9 @@ def test_records_of_others_are_not_believed(place):
     for act in (remains.read_all, lambda: remains.write(record())):
         with pytest.raises(PermissionError, match="it isn't a folder of this user with mode 0700"):
             act()
-    with pytest.raises(ResourceError, match="has the records of labs, and it isn't a folder of this user"):
+    with pytest.raises(
+        ResourceError, match="has the records of labs, and it isn't a folder of this user"
+    ):
         cleaning.clean()
 
 
@@ -86,7 +102,11 @@ def test_sweeping_ends_what_has_the_mark(place, stubborn, tmp_path):
     dead = record(process=stubborn.pid, began="1", folder=str(tmp_path / "files"))
     remains.write(dead)
     assert remains.sweep(dead, trusted=False) == []
-    assert stubborn.wait(PATIENCE) == -9 and not (tmp_path / "files").exists() and remains.read_all() == []
+    assert (
+        stubborn.wait(PATIENCE) == -9
+        and not (tmp_path / "files").exists()
+        and remains.read_all() == []
+    )
 
 
 @pytest.mark.jobs
@@ -94,15 +114,27 @@ def test_networks_of_an_old_record_are_another_labs(place, stubborn):
     network = os.readlink(f"/proc/{stubborn.pid}/ns/net")
     host = {"name": "a", "network": network, "cgroups": []}
     assert stubborn.pid in remains.inside([network])
-    assert remains.sweep(record(identity="none", process=0, began="1", hosts=[host]), trusted=False) == []
+    assert (
+        remains.sweep(record(identity="none", process=0, began="1", hosts=[host]), trusted=False)
+        == []
+    )
     assert stubborn.poll() is None
 
 
 @pytest.mark.jobs
 def test_the_keeper_does_nothing_for_a_lab_that_is_done(place, stubborn):
     path = remains.write(record(process=os.getpid()))
-    done = subprocess.run([sys.executable, "-I", "-S", remains.__file__, str(path)], input=b"done", check=False, timeout=60)
-    assert done.returncode == 0 and stubborn.poll() is None and json.loads(path.read_text())["identity"] == FEED
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", remains.__file__, str(path)],
+        input=b"done",
+        check=False,
+        timeout=60,
+    )
+    assert (
+        done.returncode == 0
+        and stubborn.poll() is None
+        and json.loads(path.read_text())["identity"] == FEED
+    )
 
 
 @pytest.mark.jobs
@@ -110,7 +142,9 @@ def test_the_keeper_sees_a_death_behind_an_open_pipe(stubborn, tmp_path):
     path = tmp_path / f"{FEED}.json"
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     path.write_text(json.dumps(record(process=sleeper.pid, began=remains.began(sleeper.pid))))
-    keeper = subprocess.Popen([sys.executable, "-I", "-S", remains.__file__, str(path)], stdin=subprocess.PIPE)
+    keeper = subprocess.Popen(
+        [sys.executable, "-I", "-S", remains.__file__, str(path)], stdin=subprocess.PIPE
+    )
     sleeper.kill()
     sleeper.wait()
     assert stubborn.wait(PATIENCE) == -9  # though the pipe is open

@@ -24,16 +24,28 @@ with pl.start(folder=sys.argv[1], name="run") as run:
             pass
         if run.events and run.is_first or time.monotonic() > end:
             run.stop()
-"""
+"""  # noqa: E501
 
 
 def test_a_slow_host_is_named_with_its_lateness(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(PRELUDE + TRAINING)
     with lab.cluster(hosts=3, workers=1, processors=0.5) as cluster:
         options = {"folder": tmp_path, "deadline": 250, "environ": {"OMP_NUM_THREADS": "1"}}
-        ended = cluster.run(tmp_path / "script.py", str(tmp_path), faults="slow(host=1, factor=0.3, step=5)", **options)
+        ended = cluster.run(
+            tmp_path / "script.py",
+            str(tmp_path),
+            faults="slow(host=1, factor=0.3, step=5)",
+            **options,
+        )
     assert ended.code == 0, ended.output
-    events = [str(event["what"]) for event in json.loads((tmp_path / "run" / "summary.json").read_text())["events"]]
+    events = [
+        str(event["what"])
+        for event in json.loads((tmp_path / "run" / "summary.json").read_text())["events"]
+    ]
     found = [event for event in events if "the others wait: " in event]
-    assert len(found) == 1 and found[0].startswith("rank 1 on ") and "deal by speed: prepare(..., shares='auto')" in found[0], events
+    assert (
+        len(found) == 1
+        and found[0].startswith("rank 1 on ")
+        and "deal by speed: prepare(..., shares='auto')" in found[0]
+    ), events
     assert f"paceline: {found[0]}" in ended.output

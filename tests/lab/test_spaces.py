@@ -40,5 +40,7 @@ def test_nothing_is_held_when_preparing_fails(able):
 
 
 def test_what_the_kernel_refuses_is_named():
-    with pytest.raises(ResourceError, match=r"the kernel refused setns \(.*\): run `paceline lab check`"):
+    with pytest.raises(
+        ResourceError, match=r"the kernel refused setns \(.*\): run `paceline lab check`"
+    ):
         spaces._call("setns", os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 0)

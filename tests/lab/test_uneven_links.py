@@ -1,4 +1,6 @@
-"""Hosts of which one has a slow link, as the file of a measured cluster says: it gets less to carry, and replicas stay equal."""
+"""Hosts of which one has a slow link, as the file of a measured cluster says: it gets less to
+carry, and replicas stay equal.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ with pl.start(folder=sys.argv[1], name="run") as run:
     assert all(each == sums[0] for each in sums), sums
     if run.is_first:
         run.results["sent"] = sent
-"""
+"""  # noqa: E501
 
 
 def test_a_slow_link_is_said_and_spared(tmp_path: Path) -> None:
@@ -33,13 +35,19 @@ def test_a_slow_link_is_said_and_spared(tmp_path: Path) -> None:
     description = tmp_path / "slow.toml"
     hosts = "[[host]]\n" * 3 + 'bandwidth = "20mbit"\n'
     description.write_text(f'name = "slow"\n[all]\nworkers = 1\nbandwidth = "400mbit"\n{hosts}')
-    topology_file.write(tmp_path / "cluster.json", measured({"host0": 5e7, "host1": 5e7, "host2": 2.5e6}))
+    topology_file.write(
+        tmp_path / "cluster.json", measured({"host0": 5e7, "host1": 5e7, "host2": 2.5e6})
+    )
     environ = {"OMP_NUM_THREADS": "1", "PACELINE_CLUSTER": str(tmp_path / "cluster.json")}
     with lab.cluster(description=str(description)) as cluster:
-        ended = cluster.run(tmp_path / "script.py", str(tmp_path), folder=tmp_path, deadline=120, environ=environ)
+        ended = cluster.run(
+            tmp_path / "script.py", str(tmp_path), folder=tmp_path, deadline=120, environ=environ
+        )
     assert ended.code == 0, ended.output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     route, sent = summary["route"], summary["results"]["sent"]
     assert route["way"] == "uneven" and route["parts"] == pytest.approx([0.5, 0.5, 0.0]), route
     assert ended.output.count(route["why"]) == 1, "it is said once"
-    assert sent[2] < 0.75 * min(sent[:2]), "the host with the slow link sends its own gradients, and no sums"
+    assert sent[2] < 0.75 * min(sent[:2]), (
+        "the host with the slow link sends its own gradients, and no sums"
+    )

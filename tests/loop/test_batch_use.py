@@ -1,4 +1,6 @@
-"""Batches that are trained on in another turn than their own: refused where they would count wrongly, and nothing else is."""
+"""Batches that are trained on in another turn than their own: refused where they would count
+wrongly, and nothing else is.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +51,17 @@ class Step:
 Loop = Callable[[Run, Any, Any, Step], None]
 
 
-def train(loop: Loop, samples: int = 19, collate: Any = None) -> Callable[[Run], tuple[Tensor, int, int]]:
+def train(
+    loop: Loop, samples: int = 19, collate: Any = None
+) -> Callable[[Run], tuple[Tensor, int, int]]:
     """The weights after `loop` over two loaders, the number of updates and of steps."""
 
     def body(run: Run) -> tuple[Tensor, int, int]:
         model = copy.deepcopy(FIRST)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        one, two = (DataLoader(Numbered(count), 6, collate_fn=collate) for count in (samples, samples))
+        one, two = (
+            DataLoader(Numbered(count), 6, collate_fn=collate) for count in (samples, samples)
+        )
         model, optimizer, one, two = run.prepare(model, optimizer, one, two)
         step = Step(model, optimizer)
         loop(run, one, two, step)
@@ -115,10 +121,15 @@ def sliced(run: Run, loader: Any, _: Any, step: Step) -> None:
         step(x, y)
 
 
-@pytest.mark.parametrize("loop", [ahead, far_ahead, ahead_of_a_generator, ahead_without_hooks, sliced])
+@pytest.mark.parametrize(
+    "loop", [ahead, far_ahead, ahead_of_a_generator, ahead_without_hooks, sliced]
+)
 def test_a_batch_in_the_turn_after_its_own_is_refused(loop: Loop) -> None:
     for size in (2, 3):
-        with pytest.raises(UsageError, match=r"in the turn after its own.*for x, y in loader.*prefetch_factor.*loader\.peek\(\)"):
+        with pytest.raises(
+            UsageError,
+            match=r"in the turn after its own.*for x, y in loader.*prefetch_factor.*loader\.peek\(\)",  # noqa: E501
+        ):
             workers(size, train(loop))
 
 
@@ -195,7 +206,9 @@ def beside_another(run: Run, loader: Any, other: Any, step: Step) -> None:
 @pytest.mark.parametrize("loop", [cycled, listed, trained_and_listed, beside_another])
 def test_a_batch_of_an_epoch_that_is_over_is_refused(loop: Loop) -> None:
     for size in (2, 3):
-        with pytest.raises(UsageError, match=r"of an epoch that is over is trained on again.*loader\.peek\(\)"):
+        with pytest.raises(
+            UsageError, match=r"of an epoch that is over is trained on again.*loader\.peek\(\)"
+        ):
             workers(size, train(loop))
 
 
@@ -220,11 +233,15 @@ def replayed_in_the_next_epoch(run: Run, loader: Any, _: Any, step: Step) -> Non
 @pytest.mark.parametrize("loop", [replayed, replayed_in_the_next_epoch])
 def test_a_batch_that_is_replayed_in_a_later_turn_is_refused(loop: Loop) -> None:
     for size in (2, 3):
-        with pytest.raises(UsageError, match="a batch that was kept is trained on again in a later turn"):
+        with pytest.raises(
+            UsageError, match="a batch that was kept is trained on again in a later turn"
+        ):
             workers(size, train(loop))
 
 
-@pytest.mark.parametrize("loop", [ahead, cycled, listed, sliced, replayed, replayed_in_the_next_epoch])
+@pytest.mark.parametrize(
+    "loop", [ahead, cycled, listed, sliced, replayed, replayed_in_the_next_epoch]
+)
 def test_where_all_workers_have_equal_shares_of_all_batches_it_is_right(loop: Loop) -> None:
     check(loop, samples=18)
 
@@ -353,7 +370,19 @@ def put_aside(run: Run, loader: Any, _: Any, step: Step) -> None:
                 step(batch[0] * 1.0, batch[1])
 
 
-LEGAL = [put_aside, loops, wrapped, by_hand, skipping, one_batch, side_by_side, evaluated, kept, peeked, compared]
+LEGAL = [
+    put_aside,
+    loops,
+    wrapped,
+    by_hand,
+    skipping,
+    one_batch,
+    side_by_side,
+    evaluated,
+    kept,
+    peeked,
+    compared,
+]
 
 
 @pytest.mark.parametrize("loop", LEGAL)
@@ -375,7 +404,9 @@ def test_batches_that_a_data_set_holds_itself_are_no_sign() -> None:
     def body(run: Run) -> None:
         data = [(x, y) for x, y in zip(Numbered(4).x, Numbered(4).y, strict=True)]
         model = copy.deepcopy(FIRST)
-        model, loader = run.prepare(model, DataLoader(data, 1, collate_fn=lambda samples: samples[0]))
+        model, loader = run.prepare(
+            model, DataLoader(data, 1, collate_fn=lambda samples: samples[0])
+        )
         for number, (x, y) in enumerate(loader):
             if number:
                 F.mse_loss(model(x * 1.0), y).backward()
@@ -396,4 +427,6 @@ def test_what_a_backward_outside_of_loops_counts_is_said_once() -> None:
             step(Numbered(5).x, Numbered(5).y)
 
     workers(2, train(loop), said=said)
-    assert sum("a backward outside of the loop over a prepared loader" in text for text in said) == 1
+    assert (
+        sum("a backward outside of the loop over a prepared loader" in text for text in said) == 1
+    )

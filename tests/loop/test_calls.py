@@ -1,4 +1,6 @@
-"""How many functions of the package a step of plain AllReduce runs through, on one worker and on two."""
+"""How many functions of the package a step of plain AllReduce runs through, on one worker and on
+two.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,17 @@ from paceline.session.run import Run
 from tests.harness.runs import batches, workers
 
 PACKAGE = str(Path(paceline.__file__).parent)
-WARM = 4  # steps after which buckets are laid out and first looks have been had; in the next one memory is not measured
+# steps after which buckets are laid out and first looks have been had; in the next one memory is
+# not measured
+WARM = 4
 FEW, MANY = 2, 6  # layers
 END = "sync/autograd.py:GradientTracker._end"
 
 
 class Calls:
-    """Counts calls of the package's functions (and resumptions of its generators) on this thread, by the phase of the step."""
+    """Counts calls of the package's functions (and resumptions of its generators) on this
+    thread, by the phase of the step.
+    """
 
     def __init__(self) -> None:
         self.phases: dict[str, Counter[str]] = {}
@@ -39,8 +45,12 @@ class Calls:
         def profile(frame: FrameType, event: str, argument: Any) -> None:
             if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
                 place = Path(frame.f_code.co_filename).relative_to(PACKAGE)
-                if frame.f_code is OptimizerWatch.see.__code__ and frame.f_locals["self"] is not run._watch:
-                    return  # runs on threads are all told of each step, where processes have one run each
+                if (
+                    frame.f_code is OptimizerWatch.see.__code__
+                    and frame.f_locals["self"] is not run._watch
+                ):
+                    # runs on threads are all told of each step, where processes have one run each
+                    return
                 name = f"{place}:{frame.f_code.co_qualname}"
                 found[name] += 1
                 if ended or name == END:
@@ -59,12 +69,17 @@ def steps(layers: int) -> Callable[[Run], Calls]:
 
     def body(run: Run) -> Calls:
         generator = torch.Generator().manual_seed(5)
-        model = nn.Sequential(*(nn.Linear(6, 6, bias=False, dtype=torch.float64) for _ in range(layers)))
+        model = nn.Sequential(
+            *(nn.Linear(6, 6, bias=False, dtype=torch.float64) for _ in range(layers))
+        )
         for parameter in model.parameters():
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+            parameter.data.copy_(
+                torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
         model, optimizer, loader = run.prepare(model, optimizer, batches(48, 8))
-        run._collector._meetings.next = 100  # or workers would meet in a step that happens to come a second later
+        # or workers would meet in a step that happens to come a second later
+        run._collector._meetings.next = 100
         turns = iter(loader)
         for _ in range(WARM):
             x, _ = next(turns)
@@ -87,7 +102,8 @@ def steps(layers: int) -> Callable[[Run], Calls]:
     return body
 
 
-LOOP = ("loop", "data/loader.py")  # a turn; not what is done between two turns: samples are read, records kept
+# a turn; not what is done between two turns: samples are read, records kept
+LOOP = ("loop", "data/loader.py")
 STEP = (
     "session",
     "loop",
@@ -102,13 +118,20 @@ STEP = (
 
 
 def counted(found: Counter[str], places: tuple[str, ...] = ("",)) -> int:
-    """Calls of functions that lie in these places, without the frames that comprehensions have before Python 3.12."""
-    return sum(n for name, n in found.items() if name.startswith(places) and not name.endswith("comp>"))
+    """Calls of functions that lie in these places, without the frames that comprehensions have
+    before Python 3.12.
+    """
+    return sum(
+        n for name, n in found.items() if name.startswith(places) and not name.endswith("comp>")
+    )
 
 
 @pytest.fixture(scope="module", params=[1, 2])
 def measured(request: pytest.FixtureRequest) -> tuple[Calls, Calls]:
-    """The calls of a step with few gradients, and with many. What models of other tests have hooked to all optimizers is not there."""
+    """The calls of a step with few gradients, and with many.
+
+    What models of other tests have hooked to all optimizers is not there.
+    """
     hooks = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
     with pytest.MonkeyPatch.context() as patched:
         for name in hooks:
@@ -124,8 +147,11 @@ def test_a_step_of_an_optimizer(measured: tuple[Calls, Calls]) -> None:
 
 def test_a_turn_of_the_loader(measured: tuple[Calls, Calls]) -> None:
     found = measured[0].phases["turn"]
-    looks = found["loop/interruptions.py:InterruptionMeter._read"]  # as often as this thread stood still, which the machine decides
-    assert looks <= 2 and counted(found, LOOP) - looks <= 13, sorted(n for n in found.items() if n[0].startswith(LOOP))
+    # as often as this thread stood still, which the machine decides
+    looks = found["loop/interruptions.py:InterruptionMeter._read"]
+    assert looks <= 2 and counted(found, LOOP) - looks <= 13, sorted(
+        n for n in found.items() if n[0].startswith(LOOP)
+    )
 
 
 def test_a_backward(measured: tuple[Calls, Calls]) -> None:
@@ -135,4 +161,6 @@ def test_a_backward(measured: tuple[Calls, Calls]) -> None:
 
 
 def test_the_end_of_backward(measured: tuple[Calls, Calls]) -> None:
-    assert counted(measured[0].phases["end of backward"], STEP) <= 10, measured[0].phases["end of backward"]
+    assert counted(measured[0].phases["end of backward"], STEP) <= 10, measured[0].phases[
+        "end of backward"
+    ]

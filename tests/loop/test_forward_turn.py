@@ -1,4 +1,6 @@
-"""One loss of several batches has one weight: it is refused where workers' parts of the batches differ, and only there."""
+"""One loss of several batches has one weight: it is refused where workers' parts of the batches
+differ, and only there.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def pairs(run: Any, count: int, *, inside: bool = True, answers: bool = False) -
     """One backward for two batches, in the turn of the second, or after the loop."""
     net = model()
     net.__class__ = Answering if answers else nn.Linear
-    net, optimizer, loader = run.prepare(net, torch.optim.SGD(net.parameters(), 0.1), batches(count, 6))
+    net, optimizer, loader = run.prepare(
+        net, torch.optim.SGD(net.parameters(), 0.1), batches(count, 6)
+    )
     losses = [(net(x) - y).square().mean() for x, y in loader] if not inside else []
     for x, y in loader if inside else ():
         losses.append((net(x) - y).square().mean())
@@ -63,7 +67,10 @@ def test_batches_of_equal_parts_are_one_sum(inside: bool) -> None:
         assert distance(mine, alone) < 1e-12
 
 
-@pytest.mark.parametrize(("inside", "words"), [(True, "in the turn of batch 3"), (False, "after the loop over the loader")])
+@pytest.mark.parametrize(
+    ("inside", "words"),
+    [(True, "in the turn of batch 3"), (False, "after the loop over the loader")],
+)
 def test_batches_of_unequal_parts_are_refused(inside: bool, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         workers(2, lambda run: pairs(run, 19, inside=inside))
@@ -77,7 +84,9 @@ def test_what_stays_on_this_worker_may_be_of_another_batch(of: str) -> None:
 
     def body(run: Any) -> torch.Tensor:
         net = model()
-        net, optimizer, loader = run.prepare(net, torch.optim.SGD(net.parameters(), 0.1), batches(19, 6))
+        net, optimizer, loader = run.prepare(
+            net, torch.optim.SGD(net.parameters(), 0.1), batches(19, 6)
+        )
         before = None
         for x, y in loader:
             x.requires_grad_()

@@ -1,4 +1,6 @@
-"""What is left of a ghost's forward: nothing, and what the others have made of buffers meanwhile."""
+"""What is left of a ghost's forward: nothing, and what the others have made of buffers
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.harness.runs import Numbered, parameters, workers
 
 
 class Counting(nn.Module):
-    """Counts its forwards, in place and by a new tensor each time, and remembers what it saw last."""
+    """Counts its forwards, in place and by a new tensor each time, and remembers what it saw
+    last.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,13 +52,17 @@ def train(run: Run, first: nn.Module, stream: bool, shares: Any) -> Tensor:
     data: Any = Passing() if stream else Numbered(19)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     # the last batch of 19 samples has one, too few for all
-    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, 6), shares=shares if run.size > 1 else None)
+    model, optimizer, loader = run.prepare(
+        model, optimizer, DataLoader(data, 6), shares=shares if run.size > 1 else None
+    )
     for _ in range(3):
         for x, y in loader:
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
             optimizer.step()
-    return torch.cat([parameters(model), *(buffer.reshape(-1).double() for buffer in model.buffers())])
+    return torch.cat(
+        [parameters(model), *(buffer.reshape(-1).double() for buffer in model.buffers())]
+    )
 
 
 @pytest.mark.each_choice
@@ -63,9 +71,13 @@ def train(run: Run, first: nn.Module, stream: bool, shares: Any) -> Tensor:
     ("size", "stream", "shares"),
     [(2, False, None), (3, False, None), (2, False, [0, 1]), (3, True, [1, 0, 4]), (2, True, None)],
 )
-def test_buffers_that_depend_on_weights_alone_stay_equal(norm: Any, size: int, stream: bool, shares: Any) -> None:
+def test_buffers_that_depend_on_weights_alone_stay_equal(
+    norm: Any, size: int, stream: bool, shares: Any
+) -> None:
     torch.manual_seed(1)
-    first = nn.Sequential(norm(nn.Linear(6, 5)), nn.Tanh(), Counting(), norm(nn.Linear(5, 2))).double()
+    first = nn.Sequential(
+        norm(nn.Linear(6, 5)), nn.Tanh(), Counting(), norm(nn.Linear(5, 2))
+    ).double()
     (wanted,) = workers(1, lambda run: train(run, first, stream, shares))
     for found in workers(size, lambda run: train(run, first, stream, shares)):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
@@ -77,7 +89,10 @@ def test_models_without_such_buffers_meet_no_more_often() -> None:
         model, loader = run.prepare(model, DataLoader(Numbered(19), 6), batchnorm="local")
         met: list[str] = []
         meet = run._agreement.meet
-        run._agreement.meet = lambda what, *rest, **more: (met.append(what), meet(what, *rest, **more))[1]  # type: ignore[method-assign,func-returns-value]
+        run._agreement.meet = lambda what, *rest, **more: (
+            met.append(what),
+            meet(what, *rest, **more),
+        )[1]  # type: ignore[method-assign,func-returns-value]
         for x, y in loader:
             model.train(len(x) > 1)
             F.mse_loss(model(x), y).backward()
@@ -101,7 +116,9 @@ def hear(kept: Any, bodies: list[bytes]) -> None:
 
 
 def test_a_ghost_takes_what_all_with_samples_have_alike() -> None:
-    """What they have made of their samples differs, and so does a bit that has flipped on one of them."""
+    """What they have made of their samples differs, and so does a bit that has flipped on one of
+    them.
+    """
     models = [Counting(), Counting(), Counting()]
     kept = [buffers([model]) for model in models]
     for model in models[1:]:

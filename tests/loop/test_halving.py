@@ -30,11 +30,20 @@ class Fails(torch.autograd.Function):
 
 
 class Small(nn.Module):
-    """A model that stands so many rows, forward and backward, from step `since` on; its buffer counts the rows that it saw."""
+    """A model that stands so many rows, forward and backward, from step `since` on; its buffer
+    counts the rows that it saw.
+    """
 
     def __init__(self, most, back=10**6, since=0, deep=False):
         super().__init__()
-        self.net, self.most, self.back, self.since, self.deep, self.calls = net(), most, back, since, deep, 0
+        self.net, self.most, self.back, self.since, self.deep, self.calls = (
+            net(),
+            most,
+            back,
+            since,
+            deep,
+            0,
+        )
         self.register_buffer("rows", torch.zeros(()))
 
     def forward(self, x):
@@ -48,7 +57,9 @@ class Small(nn.Module):
 
 
 def train(make, *, epochs=1, plain=False, **options):
-    """Weights, losses and the rows that the model saw, of a run of steps; `make` gives the model of a rank."""
+    """Weights, losses and the rows that the model saw, of a run of steps; `make` gives the model
+    of a rank.
+    """
 
     def body(run):
         model = make(run.rank)
@@ -61,7 +72,13 @@ def train(make, *, epochs=1, plain=False, **options):
                 if plain:
                     F.mse_loss(model(x), y).backward()
                 else:
-                    value = sums if options.get("loss") == "sum" else weighed if "weigh" in options else F.mse_loss
+                    value = (
+                        sums
+                        if options.get("loss") == "sum"
+                        else weighed
+                        if "weigh" in options
+                        else F.mse_loss
+                    )
                     loss = run.step(model, x, y, loss=value, weigh=options.get("weigh"))
                     losses.append(float(run.mean(loss)))
                 optimizer.step()
@@ -76,7 +93,10 @@ def sums(out, y):
 
 def last_rank(most, **more):
     """Only rank 1 has little memory."""
-    return lambda rank: Small(most if rank == 1 else 10**6, **{key: value if rank == 1 else 10**6 for key, value in more.items()})
+    return lambda rank: Small(
+        most if rank == 1 else 10**6,
+        **{key: value if rank == 1 else 10**6 for key, value in more.items()},
+    )
 
 
 def weighed(out, y):
@@ -102,9 +122,14 @@ def test_a_worker_with_little_memory_takes_its_part_in_halves(make, options, cap
     assert torch.equal(found[0][0], found[1][0])
     assert distance(found[0][0], wanted[0][0]) < 1e-9
     assert found[0][1] == pytest.approx(wanted[0][1], rel=1e-9)
-    assert found[1][2] == found[0][2] or options.get("shares")  # rows of steps that failed are not counted
+    # rows of steps that failed are not counted
+    assert found[1][2] == found[0][2] or options.get("shares")
     said = capfd.readouterr().err
-    assert "paceline: rank 1 ran out of memory on" in said and "at a time from now on" in said and "rank 0" not in said
+    assert (
+        "paceline: rank 1 ran out of memory on" in said
+        and "at a time from now on" in said
+        and "rank 0" not in said
+    )
 
 
 def test_gradients_are_exchanged_once_and_hooks_see_the_sum():
@@ -113,7 +138,9 @@ def test_gradients_are_exchanged_once_and_hooks_see_the_sum():
     def body(run):
         model = last_rank(2)(run.rank)
         if run.rank == 1:
-            next(model.parameters()).register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+            next(model.parameters()).register_post_accumulate_grad_hook(
+                lambda p: seen.append(p.grad.clone())
+            )
         model, _, loader = run.prepare(model, sgd(model), batches(12, 12))
         for x, y in loader:
             run.step(model, x, y, loss=F.mse_loss)
@@ -126,7 +153,9 @@ def test_gradients_are_exchanged_once_and_hooks_see_the_sum():
 def test_memory_that_runs_out_when_gradients_are_on_their_way_ends_the_run_with_advice():
     with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
         alone(train(lambda rank: Small(10**6, back=2, deep=True)))
-    assert any('micro_batches="auto"' in note and "run.step" in note for note in caught.value.__notes__)
+    assert any(
+        'micro_batches="auto"' in note and "run.step" in note for note in caught.value.__notes__
+    )
 
 
 def test_memory_that_runs_out_later_ends_the_run():
@@ -147,7 +176,9 @@ def test_other_errors_are_the_scripts_own():
 def test_a_plain_loop_is_told_what_would_help():
     with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
         alone(train(lambda rank: Small(4), plain=True))
-    assert any('micro_batches="auto"' in note and "run.step" in note for note in caught.value.__notes__)
+    assert any(
+        'micro_batches="auto"' in note and "run.step" in note for note in caught.value.__notes__
+    )
 
 
 def test_gradients_that_are_given_reach_parameters_as_they_are():
@@ -219,12 +250,18 @@ def stepping(make, *, loss=F.mse_loss, given=lambda x: x, prepare=True, **option
     ("body", "text"),
     [
         (stepping(lambda: Small(3), loss=Head()), "no parameters of the model"),
-        (stepping(lambda: Small(3), given=nn.Linear(6, 6, dtype=torch.float64)), "requires gradients"),
+        (
+            stepping(lambda: Small(3), given=nn.Linear(6, 6, dtype=torch.float64)),
+            "requires gradients",
+        ),
         (stepping(lambda: Small(3), given=lambda x: x.requires_grad_()), "requires gradients"),
         (stepping(lambda: Small(3), prepare=False), "a mean or a sum"),
         (stepping(lambda: Norm(3)), "BatchNorm1d takes statistics"),
         (stepping(lambda: Counting(3)), "Embedding counts the words"),
-        (stepping(lambda: Small(3), weigh=lambda batch: float(len(batch[0]))), "give run.step(..., weigh=)"),
+        (
+            stepping(lambda: Small(3), weigh=lambda batch: float(len(batch[0]))),
+            "give run.step(..., weigh=)",
+        ),
         (stepping(lambda: Small(10**6, back=3, deep=True)), "on their way"),
     ],
 )
@@ -240,15 +277,24 @@ def test_a_worker_that_has_halved_takes_other_losses_as_they_are():
     """The second model's loss has a parameter, and the third gets what requires gradients."""
 
     def body(run, most):
-        model, other, head, encoder = Small(most), net(), Head(), nn.Linear(6, 6, dtype=torch.float64)
+        model, other, head, encoder = (
+            Small(most),
+            net(),
+            Head(),
+            nn.Linear(6, 6, dtype=torch.float64),
+        )
         nn.init.eye_(encoder.weight)
         nn.init.zeros_(encoder.bias)
-        model, other, head, encoder, loader = run.prepare(model, other, head, encoder, batches(12, 12))
+        model, other, head, encoder, loader = run.prepare(
+            model, other, head, encoder, batches(12, 12)
+        )
         for x, y in loader:
             run.step(model, x, y, loss=F.mse_loss)
             run.step(other, x, y, loss=head)
             run.step(other, encoder(x), y, loss=F.mse_loss)
-        return torch.cat([p.grad.flatten() for m in (model, other, head, encoder) for p in m.parameters()])
+        return torch.cat(
+            [p.grad.flatten() for m in (model, other, head, encoder) for p in m.parameters()]
+        )
 
     wanted, found = workers(2, lambda run: body(run, 100)), workers(2, lambda run: body(run, 3))
     assert distance(found[0], wanted[0]) < 1e-12 and torch.equal(found[0], found[1])
@@ -263,7 +309,9 @@ class OnGpu(nn.Parameter):
 def test_memory_that_suffices_leaves_a_step_on_a_gpu_as_it_is():
     def body(run):
         model, head = nn.Linear(6, 2, dtype=torch.float64), Head()
-        model, head, loader = run.prepare(model, head, batches(12, 12), weigh=lambda batch: float(len(batch[0])))
+        model, head, loader = run.prepare(
+            model, head, batches(12, 12), weigh=lambda batch: float(len(batch[0]))
+        )
         model.weight.__class__ = OnGpu
         try:
             for x, y in loader:

@@ -1,4 +1,6 @@
-"""Evaluations with `no_grad` inside of the loop: noticed, said, and no steps; whatever trains is none of them."""
+"""Evaluations with `no_grad` inside of the loop: noticed, said, and no steps; whatever trains is
+none of them.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,12 @@ def test_samples_of_such_an_evaluation_count_once(mode: str, stream: bool, tmp_p
             before = run.steps
             total, count = evaluate(model, test)
             assert run.steps == before == run._context.step_state.step
-            found.append((run.group.all_reduce(total).wait().item(), int(run.group.all_reduce(torch.tensor([count])).wait())))
+            found.append(
+                (
+                    run.group.all_reduce(total).wait().item(),
+                    int(run.group.all_reduce(torch.tensor([count])).wait()),
+                )
+            )
             model.train()
         return [*found, run.steps]
 
@@ -78,11 +85,15 @@ def test_samples_of_such_an_evaluation_count_once(mode: str, stream: bool, tmp_p
         folder = tmp_path / str(size)
         for found in workers(size, body, said=said, folder=folder):
             assert found[2] == 8
-            assert [each for pair in found[:2] for each in pair] == pytest.approx([each for pair in wanted[:2] for each in pair], rel=1e-12)
+            assert [each for pair in found[:2] for each in pair] == pytest.approx(
+                [each for pair in wanted[:2] for each in pair], rel=1e-12
+            )
         assert sum("had no backward" in text and "train=False" in text for text in said) == 1
         (summary,) = folder.rglob("summary.json")
         assert json.loads(summary.read_text())["steps"] == 8
-        lines = [json.loads(line) for line in (summary.parent / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line) for line in (summary.parent / "metrics.jsonl").read_text().splitlines()
+        ]
         assert [line["step"] for line in lines if "samples" in line] == list(range(1, 9))
 
 
@@ -181,13 +192,22 @@ def test_what_trains_takes_steps(loop: Loop, tmp_path: Path) -> None:
             assert distance(found[0], wanted[0]) < 1e-12 and found[1] == wanted[1]
         (metrics,) = folder.rglob("metrics.jsonl")
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-        assert [line["step"] for line in lines if "samples" in line] == list(range(1, wanted[1] + 1))
+        assert [line["step"] for line in lines if "samples" in line] == list(
+            range(1, wanted[1] + 1)
+        )
         if loop is warming_up:
-            assert {line["step"]: line["number"] for line in lines if "number" in line} == {1: 0.0, 2: 1.0, 3: 2.0, 4: 3.0}
+            assert {line["step"]: line["number"] for line in lines if "number" in line} == {
+                1: 0.0,
+                2: 1.0,
+                3: 2.0,
+                4: 3.0,
+            }
 
 
 def test_a_pass_without_exchange_may_be_left_out_by_a_worker() -> None:
-    """What one of them has seen alone doesn't let it make calls of all that the others don't make."""
+    """What one of them has seen alone doesn't let it make calls of all that the others don't
+    make.
+    """
 
     def body(run: Run) -> tuple[Tensor, int]:
         model, optimizer, loader, _ = prepared(run)
@@ -222,11 +242,15 @@ def test_an_epoch_that_is_resumed_at_its_end_is_no_evaluation(tmp_path: Path) ->
 
     workers(2, lambda run: body(run, save=True), folder=tmp_path)
     assert workers(2, lambda run: body(run, save=False), folder=tmp_path, said=said) == [8, 8]
-    assert any("at step 4" in text for text in said) and not any("had no backward" in text for text in said)
+    assert any("at step 4" in text for text in said) and not any(
+        "had no backward" in text for text in said
+    )
 
 
 def test_where_losses_are_survived_nothing_is_followed() -> None:
-    """Who joins in the middle of an epoch would be alone at its end in asking whether anything was trained."""
+    """Who joins in the middle of an epoch would be alone at its end in asking whether anything
+    was trained.
+    """
 
     def body(run: Run) -> int:
         model, _, _, test = prepared(run)
@@ -235,7 +259,9 @@ def test_where_losses_are_survived_nothing_is_followed() -> None:
         return run.steps
 
     said: list[str] = []
-    assert workers(2, body, said=said) == [3, 3] and not any("had no backward" in text for text in said)
+    assert workers(2, body, said=said) == [3, 3] and not any(
+        "had no backward" in text for text in said
+    )
 
 
 def test_what_the_script_says_itself_holds() -> None:
@@ -246,7 +272,9 @@ def test_what_the_script_says_itself_holds() -> None:
         evaluate(model, test)
         return run.steps
 
-    assert workers(2, body, said=said) == [3, 3] and not any("had no backward" in text for text in said)
+    assert workers(2, body, said=said) == [3, 3] and not any(
+        "had no backward" in text for text in said
+    )
 
 
 def test_what_was_logged_in_such_an_evaluation_is_of_the_step_before(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""What interrupts a worker is measured where it happens: planted garbage, a crowded processor, pages that are not in memory."""
+"""What interrupts a worker is measured where it happens: planted garbage, a crowded processor,
+pages that are not in memory.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,10 @@ def test_sleep_is_no_interruption() -> None:
     found = meter()
     time.sleep(0.2)
     taken = found.take(100.0)
-    assert taken.collection == taken.paging == 0.0 and taken.stolen <= time.perf_counter() - began - 0.2, "but for what came after it"
+    assert (
+        taken.collection == taken.paging == 0.0
+        and taken.stolen <= time.perf_counter() - began - 0.2
+    ), "but for what came after it"
     found.close()
 
 
@@ -83,7 +88,9 @@ def write_proc(folder: Path, *, delayed: int, steal: int) -> None:
     (folder / "stat").write_text(f"cpu  1 2 3 4 5 6 7 {steal} 9 10\ncpu0 0 0\n")
 
 
-def test_a_delayed_thread_has_lost_its_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_delayed_thread_has_lost_its_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     write_proc(tmp_path, delayed=5_000_000_000, steal=0)
@@ -124,7 +131,9 @@ def test_a_processor_that_a_program_has_is_lost() -> None:
     assert taken[0].stolen > 0
 
 
-def test_what_the_host_of_a_virtual_machine_takes_is_shared_by_its_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_host_of_a_virtual_machine_takes_is_shared_by_its_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
@@ -145,7 +154,9 @@ def test_where_the_kernel_tells_nothing_that_is_known(tmp_path: Path) -> None:
 
 
 def test_pages_that_are_waited_for(disk_path: Path) -> None:
-    """A mapped file that isn't in memory any more; of memory that is swapped out the kernel counts the same."""
+    """A mapped file that isn't in memory any more; of memory that is swapped out the kernel
+    counts the same.
+    """
     path = disk_path / "pages"
     path.write_bytes(os.urandom(8 << 20))
     found = meter()
@@ -159,7 +170,10 @@ def test_pages_that_are_waited_for(disk_path: Path) -> None:
             began = time.perf_counter()
             assert sum(pages[at] for at in range(0, 8 << 20, 1 << 16)) > 0
             seconds = time.perf_counter() - began
-    taken, faults = found.take(seconds), resource.getrusage(resource.RUSAGE_THREAD).ru_majflt - before
+    taken, faults = (
+        found.take(seconds),
+        resource.getrusage(resource.RUSAGE_THREAD).ru_majflt - before,
+    )
     found.close()
     if not faults:
         pytest.skip("this file system keeps files in memory")

@@ -23,10 +23,14 @@ def drawn(model):
 
 
 def evaluating(pad):
-    """Three workers evaluate batches of two samples, by a model that can't take a batch of no rows."""
+    """Three workers evaluate batches of two samples, by a model that can't take a batch of no
+    rows.
+    """
 
     def body(run):
-        model, loader = run.prepare(drawn(nn.Linear(6, 2)), DataLoader(Numbered(4), 2), train=False, pad=pad)
+        model, loader = run.prepare(
+            drawn(nn.Linear(6, 2)), DataLoader(Numbered(4), 2), train=False, pad=pad
+        )
         with torch.no_grad():
             seen = [(model(x.view(x.size(0), -1)), y) for x, y in loader]
             rows, losses = [], []
@@ -59,7 +63,12 @@ def test_rows_that_are_dealt_by_cost_are_gathered_in_order(pad):
     """Costs are such that the last samples of a batch go to the first worker."""
 
     def body(run):
-        loader = run.prepare(DataLoader(Numbered(11), 4), train=False, cost=lambda sample: float(-sample[1][0]) + 9, pad=pad)
+        loader = run.prepare(
+            DataLoader(Numbered(11), 4),
+            train=False,
+            cost=lambda sample: float(-sample[1][0]) + 9,
+            pad=pad,
+        )
         rows, sizes = [], []
         with torch.no_grad():
             for _, y in loader:
@@ -72,7 +81,9 @@ def test_rows_that_are_dealt_by_cost_are_gathered_in_order(pad):
 
 
 def averaged(prepares):
-    """The statistics of an average of the model, taken over a prepared loader, and what it gives then."""
+    """The statistics of an average of the model, taken over a prepared loader, and what it gives
+    then.
+    """
 
     def body(run):
         model = drawn(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)))
@@ -100,7 +111,9 @@ def test_a_copy_that_one_worker_alone_runs_in_training_mode():
         twin = copy.deepcopy(model)
         if run.rank == 0:  # outside of loops over loaders it exchanges nothing
             x, norm = Numbered(13).x[:, :3], twin[1]
-            torch.testing.assert_close(norm(x), F.batch_norm(x, None, None, norm.weight, norm.bias, training=True))
+            torch.testing.assert_close(
+                norm(x), F.batch_norm(x, None, None, norm.weight, norm.bias, training=True)
+            )
         for x, y in loader:
             if run.rank == 0:
                 twin(x)

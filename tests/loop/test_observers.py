@@ -20,13 +20,17 @@ first_step: ModelCuts.check_used, MemoryWatch.predict, StartupHints.prepared
 doubled: MemoryWatch.measure
 step_ended: MetricsLog.step, ReplicaComparer.step_ended, ShareFollower.step_ended, LinkWatch.step_ended, LogCollector.step_ended
 ghost_ended: StartupHints.had_ghosts
-went_back: MetricsLog.fold"""
+went_back: MetricsLog.fold"""  # noqa: E501
 OBSERVING = PLAIN.replace("doubled:", "stepped: {}.stepped\ndoubled:")
 
 
 @pytest.mark.parametrize(
     ("strategy", "expected"),
-    [(pl.AllReduce(), PLAIN), (pl.LocalSGD(2), OBSERVING.format("LocalSGDSync")), (pl.Gossip(), OBSERVING.format("GossipSync"))],
+    [
+        (pl.AllReduce(), PLAIN),
+        (pl.LocalSGD(2), OBSERVING.format("LocalSGDSync")),
+        (pl.Gossip(), OBSERVING.format("GossipSync")),
+    ],
     ids=["AllReduce", "LocalSGD", "Gossip"],
 )
 def test_the_order_of_a_run(strategy: Strategy, expected: str) -> None:

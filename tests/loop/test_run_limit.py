@@ -12,7 +12,8 @@ from paceline.loop.run_limit import RunLimit
     ("place", "stops"),
     [
         (Place(most_steps=3), [2, 3, 4, 5, 6, 7]),
-        (Place(most_seconds=5.0), [5, 6, 7]),  # a step is a second; seconds count from the end of the first one
+        # a step is a second; seconds count from the end of the first one
+        (Place(most_seconds=5.0), [5, 6, 7]),
         (Place(most_steps=7, most_seconds=5.0), [5, 6, 7]),
         (Place(most_steps=2, most_seconds=5.0), [1, 2, 3, 4, 5, 6, 7]),
     ],

@@ -35,7 +35,9 @@ def trained(run: Run, *, by_hand: bool) -> tuple[torch.Tensor, list[float]]:
 
 def test_a_step_without_stages_is_forward_and_backward() -> None:
     wanted = workers(2, lambda run: trained(run, by_hand=True))
-    for (one, losses), (two, others) in zip(workers(2, lambda run: trained(run, by_hand=False)), wanted, strict=True):
+    for (one, losses), (two, others) in zip(
+        workers(2, lambda run: trained(run, by_hand=False)), wanted, strict=True
+    ):
         assert distance(one, two) == 0.0 and losses == others
 
 
@@ -46,7 +48,10 @@ def test_what_is_no_step_is_refused() -> None:
         x = torch.ones(2, 6, dtype=torch.float64)
         with pytest.raises(UsageError, match=r"run.step needs a loss"):
             run.step(model, x, x, loss=None)  # type: ignore[arg-type]
-        with pytest.raises(UsageError, match=r"run.step: loss=MSELoss is the class itself; make one of it: loss=MSELoss\(\)"):
+        with pytest.raises(
+            UsageError,
+            match=r"run.step: loss=MSELoss is the class itself; make one of it: loss=MSELoss\(\)",
+        ):
             run.step(model, torch.ones(1, 2), torch.ones(1, 2), loss=nn.MSELoss)
         with pytest.raises(UsageError, match=r"run.step got no batch"):
             run.step(model, loss=F.mse_loss)
@@ -61,7 +66,12 @@ def test_gradients_that_are_off_stay_off() -> None:
         model = net()
         run.prepare(model, sgd(model))
         with torch.no_grad():
-            run.step(model, torch.ones(2, 6, dtype=torch.float64), torch.ones(2, 2, dtype=torch.float64), loss=F.mse_loss)
+            run.step(
+                model,
+                torch.ones(2, 6, dtype=torch.float64),
+                torch.ones(2, 2, dtype=torch.float64),
+                loss=F.mse_loss,
+            )
         return all(parameter.grad is None for parameter in model.parameters())
 
     assert workers(2, body) == [True, True]
@@ -72,7 +82,13 @@ def test_a_loss_that_was_gone_back_from_says_so() -> None:
         model, x = net(), torch.ones(2, 6, dtype=torch.float64)
         run.prepare(model, sgd(model))
         loss = run.step(model, x, x[:, :2], loss=F.mse_loss)
-        with pytest.raises(UsageError, match=r"what run.step returned, which has gone back from it already: leave out loss.backward\(\)"):
+        with pytest.raises(
+            UsageError,
+            match=(
+                r"what run.step returned, which has gone back from it already: "
+                r"leave out loss.backward\(\)"
+            ),
+        ):
             loss.backward()  # type: ignore[no-untyped-call]
 
     workers(2, body)
@@ -101,12 +117,26 @@ def test_two_scalers_of_one_scale_scale_a_loss_once() -> None:
 def test_a_pipeline_whose_loss_uses_parameters_itself_is_refused(own: bool) -> None:
     def body(run: Run) -> None:
         model, head, x = net(), nn.Linear(2, 2).double(), torch.ones(4, 6, dtype=torch.float64)
-        run.prepare(model, torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1), cut=pl.pipeline("0, 1, 2", micro_batches=2))
-        run.step(model, x, x[:, :2], loss=lambda out, y: out[0, 0])  # whatever it makes of the output
+        run.prepare(
+            model,
+            torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1),
+            cut=pl.pipeline("0, 1, 2", micro_batches=2),
+        )
+        # whatever it makes of the output
+        run.step(model, x, x[:, :2], loss=lambda out, y: out[0, 0])
         used = list((model if own else head).parameters())
-        run.step(model, x, x[:, :2], loss=lambda out, y: F.mse_loss(out, y) + sum(parameter.square().sum() for parameter in used))
+        run.step(
+            model,
+            x,
+            x[:, :2],
+            loss=lambda out, y: (
+                F.mse_loss(out, y) + sum(parameter.square().sum() for parameter in used)
+            ),
+        )
 
-    with pytest.raises(UsageError, match=r"the loss uses the parameter \S+ itself, .*where the last stage is"):
+    with pytest.raises(
+        UsageError, match=r"the loss uses the parameter \S+ itself, .*where the last stage is"
+    ):
         workers(2, body, mesh="stage=2")
 
 
@@ -117,7 +147,14 @@ def in_parts(run: Run, micro_batches: int, **options: Any) -> tuple[torch.Tensor
     weigh = options.get("weigh")
     for x, y in loader:
         optimizer.zero_grad()
-        loss = run.step(model, x, y, loss=weighed if weigh else F.mse_loss, weigh=weigh, micro_batches=micro_batches)
+        loss = run.step(
+            model,
+            x,
+            y,
+            loss=weighed if weigh else F.mse_loss,
+            weigh=weigh,
+            micro_batches=micro_batches,
+        )
         sent += run._backward.passes
         optimizer.step()
         losses.append(float(loss))
@@ -139,11 +176,26 @@ def weighed(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     ],
     ids=["equal", "uneven", "weighed", "servers"],
 )
-def test_micro_batches_change_nothing_but_the_memory(options: dict[str, Any], strategy: Any) -> None:
-    (wanted, losses, _), *_ = workers(1, lambda run: in_parts(run, 1, **{name: each for name, each in options.items() if name == "weigh"}))
+def test_micro_batches_change_nothing_but_the_memory(
+    options: dict[str, Any], strategy: Any
+) -> None:
+    (wanted, losses, _), *_ = workers(
+        1,
+        lambda run: in_parts(
+            run, 1, **{name: each for name, each in options.items() if name == "weigh"}
+        ),
+    )
     for size in (1, 2):
-        given = options if size > 1 else {name: each for name, each in options.items() if name == "weigh"}
-        for found, mine, sent in workers(size, lambda run, given=given: in_parts(run, 3, **given), strategy=strategy if size > 1 else None):
+        given = (
+            options
+            if size > 1
+            else {name: each for name, each in options.items() if name == "weigh"}
+        )
+        for found, mine, sent in workers(
+            size,
+            lambda run, given=given: in_parts(run, 3, **given),
+            strategy=strategy if size > 1 else None,
+        ):
             assert distance(found, wanted) < 1e-12
             assert size > 1 or mine == pytest.approx(losses, rel=1e-12)
             assert size == 1 or sent == len(losses), "one exchange a step"
@@ -153,7 +205,9 @@ def test_micro_batches_change_nothing_but_the_memory(options: dict[str, Any], st
 def test_micro_batches_of_a_model_that_is_shared_out(zero: Any) -> None:
     def body(run: Run) -> torch.Tensor:
         model = net()
-        model, optimizer, loader = run.prepare(model, sgd(model), batches(36, 12), cut=pl.shard(zero=zero))
+        model, optimizer, loader = run.prepare(
+            model, sgd(model), batches(36, 12), cut=pl.shard(zero=zero)
+        )
         for x, y in loader:
             optimizer.zero_grad()
             run.step(model, x, y, loss=F.mse_loss, micro_batches=2)

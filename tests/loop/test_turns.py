@@ -45,7 +45,11 @@ def advance(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) 
     return loss.detach()
 
 
-def same(body: Callable[[Run, Any], Tensor], ways: list[tuple[int, Any]] | None = None, bound: float = 1e-12) -> None:
+def same(
+    body: Callable[[Run, Any], Tensor],
+    ways: list[tuple[int, Any]] | None = None,
+    bound: float = 1e-12,
+) -> None:
     """`body(run, shares)` ends alike on one worker and on several."""
     wanted = alone(lambda run: body(run, None))
     assert torch.isfinite(wanted).all()
@@ -60,10 +64,21 @@ def same(body: Callable[[Run, Any], Tensor], ways: list[tuple[int, Any]] | None 
 def test_scale_and_weight_of_each_turn() -> None:
     def body(run: Run) -> list[tuple[float, float, bool, bool]]:
         step_state = run._context.step_state
-        assert (step_state.scale, step_state.ghost, step_state.defer_exchange) == (1 / run.size, False, False)
+        assert (step_state.scale, step_state.ghost, step_state.defer_exchange) == (
+            1 / run.size,
+            False,
+            False,
+        )
         _, _, loader = ready(run, batches(18, 8), shares=[1, 7])
-        seen = [(step_state.scale, run.weight, step_state.ghost, step_state.defer_exchange) for _ in loader]
-        assert (step_state.scale, step_state.ghost, run._loop.turn) == (1 / run.size, False, None) and run.weight == 1.0
+        seen = [
+            (step_state.scale, run.weight, step_state.ghost, step_state.defer_exchange)
+            for _ in loader
+        ]
+        assert (step_state.scale, step_state.ghost, run._loop.turn) == (
+            1 / run.size,
+            False,
+            None,
+        ) and run.weight == 1.0
         return seen
 
     first, second = workers(2, body)
@@ -109,13 +124,19 @@ def test_a_ghost_has_the_buffers_of_who_has_samples() -> None:
 def test_a_ghost_leaves_local_batchnorm_statistics_as_they_were() -> None:
     def body(run: Run) -> tuple[Tensor, int, float]:
         model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
-        model, opt, loader = run.prepare(model, sgd(model), batches(), shares=[0, 8], batchnorm="local")
+        model, opt, loader = run.prepare(
+            model, sgd(model), batches(), shares=[0, 8], batchnorm="local"
+        )
         model[1].eval()  # one row has no variance: the ghost must not stop there
         if run.rank:
             model[1].train()
         for x, y in loader:
             advance(model, opt, x, y)
-        return model[1].running_mean.clone(), int(model[1].num_batches_tracked), float(model[0].weight.detach().sum())
+        return (
+            model[1].running_mean.clone(),
+            int(model[1].num_batches_tracked),
+            float(model[0].weight.detach().sum()),
+        )
 
     ghost, worker = workers(2, body)
     assert not ghost[0].any() and ghost[1] == 0
@@ -158,7 +179,9 @@ def test_a_mean_over_tokens() -> None:
             for x, y in loader:
                 chosen = x[:, 0] > 0
                 opt.zero_grad()
-                loss = F.mse_loss(model(x), y, reduction="none")[chosen].sum() / chosen.sum().clamp(min=1)
+                loss = F.mse_loss(model(x), y, reduction="none")[chosen].sum() / chosen.sum().clamp(
+                    min=1
+                )
                 loss.backward()
                 opt.step()
         return parameters(model)
@@ -176,12 +199,15 @@ def test_all_weights_zero_make_no_update_and_it_is_said_once() -> None:
         opt = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
         data = DataLoader(Masked(), batch_size=8)
-        model, opt, loader, _ = run.prepare(model, opt, data, scheduler, weigh=lambda batch: float(batch[2].sum()))
+        model, opt, loader, _ = run.prepare(
+            model, opt, data, scheduler, weigh=lambda batch: float(batch[2].sum())
+        )
         moved = []
         for x, y, mask in loader:
             before = parameters(model)
             opt.zero_grad()
-            loss = (F.mse_loss(model(x), y, reduction="none").mean(1) * mask).sum() / mask.sum()  # 0 / 0 where all are masked
+            # 0 / 0 where all are masked
+            loss = (F.mse_loss(model(x), y, reduction="none").mean(1) * mask).sum() / mask.sum()
             loss.backward()
             opt.step()
             scheduler.step()
@@ -318,7 +344,11 @@ def test_evaluation_inside_a_turn_changes_nothing() -> None:
             rows = 0
             with torch.no_grad():
                 for n, (u, _) in enumerate(test):
-                    assert run._loop.turn is not turn and run._loop.turn is not None and not run._loop.turn.train
+                    assert (
+                        run._loop.turn is not turn
+                        and run._loop.turn is not None
+                        and not run._loop.turn.train
+                    )
                     rows += len(run.gather(model(u)))
                     if number % 2 and n == 1:
                         break
@@ -338,14 +368,25 @@ def test_evaluation_between_epochs(how: str) -> None:
 
     def body(run: Run, shares: Any) -> Tensor:
         model, opt, loader = ready(run, shares=shares)
-        test = run.prepare(DataLoader(Numbered(13), batch_size=4), train=False if how == "train=False" else None, shares=shares)
+        test = run.prepare(
+            DataLoader(Numbered(13), batch_size=4),
+            train=False if how == "train=False" else None,
+            shares=shares,
+        )
         found = []
         for epoch in run.epochs(2):
             for x, y in loader:
                 advance(model, opt, x, y)
             with torch.no_grad():
                 model.eval()
-                found.append(torch.cat([run.gather(F.mse_loss(model(u), v, reduction="none").mean(1)) for u, v in test]))
+                found.append(
+                    torch.cat(
+                        [
+                            run.gather(F.mse_loss(model(u), v, reduction="none").mean(1))
+                            for u, v in test
+                        ]
+                    )
+                )
                 model.train()
             assert run.steps == 5 * (epoch + 1)
         return torch.cat(found)
@@ -373,7 +414,9 @@ def test_two_training_loaders(how: str) -> None:
                         advance(model, opt, u, v)
                     advance(model, opt, x, y)
             else:
-                for (x, y), (u, v) in zip(loader, other if how == "zip" else forever(), strict=False):
+                for (x, y), (u, v) in zip(
+                    loader, other if how == "zip" else forever(), strict=False
+                ):
                     opt.zero_grad()
                     (F.mse_loss(model(x), y) + F.mse_loss(model(u), v)).backward()
                     opt.step()
@@ -430,7 +473,9 @@ def test_two_training_loaders_with_different_shares_raise() -> None:
 def test_one_training_loader_after_another_that_was_broken_off() -> None:
     def body(run: Run, shares: Any) -> Tensor:
         model = net()
-        model, opt, loader, other = run.prepare(model, sgd(model), batches(), batches(24, 8), shares=shares)
+        model, opt, loader, other = run.prepare(
+            model, sgd(model), batches(), batches(24, 8), shares=shares
+        )
         for number, (x, y) in enumerate(loader):
             advance(model, opt, x, y)
             if number == 1:
@@ -518,10 +563,14 @@ def test_seconds_of_a_step_add_up() -> None:
     def body(run: Run) -> None:
         model, opt, loader = ready(run)
         seen: list[dict[str, float]] = []
-        run._loop.observe(LoopObservers(step_ended=(lambda step, samples, seconds: seen.append(seconds),)))
+        run._loop.observe(
+            LoopObservers(step_ended=(lambda step, samples, seconds: seen.append(seconds),))
+        )
         for x, y in loader:
             advance(model, opt, x, y)
-        assert len(seen) == 5 and all(set(s) == {*PARTS, *MEASURED, *SENT} and min(s.values()) >= 0 for s in seen)
+        assert len(seen) == 5 and all(
+            set(s) == {*PARTS, *MEASURED, *SENT} and min(s.values()) >= 0 for s in seen
+        )
 
     workers(2, body)
 

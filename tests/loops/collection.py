@@ -1,7 +1,9 @@
-"""What ordinary loops are made of: their data, their models, and the run that one plain process has.
+"""What ordinary loops are made of: their data, their models, and the run that one plain process
+has.
 
-A loop is a function of a run. It prepares what it trains, trains it as plain PyTorch does, and gives back whatever must be the same on any
-number of workers: models, optimizers, tensors, numbers, lists and dicts of them. `loop` notes it under its name, with what is known of it.
+A loop is a function of a run. It prepares what it trains, trains it as plain PyTorch does, and
+gives back whatever must be the same on any number of workers: models, optimizers, tensors, numbers,
+lists and dicts of them. `loop` notes it under its name, with what is known of it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-COUNT, BATCH = 19, 6  # three batches of 6 and one of a single sample: two of three workers have a ghost there
+# three batches of 6 and one of a single sample: two of three workers have a ghost there
+COUNT, BATCH = 19, 6
 PAIRED = 20  # a last batch of two, where torch's BatchNorm takes no single one
 WIDTH, HIDDEN, OUT = 5, 8, 2
 
@@ -86,7 +89,13 @@ def draws(seed: int = 3) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def batches(data: Dataset[Any] | None = None, batch: int | None = BATCH, *, shuffle: bool = True, **options: Any) -> DataLoader[Any]:
+def batches(
+    data: Dataset[Any] | None = None,
+    batch: int | None = BATCH,
+    *,
+    shuffle: bool = True,
+    **options: Any,
+) -> DataLoader[Any]:
     """A loader over the samples."""
     order = {"shuffle": True, "generator": draws()} if shuffle else {}
     return DataLoader(data if data is not None else Samples(), batch_size=batch, **order, **options)
@@ -97,13 +106,20 @@ def filled(model: nn.Module, seed: int = 5, scale: float = 0.4) -> Any:
     model, numbers = model.double(), draws(seed)
     with torch.no_grad():
         for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=numbers, dtype=torch.float64).to(p.dtype) * scale)
+            p.copy_(
+                torch.randn(p.shape, generator=numbers, dtype=torch.float64).to(p.dtype) * scale
+            )
     return model
 
 
 def net(out: int = OUT, seed: int = 5, middle: nn.Module | None = None) -> Any:
     """A small model, with another layer in its middle if there is one."""
-    return filled(nn.Sequential(nn.Linear(WIDTH, HIDDEN), middle or nn.Identity(), nn.Tanh(), nn.Linear(HIDDEN, out)), seed)
+    return filled(
+        nn.Sequential(
+            nn.Linear(WIDTH, HIDDEN), middle or nn.Identity(), nn.Tanh(), nn.Linear(HIDDEN, out)
+        ),
+        seed,
+    )
 
 
 def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.9) -> Optimizer:
@@ -112,7 +128,12 @@ def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.9) -> Optimizer:
 
 
 def parts(
-    run: Any, model: nn.Module | None = None, optimizer: Callable[[nn.Module], Optimizer] = sgd, *, count: int = COUNT, **options: Any
+    run: Any,
+    model: nn.Module | None = None,
+    optimizer: Callable[[nn.Module], Optimizer] = sgd,
+    *,
+    count: int = COUNT,
+    **options: Any,
 ) -> Any:
     """A model, its optimizer and a loader of `count` samples, prepared."""
     model = net() if model is None else model
@@ -124,7 +145,15 @@ def mse(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(model(x), y)
 
 
-def train(run: Any, model: nn.Module, optimizer: Any, data: Any, epochs: int = 2, *, loss: Callable[..., Tensor] = mse) -> None:
+def train(
+    run: Any,
+    model: nn.Module,
+    optimizer: Any,
+    data: Any,
+    epochs: int = 2,
+    *,
+    loss: Callable[..., Tensor] = mse,
+) -> None:
     """The plainest of loops."""
     for _ in run.epochs(epochs):
         for x, y in data:
@@ -139,14 +168,19 @@ def train(run: Any, model: nn.Module, optimizer: Any, data: Any, epochs: int = 2
 
 
 class Plain:
-    """A run of nothing but PyTorch: what it prepares stays as it was. It counts turns of loaders, and keeps what is logged."""
+    """A run of nothing but PyTorch: what it prepares stays as it was.
+
+    It counts turns of loaders, and keeps what is logged.
+    """
 
     rank, size, local_rank, is_first, weight, seed = 0, 1, 0, True, 1.0, 1
     device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.steps = 0
-        self.logged: defaultdict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self.logged: defaultdict[int, dict[str, list[float]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         self.turning: Any = None  # the loader whose turns are the steps
         self._stopped = False
 
@@ -166,11 +200,16 @@ class Plain:
     def log(self, **values: Any) -> None:
         """Keep them."""
         for name, value in values.items():
-            self.logged[self.steps + (self.turning is not None)][name].append(float(value.detach() if isinstance(value, Tensor) else value))
+            self.logged[self.steps + (self.turning is not None)][name].append(
+                float(value.detach() if isinstance(value, Tensor) else value)
+            )
 
     def means(self) -> dict[int, dict[str, float]]:
         """What was logged, by step."""
-        return {step: {name: sum(found) / len(found) for name, found in values.items()} for step, values in self.logged.items()}
+        return {
+            step: {name: sum(found) / len(found) for name, found in values.items()}
+            for step, values in self.logged.items()
+        }
 
     def mean(self, x: Any, weight: float | None = None) -> Any:
         """The same."""
@@ -182,7 +221,9 @@ class Plain:
 
     def clip(self, what: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As torch does."""
-        return nn.utils.clip_grad_norm_(what.parameters() if isinstance(what, nn.Module) else what, max_norm, norm_type)
+        return nn.utils.clip_grad_norm_(
+            what.parameters() if isinstance(what, nn.Module) else what, max_norm, norm_type
+        )
 
     def no_sync(self) -> Any:
         """Nothing."""
@@ -206,7 +247,9 @@ def watched(loader: DataLoader[Any], run: Plain, train: bool | None) -> None:
 
     class Watched(own):  # type: ignore[misc,valid-type]
         def __iter__(self) -> Iterator[Any]:
-            return turns(super().__iter__(), run, torch.is_grad_enabled() if train is None else train)
+            return turns(
+                super().__iter__(), run, torch.is_grad_enabled() if train is None else train
+            )
 
     loader.__class__ = Watched
 
@@ -230,7 +273,9 @@ def turns(batches: Iterator[Any], run: Plain, training: bool) -> Iterator[Any]:
 
 def flat(found: Any, at: str = "") -> Iterator[tuple[str, Any]]:
     """Every number and text in it, with its place."""
-    if isinstance(found, nn.Module | Optimizer) or (hasattr(found, "state_dict") and not isinstance(found, Tensor)):
+    if isinstance(found, nn.Module | Optimizer) or (
+        hasattr(found, "state_dict") and not isinstance(found, Tensor)
+    ):
         yield from flat(found.state_dict(), f"{at}{type(found).__name__}")
     elif isinstance(found, dict):
         for key, value in found.items():
@@ -255,11 +300,17 @@ def plain(known: Loop, taken: Taken = everything) -> tuple[list[tuple[str, Any]]
     return taken(known.body(run)), run
 
 
-def differences(found: Sequence[tuple[str, Any]], wanted: Sequence[tuple[str, Any]], near: float) -> list[str]:
+def differences(
+    found: Sequence[tuple[str, Any]], wanted: Sequence[tuple[str, Any]], near: float
+) -> list[str]:
     """Where the two differ."""
     if [at for at, _ in found] != [at for at, _ in wanted]:
         return [f"other things: {sorted({at for at, _ in found} ^ {at for at, _ in wanted})}"]
-    return [f"{at}: {mine} for {theirs}" for (at, mine), (_, theirs) in zip(found, wanted, strict=True) if not same(mine, theirs, near)]
+    return [
+        f"{at}: {mine} for {theirs}"
+        for (at, mine), (_, theirs) in zip(found, wanted, strict=True)
+        if not same(mine, theirs, near)
+    ]
 
 
 def same(mine: Any, theirs: Any, near: float) -> bool:
@@ -273,5 +324,7 @@ def same(mine: Any, theirs: Any, near: float) -> bool:
         mine, theirs = mine.to_dense().to(wide), theirs.to_dense().to(wide)
         return torch.allclose(mine, theirs, rtol=near, atol=near, equal_nan=True)
     if isinstance(mine, float) and isinstance(theirs, float):
-        return same(torch.tensor(mine, dtype=torch.float64), torch.tensor(theirs, dtype=torch.float64), near)
+        return same(
+            torch.tensor(mine, dtype=torch.float64), torch.tensor(theirs, dtype=torch.float64), near
+        )
     return bool(mine == theirs)

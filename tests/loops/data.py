@@ -26,7 +26,20 @@ from torch.utils.data import (
     random_split,
 )
 
-from tests.loops.collection import BATCH, COUNT, Mapped, Samples, batches, draws, loop, mse, net, parts, sgd, train
+from tests.loops.collection import (
+    BATCH,
+    COUNT,
+    Mapped,
+    Samples,
+    batches,
+    draws,
+    loop,
+    mse,
+    net,
+    parts,
+    sgd,
+    train,
+)
 
 
 def over(run: Any, data: DataLoader[Any], epochs: int = 2, **options: Any) -> Any:
@@ -70,7 +83,13 @@ def batches_of_two(run: Any) -> Any:
 
 @loop
 def a_batch_sampler(run: Any) -> Any:
-    return over(run, DataLoader(Samples(), batch_sampler=BatchSampler(RandomSampler(Samples(), generator=draws()), BATCH, False)))
+    return over(
+        run,
+        DataLoader(
+            Samples(),
+            batch_sampler=BatchSampler(RandomSampler(Samples(), generator=draws()), BATCH, False),
+        ),
+    )
 
 
 @loop
@@ -109,7 +128,9 @@ def a_sampler_that_knows_the_epoch(run: Any) -> Any:
             return COUNT
 
     sampler, model = Seeded(), net()
-    model, optimizer, data = run.prepare(model, sgd(model), DataLoader(Samples(), BATCH, sampler=sampler))
+    model, optimizer, data = run.prepare(
+        model, sgd(model), DataLoader(Samples(), BATCH, sampler=sampler)
+    )
     for epoch in run.epochs(3):
         sampler.epoch = epoch
         for x, y in data:
@@ -120,17 +141,32 @@ def a_sampler_that_knows_the_epoch(run: Any) -> Any:
 @loop
 def a_weighted_sampler(run: Any) -> Any:
     weights = torch.linspace(0.1, 2.0, COUNT)
-    return over(run, DataLoader(Samples(), BATCH, sampler=WeightedRandomSampler(weights, 16, generator=draws())))
+    return over(
+        run,
+        DataLoader(Samples(), BATCH, sampler=WeightedRandomSampler(weights, 16, generator=draws())),
+    )
 
 
 @loop
 def sampling_with_replacement(run: Any) -> Any:
-    return over(run, DataLoader(Samples(), BATCH, sampler=RandomSampler(Samples(), replacement=True, num_samples=13, generator=draws())))
+    return over(
+        run,
+        DataLoader(
+            Samples(),
+            BATCH,
+            sampler=RandomSampler(Samples(), replacement=True, num_samples=13, generator=draws()),
+        ),
+    )
 
 
 @loop
 def a_subset_sampler(run: Any) -> Any:
-    return over(run, DataLoader(Samples(), BATCH, sampler=SubsetRandomSampler(range(3, COUNT), generator=draws())))
+    return over(
+        run,
+        DataLoader(
+            Samples(), BATCH, sampler=SubsetRandomSampler(range(3, COUNT), generator=draws())
+        ),
+    )
 
 
 @loop
@@ -211,13 +247,20 @@ class Pair(NamedTuple):
 @loop
 def batches_of_dicts(run: Any) -> Any:
     model = net()
-    named = lambda number, x, y: {"x": x, "more": {"y": y, "name": f"sample {number}"}, "number": number, "size": float(number)}  # noqa: E731
+    named = lambda number, x, y: {  # noqa: E731
+        "x": x,
+        "more": {"y": y, "name": f"sample {number}"},
+        "number": number,
+        "size": float(number),
+    }
     data = batches(Mapped(named))
     model, optimizer, data = run.prepare(model, sgd(model), data)
     numbers = []
     for _ in run.epochs(2):
         for batch in data:
-            assert [f"sample {number}" for number in batch["number"].tolist()] == list(batch["more"]["name"])
+            assert [f"sample {number}" for number in batch["number"].tolist()] == list(
+                batch["more"]["name"]
+            )
             one_step(model, optimizer, batch["x"], batch["more"]["y"])
             numbers.append(run.gather(batch["number"]))
     return model, numbers
@@ -226,7 +269,9 @@ def batches_of_dicts(run: Any) -> Any:
 @loop
 def batches_of_named_tuples(run: Any) -> Any:
     model = net()
-    model, optimizer, data = run.prepare(model, sgd(model), batches(Mapped(lambda number, x, y: Pair(x, y))))
+    model, optimizer, data = run.prepare(
+        model, sgd(model), batches(Mapped(lambda number, x, y: Pair(x, y)))
+    )
     for _ in run.epochs(2):
         for batch in data:
             one_step(model, optimizer, batch.x, batch.y)
@@ -244,7 +289,9 @@ def batches_as_lists_of_tensors(run: Any) -> Any:
     model, optimizer, data = run.prepare(model, sgd(model), batches(collate_fn=collate))
     for _ in run.epochs(2):
         for xs, targets in data:
-            one_step(model, optimizer, torch.stack(xs), torch.stack([target["y"] for target in targets]))
+            one_step(
+                model, optimizer, torch.stack(xs), torch.stack([target["y"] for target in targets])
+            )
     return model
 
 
@@ -519,7 +566,9 @@ def an_iterator_begun_anew(run: Any) -> Any:
 
 @loop
 def two_loaders_side_by_side(run: Any) -> Any:
-    """Labelled and unlabelled data, in batches of one size: no share has another weight in one than in the other."""
+    """Labelled and unlabelled data, in batches of one size: no share has another weight in one
+    than in the other.
+    """
     model = net()
     one, two = batches(drop_last=True), batches(Samples(COUNT, seed=8), drop_last=True)
     model, optimizer, one, two = run.prepare(model, sgd(model), one, two)
@@ -568,7 +617,9 @@ def loops_over_two_loaders_nested(run: Any) -> Any:
 def one_loader_after_the_other(run: Any) -> Any:
     """Trained on one, then tuned on another."""
     model = net()
-    model, optimizer, one, two = run.prepare(model, sgd(model), batches(), batches(Samples(7, seed=8), 4))
+    model, optimizer, one, two = run.prepare(
+        model, sgd(model), batches(), batches(Samples(7, seed=8), 4)
+    )
     for data in (one, two, one):
         for x, y in data:
             one_step(model, optimizer, x, y)
@@ -589,7 +640,9 @@ def two_loaders_dealt_differently(run: Any) -> Any:
 
 @loop
 def the_same_shares_for_everybody(run: Any) -> Any:
-    """A loader that isn't prepared: each worker has the whole of it, and what is reckoned from it is the same."""
+    """A loader that isn't prepared: each worker has the whole of it, and what is reckoned from
+    it is the same.
+    """
     model, optimizer, data = parts(run)
     probe = next(iter(batches(shuffle=False)))
     sizes = []

@@ -1,4 +1,6 @@
-"""Loops that look at how well they do: validation within epochs and between, metrics, logs, and what runs keep."""
+"""Loops that look at how well they do: validation within epochs and between, metrics, logs, and
+what runs keep.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.loops.collection import HIDDEN, PAIRED, Mapped, Samples, batches, draws, filled, loop, mse, net, parts, sgd, train
+from tests.loops.collection import (
+    HIDDEN,
+    PAIRED,
+    Mapped,
+    Samples,
+    batches,
+    draws,
+    filled,
+    loop,
+    mse,
+    net,
+    parts,
+    sgd,
+    train,
+)
 
 
 def held() -> Any:
@@ -174,14 +190,19 @@ def validation_with_means_of_batches(run: Any) -> Any:
     test = run.prepare(held(), train=False)
     train(run, model, optimizer, data)
     with torch.no_grad():
-        found = [run.mean(F.mse_loss(model(x), y, reduction="sum") / max(y.numel(), 1)) for x, y in test]
+        found = [
+            run.mean(F.mse_loss(model(x), y, reduction="sum") / max(y.numel(), 1)) for x, y in test
+        ]
     return model, found
 
 
 @loop
 def validation_of_dicts_with_names(run: Any) -> Any:
     model, optimizer, data = parts(run)
-    test = run.prepare(batches(Mapped(lambda number, x, y: {"x": x, "name": str(number)}, 7), 3, shuffle=False), train=False)
+    test = run.prepare(
+        batches(Mapped(lambda number, x, y: {"x": x, "name": str(number)}, 7), 3, shuffle=False),
+        train=False,
+    )
     train(run, model, optimizer, data)
     found = []
     with torch.no_grad():
@@ -194,10 +215,16 @@ def validation_of_dicts_with_names(run: Any) -> Any:
 @loop
 def validation_of_lists(run: Any) -> Any:
     def collate(rows: list[Any]) -> Any:
-        return [x for x, _ in rows], tuple(f"{float(y[0]):.3f}" for _, y in rows), [{"y": y} for _, y in rows]
+        return (
+            [x for x, _ in rows],
+            tuple(f"{float(y[0]):.3f}" for _, y in rows),
+            [{"y": y} for _, y in rows],
+        )
 
     model, optimizer, data = parts(run)
-    test = run.prepare(batches(Samples(11, seed=9), 5, shuffle=False, collate_fn=collate), train=False)
+    test = run.prepare(
+        batches(Samples(11, seed=9), 5, shuffle=False, collate_fn=collate), train=False
+    )
     train(run, model, optimizer, data)
     total, count = 0.0, 0.0
     with torch.no_grad():
@@ -254,7 +281,9 @@ def logging_now_and_then(run: Any) -> Any:
 
 @loop
 def a_running_mean_of_losses(run: Any) -> Any:
-    """By samples, which each worker adds up for itself, brought together at the end of the epoch."""
+    """By samples, which each worker adds up for itself, brought together at the end of the
+    epoch.
+    """
     model, optimizer, data = parts(run)
     means = []
     for _ in run.epochs(2):

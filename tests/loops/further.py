@@ -1,4 +1,6 @@
-"""Loops of projects rather than tutorials: stages, folds, curricula, swaps of weights, losses over several batches, state in buffers."""
+"""Loops of projects rather than tutorials: stages, folds, curricula, swaps of weights, losses
+over several batches, state in buffers.
+"""
 
 from __future__ import annotations
 
@@ -198,7 +200,9 @@ def a_loss_of_the_whole_epoch(run: Any) -> Any:
 
 @loop
 def a_loss_of_several_batches_of_equal_shares(run: Any) -> Any:
-    """Nothing is wrong with that where each worker has the same part of all of them, with two workers or three."""
+    """Nothing is wrong with that where each worker has the same part of all of them, with two
+    workers or three.
+    """
     model = net()
     model, optimizer, data = run.prepare(model, sgd(model), batches(drop_last=True))
     for _ in run.epochs(2):
@@ -219,7 +223,9 @@ def class_weights(run: Any) -> Any:
     weights = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
     model, loss_of = net(3), nn.CrossEntropyLoss(weight=weights)
     data = batches(Mapped(lambda number, x, y: (x, number % 3)))
-    model, optimizer, data = run.prepare(model, sgd(model), data, weigh=lambda batch: float(weights[batch[1]].sum()))
+    model, optimizer, data = run.prepare(
+        model, sgd(model), data, weigh=lambda batch: float(weights[batch[1]].sum())
+    )
     for _ in run.epochs(2):
         for x, y in data:
             optimizer.zero_grad()
@@ -240,8 +246,15 @@ def losses_of_many_kinds(run: Any) -> Any:
         F.huber_loss,
         lambda a, b: F.kl_div(a.log_softmax(1), b.softmax(1), reduction="batchmean"),
     ]
-    kinds += [F.binary_cross_entropy_with_logits, lambda a, b: F.cross_entropy(a, b.softmax(1), label_smoothing=0.1), F.soft_margin_loss]
-    kinds += [lambda a, b: F.gaussian_nll_loss(a, b, torch.ones_like(a)), lambda a, b: F.nll_loss(a.log_softmax(1), b.argmax(1))]
+    kinds += [
+        F.binary_cross_entropy_with_logits,
+        lambda a, b: F.cross_entropy(a, b.softmax(1), label_smoothing=0.1),
+        F.soft_margin_loss,
+    ]
+    kinds += [
+        lambda a, b: F.gaussian_nll_loss(a, b, torch.ones_like(a)),
+        lambda a, b: F.nll_loss(a.log_softmax(1), b.argmax(1)),
+    ]
     for epoch in run.epochs(3):
         for number, (x, y) in enumerate(data):
             optimizer.zero_grad()
@@ -269,7 +282,11 @@ def an_attack_on_weights(run: Any) -> Any:
 @loop
 def weights_of_losses_that_are_learned(run: Any) -> Any:
     model, scales = net(), nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    model, optimizer, data = run.prepare(model, Adam([{"params": model.parameters()}, {"params": [scales], "lr": 0.1}], 0.02), batches())
+    model, optimizer, data = run.prepare(
+        model,
+        Adam([{"params": model.parameters()}, {"params": [scales], "lr": 0.1}], 0.02),
+        batches(),
+    )
     for _ in run.epochs(2):
         for x, y in data:
             optimizer.zero_grad()
@@ -293,7 +310,9 @@ def backward_to_some_inputs(run: Any) -> Any:
 
 @loop
 def gradients_changed_in_a_hook_that_accumulates(run: Any) -> Any:
-    """Registered before prepare it sees the share's gradient, and what it makes of it is exchanged: halving is linear."""
+    """Registered before prepare it sees the share's gradient, and what it makes of it is
+    exchanged: halving is linear.
+    """
     model = net()
 
     def halve(p: Tensor) -> None:
@@ -346,7 +365,9 @@ def two_batch_norms_and_two_forwards(run: Any) -> Any:
 @loop
 def statistics_of_batch_norm_taken_again(run: Any) -> Any:
     """A pass in train mode without gradients, over the prepared loader."""
-    model, optimizer, data = parts(run, net(middle=nn.BatchNorm1d(HIDDEN, momentum=None)), count=PAIRED)
+    model, optimizer, data = parts(
+        run, net(middle=nn.BatchNorm1d(HIDDEN, momentum=None)), count=PAIRED
+    )
     train(run, model, optimizer, data, 1)
     model[1].reset_running_stats()
     model.train()
@@ -412,7 +433,10 @@ def cast_before_prepare(run: Any) -> Any:
 @loop
 def parts_of_one_model_in_two(run: Any) -> Any:
     trunk = filled(nn.Linear(WIDTH, HIDDEN))
-    one, two = nn.Sequential(trunk, filled(nn.Linear(HIDDEN, OUT), 6)), nn.Sequential(trunk, filled(nn.Linear(HIDDEN, OUT), 7))
+    one, two = (
+        nn.Sequential(trunk, filled(nn.Linear(HIDDEN, OUT), 6)),
+        nn.Sequential(trunk, filled(nn.Linear(HIDDEN, OUT), 7)),
+    )
     optimizer = SGD({id(p): p for p in [*one.parameters(), *two.parameters()]}.values(), 0.05)
     one, two, optimizer, data = run.prepare(one, two, optimizer, batches())
     for _ in run.epochs(2):

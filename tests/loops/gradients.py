@@ -64,7 +64,10 @@ def clipping_by_the_runs_own(run: Any) -> Any:
 @loop
 def clipping_groups_apart(run: Any) -> Any:
     model = net()
-    groups = [{"params": model[0].parameters(), "lr": 0.05}, {"params": model[3].parameters(), "weight_decay": 0.01}]
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.05},
+        {"params": model[3].parameters(), "weight_decay": 0.01},
+    ]
     model, optimizer, data = run.prepare(model, SGD(groups, lr=0.1, momentum=0.9), batches())
     for _ in run.epochs(2):
         for x, y in data:
@@ -177,7 +180,10 @@ def two_losses_backward_apart(run: Any) -> Any:
 
 @loop
 def two_tasks_with_heads(run: Any) -> Any:
-    trunk, one, two = (filled(nn.Linear(*shape), seed) for seed, shape in enumerate([(WIDTH, HIDDEN), (HIDDEN, 1), (HIDDEN, 1)]))
+    trunk, one, two = (
+        filled(nn.Linear(*shape), seed)
+        for seed, shape in enumerate([(WIDTH, HIDDEN), (HIDDEN, 1), (HIDDEN, 1)])
+    )
     optimizer = Adam([*trunk.parameters(), *one.parameters(), *two.parameters()], 0.02)
     trunk, one, two, optimizer, data = run.prepare(trunk, one, two, optimizer, batches())
     for _ in run.epochs(2):
@@ -319,7 +325,9 @@ def a_gradient_penalty(run: Any) -> Any:
 
 @loop
 def the_norm_of_a_gradient_in_the_loss(run: Any) -> Any:
-    """Of parameters, by share: each worker differentiates its own loss, so the loss isn't a mean over samples. One sample's is."""
+    """Of parameters, by share: each worker differentiates its own loss, so the loss isn't a mean
+    over samples. One sample's is.
+    """
     model = net()
     model, optimizer, data = run.prepare(model, sgd(model), batches(batch=1))
     for x, y in data:
@@ -367,7 +375,10 @@ def gradients_set_by_hand_to_their_mean(run: Any) -> Any:
 
 @loop
 def first_order_maml(run: Any) -> Any:
-    """An inner step on a functional copy; the outer loss goes through it. One sample a step: the inner step is of a share."""
+    """An inner step on a functional copy; the outer loss goes through it.
+
+    One sample a step: the inner step is of a share.
+    """
     model = net()
     model, optimizer, data = run.prepare(model, sgd(model), batches(batch=1))
     for x, y in data:

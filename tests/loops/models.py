@@ -1,4 +1,6 @@
-"""Loops over models of all kinds: layers with state, tied and frozen and unused parameters, copies, and several at once."""
+"""Loops over models of all kinds: layers with state, tied and frozen and unused parameters,
+copies, and several at once.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,23 @@ from torch.optim import SGD, Adam, AdamW, SparseAdam
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.checkpoint import checkpoint
 
-from tests.loops.collection import COUNT, HIDDEN, OUT, PAIRED, WIDTH, Mapped, Samples, batches, filled, loop, mse, net, parts, sgd, train
+from tests.loops.collection import (
+    COUNT,
+    HIDDEN,
+    OUT,
+    PAIRED,
+    WIDTH,
+    Mapped,
+    Samples,
+    batches,
+    filled,
+    loop,
+    mse,
+    net,
+    parts,
+    sgd,
+    train,
+)
 
 
 def trained(run: Any, model: nn.Module, epochs: int = 2, **options: Any) -> Any:
@@ -39,7 +57,12 @@ def batch_norm_without_momentum(run: Any) -> Any:
 
 @loop
 def batch_norm_in_two_dimensions_without_affine(run: Any) -> Any:
-    model = nn.Sequential(nn.Unflatten(1, (1, WIDTH, 1)), nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3, affine=False), nn.Flatten())
+    model = nn.Sequential(
+        nn.Unflatten(1, (1, WIDTH, 1)),
+        nn.Conv2d(1, 3, 1),
+        nn.BatchNorm2d(3, affine=False),
+        nn.Flatten(),
+    )
     return trained(run, filled(nn.Sequential(model, nn.Linear(3 * WIDTH, OUT))))
 
 
@@ -83,7 +106,9 @@ def group_norm(run: Any) -> Any:
 
 @loop
 def instance_norm(run: Any) -> Any:
-    middle = nn.Sequential(nn.Unflatten(1, (2, HIDDEN // 2)), nn.InstanceNorm1d(2, affine=True), nn.Flatten())
+    middle = nn.Sequential(
+        nn.Unflatten(1, (2, HIDDEN // 2)), nn.InstanceNorm1d(2, affine=True), nn.Flatten()
+    )
     return trained(run, net(middle=middle))
 
 
@@ -107,7 +132,9 @@ def fixed(module: nn.Module, name: str = "") -> None:
     """Its vectors, which torch draws, are those of everybody."""
     for key in ("u", "v"):
         buffer = getattr(module, f"{name}_{key}" if name else f"_{key}")
-        buffer.copy_(F.normalize(torch.linspace(0.3, 1.0, buffer.numel(), dtype=torch.float64), dim=0))
+        buffer.copy_(
+            F.normalize(torch.linspace(0.3, 1.0, buffer.numel(), dtype=torch.float64), dim=0)
+        )
 
 
 @loop
@@ -189,7 +216,11 @@ def packed_sequences(run: Any) -> Any:
 
     def collate(rows: list[Any]) -> Any:
         lengths = torch.tensor([length for length, _, _ in rows])
-        return nn.utils.rnn.pad_sequence([x[:length] for length, x, _ in rows], True), lengths, torch.stack([y for *_, y in rows])
+        return (
+            nn.utils.rnn.pad_sequence([x[:length] for length, x, _ in rows], True),
+            lengths,
+            torch.stack([y for *_, y in rows]),
+        )
 
     model = filled(Recurrent(nn.LSTM))
     data = batches(Mapped(lambda number, x, y: (1 + number % WIDTH, x, y)), collate_fn=collate)
@@ -197,7 +228,9 @@ def packed_sequences(run: Any) -> Any:
     for _ in run.epochs(2):
         for x, lengths, y in data:
             optimizer.zero_grad()
-            packed = pack_padded_sequence(x[:, :, None], lengths, batch_first=True, enforce_sorted=False)
+            packed = pack_padded_sequence(
+                x[:, :, None], lengths, batch_first=True, enforce_sorted=False
+            )
             out, _ = pad_packed_sequence(model.rnn(packed)[0], batch_first=True)
             F.mse_loss(model.out(out[torch.arange(len(x)), lengths - 1]), y).backward()
             optimizer.step()
@@ -207,7 +240,10 @@ def packed_sequences(run: Any) -> Any:
 @loop
 def a_transformer(run: Any) -> Any:
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-    front, back = (nn.Unflatten(1, (WIDTH, 1)), nn.Linear(1, 4)), (nn.Flatten(), nn.Linear(4 * WIDTH, OUT))
+    front, back = (
+        (nn.Unflatten(1, (WIDTH, 1)), nn.Linear(1, 4)),
+        (nn.Flatten(), nn.Linear(4 * WIDTH, OUT)),
+    )
     model = filled(nn.Sequential(*front, nn.TransformerEncoder(layer, 2), *back))
     return trained(run, model)
 
@@ -216,13 +252,24 @@ def a_transformer(run: Any) -> Any:
 def a_causal_model_with_padding(run: Any) -> Any:
     """The mean over tokens that aren't padding, weighed by their number."""
     table = filled(nn.Sequential(nn.Embedding(11, 4, padding_idx=0), nn.Linear(4, 11)))
-    data = Mapped(lambda number, x, y: torch.tensor([1 + (number * 3 + n) % 10 if n <= number % 7 else 0 for n in range(8)]))
+    data = Mapped(
+        lambda number, x, y: torch.tensor(
+            [1 + (number * 3 + n) % 10 if n <= number % 7 else 0 for n in range(8)]
+        )
+    )
     weigh = lambda batch: float((batch[:, 1:] != 0).sum())  # noqa: E731
-    table, optimizer, loader = run.prepare(table, AdamW(table.parameters(), 0.01), batches(data), weigh=weigh)
+    table, optimizer, loader = run.prepare(
+        table, AdamW(table.parameters(), 0.01), batches(data), weigh=weigh
+    )
     for _ in run.epochs(2):
         for tokens in loader:
             optimizer.zero_grad()
-            loss = F.cross_entropy(table(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=0, reduction="sum")
+            loss = F.cross_entropy(
+                table(tokens[:, :-1]).flatten(0, 1),
+                tokens[:, 1:].flatten(),
+                ignore_index=0,
+                reduction="sum",
+            )
             loss = loss / (tokens[:, 1:] != 0).sum().clamp(min=1)
             loss.backward()
             optimizer.step()
@@ -259,7 +306,9 @@ def sparse_embeddings_with_sgd(run: Any) -> Any:
 
 @loop
 def tied_weights(run: Any) -> Any:
-    model = filled(nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH, bias=False)))
+    model = filled(
+        nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH, bias=False))
+    )
     model[2].weight = nn.Parameter(model[0].weight.detach().T.contiguous())
     model.add_module("again", nn.Linear(WIDTH, HIDDEN).double())
     model.again.weight, model.again.bias = model[0].weight, model[0].bias
@@ -270,7 +319,14 @@ def tied_weights(run: Any) -> Any:
 @loop
 def a_layer_used_twice(run: Any) -> Any:
     shared = nn.Linear(HIDDEN, HIDDEN)
-    return trained(run, filled(nn.Sequential(nn.Linear(WIDTH, HIDDEN), shared, nn.Tanh(), shared, nn.Linear(HIDDEN, OUT))))
+    return trained(
+        run,
+        filled(
+            nn.Sequential(
+                nn.Linear(WIDTH, HIDDEN), shared, nn.Tanh(), shared, nn.Linear(HIDDEN, OUT)
+            )
+        ),
+    )
 
 
 @loop
@@ -307,7 +363,9 @@ def parameters_used_by_some_shares(run: Any) -> Any:
 
 @loop
 def parameters_used_by_some_shares_and_adam(run: Any) -> Any:
-    model, optimizer, data = parts(run, filled(Experts()), lambda model: AdamW(model.parameters(), 0.02, weight_decay=0.1))
+    model, optimizer, data = parts(
+        run, filled(Experts()), lambda model: AdamW(model.parameters(), 0.02, weight_decay=0.1)
+    )
     train(run, model, optimizer, data, 3)
     return model, optimizer
 
@@ -315,7 +373,9 @@ def parameters_used_by_some_shares_and_adam(run: Any) -> Any:
 @loop
 def skipped_layers(run: Any) -> Any:
     """Stochastic depth, drawn alike on all workers."""
-    model = filled(nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)] + [nn.Linear(WIDTH, OUT)]))
+    model = filled(
+        nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)] + [nn.Linear(WIDTH, OUT)])
+    )
     model, optimizer, data = run.prepare(model, Adam(model.parameters(), 0.02), batches())
     numbers = torch.Generator().manual_seed(4)
     for _ in run.epochs(2):
@@ -413,7 +473,11 @@ def scalar_parameters(run: Any) -> Any:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner, self.scale, self.shift = nn.Linear(WIDTH, OUT), nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.zeros(0))
+            self.inner, self.scale, self.shift = (
+                nn.Linear(WIDTH, OUT),
+                nn.Parameter(torch.tensor(1.0)),
+                nn.Parameter(torch.zeros(0)),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(x) * self.scale + self.shift.sum()
@@ -426,7 +490,11 @@ def complex_parameters(run: Any) -> Any:
     class Turning(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = nn.Parameter(torch.complex(*torch.linspace(-1, 1, 2 * WIDTH * OUT, dtype=torch.float64).view(2, WIDTH, OUT)))
+            self.inner = nn.Parameter(
+                torch.complex(
+                    *torch.linspace(-1, 1, 2 * WIDTH * OUT, dtype=torch.float64).view(2, WIDTH, OUT)
+                )
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return (x.to(torch.complex128) @ self.inner).abs()
@@ -450,7 +518,14 @@ def parameters_in_a_list_and_a_dict(run: Any) -> Any:
 
 @loop
 def strided_parameters(run: Any) -> Any:
-    model = filled(nn.Sequential(nn.Unflatten(1, (1, WIDTH, 1)), nn.Conv2d(1, 4, (2, 1)), nn.Flatten(), nn.Linear(16, OUT)))
+    model = filled(
+        nn.Sequential(
+            nn.Unflatten(1, (1, WIDTH, 1)),
+            nn.Conv2d(1, 4, (2, 1)),
+            nn.Flatten(),
+            nn.Linear(16, OUT),
+        )
+    )
     model = model.to(memory_format=torch.channels_last)
     return trained(run, model)
 
@@ -530,7 +605,9 @@ def an_averaged_model_evaluated(run: Any) -> Any:
 
 @loop(counted=False)
 def weight_averaging_with_update_bn(run: Any) -> Any:
-    """The last epochs are averaged, and the statistics of BatchNorm taken again, of whole batches on each worker."""
+    """The last epochs are averaged, and the statistics of BatchNorm taken again, of whole
+    batches on each worker.
+    """
     model, optimizer, data = parts(run, net(middle=nn.BatchNorm1d(HIDDEN)), count=PAIRED)
     average, schedule = AveragedModel(model), SWALR(optimizer, 0.05, anneal_epochs=2)
     schedule = run.prepare(schedule)
@@ -618,7 +695,10 @@ def several_models_in_one_optimizer(run: Any) -> Any:
 @loop
 def several_optimizers_for_one_model(run: Any) -> Any:
     model = net()
-    weights, others = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() < 2]
+    weights, others = (
+        [p for p in model.parameters() if p.dim() > 1],
+        [p for p in model.parameters() if p.dim() < 2],
+    )
     model, one, two, data = run.prepare(model, Adam(weights, 0.02), SGD(others, 0.1), batches())
     for _ in run.epochs(2):
         for x, y in data:
@@ -643,7 +723,9 @@ def a_model_that_gives_a_dict(run: Any) -> Any:
 
         def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Output:
             logits = self.inner(inputs)
-            return Output(logits=logits, loss=None if labels is None else F.mse_loss(logits, labels))
+            return Output(
+                logits=logits, loss=None if labels is None else F.mse_loss(logits, labels)
+            )
 
     model = filled(Named())
     data = batches(Mapped(lambda number, x, y: {"inputs": x, "labels": y}))
@@ -669,7 +751,9 @@ def checkpointing_reentrant(run: Any) -> Any:
     for _ in run.epochs(2):
         for x, y in data:
             optimizer.zero_grad()
-            middle = checkpoint(model[:3], x.clone().requires_grad_(), use_reentrant=True, preserve_rng_state=False)
+            middle = checkpoint(
+                model[:3], x.clone().requires_grad_(), use_reentrant=True, preserve_rng_state=False
+            )
             F.mse_loss(model[3](middle), y).backward()
             optimizer.step()
     return model
@@ -682,7 +766,9 @@ def checkpointing_non_reentrant(run: Any) -> Any:
     for _ in run.epochs(2):
         for x, y in data:
             optimizer.zero_grad()
-            F.mse_loss(model[3](checkpoint(model[:3], x, use_reentrant=False, preserve_rng_state=False)), y).backward()
+            F.mse_loss(
+                model[3](checkpoint(model[:3], x, use_reentrant=False, preserve_rng_state=False)), y
+            ).backward()
             optimizer.step()
     return model
 
@@ -694,7 +780,9 @@ def vmap_over_samples(run: Any) -> Any:
         for x, y in data:
             optimizer.zero_grad()
             weights = dict(model.named_parameters())
-            each = torch.func.vmap(lambda a, b: F.mse_loss(torch.func.functional_call(model, weights, (a,)), b))(x, y)  # noqa: B023
+            each = torch.func.vmap(
+                lambda a, b: F.mse_loss(torch.func.functional_call(model, weights, (a,)), b)  # noqa: B023
+            )(x, y)
             each.mean().backward()
             optimizer.step()
     return model
@@ -712,7 +800,13 @@ def a_function_with_its_own_backward(run: Any) -> Any:
             return g
 
     model, optimizer, data = parts(run)
-    train(run, model, optimizer, data, loss=lambda model, x, y: F.mse_loss(Straight.apply(model(x) * 8) / 8, y))
+    train(
+        run,
+        model,
+        optimizer,
+        data,
+        loss=lambda model, x, y: F.mse_loss(Straight.apply(model(x) * 8) / 8, y),
+    )
     return model
 
 
@@ -792,15 +886,27 @@ def autocast_to_bfloat16(run: Any) -> Any:
 
 @loop(near=5e-2)
 def parameters_in_bfloat16(run: Any) -> Any:
-    model, optimizer, data = parts(run, net().to(torch.bfloat16), lambda model: SGD(model.parameters(), 0.1))
-    train(run, model, optimizer, data, loss=lambda model, x, y: F.mse_loss(model(x.bfloat16()), y.bfloat16()))
+    model, optimizer, data = parts(
+        run, net().to(torch.bfloat16), lambda model: SGD(model.parameters(), 0.1)
+    )
+    train(
+        run,
+        model,
+        optimizer,
+        data,
+        loss=lambda model, x, y: F.mse_loss(model(x.bfloat16()), y.bfloat16()),
+    )
     return model
 
 
 @loop(near=2e-2)
 def parameters_in_float16(run: Any) -> Any:
-    model, optimizer, data = parts(run, net().to(torch.float16), lambda model: SGD(model.parameters(), 0.1))
-    train(run, model, optimizer, data, loss=lambda model, x, y: F.mse_loss(model(x.half()), y.half()))
+    model, optimizer, data = parts(
+        run, net().to(torch.float16), lambda model: SGD(model.parameters(), 0.1)
+    )
+    train(
+        run, model, optimizer, data, loss=lambda model, x, y: F.mse_loss(model(x.half()), y.half())
+    )
     return model
 
 

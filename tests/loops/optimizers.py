@@ -31,7 +31,9 @@ stepped_by("adam", lambda ps: Adam(ps, 0.02))
 stepped_by("adam_amsgrad", lambda ps: Adam(ps, 0.02, amsgrad=True))
 stepped_by("adam_foreach", lambda ps: Adam(ps, 0.02, foreach=True))
 stepped_by("adam_fused", lambda ps: Adam(ps, 0.02, fused=True))
-stepped_by("adam_with_a_tensor_for_lr", lambda ps: Adam(ps, torch.tensor(0.02, dtype=torch.float64)))
+stepped_by(
+    "adam_with_a_tensor_for_lr", lambda ps: Adam(ps, torch.tensor(0.02, dtype=torch.float64))
+)
 stepped_by("adamw", lambda ps: AdamW(ps, 0.02, weight_decay=0.1))
 stepped_by("adamax", lambda ps: optim.Adamax(ps, 0.02))
 stepped_by("nadam", lambda ps: optim.NAdam(ps, 0.02))
@@ -52,7 +54,9 @@ def stepped_by_muon(run: Any) -> Any:
     model = net()
     inner = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]
-    model, one, two, data = run.prepare(model, optim.Muon(inner, 0.02), AdamW(others, 0.02), batches())
+    model, one, two, data = run.prepare(
+        model, optim.Muon(inner, 0.02), AdamW(others, 0.02), batches()
+    )
     for _ in run.epochs(2):
         for x, y in data:
             model.zero_grad()
@@ -84,7 +88,9 @@ def stepped_by_an_optimizer_of_ones_own(run: Any) -> Any:
 # ---- schedules
 
 
-def scheduled_by(name: str, make: Callable[[Any], Any], *, each: str = "step", **known: Any) -> None:
+def scheduled_by(
+    name: str, make: Callable[[Any], Any], *, each: str = "step", **known: Any
+) -> None:
     """A plain loop on this schedule, that moves after each step or each epoch."""
 
     def body(run: Any) -> Any:
@@ -118,15 +124,24 @@ scheduled_by("function", lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 
 scheduled_by("polynomial", lambda o: lr_scheduler.PolynomialLR(o, 12, 0.9))
 scheduled_by(
     "warm_up_and_cosine",
-    lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 3), lr_scheduler.CosineAnnealingLR(o, 9)], [3]),
+    lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 3), lr_scheduler.CosineAnnealingLR(o, 9)], [3]
+    ),
 )
-scheduled_by("chain", lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o, 0.5, 2), lr_scheduler.ExponentialLR(o, 0.9)]))
+scheduled_by(
+    "chain",
+    lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.5, 2), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+)
 
 
 @loop
 def scheduled_by_a_plateau_of_the_mean(run: Any) -> Any:
     model, optimizer, data = parts(run)
-    schedule = run.prepare(lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.2))
+    schedule = run.prepare(
+        lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.2)
+    )
     for _ in run.epochs(4):
         total, count = 0.0, 0.0
         for x, y in data:
@@ -183,7 +198,9 @@ def scheduled_and_not_prepared(run: Any) -> Any:
 @loop
 def scheduled_over_the_length_of_the_loader(run: Any) -> Any:
     model, optimizer, data = parts(run)
-    schedule = run.prepare(lr_scheduler.OneCycleLR(optimizer, 0.2, epochs=2, steps_per_epoch=len(data)))
+    schedule = run.prepare(
+        lr_scheduler.OneCycleLR(optimizer, 0.2, epochs=2, steps_per_epoch=len(data))
+    )
     for _ in run.epochs(2):
         for x, y in data:
             optimizer.zero_grad()
@@ -324,7 +341,9 @@ def an_optimizer_of_another_model(run: Any) -> Any:
 def a_group_added_of_the_model(run: Any) -> Any:
     """The head first, the rest from the second epoch on."""
     model = net()
-    model, optimizer, data = run.prepare(model, SGD(model[3].parameters(), 0.1, momentum=0.9), batches())
+    model, optimizer, data = run.prepare(
+        model, SGD(model[3].parameters(), 0.1, momentum=0.9), batches()
+    )
     for epoch in run.epochs(2):
         if epoch == 1:
             optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.01})
@@ -353,7 +372,9 @@ def parameters_of_no_model(run: Any) -> Any:
     """A learned temperature, in the optimizer alone."""
     model, scale = net(), nn.Parameter(torch.ones((), dtype=torch.float64))
     model, optimizer, data = run.prepare(model, SGD([*model.parameters(), scale], 0.1), batches())
-    train(run, model, optimizer, data, loss=lambda model, x, y: mse(lambda x: model(x) * scale, x, y))
+    train(
+        run, model, optimizer, data, loss=lambda model, x, y: mse(lambda x: model(x) * scale, x, y)
+    )
     return model, scale
 
 

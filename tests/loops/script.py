@@ -15,7 +15,9 @@ from tests.loops import data, evaluating, further, gradients, models, optimizers
 from tests.loops.collection import LOOPS, flat
 
 assert data and evaluating and further and gradients and models and optimizers and several
-TENTHS = sorted(name for name, known in LOOPS.items() if not (known.threads or known.pending or known.refused))
+TENTHS = sorted(
+    name for name, known in LOOPS.items() if not (known.threads or known.pending or known.refused)
+)
 
 
 def main() -> None:

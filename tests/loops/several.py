@@ -10,7 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
-from tests.loops.collection import HIDDEN, OUT, WIDTH, batches, draws, filled, loop, mse, net, parts, sgd
+from tests.loops.collection import (
+    HIDDEN,
+    OUT,
+    WIDTH,
+    batches,
+    draws,
+    filled,
+    loop,
+    mse,
+    net,
+    parts,
+    sgd,
+)
 
 
 def flat_grads(model: nn.Module) -> Tensor:
@@ -46,7 +58,12 @@ def cosines_between_steps(run: Any) -> Any:
             mse(model, x, y).backward()
             now = [p.grad for p in model.parameters()]
             if before is not None:
-                cosines.append(sum(F.cosine_similarity(a.view(-1), b.view(-1), dim=0) for a, b in zip(now, before, strict=True)))
+                cosines.append(
+                    sum(
+                        F.cosine_similarity(a.view(-1), b.view(-1), dim=0)
+                        for a, b in zip(now, before, strict=True)
+                    )
+                )
             before = now
             optimizer.step()
     return model, cosines
@@ -404,8 +421,14 @@ def two_steps_on_one_gradient(run: Any) -> Any:
 
 @loop
 def a_gan(run: Any) -> Any:
-    maker, critic = net(WIDTH, 5), filled(nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1)), 6)
-    making, judging = Adam(maker.parameters(), 0.02, betas=(0.5, 0.9)), Adam(critic.parameters(), 0.02)
+    maker, critic = (
+        net(WIDTH, 5),
+        filled(nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1)), 6),
+    )
+    making, judging = (
+        Adam(maker.parameters(), 0.02, betas=(0.5, 0.9)),
+        Adam(critic.parameters(), 0.02),
+    )
     maker, critic, making, judging, data = run.prepare(maker, critic, making, judging, batches())
     for _ in run.epochs(2):
         for x, y in data:
@@ -427,7 +450,10 @@ def a_gan(run: Any) -> Any:
 @loop
 def a_gan_that_makes_first(run: Any) -> Any:
     """The critic has gradients of the maker's loss, too, which are cleared before its own."""
-    maker, critic = net(WIDTH, 5), filled(nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1)), 6)
+    maker, critic = (
+        net(WIDTH, 5),
+        filled(nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1)), 6),
+    )
     making, judging = sgd(maker, 0.05), sgd(critic, 0.05)
     maker, critic, making, judging, data = run.prepare(maker, critic, making, judging, batches())
     for _ in run.epochs(2):
@@ -445,7 +471,10 @@ def a_gan_that_makes_first(run: Any) -> Any:
 
 @loop
 def a_critic_five_times(run: Any) -> Any:
-    maker, critic = net(WIDTH, 5), filled(nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1)), 6)
+    maker, critic = (
+        net(WIDTH, 5),
+        filled(nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1)), 6),
+    )
     making, judging = sgd(maker, 0.05), sgd(critic, 0.05)
     maker, critic, making, judging, data = run.prepare(maker, critic, making, judging, batches())
     for _ in run.epochs(3):

@@ -1,4 +1,6 @@
-"""Pipelines over causal language models of transformers, which can't be traced: small ones, made here."""
+"""Pipelines over causal language models of transformers, which can't be traced: small ones, made
+here.
+"""
 
 from __future__ import annotations
 
@@ -28,33 +30,46 @@ class Padded(Dataset[Any]):
     """Sentences of different lengths, padded on either side."""
 
     def __init__(self, count: int = 13, length: int = 7) -> None:
-        self.tokens = torch.randint(3, 30, (count, length), generator=torch.Generator().manual_seed(3))
+        self.tokens = torch.randint(
+            3, 30, (count, length), generator=torch.Generator().manual_seed(3)
+        )
         self.mask = torch.ones(count, length, dtype=torch.long)
         for number in range(count):
-            self.mask[number, slice(length - number % 4, None) if number % 2 else slice(0, number % 3)] = 0
+            self.mask[
+                number, slice(length - number % 4, None) if number % 2 else slice(0, number % 3)
+            ] = 0
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.tokens[index] * self.mask[index], "attention_mask": self.mask[index]}
+        return {
+            "input_ids": self.tokens[index] * self.mask[index],
+            "attention_mask": self.mask[index],
+        }
 
 
-def trained(name: str, cut: Any, prepare: Callable[[Any], Any] = lambda model: None, *, labels: bool = False) -> Callable[[Run], Any]:
+def trained(
+    name: str, cut: Any, prepare: Callable[[Any], Any] = lambda model: None, *, labels: bool = False
+) -> Callable[[Run], Any]:
     """What trains two epochs, and gives losses, all parameters, and answers in the end."""
 
     def body(run: Run) -> Any:
         model = build(name)
         prepare(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer, loader = run.prepare(model, optimizer, DataLoader(Padded(), batch_size=8), cut=cut)
+        model, optimizer, loader = run.prepare(
+            model, optimizer, DataLoader(Padded(), batch_size=8), cut=cut
+        )
         losses = list[float]()
         for _ in run.epochs(2):
             for batch in loader:
                 x, mask = batch["input_ids"], batch["attention_mask"]
                 optimizer.zero_grad()
                 if labels:
-                    loss = run.step(model, x, x, attention_mask=mask, labels=x, loss=lambda out, _: out.loss)
+                    loss = run.step(
+                        model, x, x, attention_mask=mask, labels=x, loss=lambda out, _: out.loss
+                    )
                 else:
                     loss = run.step(model, x, x, attention_mask=mask, loss=next_tokens)
                 optimizer.step()
@@ -62,15 +77,26 @@ def trained(name: str, cut: Any, prepare: Callable[[Any], Any] = lambda model: N
         model.eval()
         batch = torch.utils.data.default_collate([Padded()[number] for number in range(5)])
         answers = run.forward(model, **batch).logits
-        return losses, put_together(model, run.group, run._prepared.cuts.placements, run._prepared.cuts.trained), answers
+        return (
+            losses,
+            put_together(
+                model, run.group, run._prepared.cuts.placements, run._prepared.cuts.trained
+            ),
+            answers,
+        )
 
     return body
 
 
 def same(name: str, mesh: str, cut: Any, bound: float = 1e-6, **options: Any) -> None:
-    """Workers end with the losses, parameters and answers of one process. Some layers compute in single precision whatever they get."""
+    """Workers end with the losses, parameters and answers of one process.
+
+    Some layers compute in single precision whatever they get.
+    """
     losses, values, answers = alone(trained(name, None, **options))
-    for mine, parameters, said in workers(math.prod(read(mesh).values()), trained(name, cut, **options), mesh=mesh, deadline=120):  # type: ignore[type-var]
+    for mine, parameters, said in workers(
+        math.prod(read(mesh).values()), trained(name, cut, **options), mesh=mesh, deadline=120
+    ):  # type: ignore[type-var]
         assert mine == pytest.approx(losses, abs=bound)
         assert float((parameters - values).abs().max()) < bound
         assert torch.allclose(said, answers, atol=10 * bound, rtol=0)
@@ -82,7 +108,13 @@ def test_causal_language_models_end_where_one_process_does(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "schedule"), [("stage=3", "zero-bubble"), ("stage=2", "interleaved"), ("stage=2", "zbv"), ("data=2, stage=2", "gpipe")]
+    ("mesh", "schedule"),
+    [
+        ("stage=3", "zero-bubble"),
+        ("stage=2", "interleaved"),
+        ("stage=2", "zbv"),
+        ("data=2, stage=2", "gpipe"),
+    ],
 )
 def test_schedules_and_replicas_end_where_one_process_does(mesh: str, schedule: Any) -> None:
     same("gpt2", mesh, pl.pipeline(OF_GPT2, schedule=schedule, micro_batches=4), bound=1e-9)
@@ -91,7 +123,12 @@ def test_schedules_and_replicas_end_where_one_process_does(mesh: str, schedule: 
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_stages_may_be_shared_out(zero: Any) -> None:
-    same("gpt2", "shard=2, stage=2", [pl.pipeline(OF_GPT2, micro_batches=2), pl.shard("transformer.h.*", zero=zero)], bound=1e-9)
+    same(
+        "gpt2",
+        "shard=2, stage=2",
+        [pl.pipeline(OF_GPT2, micro_batches=2), pl.shard("transformer.h.*", zero=zero)],
+        bound=1e-9,
+    )
 
 
 def test_layers_may_be_computed_again_and_the_model_may_have_its_own_loss() -> None:
@@ -115,7 +152,9 @@ with pl.start() as run:
 """
 
 
-def test_a_dropout_between_layers_is_drawn_by_the_stage_that_uses_it(job: Jobs, tmp_path: Path) -> None:
+def test_a_dropout_between_layers_is_drawn_by_the_stage_that_uses_it(
+    job: Jobs, tmp_path: Path
+) -> None:
     ended = job.run(DROPOUT, 2, "--mesh", "stage=2").end()
     assert ended.code == 0, ended.err
     (one, rest), (two, other) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
@@ -123,7 +162,10 @@ def test_a_dropout_between_layers_is_drawn_by_the_stage_that_uses_it(job: Jobs, 
 
 
 def test_an_encoder_and_a_decoder_share_words_on_all_stages() -> None:
-    layers = "encoder.block.*, encoder.final_layer_norm, decoder.block.*, decoder.final_layer_norm, lm_head"
+    layers = (
+        "encoder.block.*, encoder.final_layer_norm, decoder.block.*, decoder.final_layer_norm, "
+        "lm_head"
+    )
 
     def body(run: Run, cut: Any) -> tuple[list[float], Tensor]:
         model = build("t5")
@@ -135,22 +177,36 @@ def test_an_encoder_and_a_decoder_share_words_on_all_stages() -> None:
             optimizer.zero_grad()
             losses.append(float(run.step(model, x, y, decoder_input_ids=y, loss=next_tokens)))
             optimizer.step()
-        return losses, put_together(model, run.group, run._prepared.cuts.placements, run._prepared.cuts.trained)
+        return losses, put_together(
+            model, run.group, run._prepared.cuts.placements, run._prepared.cuts.trained
+        )
 
     losses, values = alone(lambda run: body(run, None))
-    for found, parameters in workers(3, lambda run: body(run, pl.pipeline(layers, micro_batches=2)), mesh="stage=3"):
-        assert found == pytest.approx(losses, abs=1e-9) and float((parameters - values).abs().max()) < 1e-9
+    for found, parameters in workers(
+        3, lambda run: body(run, pl.pipeline(layers, micro_batches=2)), mesh="stage=3"
+    ):
+        assert (
+            found == pytest.approx(losses, abs=1e-9)
+            and float((parameters - values).abs().max()) < 1e-9
+        )
 
 
 def test_what_is_saved_is_the_model(tmp_path: Path) -> None:
     def body(run: Run) -> str:
         model = build("gpt2")
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), cut=pl.pipeline(OF_GPT2, micro_batches=2))
+        run.prepare(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            cut=pl.pipeline(OF_GPT2, micro_batches=2),
+        )
         run.step(model, *[torch.arange(12).view(2, 6)] * 2, loss=next_tokens)
         run.save()
         return str(run.folder.path)
 
-    saved, whole = pl.state_dict(workers(2, body, mesh="stage=2", folder=tmp_path)[0]), build("gpt2")
+    saved, whole = (
+        pl.state_dict(workers(2, body, mesh="stage=2", folder=tmp_path)[0]),
+        build("gpt2"),
+    )
     assert saved.keys() == whole.state_dict().keys()
     whole.load_state_dict(saved)
 

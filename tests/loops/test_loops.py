@@ -1,4 +1,6 @@
-"""Ordinary loops give with several workers what they give in one plain process: each of them written as people write them."""
+"""Ordinary loops give with several workers what they give in one plain process: each of them
+written as people write them.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,21 @@ from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.localsgd.strategy import LocalSGD
 from tests.harness.runs import workers
-from tests.loops import collection, data, evaluating, further, gradients, models, optimizers, several
+from tests.loops import (
+    collection,
+    data,
+    evaluating,
+    further,
+    gradients,
+    models,
+    optimizers,
+    several,
+)
 from tests.loops.collection import LOOPS, Loop, Plain, Taken, differences, everything, flat, plain
 from tests.loops.script import TENTHS
 
-assert data and evaluating and further and gradients and models and optimizers and several  # they fill LOOPS
+# they fill LOOPS
+assert data and evaluating and further and gradients and models and optimizers and several
 SIZES = (1, 2, 3, 4)
 APART = [
     "in_order",
@@ -65,7 +77,12 @@ SERVED = [
 
 def weights(found: Any) -> list[tuple[str, Any]]:
     """The models alone: what optimizers remember lies elsewhere."""
-    return [part for model in (found if isinstance(found, tuple) else (found,)) if isinstance(model, nn.Module) for part in flat(model)]
+    return [
+        part
+        for model in (found if isinstance(found, tuple) else (found,))
+        if isinstance(model, nn.Module)
+        for part in flat(model)
+    ]
 
 
 def logged(path: Path) -> dict[int, dict[str, float]]:
@@ -80,10 +97,13 @@ def logged(path: Path) -> dict[int, dict[str, float]]:
 
 def by_step(values: dict[int, dict[str, float]]) -> list[tuple[str, Any]]:
     """What was logged, in order."""
-    return list(flat({str(step): dict(sorted(found.items())) for step, found in sorted(values.items())}))
+    return list(
+        flat({str(step): dict(sorted(found.items())) for step, found in sorted(values.items())})
+    )
 
 
-Wanted = Callable[[], tuple[list[tuple[str, Any]], Plain]]  # what one plain process comes to, made when it is asked for
+# what one plain process comes to, made when it is asked for
+Wanted = Callable[[], tuple[list[tuple[str, Any]], Plain]]
 
 
 def wanted_of(known: Loop, taken: Taken = everything) -> Wanted:
@@ -92,7 +112,13 @@ def wanted_of(known: Loop, taken: Taken = everything) -> Wanted:
 
 
 def check(
-    known: Loop, size: int, folder: Path, strategy: Strategy | None = None, taken: Taken = everything, *, wanted: Wanted | None = None
+    known: Loop,
+    size: int,
+    folder: Path,
+    strategy: Strategy | None = None,
+    taken: Taken = everything,
+    *,
+    wanted: Wanted | None = None,
 ) -> None:
     """`size` workers come to what one plain process comes to, all of them; or it is refused."""
     said: list[str] = []
@@ -122,7 +148,12 @@ def check(
 
 def marked(names: list[str]) -> list[Any]:
     """Parameters of a test: those that aren't right yet are marked."""
-    waiting = {name: [pytest.mark.xfail(reason=LOOPS[name].pending, strict=False)] if LOOPS[name].pending else [] for name in names}
+    waiting = {
+        name: [pytest.mark.xfail(reason=LOOPS[name].pending, strict=False)]
+        if LOOPS[name].pending
+        else []
+        for name in names
+    }
     return [pytest.param(name, marks=marks) for name, marks in waiting.items()]
 
 
@@ -131,7 +162,9 @@ THREADED = [name for name, known in LOOPS.items() if not known.threads]
 
 @pytest.mark.parametrize("name", marked(THREADED))
 def test_a_loop_of_many_workers_is_that_of_one(name: str, tmp_path: Path) -> None:
-    """Three workers have uneven shares and ghosts; two train every fourth loop too, and what several refuse must run on one."""
+    """Three workers have uneven shares and ghosts; two train every fourth loop too, and what
+    several refuse must run on one.
+    """
     wanted, place = wanted_of(LOOPS[name]), THREADED.index(name)
     beside = (1,) if LOOPS[name].refused else (2,) if place % 4 == 0 else ()
     for size in (*beside, 3):
@@ -159,16 +192,22 @@ UNSERVED = {
 }
 
 
-WAYS = [*(("ring", name) for name in TENTHS[::10]), *(("native", name) for name in TENTHS[5::10])]  # two of three in a soak
+# two of three in a soak
+WAYS = [*(("ring", name) for name in TENTHS[::10]), *(("native", name) for name in TENTHS[5::10])]
 
 
-@pytest.mark.parametrize(("via", "name"), [pytest.param(*way, marks=pytest.mark.soak if n % 3 else ()) for n, way in enumerate(WAYS)])
+@pytest.mark.parametrize(
+    ("via", "name"),
+    [pytest.param(*way, marks=pytest.mark.soak if n % 3 else ()) for n, way in enumerate(WAYS)],
+)
 def test_whatever_way_gradients_are_summed(via: Any, name: str, tmp_path: Path) -> None:
     check(LOOPS[name], 3, tmp_path, AllReduce(via=via, bucket_mb=0.0002))
 
 
 @pytest.mark.parametrize("name", APART)
-def test_rounds_of_one_step_are_an_exchange_of_gradients(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_of_one_step_are_an_exchange_of_gradients(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Momentum is each worker's own, and no sum of samples: it is left out."""
     monkeypatch.setattr(collection, "SGD", lambda parameters, lr, momentum: SGD(parameters, lr))
     check(LOOPS[name], 3, tmp_path, LocalSGD(every=1), weights)

@@ -1,6 +1,8 @@
-"""`pl.launch`: what is called and with what, what comes back, who is to blame, and that nothing is left however it ends.
+"""`pl.launch`: what is called and with what, what comes back, who is to blame, and that nothing is
+left however it ends.
 
-Functions here need no torch, so that workers start in a moment; training is in `test_a_training_gives_what_one_worker_gives`.
+Functions here need no torch, so that workers start in a moment; training is in
+`test_a_training_gives_what_one_worker_gives`.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class TestResults:
 
         numbers = [1, 2]
         found = launch(work, numbers, "more")
-        assert [(each.rank, each.seen[:3], len(each.seen[3])) for each in found] == [(r, [3, 6, "more"], 3_000_000) for r in range(2)]
+        assert [(each.rank, each.seen[:3], len(each.seen[3])) for each in found] == [
+            (r, [3, 6, "more"], 3_000_000) for r in range(2)
+        ]
         assert all(type(each) is Found for each in found)
         out, err = capsys.readouterr()
         assert sorted(out.splitlines()) == ["[0] out 0 False", "[1] out 1 False"]
@@ -65,17 +69,36 @@ class TestResults:
         assert launch(partial(work, name="mine"), 3, rate=0.5) == [(1.5, "mine"), (2.5, "mine")]
 
     def test_options_reach_the_workers(self, launch):
-        given = {"sync": pl.LocalSGD(every=4), "mesh": "data=2", "cut": [pl.shard("a")], "shares": (2, 1), "name": "circle", "servers": 3}
+        given = {
+            "sync": pl.LocalSGD(every=4),
+            "mesh": "data=2",
+            "cut": [pl.shard("a")],
+            "shares": (2, 1),
+            "name": "circle",
+            "servers": 3,
+        }
         given |= {"straggler": "drop", "threads": 5}
-        (one, threads), (other, _) = launch(lambda: (discover(), os.environ["OMP_NUM_THREADS"]), **given)
+        (one, threads), (other, _) = launch(
+            lambda: (discover(), os.environ["OMP_NUM_THREADS"]), **given
+        )
         wanted = ("LocalSGD(4)", "data=2", "(shard(units='a'),)", "2,1", "circle", 3, "drop")
-        assert (one.sync, one.mesh, one.cut, one.shares, one.run_name, one.servers, one.straggler) == wanted
+        assert (
+            one.sync,
+            one.mesh,
+            one.cut,
+            one.shares,
+            one.run_name,
+            one.servers,
+            one.straggler,
+        ) == wanted
         assert threads == "5" and (one.rank, other.rank, other.size) == (0, 1, 2)
         assert one.worker is one.job_start is None
 
     def test_a_job_that_may_lose_workers(self, launch):
         places = launch(discover, min_workers=1, patience=5.0)
-        assert [place.min_workers for place in places] == [1, 1] and all(place.worker is not None for place in places)
+        assert [place.min_workers for place in places] == [1, 1] and all(
+            place.worker is not None for place in places
+        )
 
     def test_a_job_starts_again_and_gives_the_last_results(self, launch, capsys):
         def work() -> int:
@@ -96,13 +119,19 @@ class TestResults:
         """Two workers have different samples; the status line is that of a run in this process."""
         alone = calls.train(12)
         found = launch(calls.train, 12)
-        assert [rank for rank, _, _ in found] == [0, 1] and all(seen < 12 * 8 for _, seen, _ in found)
+        assert [rank for rank, _, _ in found] == [0, 1] and all(
+            seen < 12 * 8 for _, seen, _ in found
+        )
         assert sum(seen for _, seen, _ in found) == alone[1] == 12 * 8
         for _, _, weights in found:
             for one, other in zip(weights, alone[2], strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
         err = capsys.readouterr().err
-        assert "paceline: 2 workers on 1 host" in err and "step 12/12  loss" in err and "[0] step" not in err
+        assert (
+            "paceline: 2 workers on 1 host" in err
+            and "step 12/12  loss" in err
+            and "[0] step" not in err
+        )
 
     @pytest.mark.slow
     def test_torch_s_own_distributed_gets_our_backend(self, launch):
@@ -119,7 +148,9 @@ class TestFailures:
         with pytest.raises(pl.WorkerFailed) as failed:
             launch(work)
         text = str(failed.value)
-        assert failed.value.rank == 1 and text.startswith("rank 1 failed: ValueError: no such luck\n\nTraceback (most recent call last):\n")
+        assert failed.value.rank == 1 and text.startswith(
+            "rank 1 failed: ValueError: no such luck\n\nTraceback (most recent call last):\n"
+        )
         assert f'File "{__file__}", line' in text and 'raise ValueError("no such luck")' in text
         assert "launch/worker.py" not in text
         assert "Traceback" not in capsys.readouterr().err  # it is said once
@@ -131,7 +162,10 @@ class TestFailures:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(600)
 
-        with pytest.raises(pl.WorkerFailed, match=r"(?s)^rank 0 on .* was killed by SIGKILL \(exit code 137\).*last words") as failed:
+        with pytest.raises(
+            pl.WorkerFailed,
+            match=r"(?s)^rank 0 on .* was killed by SIGKILL \(exit code 137\).*last words",
+        ) as failed:
             launch(work)
         assert failed.value.rank == 0
 
@@ -139,8 +173,17 @@ class TestFailures:
         ("leave", "said"),
         [
             (lambda: sys.exit(3), r"rank \d failed: SystemExit: 3"),
-            (lambda: os._exit(0), r"rank 0 ended with exit code 0 before the function had returned"),
-            (lambda: (print for _ in ()), r"(?s)rank \d failed: .*UsageError: the function returned a generator that can't be sent back"),
+            (
+                lambda: os._exit(0),
+                r"rank 0 ended with exit code 0 before the function had returned",
+            ),
+            (
+                lambda: (print for _ in ()),
+                (
+                    r"(?s)rank \d failed: .*UsageError: the function returned a generator that "
+                    r"can't be sent back"
+                ),
+            ),
         ],
     )
     def test_leaving_without_a_result(self, launch, leave, said):
@@ -148,12 +191,17 @@ class TestFailures:
             launch(leave)
 
     def test_nothing_is_launched_in_a_worker(self, launch):
-        with pytest.raises(pl.WorkerFailed, match=r"UsageError: pl.launch was called in a worker, rank \d of 2 \(paceline\)"):
+        with pytest.raises(
+            pl.WorkerFailed,
+            match=r"UsageError: pl.launch was called in a worker, rank \d of 2 \(paceline\)",
+        ):
             launch(lambda: pl.launch(print))
 
     def test_the_launcher_can_t_start(self, launch, monkeypatch):
         monkeypatch.setenv("PACELINE_INTERFACE", "no-such-interface")
-        with pytest.raises(pl.WorkerFailed, match=r"their launcher said: paceline: .*no-such-interface"):
+        with pytest.raises(
+            pl.WorkerFailed, match=r"their launcher said: paceline: .*no-such-interface"
+        ):
             launch(print)
 
 
@@ -166,7 +214,9 @@ class TestRefusals:
     def test_options_have_the_names_of_arguments(self):
         assert self.refused(workers=0) == "workers is 0, and has to be at least 1"
         assert self.refused(min_workers=3).startswith("min_workers is 3, and has to be 1 to 2")
-        assert self.refused(straggler="evict").endswith("say how many workers the job needs: min_workers N")
+        assert self.refused(straggler="evict").endswith(
+            "say how many workers the job needs: min_workers N"
+        )
         assert "shares 1,2,3 has 3 numbers for 2 workers" in self.refused(shares=(1, 2, 3))
         assert "a run can't be called 'a/b'" in self.refused(name="a/b")
         assert "Nothing is not a word" in self.refused(sync="Nothing()")
@@ -181,7 +231,10 @@ class TestRefusals:
         assert self.refused(work, 1, 2.0, rate=3).endswith("multiple values for argument 'rate'")
 
     def test_what_can_t_be_called_or_sent(self):
-        assert self.refused("train.py") == "pl.launch got a str; give the function that each worker is to call"
+        assert (
+            self.refused("train.py")
+            == "pl.launch got a str; give the function that each worker is to call"
+        )
         assert "can't be sent to workers" in self.refused(print, iter([].append for _ in ()))
         said = self.refused(pl.launch, lambda: 0, __import__("threading").Lock())
         assert said.startswith("launch can't be sent to workers") and "such as a lock" in said
@@ -191,9 +244,16 @@ class TestRefusals:
         assert self.refused().endswith("pip install 'paceline[notebook]'")
 
     def test_in_a_worker_of_any_launcher(self, monkeypatch):
-        for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        for name, value in {
+            "RANK": "1",
+            "WORLD_SIZE": "4",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "1",
+        }.items():
             monkeypatch.setenv(name, value)
-        assert self.refused().startswith("pl.launch was called in a worker, rank 1 of 4 (torchrun), and workers start no others")
+        assert self.refused().startswith(
+            "pl.launch was called in a worker, rank 1 of 4 (torchrun), and workers start no others"
+        )
 
 
 # No `if __name__ == "__main__":`, which other ways to start processes need.
@@ -212,7 +272,7 @@ if sys.argv[1] == "elsewhere":  # a signal to the process is taken by the other 
     threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 pl.launch(work)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.real_processes
@@ -246,7 +306,10 @@ class TestEnds:
         started = self.begin(job, "elsewhere")
         started.process.send_signal(signal.SIGINT)
         code, _, err = started.end()
-        assert code in (-signal.SIGINT, 128 + signal.SIGINT) and err.splitlines()[-1] == "KeyboardInterrupt"
+        assert (
+            code in (-signal.SIGINT, 128 + signal.SIGINT)
+            and err.splitlines()[-1] == "KeyboardInterrupt"
+        )
 
     def test_a_killed_caller_takes_its_workers_along(self, job):
         started = self.begin(job, "usual")

@@ -1,4 +1,6 @@
-"""Packing of functions: by value where they can't be imported, with the names of their files and the sources of cells."""
+"""Packing of functions: by value where they can't be imported, with the names of their files and
+the sources of cells.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ import pytest
 import paceline as pl
 from paceline.notebook.packing import pack_call, pack_result, unpack_call, unpack_result
 
-CELL = "def work(n):\n    return helper(n)\n\ndef helper(n):\n    return [1 // (n - k) for k in range(3)]\n"
+CELL = (
+    "def work(n):\n    return helper(n)\n\ndef helper(n):\n    return [1 // (n - k) for k in "
+    "range(3)]\n"
+)
 
 
 def sent(function: Any, *args: Any) -> Any:
@@ -28,7 +33,9 @@ def test_a_function_of_a_cell_fails_with_its_lines(monkeypatch: pytest.MonkeyPat
     name = "/tmp/ipykernel_1/2.py"
     space: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(CELL, name, "exec"), space)
-    monkeypatch.setitem(linecache.cache, name, (len(CELL), None, CELL.splitlines(keepends=True), name))
+    monkeypatch.setitem(
+        linecache.cache, name, (len(CELL), None, CELL.splitlines(keepends=True), name)
+    )
     call = sent(space["work"], 5)
     assert call.function is not space["work"] and call.function(*call.args) == [0, 0, 0]
     assert call.sources[name][2][0] == "def work(n):\n"
@@ -59,7 +66,9 @@ def test_results() -> None:
     pack_result({"loss": 1.5}, file)
     file.seek(0)
     assert unpack_result(file) == {"loss": 1.5}
-    with pytest.raises(pl.UsageError, match="the function returned a generator that can't be sent back"):
+    with pytest.raises(
+        pl.UsageError, match="the function returned a generator that can't be sent back"
+    ):
         pack_result((n for n in ()), io.BytesIO())
 
 

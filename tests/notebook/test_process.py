@@ -1,4 +1,6 @@
-"""The caller's side of a launcher: all that it writes is shown where the caller's output goes now, whatever the bytes are."""
+"""The caller's side of a launcher: all that it writes is shown where the caller's output goes
+now, whatever the bytes are.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,14 @@ from paceline.notebook.process import LauncherProcess
 from paceline.timings import CallTimings
 
 pytestmark = pytest.mark.jobs
-BODY = "import os, sys\nos.write(1, 'ä'.encode()[:1]); os.write(2, b'err\\n'); os.write(1, 'ä'.encode()[1:] + b'\\xff' * 3)\nsys.exit(7)"
-DEAF = "import signal, sys, time\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\nprint('ready', flush=True)\ntime.sleep(600)"
+BODY = (
+    "import os, sys\nos.write(1, 'ä'.encode()[:1]); os.write(2, b'err\\n'); "
+    "os.write(1, 'ä'.encode()[1:] + b'\\xff' * 3)\nsys.exit(7)"
+)
+DEAF = (
+    "import signal, sys, time\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\nprint('ready', "
+    "flush=True)\ntime.sleep(600)"
+)
 
 
 def started(monkeypatch: pytest.MonkeyPatch, body: str, seconds: float = 10.0) -> LauncherProcess:

@@ -11,8 +11,13 @@ from paceline.notebook.proof import prove
 
 def test_what_makes_sense() -> None:
     prove(LaunchRequest("train.py"))
-    prove(LaunchRequest("train.py", workers=2, sync="LocalSGD(4)", cut="shard('a')", shares="2,1", name="circle"))
-    prove(LaunchRequest("train.py", workers=2, hosts=2, join="here:1", shares="3,2,1,1"))  # how many workers others have isn't known
+    prove(
+        LaunchRequest(
+            "train.py", workers=2, sync="LocalSGD(4)", cut="shard('a')", shares="2,1", name="circle"
+        )
+    )
+    # how many workers others have isn't known
+    prove(LaunchRequest("train.py", workers=2, hosts=2, join="here:1", shares="3,2,1,1"))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,9 @@ class Told:
         self._mine, theirs = channel()
         self.channel = CallChannel(theirs)
         self._read, self._write = os.pipe()
-        self.place = Place(launcher="paceline", report_fd=self._write, call=CallPlace(0, theirs.fileno(), 1))
+        self.place = Place(
+            launcher="paceline", report_fd=self._write, call=CallPlace(0, theirs.fileno(), 1)
+        )
 
     def heard(self) -> tuple[dict[str, Any], str, dict[str, Any]]:
         """The fields of the message, the traceback, and the record that the launcher got."""
@@ -53,24 +55,36 @@ def raised(error: BaseException) -> BaseException:
         return caught
 
 
-def test_the_caller_gets_the_traceback_and_the_launcher_a_record(told: Told, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_caller_gets_the_traceback_and_the_launcher_a_record(
+    told: Told, capsys: pytest.CaptureFixture[str]
+) -> None:
     error = raised(ValueError("so\nit is"))
     report(told.place, told.channel, type(error), error, error.__traceback__)
     fields, text, record = told.heard()
     assert fields == {"number": 1, "head": "ValueError: so\nit is"}
-    assert text.startswith("Traceback (most recent call last):\n") and __file__ in text and text.endswith("ValueError: so\nit is\n")
+    assert (
+        text.startswith("Traceback (most recent call last):\n")
+        and __file__ in text
+        and text.endswith("ValueError: so\nit is\n")
+    )
     assert (record["event"], record["type"]) == ("failed", "ValueError")
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("place", [{"worker": 3}, {"job_start": JobStart()}], ids=["survives", "starts again"])
-def test_it_is_shown_where_others_go_on(told: Told, capsys: pytest.CaptureFixture[str], place: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "place", [{"worker": 3}, {"job_start": JobStart()}], ids=["survives", "starts again"]
+)
+def test_it_is_shown_where_others_go_on(
+    told: Told, capsys: pytest.CaptureFixture[str], place: dict[str, Any]
+) -> None:
     error = raised(UsageError("not so"))
     report(replace(told.place, **place), told.channel, type(error), error, error.__traceback__)
     assert capsys.readouterr().err == told.heard()[1]
 
 
-def test_what_the_user_has_interrupted_is_shown_nowhere(told: Told, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_user_has_interrupted_is_shown_nowhere(
+    told: Told, capsys: pytest.CaptureFixture[str]
+) -> None:
     error = raised(KeyboardInterrupt())
     report(replace(told.place, worker=3), told.channel, type(error), error, error.__traceback__)
     assert capsys.readouterr().err == ""

@@ -34,14 +34,20 @@ def test_the_newest() -> None:
 
 
 def test_none_at_all(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=rf"there are no runs in {tmp_path}/runs: say which folder you mean"):
+    with pytest.raises(
+        UsageError, match=rf"there are no runs in {tmp_path}/runs: say which folder you mean"
+    ):
         choose(None)
 
 
 def test_by_folder_or_by_name() -> None:
     begun("a", 1000)
     begun("b", 1000, root="elsewhere")
-    assert [choose(Path(asked)) for asked in ("runs/a", "a", "elsewhere/b")] == [Path("runs/a"), Path("runs/a"), Path("elsewhere/b")]
+    assert [choose(Path(asked)) for asked in ("runs/a", "a", "elsewhere/b")] == [
+        Path("runs/a"),
+        Path("runs/a"),
+        Path("elsewhere/b"),
+    ]
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -63,4 +69,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.startswith("a has not ended")
     for wrong in ("c", "runs/c"):
         assert call(monkeypatch, wrong) == 2
-        assert capsys.readouterr().err == "paceline: there is no run folder runs/c; runs in runs: a, b\n"
+        assert (
+            capsys.readouterr().err
+            == "paceline: there is no run folder runs/c; runs in runs: a, b\n"
+        )

@@ -17,12 +17,17 @@ SPLIT = {"compute": 0.4, "exchange": 0.3, "wait": 0.2, "data": 0.1}
 
 
 def line(step: int, **values: object) -> str:
-    return json.dumps({"step": step, "time": step / 2, "samples": 8, "seconds": SPLIT, **values}) + "\n"
+    return (
+        json.dumps({"step": step, "time": step / 2, "samples": 8, "seconds": SPLIT, **values})
+        + "\n"
+    )
 
 
 def test_columns(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.metrics.write_text(line(1, loss=2.0) + '{"step": 1, "time": 0.6, "accuracy": 0.5}\n' + line(2, loss="nan"))
+    folder.metrics.write_text(
+        line(1, loss=2.0) + '{"step": 1, "time": 0.6, "accuracy": 0.5}\n' + line(2, loss="nan")
+    )
     reader = MetricsReader(folder)
     assert reader.read()
     assert reader.steps.step.tolist() == [1, 2]
@@ -55,7 +60,8 @@ def test_a_file_that_was_cut(tmp_path: Path) -> None:
     reader = MetricsReader(folder)
     reader.read()
     other = tmp_path / "other"
-    other.write_text(line(1) + line(2) + line(3, loss=7.0) + line(4))  # as a run that goes on from a checkpoint replaces it
+    # as a run that goes on from a checkpoint replaces it
+    other.write_text(line(1) + line(2) + line(3, loss=7.0) + line(4))
     os.replace(other, folder.metrics)
     reader.read()
     assert reader.steps.step.tolist() == [1, 2, 3, 4]

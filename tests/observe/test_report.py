@@ -27,7 +27,8 @@ def split(**parts: float) -> dict[str, float]:
 
 def test_a_quiet_run(tmp_path: Path) -> None:
     assert report(finished(tmp_path)) == (
-        "run: AllReduce(), 2 workers on 1 host, 100 steps of 6,400 samples in all in 0:10; final loss 1.234\n"
+        "run: AllReduce(), 2 workers on 1 host, 100 steps of 6,400 samples in all in 0:10; "
+        "final loss 1.234\n"
         "\n"
         "A step took 100.0 ms (640 samples/s), mean over steps and workers:\n"
         "  compute    95%    95.0 ms  forward, backward and the optimizer\n"
@@ -44,19 +45,45 @@ def test_a_quiet_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("counted", "words", "advice"),
     [
-        ((1, 0.05, 0.4), "1 checkpoint: training stood still for 50.0 ms, and it was on the disk after 400.0 ms of writing.", ""),
+        (
+            (1, 0.05, 0.4),
+            (
+                "1 checkpoint: training stood still for 50.0 ms, and it was on the disk after "
+                "400.0 ms of writing."
+            ),
+            "",
+        ),
         (
             (4, 0.1, 2.0),
-            "4 checkpoints: training stood still for 25.0 ms each, and they were on the disk after 500.0 ms of writing each.",
+            (
+                "4 checkpoints: training stood still for 25.0 ms each, and they were on the disk "
+                "after 500.0 ms of writing each."
+            ),
             "",
         ),
         (
-            (1, 0.05, 0.4, {"checkpoint": "step-00000003", "step": 3, "metric": 0.25, "best": "min"}),
-            "on the disk after 400.0 ms of writing. The best is step-00000003, with a metric of 0.25.",
+            (
+                1,
+                0.05,
+                0.4,
+                {"checkpoint": "step-00000003", "step": 3, "metric": 0.25, "best": "min"},
+            ),
+            (
+                "on the disk after 400.0 ms of writing. The best is step-00000003, with a metric "
+                "of 0.25."
+            ),
             "",
         ),
-        ((4, 2.0, 1.8), "4 checkpoints", "Checkpoints took 20% of the run: run.save(background=True) writes them"),
-        ((9, 1.0, 9.0), "9 checkpoints", "Training stood still for checkpoints for 10% of the run: save less often"),
+        (
+            (4, 2.0, 1.8),
+            "4 checkpoints",
+            "Checkpoints took 20% of the run: run.save(background=True) writes them",
+        ),
+        (
+            (9, 1.0, 9.0),
+            "9 checkpoints",
+            "Training stood still for checkpoints for 10% of the run: save less often",
+        ),
     ],
 )
 def test_checkpoints(tmp_path: Path, counted: tuple[Any, ...], words: str, advice: str) -> None:
@@ -70,8 +97,19 @@ def test_checkpoints(tmp_path: Path, counted: tuple[Any, ...], words: str, advic
     ("sync", "hosts", "words"),
     [
         ("AllReduce()", 1, "A larger global batch"),
-        ("AllReduce()", 2, "One copy per host is sent already. AllReduce(codec='auto') sends fewer bits of it where that pays"),
-        ("AllReduce(codec=int8())", 2, "One copy per host is sent already. `paceline bench collectives` says"),
+        (
+            "AllReduce()",
+            2,
+            (
+                "One copy per host is sent already. AllReduce(codec='auto') sends fewer bits of it "
+                "where that pays"
+            ),
+        ),
+        (
+            "AllReduce(codec=int8())",
+            2,
+            "One copy per host is sent already. `paceline bench collectives` says",
+        ),
         ("AllReduce(via='ring')", 2, "AllReduce(via='hierarchical') send one copy per host"),
         ("AllReduce(via='hierarchical')", 2, "One copy per host is sent already"),
         ("AllReduce(via='tree')", 1, "AllReduce() goes through shared memory"),
@@ -79,7 +117,13 @@ def test_checkpoints(tmp_path: Path, counted: tuple[Any, ...], words: str, advic
 )
 def test_an_exposed_exchange(tmp_path: Path, sync: str, hosts: int, words: str) -> None:
     text = report(
-        finished(tmp_path, split(exchange=0.04), sync=sync, hosts=hosts, bytes_sent={"within": 1e6, "between": 2e6 * (hosts > 1)})
+        finished(
+            tmp_path,
+            split(exchange=0.04),
+            sync=sync,
+            hosts=hosts,
+            bytes_sent={"within": 1e6, "between": 2e6 * (hosts > 1)},
+        )
     )
     assert "Exchange takes 40% of a step" in text
     assert words in text
@@ -89,20 +133,29 @@ def test_an_exposed_exchange(tmp_path: Path, sync: str, hosts: int, words: str) 
 MESH = {
     "workers": 4,
     "mesh": {"data": 2, "tensor": 2},
-    "places": [{"data": 0, "tensor": 0}, {"data": 1, "tensor": 0}, {"data": 0, "tensor": 1}, {"data": 1, "tensor": 1}],
+    "places": [
+        {"data": 0, "tensor": 0},
+        {"data": 1, "tensor": 0},
+        {"data": 0, "tensor": 1},
+        {"data": 1, "tensor": 1},
+    ],
 }
 
 
 def along(data: float, tensor: float, between: float = 0.0) -> dict[str, dict[str, float]]:
     axes = {"data": (data, 1e6, 2e6), "tensor": (tensor, 5e6, between)}
-    return {axis: dict(zip(("seconds", "within", "between"), found, strict=True)) for axis, found in axes.items()}
+    return {
+        axis: dict(zip(("seconds", "within", "between"), found, strict=True))
+        for axis, found in axes.items()
+    }
 
 
 def test_axes_of_a_cut_model(tmp_path: Path) -> None:
     text = report(finished(tmp_path, axes=along(0.003, 0.02), **MESH))
     assert text.startswith("run: AllReduce(), mesh data=2, tensor=2, 4 workers on 1 host, ")
     assert (
-        "Along the axes of the mesh, waits for others included; bytes are those of all workers in a step:\n"
+        "Along the axes of the mesh, waits for others included; bytes are those of all workers in "
+        "a step:\n"
         "  data        3%     3.0 ms  1.0 MB within hosts, 2.0 MB between hosts\n"
         "  tensor     20%    20.0 ms  5.0 MB within hosts, 0 bytes between hosts\n"
     ) in text
@@ -112,32 +165,58 @@ def test_axes_of_a_cut_model(tmp_path: Path) -> None:
     ("axes", "words"),
     [
         (along(0.03, 0.01), "A larger global batch makes fewer exchanges"),
-        (along(0.01, 0.03), "Exchange takes 40% of a step, most of it along `tensor`: fewer workers along it exchange less"),
-        (along(0.01, 0.03, between=1e6), "along `tensor`, which goes between hosts: give the mesh fewer workers along it"),
+        (
+            along(0.01, 0.03),
+            (
+                "Exchange takes 40% of a step, most of it along `tensor`: "
+                "fewer workers along it exchange less"
+            ),
+        ),
+        (
+            along(0.01, 0.03, between=1e6),
+            "along `tensor`, which goes between hosts: give the mesh fewer workers along it",
+        ),
     ],
 )
-def test_an_exposed_exchange_has_the_advice_of_its_axis(tmp_path: Path, axes: dict[str, dict[str, float]], words: str) -> None:
+def test_an_exposed_exchange_has_the_advice_of_its_axis(
+    tmp_path: Path, axes: dict[str, dict[str, float]], words: str
+) -> None:
     text = report(finished(tmp_path, split(exchange=0.04), axes=axes, **MESH))
     assert words in text and text.count("Exchange takes") == 1
 
 
 def holding(parameters: int, optimizer: int | None, peak: int) -> dict[str, object]:
     measured = {"parameters": parameters, "gradients": parameters, "optimizer": 2 * parameters}
-    return {"predicted": {"parameters": 10**6, "gradients": parameters, "optimizer": optimizer}, "measured": measured, "peak": peak}
+    return {
+        "predicted": {"parameters": 10**6, "gradients": parameters, "optimizer": optimizer},
+        "measured": measured,
+        "peak": peak,
+    }
 
 
 def test_what_workers_hold(tmp_path: Path) -> None:
-    memory = [holding(10**6, 2 * 10**6, 3 * 10**8), holding(2 * 10**6, None, 10**8), *[holding(10**6, 2 * 10**6, 4 * 10**8)] * 2]
+    memory = [
+        holding(10**6, 2 * 10**6, 3 * 10**8),
+        holding(2 * 10**6, None, 10**8),
+        *[holding(10**6, 2 * 10**6, 4 * 10**8)] * 2,
+    ]
     text = report(finished(tmp_path, memory=memory[:2], workers=2))
     assert (
-        "Held by each worker from step to step (in brackets what was predicted, where that is something else):\n"
+        "Held by each worker from step to step (in brackets what was predicted, where that is "
+        "something else):\n"
         "               parameters  gradients  optimizer  process at most\n"
         "  rank 0           1.0 MB     1.0 MB     2.0 MB         300.0 MB\n"
         "  rank 1  2.0 MB (1.0 MB)     2.0 MB     4.0 MB         100.0 MB\n"
     ) in text
     text = report(finished(tmp_path / "other", memory=memory, **MESH))
-    assert "  ranks 0, 2, 3  " in text and "  rank 1 (data 1, tensor 0)  " in text and " 400.0 MB\n" in text
-    text = report(finished(tmp_path / "third", memory=[memory[0], memory[1], memory[0], memory[1]], **MESH))
+    assert (
+        "  ranks 0, 2, 3  " in text
+        and "  rank 1 (data 1, tensor 0)  " in text
+        and " 400.0 MB\n" in text
+    )
+    text = report(
+        finished(tmp_path / "third", memory=[memory[0], memory[1], memory[0], memory[1]], **MESH)
+    )
     assert "  ranks 0, 2 (data 0)  " in text and "  ranks 1, 3 (data 1)  " in text
     assert "  all workers  " in report(finished(tmp_path / "all", memory=memory[2:], workers=2))
 
@@ -149,7 +228,10 @@ def works(*seconds: float, late: tuple[float, ...]) -> list[dict[str, float]]:
 def test_a_slow_worker_is_named_with_shares_that_fit(tmp_path: Path) -> None:
     work = works(0.05, 0.1, 0.06, late=(0.0, 0.97, 0.3))
     text = report(finished(tmp_path, split(wait=0.03), work=work, workers=3))
-    assert "Waiting for slower workers takes 30% of a step. The slowest is rank 1, with 100.0 ms of own work" in text
+    assert (
+        "Waiting for slower workers takes 30% of a step. The slowest is rank 1, with 100.0 ms of "
+        "own work" in text
+    )
     assert "where the median is 60.0 ms" in text
     assert "prepare(..., shares='auto'), or shares=[1, 0.5, 0.83]" in text
 
@@ -158,7 +240,10 @@ def test_a_slow_worker_of_a_mesh_has_its_place_and_shares_go_by_samples(tmp_path
     """Ranks 0 and 2 have the same samples, and so have 1 and 3."""
     work = works(0.05, 0.1, 0.06, 0.05, late=(0.0, 0.97, 0.3, 0.0))
     text = report(finished(tmp_path, split(wait=0.03), work=work, **MESH))
-    assert "The slowest is rank 1 (data 1, tensor 0), with" in text and "prepare(..., shares='auto'), or shares=[1, 0.6]" in text
+    assert (
+        "The slowest is rank 1 (data 1, tensor 0), with" in text
+        and "prepare(..., shares='auto'), or shares=[1, 0.6]" in text
+    )
 
 
 LATE = [
@@ -176,7 +261,11 @@ def test_who_was_late_and_why(tmp_path: Path) -> None:
         "  rank 0   1.0 ms   1.0 ms        0.0 ms            0.0 ms\n"
         "  rank 1  50.0 ms   2.0 ms       40.0 ms            8.0 ms\n\n"
     ) in text
-    assert "where the median is 75.0 ms, for data loading. Let other processes prepare its batches" in text and "shares=[" not in text
+    assert (
+        "where the median is 75.0 ms, for data loading. Let other processes prepare its batches"
+        in text
+        and "shares=[" not in text
+    )
 
 
 def test_what_could_not_be_told_apart_is_said(tmp_path: Path) -> None:
@@ -206,8 +295,9 @@ def test_waiting_without_a_slowest(tmp_path: Path) -> None:
 
 
 def test_slow_data(tmp_path: Path) -> None:
-    assert "waited for during 25% of a step. Where cores are left, let others prepare it: DataLoader(..., num_workers=2" in report(
-        finished(tmp_path, split(data=0.025))
+    assert (
+        "waited for during 25% of a step. Where cores are left, let others prepare it: "
+        "DataLoader(..., num_workers=2" in report(finished(tmp_path, split(data=0.025)))
     )
 
 
@@ -218,25 +308,37 @@ def test_slow_data(tmp_path: Path) -> None:
         (
             2,
             0.005,
-            "with num_workers=2 for each worker. Such processes need a few milliseconds to hand a batch over: see whether num_workers=0",
+            (
+                "with num_workers=2 for each worker. Such processes need a few milliseconds to "
+                "hand a batch over: see whether num_workers=0"
+            ),
         ),
-        (4, 0.015, "with num_workers=4 for each worker. More of them help only where cores are left"),
+        (
+            4,
+            0.015,
+            "with num_workers=4 for each worker. More of them help only where cores are left",
+        ),
     ],
 )
-def test_readers_that_there_are_already_are_not_advised(tmp_path: Path, readers: int, seconds: float, words: str) -> None:
+def test_readers_that_there_are_already_are_not_advised(
+    tmp_path: Path, readers: int, seconds: float, words: str
+) -> None:
     parts = {"compute": 2 * seconds, "exchange": 0.0, "wait": 0.0, "data": seconds}
     text = report(finished(tmp_path, parts, loader={"num_workers": readers, "shares": [32, 32]}))
     assert words in text and "num_workers=2 or more" not in text
 
 
-# Advice from noise ------------------------------------------------------------------------------------------------------------
+# Advice from noise
+# --------------------------------------------------------------------------------------------------
 
 LARGE = {"exchange": split(exchange=0.04), "wait": split(wait=0.03), "data": split(data=0.03)}
 SLOWER = works(0.05, 0.1, late=(0.0, 1.0))  # what the wait would be put down to
 
 
 def some(often: int, parts: dict[str, float]) -> list[dict[str, float]]:
-    """A hundred steps: of every ten in a row, taken together, so many tenths of the run have `parts` and the others are quiet."""
+    """A hundred steps: of every ten in a row, taken together, so many tenths of the run have
+    `parts` and the others are quiet.
+    """
     return [parts if number // 10 < often else QUIET for number in range(100)]
 
 
@@ -255,10 +357,13 @@ def test_few_steps_get_no_advice(tmp_path: Path, part: str) -> None:
 @pytest.mark.parametrize("part", LARGE)
 def test_what_comes_and_goes_gets_no_advice(tmp_path: Path, part: str) -> None:
     steps = some(6, LARGE[part])
-    assert sum(step[part] for step in steps) > 0.15 * sum(sum(step.values()) for step in steps)  # on the mean it is large
+    # on the mean it is large
+    assert sum(step[part] for step in steps) > 0.15 * sum(sum(step.values()) for step in steps)
     text = report(finished(tmp_path, steps=steps, work=SLOWER))
     assert "What to do" not in text and ("stands out" in text or "comes and goes" in text)
-    assert "What to do" in report(finished(tmp_path / "more", steps=some(9, LARGE[part]), work=SLOWER))
+    assert "What to do" in report(
+        finished(tmp_path / "more", steps=some(9, LARGE[part]), work=SLOWER)
+    )
 
 
 @pytest.mark.parametrize("part", LARGE)
@@ -272,7 +377,9 @@ def test_the_first_steps_are_no_advice(tmp_path: Path, part: str) -> None:
 def test_what_is_short_gets_no_advice(tmp_path: Path, part: str) -> None:
     """A step of 1.2 ms, a third of which is not compute, as that of examples/train.py."""
     parts = {"compute": 0.0008, "exchange": 0.0, "wait": 0.0, "data": 0.0} | {part: 0.0004}
-    assert "Nothing to gain for sure" in report(finished(tmp_path, parts, work=works(0.0006, 0.0012, late=(0.0, 1.0))))
+    assert "Nothing to gain for sure" in report(
+        finished(tmp_path, parts, work=works(0.0006, 0.0012, late=(0.0, 1.0)))
+    )
 
 
 def test_a_short_stop_for_a_checkpoint_is_no_advice(tmp_path: Path) -> None:
@@ -289,7 +396,9 @@ def test_saving_in_the_background_is_not_advised_where_it_is_done(tmp_path: Path
 def test_busy_servers_get_advice_after_enough_steps_only(tmp_path: Path) -> None:
     server = {"busy_seconds": 9.0, "bytes": 1, "bytes_sent": 1, "memory_bytes": 1, "put_off": 0}
     assert "--servers N" in report(finished(tmp_path / "long", seconds=10.0, servers=[server]))
-    assert "--servers N" not in report(finished(tmp_path / "short", seconds=10.0, steps=[QUIET] * 10, servers=[server]))
+    assert "--servers N" not in report(
+        finished(tmp_path / "short", seconds=10.0, steps=[QUIET] * 10, servers=[server])
+    )
 
 
 def test_without_the_time_of_each_step_there_is_no_advice(tmp_path: Path) -> None:
@@ -306,7 +415,15 @@ def test_time_outside_of_steps(tmp_path: Path) -> None:
 
 
 def test_events(tmp_path: Path) -> None:
-    text = report(finished(tmp_path, events=[{"time": 62.0, "what": "rank 1 on B was lost"}, {"time": 63.5, "what": "resumed", "more": 1}]))
+    text = report(
+        finished(
+            tmp_path,
+            events=[
+                {"time": 62.0, "what": "rank 1 on B was lost"},
+                {"time": 63.5, "what": "resumed", "more": 1},
+            ],
+        )
+    )
     assert text.endswith("Events:\n     1:02  rank 1 on B was lost\n     1:04  resumed")
 
 
@@ -321,7 +438,8 @@ def test_one_worker_sends_nothing(tmp_path: Path) -> None:
     assert "mean over steps:" in text
 
 
-# Unfinished and damaged -------------------------------------------------------------------------------------------------------
+# Unfinished and damaged
+# --------------------------------------------------------------------------------------------------
 
 
 def unfinished(tmp_path: Path, steps: int = 3) -> RunFolder:
@@ -340,7 +458,10 @@ def test_a_run_that_has_not_ended(tmp_path: Path) -> None:
     with folder.metrics.open("a") as file:
         file.write('{"step": 31, "lo')  # being written
     text = report(folder.path)
-    assert text.startswith("run has not ended (no summary.json): it is still running, or was broken off. So far: 30 steps of 300 samples")
+    assert text.startswith(
+        "run has not ended (no summary.json): it is still running, or was broken off. So far: "
+        "30 steps of 300 samples"
+    )
     assert "last loss 30" in text
     assert "data       30%    30.0 ms" in text
     assert "waited for during 30%" in text
@@ -351,12 +472,20 @@ def test_a_run_that_has_not_ended(tmp_path: Path) -> None:
     [
         (None, "run failed at step 27: ValueError: no. So far: 30 steps"),
         ({}, "run is running, at step 27. So far: 30 steps"),
-        ({"born": "another"}, "run was broken off at step 27: the process that wrote its folder is gone. So far"),
-        ({"machine": "another"}, "run has not ended (no summary.json): it is still running, or was broken off. So far"),
+        (
+            {"born": "another"},
+            "run was broken off at step 27: the process that wrote its folder is gone. So far",
+        ),
+        (
+            {"machine": "another"},
+            "run has not ended (no summary.json): it is still running, or was broken off. So far",
+        ),
         ({"step": "x"}, "run has not ended"),
     ],
 )
-def test_how_a_run_without_a_summary_stands(tmp_path: Path, change: dict[str, Any] | None, words: str) -> None:
+def test_how_a_run_without_a_summary_stands(
+    tmp_path: Path, change: dict[str, Any] | None, words: str
+) -> None:
     folder = unfinished(tmp_path, 30)
     record = LiveRecord(folder, lambda: True, lambda: facts(live={"step": 27}), print)
     if change is None:
@@ -372,16 +501,22 @@ def test_how_a_run_without_a_summary_stands(tmp_path: Path, change: dict[str, An
 
 def test_what_a_codec_gained_is_told(tmp_path: Path) -> None:
     words = "int8() sent 1 MB a step where exact sums would have sent 4 MB; it paid."
-    assert f"in a step.\n\n{words}\n\nNothing" in report(finished(tmp_path, codecs=[{"words": words}]))
+    assert f"in a step.\n\n{words}\n\nNothing" in report(
+        finished(tmp_path, codecs=[{"words": words}])
+    )
 
 
 def test_a_run_without_steps(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "run", say=lambda text: None)
-    assert report(folder.path).endswith("No step was finished, so there is nothing to tell about time.")
+    assert report(folder.path).endswith(
+        "No step was finished, so there is nothing to tell about time."
+    )
     folder.metrics.write_text("")
     assert "No step was finished" in report(folder.path)
     totals = RunTotals(0, 0, 1.0, None, None, split(compute=0.0), [])
-    RunSummary("AllReduce()", 1, 1, totals, {"within": 0.0, "between": 0.0}, [], "00", {}, []).write(folder)
+    RunSummary(
+        "AllReduce()", 1, 1, totals, {"within": 0.0, "between": 0.0}, [], "00", {}, []
+    ).write(folder)
     assert "No step was finished" in report(folder.path)
 
 
@@ -401,12 +536,21 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 
 def test_a_folder_of_something_else(tmp_path: Path) -> None:
     unfinished(tmp_path)
-    with pytest.raises(UsageError, match=r"is no run folder: it has neither .* it holds the runs run: name one of them"):
+    with pytest.raises(
+        UsageError,
+        match=r"is no run folder: it has neither .* it holds the runs run: name one of them",
+    ):
         report(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("{", "is damaged"), ("[]", "is damaged"), ("{}", "lacks 'steps'"), ('{"steps": "x"}', "is damaged")]
+    ("text", "words"),
+    [
+        ("{", "is damaged"),
+        ("[]", "is damaged"),
+        ("{}", "lacks 'steps'"),
+        ('{"steps": "x"}', "is damaged"),
+    ],
 )
 def test_a_damaged_summary(tmp_path: Path, text: str, words: str) -> None:
     folder = unfinished(tmp_path)

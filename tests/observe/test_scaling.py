@@ -15,7 +15,9 @@ from tests.harness.finished_runs import finished
 
 
 def point(workers: int, batch: float = 32, steps: int = 90, **parts: float) -> ScalingPoint:
-    return ScalingPoint(workers, batch, {"compute": 0.0, "exchange": 0.0, "wait": 0.0, "data": 0.0} | parts, steps)
+    return ScalingPoint(
+        workers, batch, {"compute": 0.0, "exchange": 0.0, "wait": 0.0, "data": 0.0} | parts, steps
+    )
 
 
 ONE = point(1, compute=0.100)
@@ -26,22 +28,42 @@ FOUR = point(4, compute=0.028, exchange=0.030, wait=0.004, data=0.002)  # 0.064
 def test_losses_add_up_to_what_efficiency_lacks() -> None:
     found = scaling.curve([FOUR, ONE, TWO])
     assert found.strong and [each.workers for each in found.points] == [1, 2, 4]
-    assert [found.speedup(each) for each in found.points] == pytest.approx([1, 0.100 / 0.060, 0.100 / 0.064])
-    assert [found.efficiency(each) for each in found.points] == pytest.approx([1, 0.100 / 0.120, 0.100 / 0.256])
+    assert [found.speedup(each) for each in found.points] == pytest.approx(
+        [1, 0.100 / 0.060, 0.100 / 0.064]
+    )
+    assert [found.efficiency(each) for each in found.points] == pytest.approx(
+        [1, 0.100 / 0.120, 0.100 / 0.256]
+    )
     for each in found.points:
-        assert sum(scaling.losses(each, found.base).values()) == pytest.approx(1 - found.efficiency(each))
+        assert sum(scaling.losses(each, found.base).values()) == pytest.approx(
+            1 - found.efficiency(each)
+        )
     lost = scaling.losses(FOUR, ONE)
-    expected = {"exchange": 0.120 / 0.256, "wait": 0.016 / 0.256, "data": 0.008 / 0.256, "compute": (0.112 - 0.100) / 0.256}
+    expected = {
+        "exchange": 0.120 / 0.256,
+        "wait": 0.016 / 0.256,
+        "data": 0.008 / 0.256,
+        "compute": (0.112 - 0.100) / 0.256,
+    }
     assert lost == pytest.approx(expected)
 
 
 def test_the_batch_tells_strong_from_weak() -> None:
     weak = scaling.curve([point(2, 64, compute=0.1), point(6, 192, compute=0.1, wait=0.025)])
     assert (
-        not weak.strong and weak.speedup(weak.points[1]) == pytest.approx(3 * 0.8) and weak.efficiency(weak.points[1]) == pytest.approx(0.8)
+        not weak.strong
+        and weak.speedup(weak.points[1]) == pytest.approx(3 * 0.8)
+        and weak.efficiency(weak.points[1]) == pytest.approx(0.8)
     )
-    assert scaling.curve([point(1, 32, compute=0.1), point(2, 31.9, compute=0.1)]).strong  # the last batch of an epoch is smaller
-    with pytest.raises(UsageError, match="neither the same nor in proportion to the workers: 32 samples with 1, 48 samples with 2"):
+    # the last batch of an epoch is smaller
+    assert scaling.curve([point(1, 32, compute=0.1), point(2, 31.9, compute=0.1)]).strong
+    with pytest.raises(
+        UsageError,
+        match=(
+            "neither the same nor in proportion to the workers: 32 samples with 1, 48 samples with "
+            "2"
+        ),
+    ):
         scaling.curve([ONE, point(2, 48, compute=0.1)])
     for few in ([ONE], [ONE, ONE], [ONE, TWO, TWO]):
         with pytest.raises(UsageError, match="two or more numbers of workers"):
@@ -68,32 +90,52 @@ def test_a_fit_is_never_below_nothing() -> None:
 
 def test_where_it_stops_paying() -> None:
     said = scaling.conclusion(scaling.curve([ONE, TWO, FOUR]))
-    assert "stops paying at 2: from there to 4, each of 2 workers added is a loss: 0.94 times the speed. Most was lost to exchange" in said
+    assert (
+        "stops paying at 2: from there to 4, each of 2 workers added is a loss: "
+        "0.94 times the speed. Most was lost to exchange" in said
+    )
     said = scaling.conclusion(scaling.curve([ONE, TWO]))
     assert (
-        "pays up to 2, the most that were measured: 1.67 times the speed. Most was lost to exchange (7% of the time of 2 workers)" in said
+        "pays up to 2, the most that were measured: 1.67 times the speed. "
+        "Most was lost to exchange (7% of the time of 2 workers)" in said
     )
-    assert scaling.conclusion(scaling.curve([ONE, point(2, compute=0.05)])).endswith("2.00 times the speed, with next to nothing lost.")
+    assert scaling.conclusion(scaling.curve([ONE, point(2, compute=0.05)])).endswith(
+        "2.00 times the speed, with next to nothing lost."
+    )
     brings = scaling.conclusion(scaling.curve([ONE, point(2, compute=0.05, wait=0.03)]))
     assert (
-        "stops paying at 1: from there to 2, the worker added brings 25% of its worth. Most was lost to waiting" in brings
+        "stops paying at 1: from there to 2, the worker added brings 25% of its worth. "
+        "Most was lost to waiting"
+        in brings
         and "shares" in brings
     )
 
 
 def test_a_worker_pays_from_half_of_its_worth_on() -> None:
-    just, hardly = (scaling.conclusion(scaling.curve([point(1, compute=0.3), point(2, compute=0.2 + more)])) for more in (-0.001, 0.001))
+    just, hardly = (
+        scaling.conclusion(scaling.curve([point(1, compute=0.3), point(2, compute=0.2 + more)]))
+        for more in (-0.001, 0.001)
+    )
     assert "pays up to 2" in just and "stops paying at 1" in hardly
 
 
 @pytest.mark.parametrize(
     ("part", "said"),
-    [("exchange", "a codec or LocalSGD"), ("wait", 'shares="auto"'), ("data", "num_workers"), ("compute", "8 samples for each worker")],
+    [
+        ("exchange", "a codec or LocalSGD"),
+        ("wait", 'shares="auto"'),
+        ("data", "num_workers"),
+        ("compute", "8 samples for each worker"),
+    ],
 )
 def test_the_reason_follows_what_was_lost(part: str, said: str) -> None:
     lost = point(4, **({"compute": 0.025} | {part: 0.1}))
     found = scaling.conclusion(scaling.curve([ONE, lost]))
-    assert said in found and sum(word in found for word in ("a codec", "shares=", "num_workers", "samples for each")) == 1
+    assert (
+        said in found
+        and sum(word in found for word in ("a codec", "shares=", "num_workers", "samples for each"))
+        == 1
+    )
 
 
 def test_workers_that_share_processors_are_told() -> None:
@@ -107,19 +149,42 @@ def test_workers_that_share_processors_are_told() -> None:
 def test_table_and_picture() -> None:
     said = scaling.describe(scaling.curve([ONE, TWO, FOUR])).splitlines()
     assert said[0] == "Strong scaling: the same global batch."
-    assert said[5].split() == ["4", "32", "64.0", "ms", "500", "1.56", "39%", "47%", "6%", "3%", "5%"]
+    assert said[5].split() == [
+        "4",
+        "32",
+        "64.0",
+        "ms",
+        "500",
+        "1.56",
+        "39%",
+        "47%",
+        "6%",
+        "3%",
+        "5%",
+    ]
     bars = {line.split()[0]: line.split()[1] for line in said[7:10]}
     assert bars["1"] == "#" * 50 and len(bars["4"]) == 50
-    assert {letter: bars["4"].count(letter) for letter in "#ewdr"} == {"#": 20, "e": 23, "w": 3, "d": 2, "r": 2}
+    assert {letter: bars["4"].count(letter) for letter in "#ewdr"} == {
+        "#": 20,
+        "e": 23,
+        "w": 3,
+        "d": 2,
+        "r": 2,
+    }
 
 
 def test_a_run_that_gains_draws_within_its_line() -> None:
     said = scaling.describe(scaling.curve([ONE, point(2, compute=0.04, wait=0.005)]))
-    assert max(line.count("#") + line.count("w") for line in said.splitlines()[6:8]) <= 50 and "111%" in said
+    assert (
+        max(line.count("#") + line.count("w") for line in said.splitlines()[6:8]) <= 50
+        and "111%" in said
+    )
 
 
 def test_few_steps_are_told() -> None:
-    assert "Only 4 steps were measured with 2 workers" in scaling.describe(scaling.curve([ONE, point(2, steps=4, compute=0.05)]))
+    assert "Only 4 steps were measured with 2 workers" in scaling.describe(
+        scaling.curve([ONE, point(2, steps=4, compute=0.05)])
+    )
 
 
 def test_the_run_of_median_speed_is_typical() -> None:
@@ -131,9 +196,15 @@ def test_a_folder_is_read_without_its_first_steps(tmp_path: Path) -> None:
     usual = {"compute": 0.02, "exchange": 0.01, "wait": 0.005, "data": 0.005}
     folder = RunFolder(finished(tmp_path, steps=[{**usual, "compute": 9.0}] * 5 + [usual] * 30))
     found = scaling.measured(folder)
-    assert (found.workers, found.batch, found.steps) == (2, 64, 30) and found.parts == pytest.approx(usual)
+    assert (found.workers, found.batch, found.steps) == (
+        2,
+        64,
+        30,
+    ) and found.parts == pytest.approx(usual)
     lines = folder.metrics.read_text().splitlines()
-    folder.metrics.write_text("\n".join([*lines[:1], json.dumps({"step": 1, "time": 0.1, "loss": 1.0})]) + "\n")
+    folder.metrics.write_text(
+        "\n".join([*lines[:1], json.dumps({"step": 1, "time": 0.1, "loss": 1.0})]) + "\n"
+    )
     with pytest.raises(UsageError, match="at least 2 with samples"):
         scaling.measured(folder)
     folder.summary.unlink()

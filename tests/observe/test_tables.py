@@ -7,10 +7,15 @@ import pytest
 from paceline.observe.tables import aligned, seconds
 
 
-@pytest.mark.parametrize(("value", "text"), [(0.00251, "2.5 ms"), (0.9999, "999.9 ms"), (1.5, "1.50 s")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.00251, "2.5 ms"), (0.9999, "999.9 ms"), (1.5, "1.50 s")]
+)
 def test_seconds_have_a_unit_that_fits(value: float, text: str) -> None:
     assert seconds(value) == text
 
 
 def test_columns_are_aligned() -> None:
-    assert list(aligned([("", "to", "n"), ("stage 0", "b", "12")], left=2)) == ["           to   n", "  stage 0  b   12"]
+    assert list(aligned([("", "to", "n"), ("stage 0", "b", "12")], left=2)) == [
+        "           to   n",
+        "  stage 0  b   12",
+    ]

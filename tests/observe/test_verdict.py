@@ -12,7 +12,10 @@ from tests.harness.finished_runs import finished
 
 def test_a_quiet_run(tmp_path: Path) -> None:
     assert verdict(read(RunFolder(finished(tmp_path)))) == [
-        "2 workers on 1 host trained 6,400 samples in 100 steps in 0:10, to a loss of 1.234, with AllReduce().",
+        (
+            "2 workers on 1 host trained 6,400 samples in 100 steps in 0:10, to a loss of 1.234, "
+            "with AllReduce()."
+        ),
         "A step took 100.0 ms (640 samples/s): compute 95%, exchange 3%, wait 1% and data 1%.",
         "Nothing stands out: 95% of a step is compute.",
     ]
@@ -26,7 +29,9 @@ def test_what_most_is_to_be_gained_by(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
-    assert verdict(read(RunFolder(finished(tmp_path, loss=float("nan")))))[-1].startswith("The loss is nan: the weights are likely lost")
+    assert verdict(read(RunFolder(finished(tmp_path, loss=float("nan")))))[-1].startswith(
+        "The loss is nan: the weights are likely lost"
+    )
 
 
 def test_under_way_and_not_begun(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""BatchNorm over several workers against one process on the whole batch: outputs, gradients, running statistics."""
+"""BatchNorm over several workers against one process on the whole batch: outputs, gradients,
+running statistics.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def prepared(layer: nn.Module, seed: int = 5) -> nn.Module:
 
 def objective(y: Tensor, aim: Tensor) -> Tensor:
     """A mean over samples whose gradient differs from value to value."""
-    return ((y.float() if y.dtype.itemsize < 4 else y) * aim).tanh().square().flatten(1).sum(1).mean()
+    return (
+        ((y.float() if y.dtype.itemsize < 4 else y) * aim).tanh().square().flatten(1).sum(1).mean()
+    )
 
 
 def alone(make: Maker, xs: Sequence[Tensor], aims: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -54,8 +58,12 @@ def alone(make: Maker, xs: Sequence[Tensor], aims: Sequence[Tensor]) -> tuple[An
     return outputs, slopes, [p.grad for p in model.parameters()], model.state_dict()
 
 
-def together(make: Maker, xs: Sequence[Tensor], aims: Sequence[Tensor], shares: Sequence[int]) -> list[tuple[Any, ...]]:
-    """Each worker's rows; ghosts get the first row full of nan, and gradients are weighed as the session does."""
+def together(
+    make: Maker, xs: Sequence[Tensor], aims: Sequence[Tensor], shares: Sequence[int]
+) -> list[tuple[Any, ...]]:
+    """Each worker's rows; ghosts get the first row full of nan, and gradients are weighed as the
+    session does.
+    """
     starts = [sum(shares[:r]) for r in range(len(shares))]
 
     def body(group: Group) -> tuple[Any, ...]:
@@ -64,7 +72,9 @@ def together(make: Maker, xs: Sequence[Tensor], aims: Sequence[Tensor], shares: 
         synchronise(model, group, ghost=lambda: ghost, scale=lambda: scale)
         outputs, slopes = [], []
         for x, aim in zip(xs, aims, strict=True):
-            x, aim = (torch.full_like(x[:1], float("nan")), aim[:1]) if ghost else (x[mine], aim[mine])
+            x, aim = (
+                (torch.full_like(x[:1], float("nan")), aim[:1]) if ghost else (x[mine], aim[mine])
+            )
             x = x.clone(memory_format=torch.preserve_format).requires_grad_()
             y = model(x)
             objective(y, aim).backward()
@@ -74,14 +84,21 @@ def together(make: Maker, xs: Sequence[Tensor], aims: Sequence[Tensor], shares: 
             else:
                 outputs.append(y.detach())
                 slopes.append(x.grad * scale)
-        grads = [p.grad if ghost else p.grad * scale for p in model.parameters() if p.grad is not None]
+        grads = [
+            p.grad if ghost else p.grad * scale for p in model.parameters() if p.grad is not None
+        ]
         return outputs, slopes, grads, model.state_dict()
 
     return spawn(len(shares), body)
 
 
 def compare(
-    make: Maker, shape: Sequence[int], shares: Sequence[int], dtype: torch.dtype = torch.float64, tolerance: float = 1e-10, **how: Any
+    make: Maker,
+    shape: Sequence[int],
+    shares: Sequence[int],
+    dtype: torch.dtype = torch.float64,
+    tolerance: float = 1e-10,
+    **how: Any,
 ):
     xs = [batch(shape, dtype, seed).contiguous(**how) for seed in (1, 2, 3)]
     aims = [batch(shape, torch.float64, seed + 10) / 4 for seed in (1, 2, 3)]
@@ -89,8 +106,12 @@ def compare(
     results = together(make, xs, aims, shares)
     close = {"rtol": tolerance, "atol": tolerance}
     for turn in range(len(xs)):
-        torch.testing.assert_close(torch.cat([r[0][turn] for r in results if r[0]]), outputs[turn], **close)
-        torch.testing.assert_close(torch.cat([r[1][turn] for r in results if r[1]]), slopes[turn], **close)
+        torch.testing.assert_close(
+            torch.cat([r[0][turn] for r in results if r[0]]), outputs[turn], **close
+        )
+        torch.testing.assert_close(
+            torch.cat([r[1][turn] for r in results if r[1]]), slopes[turn], **close
+        )
     for i, grad in enumerate(grads):
         torch.testing.assert_close(sum(r[2][i] for r in results), grad, **close)
     for key, value in state.items():
@@ -109,14 +130,19 @@ LAYERS: dict[str, tuple[Maker, tuple[int, ...]]] = {
     "untracked": (lambda: nn.BatchNorm2d(3, track_running_stats=False), (8, 3, 4, 2)),
     "not affine": (lambda: nn.BatchNorm2d(3, affine=False), (8, 3, 4, 2)),
     "without bias": (lambda: nn.BatchNorm2d(3, bias=False), (8, 3, 4, 2)),
-    "untracked in eval mode": (lambda: nn.BatchNorm2d(3, track_running_stats=False).eval(), (8, 3, 4, 2)),
+    "untracked in eval mode": (
+        lambda: nn.BatchNorm2d(3, track_running_stats=False).eval(),
+        (8, 3, 4, 2),
+    ),
     "eval mode": (lambda: nn.BatchNorm2d(3).eval(), (8, 3, 4, 2)),
 }
 
 
 SHARES = [(4, 4), (1, 7), (3, 3, 2), (0, 8), (5, 0, 3)]
 # in eval mode a ghost's gradients are the session's to replace
-CASES = [(kind, shares) for kind in LAYERS for shares in SHARES if kind != "eval mode" or 0 not in shares]
+CASES = [
+    (kind, shares) for kind in LAYERS for shares in SHARES if kind != "eval mode" or 0 not in shares
+]
 
 
 @pytest.mark.parametrize(("kind", "shares"), CASES, ids=str)
@@ -128,7 +154,14 @@ def test_equals_one_process(kind: str, shares: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shares", [(6, 2), (0, 5, 3)], ids=str)
 def test_deep_model_with_several_layers(shares: tuple[int, ...]) -> None:
     def make() -> nn.Module:
-        convolutions = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5), nn.Flatten()]
+        convolutions = [
+            nn.Conv2d(3, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Conv2d(4, 5, 3),
+            nn.BatchNorm2d(5),
+            nn.Flatten(),
+        ]
         return nn.Sequential(*convolutions, nn.Linear(20, 3), nn.BatchNorm1d(3)).double()
 
     state = make().state_dict()
@@ -142,10 +175,16 @@ def test_deep_model_with_several_layers(shares: tuple[int, ...]) -> None:
     aims = [batch((8, 3), seed=seed + 10) / 4 for seed in (1, 2)]
     outputs, slopes, grads, buffers = alone(same, xs, aims)
     results = together(same, xs, aims, shares)
-    torch.testing.assert_close(torch.cat([r[0][1] for r in results if r[0]]), outputs[1], rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(torch.cat([r[1][1] for r in results if r[1]]), slopes[1], rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(
+        torch.cat([r[0][1] for r in results if r[0]]), outputs[1], rtol=1e-10, atol=1e-10
+    )
+    torch.testing.assert_close(
+        torch.cat([r[1][1] for r in results if r[1]]), slopes[1], rtol=1e-9, atol=1e-10
+    )
     for i, grad in enumerate(grads):
-        torch.testing.assert_close(sum(r[2][i].nan_to_num() for r in results), grad, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(
+            sum(r[2][i].nan_to_num() for r in results), grad, rtol=1e-9, atol=1e-10
+        )
     for key, value in buffers.items():
         torch.testing.assert_close(results[-1][3][key], value, rtol=1e-10, atol=1e-10)
 
@@ -157,7 +196,9 @@ def test_low_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
 
 
 def test_parameters_in_bfloat16() -> None:
-    compare(lambda: prepared(nn.BatchNorm2d(3)).bfloat16(), (8, 3, 4, 4), (5, 3), torch.bfloat16, 6e-2)
+    compare(
+        lambda: prepared(nn.BatchNorm2d(3)).bfloat16(), (8, 3, 4, 4), (5, 3), torch.bfloat16, 6e-2
+    )
 
 
 def test_float32_statistics_far_from_zero() -> None:
@@ -173,7 +214,12 @@ def test_float32_statistics_far_from_zero() -> None:
 
 
 def test_channels_last_is_kept() -> None:
-    compare(lambda: prepared(nn.BatchNorm2d(3)).double(), (8, 3, 4, 2), (5, 3), memory_format=torch.channels_last)
+    compare(
+        lambda: prepared(nn.BatchNorm2d(3)).double(),
+        (8, 3, 4, 2),
+        (5, 3),
+        memory_format=torch.channels_last,
+    )
 
     def body(group: Group) -> tuple[bool, bool]:
         layer = nn.BatchNorm2d(3)
@@ -182,7 +228,9 @@ def test_channels_last_is_kept() -> None:
         y = layer(x)
         y.square().sum().backward()
         assert x.grad is not None
-        return y.is_contiguous(memory_format=torch.channels_last), x.grad.is_contiguous(memory_format=torch.channels_last)
+        return y.is_contiguous(memory_format=torch.channels_last), x.grad.is_contiguous(
+            memory_format=torch.channels_last
+        )
 
     assert spawn(2, body) == [(True, True)] * 2
 
@@ -237,7 +285,9 @@ def test_one_value_in_the_whole_batch_raises_as_torch_does() -> None:
     def body(group: Group) -> str:
         layer = nn.BatchNorm1d(3)
         synchronise(layer, group, ghost=lambda: group.rank > 0, scale=lambda: 1.0)
-        with pytest.raises(ValueError, match="Expected more than 1 value per channel when training, got 1"):
+        with pytest.raises(
+            ValueError, match="Expected more than 1 value per channel when training, got 1"
+        ):
             layer(torch.randn(1, 3))
         return "raised"
 
@@ -297,14 +347,20 @@ def test_checkpointing_recomputes_with_the_same_statistics() -> None:
         layer = prepared(nn.BatchNorm1d(3)).double()
         synchronise(layer, group, ghost=lambda: False, scale=lambda: 0.5)
         part = x.chunk(2)[group.rank].clone().requires_grad_()
-        y = layer(part) if reentrant is None else checkpoint(layer, part, use_reentrant=reentrant, preserve_rng_state=False)
+        y = (
+            layer(part)
+            if reentrant is None
+            else checkpoint(layer, part, use_reentrant=reentrant, preserve_rng_state=False)
+        )
         y.tanh().square().sum().backward()
         assert part.grad is not None
         return part.grad
 
     plain = spawn(2, lambda group: body(group, None))
     for reentrant in (True, False):
-        for a, b in zip(plain, spawn(2, lambda group, reentrant=reentrant: body(group, reentrant)), strict=True):
+        for a, b in zip(
+            plain, spawn(2, lambda group, reentrant=reentrant: body(group, reentrant)), strict=True
+        ):
             torch.testing.assert_close(a, b)
 
 
@@ -346,13 +402,21 @@ def test_a_forward_replaced_on_the_instance_raises() -> None:
 
 def test_layers_stay_the_users_own() -> None:
     def body(group: Group) -> None:
-        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(3)), nn.InstanceNorm1d(3))
+        model = nn.Sequential(
+            nn.Linear(3, 3),
+            nn.BatchNorm1d(3),
+            nn.Sequential(nn.BatchNorm1d(3)),
+            nn.InstanceNorm1d(3),
+        )
         layer, keys = model[1], list(model.state_dict())
         heard: list[str] = []
         layer.register_forward_hook(lambda *_: heard.append("hook"))
         assert synchronise(model, group, ghost=lambda: False, scale=lambda: 0.5) == 2
-        assert synchronise(model, group, ghost=lambda: False, scale=lambda: 0.5) == 2  # again: a new group, not a second wrapping
-        assert model[1] is layer and type(layer) is nn.BatchNorm1d and list(model.state_dict()) == keys
+        # again: a new group, not a second wrapping
+        assert synchronise(model, group, ghost=lambda: False, scale=lambda: 0.5) == 2
+        assert (
+            model[1] is layer and type(layer) is nn.BatchNorm1d and list(model.state_dict()) == keys
+        )
         assert is_synchronous(layer) and not is_synchronous(model[0])
         layer(torch.randn(2, 3))
         assert heard == ["hook"]
@@ -384,7 +448,9 @@ def test_a_deepcopy_exchanges_where_it_is_asked_to() -> None:
         synchronise(layer, group, ghost=lambda: False, scale=lambda: 0.5, copies=lambda: asked[0])
         if group.rank == 0:  # alone: nobody else would come to an exchange
             torch.testing.assert_close(copy.deepcopy(layer)(x), nn.BatchNorm1d(3).double()(x))
-            torch.testing.assert_close(copy.deepcopy(layer).eval()(x), nn.BatchNorm1d(3).double().eval()(x))
+            torch.testing.assert_close(
+                copy.deepcopy(layer).eval()(x), nn.BatchNorm1d(3).double().eval()(x)
+            )
         asked[0] = True
         twin = copy.deepcopy(layer)
         assert twin.forward.__self__ is twin
@@ -435,7 +501,9 @@ def test_lazy_layers() -> None:
         assert type(model[0]) is nn.BatchNorm1d
         return y
 
-    torch.testing.assert_close(torch.cat(spawn(2, body)), nn.BatchNorm1d(3).double()(batch((8, 3))), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        torch.cat(spawn(2, body)), nn.BatchNorm1d(3).double()(batch((8, 3))), rtol=1e-10, atol=1e-10
+    )
 
 
 @COMPILES
@@ -473,7 +541,12 @@ def test_on_cuda_with_a_group_that_answers_for_the_others() -> None:
             return Finished(out.copy_(x * 2))
 
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float16, 4e-3)):
-        plain, layer = (prepared(nn.BatchNorm2d(3)).cuda().to(torch.float64 if dtype == torch.float64 else torch.float32) for _ in range(2))
+        plain, layer = (
+            prepared(nn.BatchNorm2d(3))
+            .cuda()
+            .to(torch.float64 if dtype == torch.float64 else torch.float32)
+            for _ in range(2)
+        )
         synchronise(layer, Twice(), ghost=lambda: False, scale=lambda: 0.5)  # type: ignore[arg-type]
         x = batch((8, 3, 4, 2), dtype).cuda()
         a, b = torch.cat([x, x]).requires_grad_(), x.clone().requires_grad_()

@@ -21,7 +21,13 @@ class Noted:
         self.asked: list[Any] = []
 
     def clip_norm(
-        self, parameters: list[Tensor], max_norm: float, norm_type: float, own: Callable[[], Tensor], *, finite: bool = False
+        self,
+        parameters: list[Tensor],
+        max_norm: float,
+        norm_type: float,
+        own: Callable[[], Tensor],
+        *,
+        finite: bool = False,
     ) -> Tensor:
         self.asked.append((len(parameters), max_norm, norm_type, *(["finite"] if finite else [])))
         return own()
@@ -51,7 +57,12 @@ def test_the_clipper_of_any_of_the_parameters_is_asked() -> None:
     clip_grad_value_(mine, clip_value=0.5)
     clip_grads_with_norm_(mine, 1.0, torch.tensor(10.0))
     # torch's own clip_grad_norm_ goes through clip_grads_with_norm_
-    assert noted.asked == [(2, 1.0, float("inf")), "clip_grads_with_norm_", "clip_grad_value_", "clip_grads_with_norm_"]
+    assert noted.asked == [
+        (2, 1.0, float("inf")),
+        "clip_grads_with_norm_",
+        "clip_grad_value_",
+        "clip_grads_with_norm_",
+    ]
     assert all(p.grad is not None and torch.allclose(p.grad, torch.full((2,), 0.05)) for p in mine)
 
 
@@ -62,7 +73,13 @@ def test_the_clipper_hears_whether_the_norm_has_to_be_finite() -> None:
     clip_grad_norm_(mine, 1.0, error_if_nonfinite=True)
     assert [asked for asked in noted.asked if "finite" in asked] == [(2, 1.0, 2.0, "finite")] * 2
     for norm in (float("nan"), float("inf")):
-        with pytest.raises(RuntimeError, match=r"The total norm of order 2\.0 for gradients from `parameters` is non-finite, so it cannot"):
+        with pytest.raises(
+            RuntimeError,
+            match=(
+                r"The total norm of order 2\.0 for gradients from `parameters` is non-finite, so "
+                r"it cannot"
+            ),
+        ):
             check_finite(norm, 2.0)
 
 
@@ -70,13 +87,23 @@ def test_the_norm_of_parameters_of_which_some_are_cut_is_checked() -> None:
     mine, others, noted = weights(), weights(), Noted()
     let_clip(others, noted)
     let_clip(mine, noted, cut=True)
-    for grads in ([p.grad for p in others], [mine[0].grad, others[0].grad], (p.grad.detach() for p in mine if p.grad is not None)):
+    for grads in (
+        [p.grad for p in others],
+        [mine[0].grad, others[0].grad],
+        (p.grad.detach() for p in mine if p.grad is not None),
+    ):
         get_total_norm(grads)  # type: ignore[arg-type]
     assert noted.asked == [("norm", 1), ("norm", 2)]
-    assert mine[0].grad is not None and float(get_total_norm(mine[0].grad)) == float(norm_here([mine[0].grad], 2.0)) > 4
+    assert (
+        mine[0].grad is not None
+        and float(get_total_norm(mine[0].grad)) == float(norm_here([mine[0].grad], 2.0)) > 4
+    )
     assert noted.asked == [("norm", 1), ("norm", 2), ("norm", 1)]
     clip_plainly(mine)
-    assert float(get_total_norm([p.grad for p in mine if p.grad is not None])) == pytest.approx(6.0) and len(noted.asked) == 3
+    assert (
+        float(get_total_norm([p.grad for p in mine if p.grad is not None])) == pytest.approx(6.0)
+        and len(noted.asked) == 3
+    )
 
 
 def test_calls_without_gradients_are_checked() -> None:
@@ -103,7 +130,11 @@ def test_other_parameters_are_clipped_by_torch() -> None:
     let_clip(mine, noted)
     assert float(clip_grad_norm_(others, 1.0)) == pytest.approx(6.0)
     clip_grad_value_(others[0], 0.1)
-    assert others[0].grad is not None and float(others[0].grad.max()) == pytest.approx(0.1) and noted.asked == []
+    assert (
+        others[0].grad is not None
+        and float(others[0].grad.max()) == pytest.approx(0.1)
+        and noted.asked == []
+    )
     with pytest.warns(UserWarning, match="empty generator"):
         clip_grad_norm_((p for p in others[:0]), 1.0)
 

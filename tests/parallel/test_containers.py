@@ -1,4 +1,6 @@
-"""Tensors are found and changed in whatever layers take and return, which stays of the kind that it is."""
+"""Tensors are found and changed in whatever layers take and return, which stays of the kind that
+it is.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,19 @@ X = torch.ones(2)
 
 @pytest.mark.parametrize(
     "value",
-    [X, (X,), [X], {"a": X}, OrderedDict(a=X), Named(X), Frozen(X), Slotted([X]), Texts(a=X), UserDict(a=X), Pair([X])],
+    [
+        X,
+        (X,),
+        [X],
+        {"a": X},
+        OrderedDict(a=X),
+        Named(X),
+        Frozen(X),
+        Slotted([X]),
+        Texts(a=X),
+        UserDict(a=X),
+        Pair([X]),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_each_kind_of_container(value: Any) -> None:
@@ -50,7 +64,9 @@ def test_each_kind_of_container(value: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(outer) if isinstance(leaf, Tensor)]
         assert tensors == [X] * len(tensors) and all(x is X for x in tensors)
         changed = tree_map_only(Tensor, lambda x: x + 1, outer)
-        assert [leaf.tolist() for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)] == [[2.0, 2.0]] * len(tensors)
+        assert [leaf.tolist() for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)] == [
+            [2.0, 2.0]
+        ] * len(tensors)
         assert type(changed) is type(outer) and tree_leaves(outer)[0] is X
 
 

@@ -19,6 +19,7 @@ def test_a_renewed_parameter_takes_the_place_of_the_old_one() -> None:
     context.placements.add(old, context.placements.of(old, "weight"))
     context.renew(old, new, context.placements.of(old).narrow(0, [(2, 4)], "tensor"))
     assert context.renewed == {old: new}
-    assert [(found is new, placement.name, placement.axes) for found, placement in context.placements.parameters()] == [
-        (True, "weight", ("tensor",))
-    ]
+    assert [
+        (found is new, placement.name, placement.axes)
+        for found, placement in context.placements.parameters()
+    ] == [(True, "weight", ("tensor",))]

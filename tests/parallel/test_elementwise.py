@@ -25,8 +25,14 @@ def one(kind: Any) -> Optimizer:
 
 
 def test_classes_are_known_exactly() -> None:
-    assert all(is_elementwise(one(kind)) for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Rprop))
-    assert not any(is_elementwise(one(kind)) for kind in (Own, torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS))
+    assert all(
+        is_elementwise(one(kind))
+        for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Rprop)
+    )
+    assert not any(
+        is_elementwise(one(kind))
+        for kind in (Own, torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS)
+    )
 
 
 def test_steps_that_are_replaced() -> None:
@@ -46,7 +52,13 @@ def test_to_vouch_is_for_one_class_alone() -> None:
         """Not vouched for."""
 
     assert pl.elementwise(First) is First
-    assert is_elementwise(one(First)) and not is_elementwise(one(Second)) and not is_elementwise(one(Own))
+    assert (
+        is_elementwise(one(First))
+        and not is_elementwise(one(Second))
+        and not is_elementwise(one(Own))
+    )
     for wrong in (one(Second), torch.nn.Linear, "AdamW"):
-        with pytest.raises(UsageError, match=r"elementwise\(\) vouches for a class of optimizers, and got"):
+        with pytest.raises(
+            UsageError, match=r"elementwise\(\) vouches for a class of optimizers, and got"
+        ):
             pl.elementwise(wrong)  # type: ignore[type-var]

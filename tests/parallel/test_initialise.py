@@ -1,4 +1,6 @@
-"""Parameters without memory get values that depend on the seed and on names alone, whatever is kept of them, and one module at a time."""
+"""Parameters without memory get values that depend on the seed and on names alone, whatever is
+kept of them, and one module at a time.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,14 @@ class Tied(nn.Module):
 
 
 def build() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Conv1d(8, 4, 3), nn.MultiheadAttention(8, 2), nn.BatchNorm1d(4), Tied())
+    return nn.Sequential(
+        nn.Linear(6, 8),
+        nn.LayerNorm(8),
+        nn.Conv1d(8, 4, 3),
+        nn.MultiheadAttention(8, 2),
+        nn.BatchNorm1d(4),
+        Tied(),
+    )
 
 
 def unborn(make: Callable[[], nn.Module] = build) -> nn.Module:
@@ -39,7 +48,9 @@ def unborn(make: Callable[[], nn.Module] = build) -> nn.Module:
     return model
 
 
-def values(seed: int = 1, make: Callable[[], nn.Module] = build, init: Any = None) -> dict[str, Tensor]:
+def values(
+    seed: int = 1, make: Callable[[], nn.Module] = build, init: Any = None
+) -> dict[str, Tensor]:
     model = unborn(make)
     Blueprint(model, init).make(model, Placements(), seed)
     assert not is_unborn(model)
@@ -57,7 +68,9 @@ def test_values_depend_on_the_seed_and_the_name_alone() -> None:
     assert same(values(), first)
     assert not torch.equal(values(2)["0.weight"], first["0.weight"])
     twins = values(make=lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(6, 8)))
-    assert torch.equal(twins["0.weight"], first["0.weight"]) and not torch.equal(twins["1.weight"], twins["0.weight"])
+    assert torch.equal(twins["0.weight"], first["0.weight"]) and not torch.equal(
+        twins["1.weight"], twins["0.weight"]
+    )
     more = values(make=lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8)))
     assert torch.equal(more["0.weight"], first["0.weight"])
 
@@ -71,7 +84,9 @@ def test_values_are_drawn_as_the_module_does() -> None:
             assert 0.6 < float(made[name].std() / value.std()) < 1.6, name
         elif not value.is_floating_point() or value.unique().numel() == 1:
             assert torch.equal(made[name], value), f"{name} begins as a constant"
-    assert float(made["3.out_proj.bias"].abs().sum()) == 0, "attention writes to what is inside of it"
+    assert float(made["3.out_proj.bias"].abs().sum()) == 0, (
+        "attention writes to what is inside of it"
+    )
 
 
 def test_generators_of_the_script_stay_where_they_are() -> None:
@@ -116,7 +131,11 @@ def test_each_worker_keeps_its_part(flat: bool) -> None:
                 path = next(path for path, p in model.named_parameters() if p is parameter)
                 at = Placement.whole("model1." + path, parameter.shape)
                 start, stop = chunk(parameter.numel() if flat else parameter.shape[0], rank, size)
-                at = at.piece(start, stop, "shard") if flat else at.narrow(0, [(start, stop)], "tensor")
+                at = (
+                    at.piece(start, stop, "shard")
+                    if flat
+                    else at.narrow(0, [(start, stop)], "tensor")
+                )
                 new = nn.Parameter(torch.empty(at.local, device="cpu" if flat else "meta"))
                 torch.utils.swap_tensors(parameter, new)
                 parameter.__dict__["axis"] = True
@@ -124,8 +143,12 @@ def test_each_worker_keeps_its_part(flat: bool) -> None:
         blueprint.make(model, placements, 1)
         wanted = dict(reference.named_parameters())
         for name, parameter in model.named_parameters():
-            assert torch.equal(parameter, placements.of(parameter).take(wanted[name].detach())), name
-    assert not torch.equal(whole["0.weight"], wanted["0.weight"]), "two models of a run begin differently"
+            assert torch.equal(parameter, placements.of(parameter).take(wanted[name].detach())), (
+                name
+            )
+    assert not torch.equal(whole["0.weight"], wanted["0.weight"]), (
+        "two models of a run begin differently"
+    )
 
 
 def test_one_module_is_whole_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +170,9 @@ def test_one_module_is_whole_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.utils.swap_tensors(parameter, nn.Parameter(torch.empty(at.local, device="meta")))
         placements.add(parameter, at)
     blueprint.make(model, placements, 1)
-    assert most[0] <= 2 * 4 * (16 * 16 + 16) < 20 * 4 * (16 * 16 + 16), "of a module and the next one"
+    assert most[0] <= 2 * 4 * (16 * 16 + 16) < 20 * 4 * (16 * 16 + 16), (
+        "of a module and the next one"
+    )
 
 
 def test_a_tied_parameter_is_that_of_its_first_module() -> None:
@@ -187,7 +212,9 @@ class Container(nn.Module):
 
 def test_a_module_may_reset_what_is_inside_of_it() -> None:
     found = values(make=lambda: nn.Sequential(Container(), nn.Linear(2, 2)))
-    assert torch.equal(found["0.up.weight"], torch.full((4, 4), 0.25)) and torch.equal(found["0.down.bias"], torch.full((4,), 3.0))
+    assert torch.equal(found["0.up.weight"], torch.full((4, 4), 0.25)) and torch.equal(
+        found["0.down.bias"], torch.full((4,), 3.0)
+    )
     assert found["0.up.bias"].unique().numel() == 4
 
 
@@ -201,16 +228,37 @@ def fill(module: nn.Module) -> None:
 def test_values_by_a_function_of_a_module() -> None:
     found = values(make=lambda: nn.Sequential(Scale(), Own()), init=fill)
     assert torch.equal(found["0.scale"], torch.full((4,), 7.0))
-    assert 0 < float(found["1.up.weight"].abs().max()) < 0.6 and float(found["1.up.bias"].abs().max()) > 0
+    assert (
+        0 < float(found["1.up.weight"].abs().max()) < 0.6
+        and float(found["1.up.bias"].abs().max()) > 0
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "init", "why"),
     [
-        (lambda: nn.Sequential(Scale()), None, r"nothing gives values to 0.scale: Scale has no reset_parameters that writes to them; say"),
+        (
+            lambda: nn.Sequential(Scale()),
+            None,
+            (
+                r"nothing gives values to 0.scale: Scale has no reset_parameters that writes to "
+                r"them; say"
+            ),
+        ),
         (lambda: nn.Sequential(Scale()), lambda module: None, r"nothing gives values to 0.scale"),
-        (lambda: nn.Sequential(*(Scale() for _ in range(8))), None, r"0.scale, 1.scale, 2.scale, 3.scale, 4.scale and 3 more"),
-        (Own, None, r"the model gives values of its own to up.weight, which are not those of reset_parameters"),
+        (
+            lambda: nn.Sequential(*(Scale() for _ in range(8))),
+            None,
+            r"0.scale, 1.scale, 2.scale, 3.scale, 4.scale and 3 more",
+        ),
+        (
+            Own,
+            None,
+            (
+                r"the model gives values of its own to up.weight, which are not those of "
+                r"reset_parameters"
+            ),
+        ),
         (lambda: nn.LSTM(2, 2), None, r"weight_ih_l0 is held by weak references \(LSTM does so\)"),
     ],
 )
@@ -221,13 +269,17 @@ def test_what_nobody_makes_is_named(make: Callable[[], nn.Module], init: Any, wh
 
 
 class ByNumbers(nn.Module):
-    """A reset that needs numbers, which a trial without memory doesn't have, and gives values to what `written` says."""
+    """A reset that needs numbers, which a trial without memory doesn't have, and gives values to
+    what `written` says.
+    """
 
     def __init__(self, written: str = "scale", *, whole: bool = False) -> None:
         super().__init__()
         self.written = written
         self.scale, self.shift = nn.Parameter(torch.empty(4)), nn.Parameter(torch.empty(3))
-        self.places = nn.Parameter(torch.empty(2, dtype=torch.int64), requires_grad=False) if whole else None
+        self.places = (
+            nn.Parameter(torch.empty(2, dtype=torch.int64), requires_grad=False) if whole else None
+        )
 
     def reset_parameters(self) -> None:
         with torch.no_grad():
@@ -238,18 +290,28 @@ class ByNumbers(nn.Module):
 
 def test_a_reset_that_needs_numbers_gives_values() -> None:
     found = values(make=lambda: nn.Sequential(ByNumbers("scale and shift")))
-    assert torch.equal(found["0.scale"], torch.full((4,), 2.0)) and torch.equal(found["0.shift"], torch.full((3,), 3.0))
+    assert torch.equal(found["0.scale"], torch.full((4,), 2.0)) and torch.equal(
+        found["0.shift"], torch.full((3,), 3.0)
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: nn.Sequential(ByNumbers("scale")), r"nothing gives values to 0.shift: ByNumbers has no reset_parameters"),
+        (
+            lambda: nn.Sequential(ByNumbers("scale")),
+            r"nothing gives values to 0.shift: ByNumbers has no reset_parameters",
+        ),
         (lambda: nn.Sequential(ByNumbers("a part of shift")), r"nothing gives values to 0.shift"),
-        (lambda: nn.Sequential(ByNumbers("scale and shift", whole=True)), r"0.places has whole numbers, and the reset of ByNumbers can't"),
+        (
+            lambda: nn.Sequential(ByNumbers("scale and shift", whole=True)),
+            r"0.places has whole numbers, and the reset of ByNumbers can't",
+        ),
     ],
 )
-def test_what_a_reset_that_needs_numbers_skips_is_named(make: Callable[[], nn.Module], why: str) -> None:
+def test_what_a_reset_that_needs_numbers_skips_is_named(
+    make: Callable[[], nn.Module], why: str
+) -> None:
     model = unborn(make)
     with pytest.raises(UsageError, match=why):
         Blueprint(model).make(model, Placements(), 1)
@@ -258,14 +320,19 @@ def test_what_a_reset_that_needs_numbers_skips_is_named(make: Callable[[], nn.Mo
 def test_values_given_after_the_block_are_not_lost_silently() -> None:
     model = unborn(lambda: nn.Sequential(nn.Linear(2, 2)))
     nn.init.ones_(model[0].weight)
-    with pytest.raises(UsageError, match=r"0.weight was written to after pl.meta\(\), when it had no memory"):
+    with pytest.raises(
+        UsageError, match=r"0.weight was written to after pl.meta\(\), when it had no memory"
+    ):
         Blueprint(model)
 
 
 def test_buffers_without_memory_are_named() -> None:
     with torch.device("meta"):
         model = nn.BatchNorm1d(3)
-    with pytest.raises(UsageError, match=r"buffers have no memory: running_mean, running_var, num_batches_tracked; build"):
+    with pytest.raises(
+        UsageError,
+        match=r"buffers have no memory: running_mean, running_var, num_batches_tracked; build",
+    ):
         Blueprint(model)
 
 

@@ -16,7 +16,9 @@ from paceline.parallel.meta import WriteLog, birth, meta
 def test_parameters_have_no_memory_and_buffers_do() -> None:
     with meta():
         model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    assert all(parameter.is_meta and type(parameter) is nn.Parameter for parameter in model.parameters())
+    assert all(
+        parameter.is_meta and type(parameter) is nn.Parameter for parameter in model.parameters()
+    )
     assert [list(parameter.shape) for parameter in model.parameters()] == [[3, 2], [3], [3], [3]]
     assert torch.equal(model[1].running_var, torch.ones(3))
     assert not nn.Linear(1, 1).weight.is_meta, "it ends with the block"
@@ -24,7 +26,9 @@ def test_parameters_have_no_memory_and_buffers_do() -> None:
 
 def test_what_was_frozen_tied_or_of_another_dtype_stays_so() -> None:
     with meta():
-        model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, dtype=torch.bfloat16), nn.Linear(3, 4, bias=False))
+        model = nn.Sequential(
+            nn.Embedding(4, 3), nn.Linear(3, 4, dtype=torch.bfloat16), nn.Linear(3, 4, bias=False)
+        )
         model[0].weight.requires_grad_(requires_grad=False)
         model[2].weight = model[0].weight
     assert model[2].weight is model[0].weight and not model[0].weight.requires_grad
@@ -44,7 +48,10 @@ def test_other_threads_build_as_always() -> None:
 
 
 def test_lazy_modules_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"LazyLinear.weight gets its shape from the first batch"), meta():
+    with (
+        pytest.raises(UsageError, match=r"LazyLinear.weight gets its shape from the first batch"),
+        meta(),
+    ):
         nn.LazyLinear(3)
     assert not nn.Linear(1, 1).weight.is_meta
 

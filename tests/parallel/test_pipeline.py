@@ -1,4 +1,6 @@
-"""Pipelines against one process: every schedule, ties, shares, other cuts beside, and what can't be done."""
+"""Pipelines against one process: every schedule, ties, shares, other cuts beside, and what can't
+be done.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def short() -> nn.Module:
     return gpt(layers=2)
 
 
-SHORT: dict[str, Any] = {"build": short, "epochs": 1}  # two steps, which is what there is time for with eight workers
+# two steps, which is what there is time for with eight workers
+SHORT: dict[str, Any] = {"build": short, "epochs": 1}
 
 
 @pytest.mark.each_choice
@@ -60,11 +63,20 @@ def test_what_a_stage_has_may_be_shared_out(zero: Any) -> None:
     same("shard=2, stage=2", [pipeline(LAYERS, micro_batches=4), pl.shard("blocks.*", zero=zero)])
 
 
-@pytest.mark.parametrize(("strategy", "zero"), [(AllReduce(codec=pl.int8()), 1), (pl.LocalSGD(2), 2), (AllReduce(codec=pl.int8()), 3)])
-def test_pieces_of_tied_weights_stay_equal_where_replicas_round_them(strategy: Any, zero: Any) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "zero"),
+    [(AllReduce(codec=pl.int8()), 1), (pl.LocalSGD(2), 2), (AllReduce(codec=pl.int8()), 3)],
+)
+def test_pieces_of_tied_weights_stay_equal_where_replicas_round_them(
+    strategy: Any, zero: Any
+) -> None:
     def ends(run: Run, model: nn.Module) -> list[float]:
         cuts = run._prepared.cuts
-        pieces = [cuts.trained(parameter) for name, parameter in model.named_parameters() if name == "tokens.weight"]
+        pieces = [
+            cuts.trained(parameter)
+            for name, parameter in model.named_parameters()
+            if name == "tokens.weight"
+        ]
         for piece in pieces:
             piece.data.add_(run.rank / 1000)
         run.step(model, X, Y, loss=next_tokens)  # which begins with what the first stage has
@@ -72,9 +84,15 @@ def test_pieces_of_tied_weights_stay_equal_where_replicas_round_them(strategy: A
         return [float(part.detach().sum()) for part in [*pieces, *seen]]
 
     cut = [pipeline(LAYERS, micro_batches=2), pl.shard("blocks.*", zero=zero)]
-    found = [said for _, _, said in workers(8, trained(cut, ended=ends, **SHORT), mesh="data=2, stage=2, shard=2", strategy=strategy)]
+    found = [
+        said
+        for _, _, said in workers(
+            8, trained(cut, ended=ends, **SHORT), mesh="data=2, stage=2, shard=2", strategy=strategy
+        )
+    ]
     replicas = [sorted(set(map(tuple, found[start : start + 4]))) for start in (0, 4)]
-    for (one, *whole), (two, *_) in replicas:  # those of two workers along `shard`, the same on both stages
+    # those of two workers along `shard`, the same on both stages
+    for (one, *whole), (two, *_) in replicas:
         assert zero == 3 or whole == pytest.approx([one + two] * 2, rel=1e-12)
 
 
@@ -104,21 +122,33 @@ def test_layers_of_a_stage_may_be_cut() -> None:
 
 
 def test_all_axes_work_at_once() -> None:
-    same("data=2, tensor=2, stage=2", [TENSOR, pipeline(LAYERS, schedule="zero-bubble", micro_batches=3)], **SHORT)
-    same("shard=2, tensor=2, stage=2", [pl.shard("blocks.*"), TENSOR, pipeline(LAYERS, micro_batches=4)], **SHORT)
+    same(
+        "data=2, tensor=2, stage=2",
+        [TENSOR, pipeline(LAYERS, schedule="zero-bubble", micro_batches=3)],
+        **SHORT,
+    )
+    same(
+        "shard=2, tensor=2, stage=2",
+        [pl.shard("blocks.*"), TENSOR, pipeline(LAYERS, micro_batches=4)],
+        **SHORT,
+    )
 
 
 def test_a_user_names_the_layers_of_each_stage() -> None:
     def held(run: Run, model: nn.Module) -> list[str]:
         return sorted(name for name, parameter in model.named_parameters() if parameter.numel())
 
-    first, second = same("stage=2", pipeline(LAYERS, micro_batches=2, split=[3, 5]), build=untied, ended=held)
+    first, second = same(
+        "stage=2", pipeline(LAYERS, micro_batches=2, split=[3, 5]), build=untied, ended=held
+    )
     assert all(name.startswith(("tokens", "positions", "blocks.0")) for name in first)
     assert second[-1].startswith("norm") and any(name.startswith("blocks.1") for name in second)
 
 
 class Net(nn.Module):
-    """Branches, a skip over all layers, a value that is None, and one that is a number, between the layers."""
+    """Branches, a skip over all layers, a value that is None, and one that is a number, between
+    the layers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +180,11 @@ def test_values_are_carried_over_stages() -> None:
 
 
 def test_masks_and_dtypes_are_there_on_all_stages() -> None:
-    same("stage=2", pipeline("embed, blocks.*, head", micro_batches=2), build=lambda: fill(Masked(vocab=11).double()))
+    same(
+        "stage=2",
+        pipeline("embed, blocks.*, head", micro_batches=2),
+        build=lambda: fill(Masked(vocab=11).double()),
+    )
 
 
 def test_answers_values_and_checkpoints_are_of_the_same_tied_weights() -> None:
@@ -158,7 +192,11 @@ def test_answers_values_and_checkpoints_are_of_the_same_tied_weights() -> None:
 
     def body(run: Run) -> list[torch.Tensor]:
         model = short()
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), cut=pipeline(LAYERS, micro_batches=2))
+        run.prepare(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            cut=pipeline(LAYERS, micro_batches=2),
+        )
         tied = next(p for name, p in model.named_parameters() if name == "tokens.weight")
 
         def rounded() -> float:
@@ -166,7 +204,11 @@ def test_answers_values_and_checkpoints_are_of_the_same_tied_weights() -> None:
             return 0.0
 
         with torch.no_grad():
-            looks: list[Callable[[], Any]] = [lambda: run.forward(model, X), lambda: run.step(model, X, Y, loss=next_tokens), run.save]
+            looks: list[Callable[[], Any]] = [
+                lambda: run.forward(model, X),
+                lambda: run.step(model, X, Y, loss=next_tokens),
+                run.save,
+            ]
             seen = [(rounded(), look(), tied.detach().clone())[2] for look in looks]
         rounded()
         return [*seen, tied.detach()]  # the last as the run leaves it
@@ -179,9 +221,18 @@ def test_int8_between_replicas_keeps_tied_weights_tied() -> None:
     def tied(run: Run, model: nn.Module) -> list[float]:
         cuts = run._prepared.cuts
         run._stepped._cuts.pipelines[0][1].level_ties()
-        return [float(cuts.trained(parameter).detach().sum()) for name, parameter in model.named_parameters() if name == "tokens.weight"]
+        return [
+            float(cuts.trained(parameter).detach().sum())
+            for name, parameter in model.named_parameters()
+            if name == "tokens.weight"
+        ]
 
-    found = workers(4, trained(pipeline(LAYERS, micro_batches=2), ended=tied), mesh="data=2, stage=2", strategy=AllReduce(codec=pl.int8()))
+    found = workers(
+        4,
+        trained(pipeline(LAYERS, micro_batches=2), ended=tied),
+        mesh="data=2, stage=2",
+        strategy=AllReduce(codec=pl.int8()),
+    )
     assert all(torch.equal(found[0][1], values) for _, values, _ in found)
     assert found[0][0][-1] < found[0][0][0]  # it learns
 
@@ -200,7 +251,9 @@ class Stream(IterableDataset[torch.Tensor]):
 
 
 def misused(cut: Any, act: Any, size: int = 2, mesh: str = "stage=2") -> PacelineError:
-    """The error of a run in which `act(run, model)` is done after the model was prepared, or of preparing it."""
+    """The error of a run in which `act(run, model)` is done after the model was prepared, or of
+    preparing it.
+    """
 
     def body(run: Run) -> None:
         model = untied()
@@ -222,10 +275,24 @@ X, Y = torch.zeros(4, 5, dtype=torch.long), torch.zeros(4, 5, dtype=torch.long)
 @pytest.mark.parametrize(
     ("cut", "words"),
     [
-        (pipeline("tokens, positions, blocks.*, norm, head", split=[1, 1]), r"split=\[1, 1\] doesn't deal 8 layers to 2 stages"),
+        (
+            pipeline("tokens, positions, blocks.*, norm, head", split=[1, 1]),
+            r"split=\[1, 1\] doesn't deal 8 layers to 2 stages",
+        ),
         (pipeline("tokens, blocks.*", trace=False), "no layer has the parameters positions.weight"),
-        (pipeline("tokens, positions, blocks, norm, head", schedule="interleaved", micro_batches=4, chunks=4), "8 stages .* for 5 layers"),
-        (pipeline(LAYERS, schedule="interleaved", micro_batches=1), "interleaved with micro_batches=1"),
+        (
+            pipeline(
+                "tokens, positions, blocks, norm, head",
+                schedule="interleaved",
+                micro_batches=4,
+                chunks=4,
+            ),
+            "8 stages .* for 5 layers",
+        ),
+        (
+            pipeline(LAYERS, schedule="interleaved", micro_batches=1),
+            "interleaved with micro_batches=1",
+        ),
         (pipeline(LAYERS, schedule="gpip"), "schedule='gpip' is unknown; .*did you mean gpipe"),
         (pipeline(LAYERS, split="odd"), "split='odd'"),  # type: ignore[arg-type]
     ],
@@ -264,7 +331,10 @@ def test_rows_that_differ_on_one_worker_are_told_to_all() -> None:
 
 
 def test_a_loss_that_is_no_number_is_refused() -> None:
-    error = misused(pipeline(LAYERS, micro_batches=1), lambda run, model: run.step(model, X, Y, loss=lambda out, y: out))
+    error = misused(
+        pipeline(LAYERS, micro_batches=1),
+        lambda run, model: run.step(model, X, Y, loss=lambda out, y: out),
+    )
     assert "has to be one number" in str(error) or "rank 1" in str(error)
 
 
@@ -273,20 +343,31 @@ def test_statistics_over_all_workers_are_refused() -> None:
         model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
         run.prepare(model, cut=pipeline("auto"), batchnorm="sync")
 
-    with pytest.raises(UsageError, match=r"batchnorm='sync' can't be had with layers on several workers"):
+    with pytest.raises(
+        UsageError, match=r"batchnorm='sync' can't be had with layers on several workers"
+    ):
         workers(2, body, mesh="stage=2")
 
 
 def test_an_evaluation_goes_forward_alone() -> None:
     def body(run: Run) -> tuple[float, bool, torch.Tensor, torch.Tensor]:
         model, whole = gpt(), gpt()
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), cut=pipeline(LAYERS, micro_batches=3))
+        run.prepare(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            cut=pipeline(LAYERS, micro_batches=3),
+        )
         tokens = torch.arange(20).view(4, 5) % 11
         with torch.no_grad():
             loss = run.step(model, tokens, tokens, loss=next_tokens)
         out = run.forward(model, tokens)
         reached = any(parameter.grad is not None for parameter in model.parameters())
-        return float(loss) - float(next_tokens(whole(tokens), tokens).detach()), reached, out, whole(tokens).detach()
+        return (
+            float(loss) - float(next_tokens(whole(tokens), tokens).detach()),
+            reached,
+            out,
+            whole(tokens).detach(),
+        )
 
     for difference, reached, out, wanted in workers(2, body, mesh="stage=2"):
         assert abs(difference) < 1e-12
@@ -298,23 +379,41 @@ def test_a_split_is_measured_and_the_same_on_all_workers() -> None:
     said: list[str] = []
 
     def held(run: Run) -> list[int]:
-        model = nn.Sequential(*(nn.Linear(6, 300 if at == 2 else 6) if at != 3 else nn.Linear(300, 6) for at in range(8))).double()
+        model = nn.Sequential(
+            *(
+                nn.Linear(6, 300 if at == 2 else 6) if at != 3 else nn.Linear(300, 6)
+                for at in range(8)
+            )
+        ).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        run.prepare(model, optimizer, DataLoader(Numbered(), batch_size=8), cut=pipeline("auto", split="auto", micro_batches=2))
+        run.prepare(
+            model,
+            optimizer,
+            DataLoader(Numbered(), batch_size=8),
+            cut=pipeline("auto", split="auto", micro_batches=2),
+        )
         x = torch.ones(8, 6, dtype=torch.float64)
         run.step(model, x, x, loss=F.mse_loss)
         return list(run._prepared.cuts.pipelines[0][1].split.bounds)
 
     found = workers(4, held, mesh="data=2, stage=2", said=said)
     assert all(bounds == found[0] for bounds in found) and found[0][0] == 0 and found[0][-1] == 8
-    assert any(f"the split that was measured, [{found[0][1]}, {8 - found[0][1]}]" in text for text in said)
+    assert any(
+        f"the split that was measured, [{found[0][1]}, {8 - found[0][1]}]" in text for text in said
+    )
 
 
 def test_a_split_is_counted_for_a_model_without_memory() -> None:
     def held(run: Run) -> list[int]:
         with pl.meta():
-            model = nn.Sequential(nn.Linear(6, 400), nn.Linear(400, 6), *(nn.Linear(6, 6) for _ in range(6)))
-        run.prepare(model, DataLoader(Numbered(dtype=torch.float32), batch_size=8), cut=pipeline("auto", split="auto", micro_batches=2))
+            model = nn.Sequential(
+                nn.Linear(6, 400), nn.Linear(400, 6), *(nn.Linear(6, 6) for _ in range(6))
+            )
+        run.prepare(
+            model,
+            DataLoader(Numbered(dtype=torch.float32), batch_size=8),
+            cut=pipeline("auto", split="auto", micro_batches=2),
+        )
         return list(run._prepared.cuts.pipelines[0][1].split.bounds)
 
     assert workers(2, held, mesh="stage=2") == [[0, 1, 8]] * 2
@@ -322,7 +421,11 @@ def test_a_split_is_counted_for_a_model_without_memory() -> None:
 
 def test_a_loss_that_takes_long_is_counted() -> None:
     def over_many(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return (out @ out.new_ones(out.shape[1], 3000) @ out.new_ones(3000, y.shape[1]) - y).square().mean()
+        return (
+            (out @ out.new_ones(out.shape[1], 3000) @ out.new_ones(3000, y.shape[1]) - y)
+            .square()
+            .mean()
+        )
 
     def held(run: Run, loss: Any) -> list[int]:
         with pl.meta():
@@ -332,21 +435,30 @@ def test_a_loss_that_takes_long_is_counted() -> None:
         return list(run._prepared.cuts.pipelines[0][1].split.bounds)
 
     assert workers(2, lambda run: held(run, over_many), mesh="stage=2") == [[0, 7, 8]] * 2
-    assert workers(2, lambda run: held(run, None), mesh="stage=2") == [[0, 5, 8]] * 2  # the first has no gradient of its input
+    # the first has no gradient of its input
+    assert workers(2, lambda run: held(run, None), mesh="stage=2") == [[0, 5, 8]] * 2
 
 
 def test_a_loss_that_nothing_measures_is_refused() -> None:
     for given in ({"split": "even"}, {"split": [3, 5]}):
-        with pytest.raises(UsageError, match=r"pipeline\(loss=...\) is .* which split='auto' measures"):
+        with pytest.raises(
+            UsageError, match=r"pipeline\(loss=...\) is .* which split='auto' measures"
+        ):
             pipeline(LAYERS, loss=F.mse_loss, **given)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"layers\(loss=...\) is .* which split='auto' measures"):
         pl.layers(LAYERS, loss=F.mse_loss)
 
     def body(run: Run) -> None:
         cut = pipeline("auto", split="auto", loss=lambda out, y: out)
-        run.prepare(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)).double(), DataLoader(Numbered(), batch_size=8), cut=cut)
+        run.prepare(
+            nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)).double(),
+            DataLoader(Numbered(), batch_size=8),
+            cut=cut,
+        )
 
-    with pytest.raises(UsageError, match=r"pipeline: the loss is a tensor of shape .* has to be one number"):
+    with pytest.raises(
+        UsageError, match=r"pipeline: the loss is a tensor of shape .* has to be one number"
+    ):
         workers(2, body, mesh="stage=2")
 
 
@@ -354,7 +466,10 @@ def test_a_loss_that_nothing_measures_is_refused() -> None:
     ("given", "words"),
     [
         ((), "give one to the same prepare"),
-        ((DataLoader(Pairs(), batch_size=4),), r"gives \(inputs, target\), and this one gives a Tensor"),
+        (
+            (DataLoader(Pairs(), batch_size=4),),
+            r"gives \(inputs, target\), and this one gives a Tensor",
+        ),
         ((DataLoader(Stream(), batch_size=4),), "a data set with indices"),
     ],
 )
@@ -377,7 +492,10 @@ class Scaled(nn.Module):
 
 
 def test_arguments_with_a_default_may_come_from_the_batch() -> None:
-    x, scale, y = (torch.randn(5, width, generator=torch.Generator().manual_seed(width), dtype=torch.float64) for width in (6, 1, 2))
+    x, scale, y = (
+        torch.randn(5, width, generator=torch.Generator().manual_seed(width), dtype=torch.float64)
+        for width in (6, 1, 2)
+    )
 
     def body(run: Run) -> float:
         model = fill(Scaled().double())
@@ -413,7 +531,11 @@ def test_a_tied_weight_that_one_end_reaches_has_its_gradient_on_both(held: bool)
 
     def body(run: Run) -> Any:
         model = graded()
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), cut=pipeline("first, last", micro_batches=2))
+        run.prepare(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            cut=pipeline("first, last", micro_batches=2),
+        )
         for _ in range(2):  # the second pass adds to what the first has left
             run.step(model, x, x, loss=F.mse_loss)
         return model.first.weight.grad
@@ -439,8 +561,12 @@ def test_answers_have_the_rows_of_the_question() -> None:
 
 def test_a_stage_that_changes_what_the_one_before_keeps_is_found_out() -> None:
     def body(run: Run) -> None:
-        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.5, inplace=True), nn.Linear(6, 2)).double()
-        run.prepare(model, cut=pipeline("0, 1, 2, 3", schedule="interleaved", micro_batches=1, split=[2, 2]))
+        model = nn.Sequential(
+            nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.5, inplace=True), nn.Linear(6, 2)
+        ).double()
+        run.prepare(
+            model, cut=pipeline("0, 1, 2, 3", schedule="interleaved", micro_batches=1, split=[2, 2])
+        )
         x = torch.ones(4, 6, dtype=torch.float64)
         run.step(model, x, x[:, :2], loss=F.mse_loss)
 
@@ -453,14 +579,24 @@ def test_an_evaluation_counts_as_its_own_loader_says() -> None:
         model = fill(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)).double())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         loader = DataLoader(Numbered(20), batch_size=7)
-        model, optimizer, train = run.prepare(model, optimizer, loader, cut=pipeline("auto", micro_batches=3))
+        model, optimizer, train = run.prepare(
+            model, optimizer, loader, cut=pipeline("auto", micro_batches=3)
+        )
         held_out = run.prepare(DataLoader(Numbered(20), batch_size=7), loss="sum", train=False)
         for x, y in train:
             run.step(model, x, y, loss=F.mse_loss)
         with torch.no_grad():
-            return [float(run.step(model, x, y, loss=lambda out, y: F.mse_loss(out, y, reduction="sum"))) for x, y in held_out]
+            return [
+                float(
+                    run.step(model, x, y, loss=lambda out, y: F.mse_loss(out, y, reduction="sum"))
+                )
+                for x, y in held_out
+            ]
 
     whole = fill(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)).double())
-    wanted = [float(F.mse_loss(whole(x), y, reduction="sum").detach()) for x, y in DataLoader(Numbered(20), batch_size=7)]
+    wanted = [
+        float(F.mse_loss(whole(x), y, reduction="sum").detach())
+        for x, y in DataLoader(Numbered(20), batch_size=7)
+    ]
     for found in workers(2, body, mesh="stage=2"):
         assert found == pytest.approx(wanted, abs=1e-12)

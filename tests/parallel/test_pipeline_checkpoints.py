@@ -1,4 +1,6 @@
-"""Checkpoints of pipelines: what is saved with layers on several workers comes back in every other layout, to the last bit."""
+"""Checkpoints of pipelines: what is saved with layers on several workers comes back in every
+other layout, to the last bit.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,22 @@ class Scaled(nn.Linear):
 
 
 class Net(nn.Module):
-    """Embeddings that may be tied over all layers, a frozen layer, a number, and running statistics, where they are asked for."""
+    """Embeddings that may be tied over all layers, a frozen layer, a number, and running
+    statistics, where they are asked for.
+    """
 
     def __init__(self, *, tied: bool, statistics: bool = True) -> None:
         super().__init__()
-        self.tokens, self.up, self.norm = nn.Embedding(9, 4), nn.Linear(4, 6), nn.BatchNorm1d(6) if statistics else nn.LayerNorm(6)
-        self.middle, self.down, self.head = nn.Linear(6, 6), Scaled(6, 4), nn.Linear(4, 9, bias=False)
+        self.tokens, self.up, self.norm = (
+            nn.Embedding(9, 4),
+            nn.Linear(4, 6),
+            nn.BatchNorm1d(6) if statistics else nn.LayerNorm(6),
+        )
+        self.middle, self.down, self.head = (
+            nn.Linear(6, 6),
+            Scaled(6, 4),
+            nn.Linear(4, 9, bias=False),
+        )
         self.middle.requires_grad_(False)
         if tied:
             self.head.weight = self.tokens.weight
@@ -62,7 +74,9 @@ class Letters(Dataset[Any]):
 
 
 def letters() -> DataLoader[Any]:
-    return DataLoader(Letters(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3))
+    return DataLoader(
+        Letters(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3)
+    )
 
 
 RUNS: dict[str, tuple[int, str | None, list[Any]]] = {
@@ -80,9 +94,17 @@ RUNS: dict[str, tuple[int, str | None, list[Any]]] = {
 
 
 def train(
-    folder: Path, layout: str, *, until: int | None = None, tied: bool = False, statistics: bool = True, background: bool = False
+    folder: Path,
+    layout: str,
+    *,
+    until: int | None = None,
+    tied: bool = False,
+    statistics: bool = True,
+    background: bool = False,
 ) -> list[list[float]]:
-    """Go on where the folder's run has ended, for two epochs or up to a step (0: none at all), and save. Return losses of all workers."""
+    """Go on where the folder's run has ended, for two epochs or up to a step (0: none at all),
+    and save. Return losses of all workers.
+    """
     size, axes, cuts = RUNS[layout]
 
     def body(run: Run) -> list[float]:
@@ -117,8 +139,12 @@ def saved(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.alike(2)
-@pytest.mark.parametrize(("first", "tied"), [("stages", False), ("replicas of stages", True), ("one", True)])
-def test_a_state_goes_through_all_layouts_and_stays_the_same(tmp_path: Path, first: str, tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("first", "tied"), [("stages", False), ("replicas of stages", True), ("one", True)]
+)
+def test_a_state_goes_through_all_layouts_and_stays_the_same(
+    tmp_path: Path, first: str, tied: bool
+) -> None:
     train(tmp_path, first, until=4, tied=tied)
     wanted = saved(tmp_path)
     assert any("running_var" in name for name in wanted) and len(wanted) > 30
@@ -130,17 +156,31 @@ def test_a_state_goes_through_all_layouts_and_stays_the_same(tmp_path: Path, fir
             assert torch.equal(found[name], tensor), (layout, name)
 
 
-@pytest.mark.parametrize("layout", ["stages", "replicas of stages", "two on each", "stages and zero 3"])
-def test_a_run_that_was_interrupted_has_the_losses_of_one_that_was_not(tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(
+    "layout", ["stages", "replicas of stages", "two on each", "stages and zero 3"]
+)
+def test_a_run_that_was_interrupted_has_the_losses_of_one_that_was_not(
+    tmp_path: Path, layout: str
+) -> None:
     whole = train(tmp_path / "whole", layout, tied=True)
     first = train(tmp_path / "parts", layout, until=4, tied=True, background=True)
     rest = train(tmp_path / "parts", layout, tied=True)
-    assert all(len(before) == 4 and before + after == losses for losses, before, after in zip(whole, first, rest, strict=True))
+    assert all(
+        len(before) == 4 and before + after == losses
+        for losses, before, after in zip(whole, first, rest, strict=True)
+    )
     found = saved(tmp_path / "parts")
-    assert all(torch.equal(found[name], tensor) for name, tensor in saved(tmp_path / "whole").items() if name.startswith("model/"))
+    assert all(
+        torch.equal(found[name], tensor)
+        for name, tensor in saved(tmp_path / "whole").items()
+        if name.startswith("model/")
+    )
 
 
-@pytest.mark.parametrize(("before", "after"), [("stages", "one"), ("one", "three stages"), ("stages of tensors", "replicas of stages")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("stages", "one"), ("one", "three stages"), ("stages of tensors", "replicas of stages")],
+)
 def test_a_run_goes_on_in_another_layout(tmp_path: Path, before: str, after: str) -> None:
     whole = train(tmp_path / "whole", "one", tied=True, statistics=False)
     first = train(tmp_path / "parts", before, until=4, tied=True, statistics=False)
@@ -154,7 +194,14 @@ def test_a_plain_model_comes_out(tmp_path: Path) -> None:
     model = Net(tied=True).double()
     model.load_state_dict(found)
     assert torch.equal(model.head.weight, wanted["model/tokens.weight"])
-    assert float(found["norm.running_mean"].abs().sum()) > 0 and int(found["norm.num_batches_tracked"]) == 8  # 4 steps of 2 micro-batches
+    # 4 steps of 2 micro-batches
+    assert (
+        float(found["norm.running_mean"].abs().sum()) > 0
+        and int(found["norm.num_batches_tracked"]) == 8
+    )
     out = tmp_path / "model.safetensors"
     export.export(last(tmp_path), out, say=print)
-    assert all(torch.equal(tensor, found[name]) for name, tensor in safetensors.torch.load_file(out).items())
+    assert all(
+        torch.equal(tensor, found[name])
+        for name, tensor in safetensors.torch.load_file(out).items()
+    )

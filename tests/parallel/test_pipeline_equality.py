@@ -1,4 +1,6 @@
-"""How near pipelines come to one process: in single precision after one step, and in double precision after twenty."""
+"""How near pipelines come to one process: in single precision after one step, and in double
+precision after twenty.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def stepped(size: int, cut: Any, **options: Any) -> list[Tensor]:
 
 
 def started() -> Tensor:
-    return torch.cat([parameter.detach().double().reshape(-1) for parameter in single().parameters()])
+    return torch.cat(
+        [parameter.detach().double().reshape(-1) for parameter in single().parameters()]
+    )
 
 
 @pytest.mark.each_choice
@@ -41,18 +45,25 @@ def started() -> Tensor:
 def test_every_schedule_makes_the_step_of_one_process(schedule: str, size: int) -> None:
     (wanted,) = stepped(1, None)
     assert distance(wanted, started()) > 1e-2
-    for found in stepped(size, pipeline(LAYERS, schedule=schedule, micro_batches=4), mesh=f"stage={size}"):
+    for found in stepped(
+        size, pipeline(LAYERS, schedule=schedule, micro_batches=4), mesh=f"stage={size}"
+    ):
         assert distance(found, wanted) < 5e-7
 
 
 @pytest.mark.alike(2)
-@pytest.mark.parametrize(("mesh", "schedule"), [("stage=4", "zero-bubble"), ("data=2, stage=2", "1f1b"), ("stage=2", "interleaved")])
+@pytest.mark.parametrize(
+    ("mesh", "schedule"),
+    [("stage=4", "zero-bubble"), ("data=2, stage=2", "1f1b"), ("stage=2", "interleaved")],
+)
 def test_twenty_steps_of_adamw_end_where_one_process_does(mesh: str, schedule: str) -> None:
     same(mesh, pipeline(LAYERS, schedule=schedule, micro_batches=4), epochs=10)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_replicas_of_stages_make_the_step_of_one_process_up_to_what_a_codec_loses(schedule: str) -> None:
+def test_replicas_of_stages_make_the_step_of_one_process_up_to_what_a_codec_loses(
+    schedule: str,
+) -> None:
     (wanted,) = stepped(1, None)
     cut = pipeline(LAYERS, schedule=schedule, micro_batches=4)
     assert all(distance(found, wanted) < 5e-7 for found in stepped(4, cut, mesh="data=2, stage=2"))
@@ -63,9 +74,15 @@ def test_replicas_of_stages_make_the_step_of_one_process_up_to_what_a_codec_lose
 
 def test_replicas_of_stages_that_part_are_those_of_whole_models() -> None:
     def moved(size: int, cut: Any, codec: Any = None, **options: Any) -> list[Tensor]:
-        strategy = pl.LocalSGD(2) if codec is None else pl.LocalSGD(2, codec=codec)  # it averages after the second step, the last one
+        # it averages after the second step, the last one
+        strategy = pl.LocalSGD(2) if codec is None else pl.LocalSGD(2, codec=codec)
         terms = {**ONE_STEP, "epochs": 2, "build": single, "optimizer": descent}
-        return [parameters for _, parameters, _ in workers(size, trained(cut, **terms), strategy=strategy, **options)]
+        return [
+            parameters
+            for _, parameters, _ in workers(
+                size, trained(cut, **terms), strategy=strategy, **options
+            )
+        ]
 
     cut = pipeline(LAYERS, micro_batches=2)
     wanted = moved(2, None)[0]

@@ -1,4 +1,6 @@
-"""Pipelines of real processes: they end where one process does, say in one line what is wrong, and leave nothing."""
+"""Pipelines of real processes: they end where one process does, say in one line what is wrong,
+and leave nothing.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,16 @@ with pl.start() as run:
 @pytest.mark.alike(3)
 @pytest.mark.parametrize(
     ("workers", "mesh", "schedule"),
-    [(2, "stage=2", "zero-bubble"), (4, "data=2, stage=2", "1f1b"), (1, "stage=1", "1f1b"), (2, "stage=2", "1f1b")],
+    [
+        (2, "stage=2", "zero-bubble"),
+        (4, "data=2, stage=2", "1f1b"),
+        (1, "stage=1", "1f1b"),
+        (2, "stage=2", "1f1b"),
+    ],
 )
-def test_processes_end_where_one_does(job: Jobs, tmp_path: Path, workers: int, mesh: str, schedule: str) -> None:
+def test_processes_end_where_one_does(
+    job: Jobs, tmp_path: Path, workers: int, mesh: str, schedule: str
+) -> None:
     ended = job.run(TRAINING, workers, "--mesh", mesh, args=(schedule,)).end()
     assert ended.code == 0, ended.err
     losses, wanted, _ = alone(trained(None))
@@ -78,16 +87,25 @@ with pl.start(name=sys.argv[1]) as run:
             if run.steps == 7 and rank == 1 and sys.argv[2] == "dies" and not os.path.exists("again"):
                 open("again", "w").close()
                 os.kill(os.getpid(), signal.SIGKILL)
-"""
+"""  # noqa: E501
 
 
 def test_a_pipeline_that_starts_again_draws_and_loses_what_one_does_that_did_not(job: Jobs) -> None:
-    # the last stage alone has dropout, in layers that are run again for both halves of a backward; scripts draw equal numbers everywhere
+    # the last stage alone has dropout, in layers that are run again for both halves of a backward;
+    # scripts draw equal numbers everywhere
     whole = job.run(DROPOUT, 2, "--mesh", "stage=2", args=("whole", "lives")).end()
     assert whole.code == 0, whole.err
-    killed = job.run(DROPOUT, 2, "--mesh", "stage=2", "--restarts", "1", args=("killed", "dies")).end()
+    killed = job.run(
+        DROPOUT, 2, "--mesh", "stage=2", "--restarts", "1", args=("killed", "dies")
+    ).end()
     assert killed.code == 0, killed.err
-    wanted, again = ([line.partition("] ")[2] for line in ended.out.splitlines() if line.startswith("[")] for ended in (whole, killed))
-    first, second = ([line.partition(" ")[2] for line in sorted(wanted) if line.startswith(rank)] for rank in "01")
+    wanted, again = (
+        [line.partition("] ")[2] for line in ended.out.splitlines() if line.startswith("[")]
+        for ended in (whole, killed)
+    )
+    first, second = (
+        [line.partition(" ")[2] for line in sorted(wanted) if line.startswith(rank)]
+        for rank in "01"
+    )
     assert first == second and len(set(first)) == 10
     assert set(again) == set(wanted) and len(again) > len(wanted)

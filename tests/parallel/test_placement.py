@@ -26,12 +26,20 @@ def fused(placement: Placement, dim: int, index: int, count: int, parts: int) ->
     """Cut each of some fused parts of a dimension by itself."""
     size = placement.local[dim] // parts
     return placement.narrow(
-        dim, [(part * size + a, part * size + b) for part in range(parts) for a, b in [chunk(size, index, count)]], "tensor"
+        dim,
+        [
+            (part * size + a, part * size + b)
+            for part in range(parts)
+            for a, b in [chunk(size, index, count)]
+        ],
+        "tensor",
     )
 
 
 def put_together(shape: tuple[int, ...], parts: list[Placement]) -> tuple[Tensor, Tensor]:
-    """Write what each placement takes of a numbered tensor back to where it is from, and count how often each element comes."""
+    """Write what each placement takes of a numbered tensor back to where it is from, and count
+    how often each element comes.
+    """
     wanted = numbered(shape)
     whole, counts = torch.full(shape, -1), torch.zeros(shape, dtype=torch.int64)
     for placement in parts:
@@ -45,7 +53,9 @@ def put_together(shape: tuple[int, ...], parts: list[Placement]) -> tuple[Tensor
 
 
 @given(SHAPES, st.data())
-def test_all_parts_of_all_cuts_make_up_the_whole(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_all_parts_of_all_cuts_make_up_the_whole(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
     dim = data.draw(st.integers(0, len(shape) - 1))
     count, pieces = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
     parts = data.draw(st.sampled_from([n for n in (1, 2, 3) if shape[dim] % n == 0]))
@@ -56,13 +66,17 @@ def test_all_parts_of_all_cuts_make_up_the_whole(shape: tuple[int, ...], data: s
         for piece in range(pieces):
             start, stop = chunk(cut.numel, piece, pieces)
             rows = chunk(cut.local[0], piece, pieces)
-            found.append(cut.piece(start, stop, "shard") if flat else cut.narrow(0, [rows], "shard"))
+            found.append(
+                cut.piece(start, stop, "shard") if flat else cut.narrow(0, [rows], "shard")
+            )
     whole, counts = put_together(shape, found)
     assert torch.equal(whole, numbered(shape)) and bool((counts == 1).all())
 
 
 @given(SHAPES, st.data())
-def test_a_flat_piece_is_what_a_view_of_the_tensor_shows(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_a_flat_piece_is_what_a_view_of_the_tensor_shows(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
     size = numbered(shape).numel()
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
@@ -71,26 +85,44 @@ def test_a_flat_piece_is_what_a_view_of_the_tensor_shows(shape: tuple[int, ...],
     assert len(piece.regions) <= 2 * len(shape) - 1
 
 
-def test_a_piece_of_a_large_tensor_is_found_without_looking_at_its_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_of_a_large_tensor_is_found_without_looking_at_its_elements(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     looks = []
-    monkeypatch.setattr(module, "_runs", lambda *given, find=module._runs: looks.append(given) or find(*given))
-    piece = Placement.whole("w", (1 << 20, 1 << 10, 1 << 10)).piece((1 << 38) + 5, (1 << 38) + (1 << 30), "shard")
-    assert sum(prod(region.shape) for region in piece.regions) == (1 << 30) - 5 and len(piece.regions) <= 5
+    monkeypatch.setattr(
+        module, "_runs", lambda *given, find=module._runs: looks.append(given) or find(*given)
+    )
+    piece = Placement.whole("w", (1 << 20, 1 << 10, 1 << 10)).piece(
+        (1 << 38) + 5, (1 << 38) + (1 << 30), "shard"
+    )
+    assert (
+        sum(prod(region.shape) for region in piece.regions) == (1 << 30) - 5
+        and len(piece.regions) <= 5
+    )
     assert len(looks) <= 10
 
 
 def test_the_drawing() -> None:
     rank1 = fused(Placement.whole("qkv", (6, 4)), 0, 1, 2, 3)
     assert rank1.local == (3, 4)
-    assert rank1.regions == tuple(Region(((row, row + 1), (0, 4)), ((at, at + 1), (0, 4))) for at, row in enumerate((1, 3, 5)))
+    assert rank1.regions == tuple(
+        Region(((row, row + 1), (0, 4)), ((at, at + 1), (0, 4))) for at, row in enumerate((1, 3, 5))
+    )
     piece = rank1.piece(2, 7, "shard")
-    assert piece.regions == (Region(((1, 2), (2, 4)), ((0, 2),)), Region(((3, 4), (0, 3)), ((2, 5),)))
+    assert piece.regions == (
+        Region(((1, 2), (2, 4)), ((0, 2),)),
+        Region(((3, 4), (0, 3)), ((2, 5),)),
+    )
     assert piece.axes == ("tensor", "shard")
 
 
 def test_scalars_have_one_piece() -> None:
     scalar = Placement.whole("scale", ())
-    assert scalar.is_whole and scalar.piece(0, 1, "shard").numel == 1 and scalar.piece(1, 1, "shard").regions == ()
+    assert (
+        scalar.is_whole
+        and scalar.piece(0, 1, "shard").numel == 1
+        and scalar.piece(1, 1, "shard").regions == ()
+    )
     assert scalar.piece(0, 1, "shard").take(torch.tensor(3.0)).tolist() == [3.0]
 
 
@@ -110,7 +142,9 @@ def test_placements_follow_a_parameter_that_is_replaced() -> None:
     half = placements.of(old).narrow(0, [(2, 4)], "tensor")
     placements.add(old, whole_of_old := placements.of(old, "w"))
     placements.move(old, new, half)
-    assert placements.of(old) is whole_of_old and [*placements] == [half], "the old one is where it was, and counts no more"
+    assert placements.of(old) is whole_of_old and [*placements] == [half], (
+        "the old one is where it was, and counts no more"
+    )
     assert placements.of(new) == half and list(placements) == [half] and len(placements) == 1
     assert [parameter is new for parameter, _ in placements.parameters()] == [True]
 

@@ -1,4 +1,6 @@
-"""Optimizers step the parameters that there are now, with the options and in the order of those before."""
+"""Optimizers step the parameters that there are now, with the options and in the order of those
+before.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def cut(*olds: Parameter) -> dict[int, Parameter]:
 
 def test_order_groups_and_options_stay_and_schedulers_go_on() -> None:
     one, two, three = (Parameter(torch.ones(2, 2)) for _ in range(3))
-    optimizer = torch.optim.AdamW([{"params": [one, two], "lr": 0.5}, {"params": [three], "weight_decay": 0.0}], lr=0.1)
+    optimizer = torch.optim.AdamW(
+        [{"params": [one, two], "lr": 0.5}, {"params": [three], "weight_decay": 0.0}], lr=0.1
+    )
     scheduler, new = StepLR(optimizer, 1, gamma=0.1), cut(one, three)
     repoint(optimizer, lambda p: new.get(id(p)))
     first, second = optimizer.param_groups
@@ -39,21 +43,28 @@ def test_one_that_has_stepped_is_refused_as_it_is() -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     new = cut(model.bias)
-    with pytest.raises(UsageError, match="the AdamW remembers something of parameters that are cut now"):
+    with pytest.raises(
+        UsageError, match="the AdamW remembers something of parameters that are cut now"
+    ):
         repoint(optimizer, lambda p: new.get(id(p)))
     assert optimizer.param_groups[0]["params"][1] is model.bias
     repoint(optimizer, lambda p: None)  # nothing of what it remembers leaves
 
 
 def test_an_adagrad_begins_with_sums_of_parts() -> None:
-    """It remembers something of whole parameters as soon as it is made, which is no reason to refuse it before it has stepped."""
+    """It remembers something of whole parameters as soon as it is made, which is no reason to
+    refuse it before it has stepped.
+    """
     model = nn.Linear(3, 2)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.5, initial_accumulator_value=0.25)
     new = cut(model.weight)
     repoint(optimizer, lambda p: new.get(id(p)))
     begin_sums(optimizer)
     part = new[id(model.weight)]
-    assert torch.equal(optimizer.state[part]["sum"], torch.full((1, 3), 0.25)) and model.weight not in optimizer.state
+    assert (
+        torch.equal(optimizer.state[part]["sum"], torch.full((1, 3), 0.25))
+        and model.weight not in optimizer.state
+    )
     part.grad, before = torch.ones(1, 3), part.detach().clone()
     optimizer.step()
     assert torch.allclose(part, before - 0.5 / 1.25**0.5)

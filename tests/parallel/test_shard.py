@@ -1,4 +1,6 @@
-"""Sharded training is training: whatever is cut, among however many workers, parameters are those of one process."""
+"""Sharded training is training: whatever is cut, among however many workers, parameters are
+those of one process.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,14 @@ def test_after_a_cut_of_layers(zero: Any, size: int, data: int) -> None:
         },
         divide=["blocks.*.attention.heads"],
     )
-    same(gpt, fitting(texts, next_token_loss), shard("blocks.*", zero=zero), size, data=data, first=layers)
+    same(
+        gpt,
+        fitting(texts, next_token_loss),
+        shard("blocks.*", zero=zero),
+        size,
+        data=data,
+        first=layers,
+    )
 
 
 @STAGES
@@ -81,13 +90,27 @@ def test_a_model_that_one_worker_calls_alone_is_noticed_at_once() -> None:
         fitting(vectors)(one, number)
 
     for shared in (False, True):
-        with pytest.raises(Mismatch, match=r"rank 0 at .* for model.* without gradients.*rank 1 at .* for model.* with gradients"):
+        with pytest.raises(
+            Mismatch,
+            match=(
+                r"rank 0 at .* for model.* without gradients.*rank 1 at .* for model.* with "
+                r"gradients"
+            ),
+        ):
             train(2, odd_net, step, shard("blocks.*"), steps=1, shared=shared)
 
 
 @STAGES
 def test_adamw_over_twenty_steps(zero: Any) -> None:
-    same(odd_net, fitting(vectors), shard("blocks.*", zero=zero), 4, steps=20, bound=1e-9, optimizer=adamw)
+    same(
+        odd_net,
+        fitting(vectors),
+        shard("blocks.*", zero=zero),
+        4,
+        steps=20,
+        bound=1e-9,
+        optimizer=adamw,
+    )
 
 
 @STAGES
@@ -103,7 +126,8 @@ def test_sgd_in_single_precision(zero: Any) -> None:
 
 @STAGES
 def test_shares_over_data(zero: Any) -> None:
-    same(odd_net, fitting(vectors, cuts=[3, 9, 10]), shard("blocks.*", zero=zero), 4, data=2)  # one replica has 9 samples, the other 3
+    # one replica has 9 samples, the other 3
+    same(odd_net, fitting(vectors, cuts=[3, 9, 10]), shard("blocks.*", zero=zero), 4, data=2)
 
 
 @STAGES
@@ -117,7 +141,11 @@ def test_frozen_parameters_and_adapters(zero: Any) -> None:
     class Adapted(nn.Module):
         def __init__(self, inward: int, outward: int) -> None:
             super().__init__()
-            self.base, self.down, self.up = nn.Linear(inward, outward), nn.Linear(inward, 2), nn.Linear(2, outward)
+            self.base, self.down, self.up = (
+                nn.Linear(inward, outward),
+                nn.Linear(inward, 2),
+                nn.Linear(2, outward),
+            )
             self.base.requires_grad_(False)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -137,9 +165,18 @@ def test_frozen_parameters_and_adapters(zero: Any) -> None:
 
 @pytest.mark.each_choice
 @STAGES
-@pytest.mark.parametrize("strategy", [lambda: AllReduce(bucket_mb=0.0001), lambda: AllReduce(codec=int8()), lambda: LocalSGD(every=2)])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda: AllReduce(bucket_mb=0.0001),
+        lambda: AllReduce(codec=int8()),
+        lambda: LocalSGD(every=2),
+    ],
+)
 def test_strategies_between_replicas(zero: Any, strategy: Any) -> None:
-    """What a codec or rounds do to gradients is up to them; all workers end with the same parameters."""
+    """What a codec or rounds do to gradients is up to them; all workers end with the same
+    parameters.
+    """
 
     def ended(one: Trainee) -> list[float]:
         x, y = vectors(0)
@@ -149,7 +186,16 @@ def test_strategies_between_replicas(zero: Any, strategy: Any) -> None:
         fitting(vectors)(one, number)
         one.tracker.sync.commit()
 
-    found = train(4, odd_net, step, shard("blocks.*", zero=zero), data=2, steps=6, strategy=strategy, ended=ended)
+    found = train(
+        4,
+        odd_net,
+        step,
+        shard("blocks.*", zero=zero),
+        data=2,
+        steps=6,
+        strategy=strategy,
+        ended=ended,
+    )
     assert all(torch.equal(values, found[0][0]) for values, _ in found)
     untrained = float(F.mse_loss(odd_net()(vectors(0)[0]), vectors(0)[1]).detach())
     assert all(said == found[0][1] and said[0] < untrained for _, said in found)
@@ -158,27 +204,47 @@ def test_strategies_between_replicas(zero: Any, strategy: Any) -> None:
 def test_words_that_mean_nothing() -> None:
     with pytest.raises(UsageError, match="zero=4 is no stage"):
         shard(zero=4)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="reduce='int8' is unknown; possible: bfloat16, float16, float32"):
+    with pytest.raises(
+        UsageError, match="reduce='int8' is unknown; possible: bfloat16, float16, float32"
+    ):
         shard(reduce="int8")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="say zero=3, or leave params out"):
         shard(zero=2, params="bfloat16")
-    assert repr(shard("blocks.*", zero=2, reduce="float32")) == "shard(units='blocks.*', zero=2, reduce='float32')"
+    assert (
+        repr(shard("blocks.*", zero=2, reduce="float32"))
+        == "shard(units='blocks.*', zero=2, reduce='float32')"
+    )
 
 
 def test_patterns() -> None:
     model = odd_net()
     names = [name for name, _ in find_units(model, ["blocks.*", "head"])]
     assert names == ["blocks.0", "blocks.1", "blocks.2", "head"]
-    assert [name for name, _ in find_units(model, ["blocks.*", "blocks.?.2"])][:2] == ["blocks.0", "blocks.0.2"]
-    with pytest.raises(UsageError, match=r"shard\('block.\*'\) matches no module of the model; the nearest names are blocks"):
+    assert [name for name, _ in find_units(model, ["blocks.*", "blocks.?.2"])][:2] == [
+        "blocks.0",
+        "blocks.0.2",
+    ]
+    with pytest.raises(
+        UsageError,
+        match=r"shard\('block.\*'\) matches no module of the model; the nearest names are blocks",
+    ):
         list(find_units(model, ["block.*"]))
-    with pytest.raises(UsageError, match=r"blocks is a ModuleList, which is never called itself; write 'blocks.\*'"):
+    with pytest.raises(
+        UsageError, match=r"blocks is a ModuleList, which is never called itself; write 'blocks.\*'"
+    ):
         list(find_units(model, ["blocks"]))
 
 
 def test_tied_parameters_belong_to_one_unit() -> None:
-    homes = {held.name: (unit, len(held.places)) for unit, held in parameters_of(gpt(), ["tokens", "head", "blocks.0"])}
-    assert homes["tokens.weight"] == ("", 2) and homes["blocks.0.up.weight"] == ("blocks.0", 1) and "head.weight" not in homes
+    homes = {
+        held.name: (unit, len(held.places))
+        for unit, held in parameters_of(gpt(), ["tokens", "head", "blocks.0"])
+    }
+    assert (
+        homes["tokens.weight"] == ("", 2)
+        and homes["blocks.0.up.weight"] == ("blocks.0", 1)
+        and "head.weight" not in homes
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
@@ -207,7 +273,9 @@ def test_workers_with_different_models() -> None:
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_over_hosts_parts_go_once_to_each_other_host(zero: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_hosts_parts_go_once_to_each_other_host(
+    zero: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a step with one unit, parts of gradients and those of parameters."""
     monkeypatch.setattr(hierarchy, "SMALL", 1)
 
@@ -217,6 +285,8 @@ def test_over_hosts_parts_go_once_to_each_other_host(zero: Any, monkeypatch: pyt
         one.seen["sent"] = sum(meter.traffic.between for meter in one.cut.groups.meters) - before
 
     step = fitting(vectors)
-    sent = same(odd_net, body, shard(zero=zero), 4, hosts=(0, 1, 0, 1), ended=lambda one: one.seen["sent"])
+    sent = same(
+        odd_net, body, shard(zero=zero), 4, hosts=(0, 1, 0, 1), ended=lambda one: one.seen["sent"]
+    )
     part = -(-sum(p.numel() for p in odd_net().parameters()) // 4) * 8  # bytes
     assert sent == [2 * part] * 4

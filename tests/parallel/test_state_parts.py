@@ -1,4 +1,6 @@
-"""A `state_dict` of a cut model is refused by a worker that has other parts, and taken by all that have the same ones."""
+"""A `state_dict` of a cut model is refused by a worker that has other parts, and taken by all
+that have the same ones.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from paceline.errors import UsageError
 from paceline.session.run import Run
 from tests.harness.runs import batches, workers
 
-CUTS = {"tensor": pl.tensor({"0": pl.column(), "2": pl.row()}), "shard": pl.shard(("0", "2"), zero=3)}
+CUTS = {
+    "tensor": pl.tensor({"0": pl.column(), "2": pl.row()}),
+    "shard": pl.shard(("0", "2"), zero=3),
+}
 
 
 def model() -> nn.Module:
@@ -48,7 +53,9 @@ def test_parts_of_another_worker_are_refused(axis: str) -> None:
         return str(raised.value)
 
     for text in workers(2, body, mesh=axis):
-        assert text.startswith("this state_dict has another worker's part of 0.weight: where a model is cut, ")
+        assert text.startswith(
+            "this state_dict has another worker's part of 0.weight: where a model is cut, "
+        )
 
 
 def test_replicas_of_a_part_take_each_others() -> None:
@@ -56,7 +63,9 @@ def test_replicas_of_a_part_take_each_others() -> None:
 
     def body(run: Run) -> None:
         net = model()
-        net, _, _ = run.prepare(net, torch.optim.SGD(net.parameters(), 0.1), batches(), cut=CUTS["tensor"])
+        net, _, _ = run.prepare(
+            net, torch.optim.SGD(net.parameters(), 0.1), batches(), cut=CUTS["tensor"]
+        )
         files[run.rank] = through_a_file(net.state_dict())
         run.barrier()
         net.load_state_dict(files[(run.rank + 2) % 4])
@@ -70,4 +79,6 @@ def test_a_model_that_is_whole_has_no_marks() -> None:
         net, _ = run.prepare(net, torch.optim.SGD(net.parameters(), 0.1), cut=pl.shard(zero=1))
         return [sorted(metadata) for metadata in net.state_dict()._metadata.values()]  # type: ignore[attr-defined]
 
-    assert workers(2, body, mesh="shard")[0] == [sorted(metadata) for metadata in model().state_dict()._metadata.values()]  # type: ignore[attr-defined]
+    assert workers(2, body, mesh="shard")[0] == [
+        sorted(metadata) for metadata in model().state_dict()._metadata.values()
+    ]  # type: ignore[attr-defined]

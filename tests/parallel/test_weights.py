@@ -26,7 +26,10 @@ def build() -> nn.Module:
 
 def filled() -> dict[str, Tensor]:
     torch.manual_seed(1)
-    return {name: torch.randn(value.shape).to(value.dtype) for name, value in build().state_dict().items()} | {"2.weight": torch.ones(6, 4)}
+    return {
+        name: torch.randn(value.shape).to(value.dtype)
+        for name, value in build().state_dict().items()
+    } | {"2.weight": torch.ones(6, 4)}
 
 
 def stored(folder: Path, kind: str, state: dict[str, Tensor]) -> Any:
@@ -53,8 +56,14 @@ def test_each_worker_gets_its_part(tmp_path: Path, kind: str, unborn: bool) -> N
         else:
             model = build()
         kept, placements = model[0].weight, Placements()
-        at = Placement.whole("m.0.weight", (6, 4)).narrow(0, [chunk(6, rank, 2)], "tensor").piece(2, 9, "shard")
-        torch.utils.swap_tensors(kept, nn.Parameter(torch.empty(at.local, device="meta" if unborn else "cpu")))
+        at = (
+            Placement.whole("m.0.weight", (6, 4))
+            .narrow(0, [chunk(6, rank, 2)], "tensor")
+            .piece(2, 9, "shard")
+        )
+        torch.utils.swap_tensors(
+            kept, nn.Parameter(torch.empty(at.local, device="meta" if unborn else "cpu"))
+        )
         placements.add(kept, at)
         with opened(source) as weights:
             load(model, weights, placements, prefix="m.")
@@ -68,7 +77,9 @@ def test_each_worker_gets_its_part(tmp_path: Path, kind: str, unborn: bool) -> N
 def test_files_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = stored(tmp_path, "safetensors", {"weight": torch.arange(24.0).view(6, 4)})
     with opened(path) as weights:
-        assert torch.equal(weights.read("weight", ((2, 4), (1, 3))), torch.arange(24.0).view(6, 4)[2:4, 1:3])
+        assert torch.equal(
+            weights.read("weight", ((2, 4), (1, 3))), torch.arange(24.0).view(6, 4)[2:4, 1:3]
+        )
 
 
 def test_the_digest_tells_workers_apart(tmp_path: Path) -> None:
@@ -88,18 +99,31 @@ def digest_of(source: Any) -> str:
 
 @pytest.mark.parametrize("kind", ["safetensors", "pt"])
 @pytest.mark.parametrize("place", [("small", 1), ("large", 0), ("large", 50_000), ("large", -1)])
-def test_the_digest_of_a_file_tells_values_of_the_same_shapes_apart(tmp_path: Path, kind: str, place: tuple[str, int]) -> None:
+def test_the_digest_of_a_file_tells_values_of_the_same_shapes_apart(
+    tmp_path: Path, kind: str, place: tuple[str, int]
+) -> None:
     def state() -> dict[str, Tensor]:
-        return {"small": torch.ones(3), "large": torch.arange(100_001.0), "empty": torch.empty(0, 2)}
+        return {
+            "small": torch.ones(3),
+            "large": torch.arange(100_001.0),
+            "empty": torch.empty(0, 2),
+        }
 
     changed, (name, at) = state(), place
     changed[name][at] += 1
     folders = [tmp_path / each for each in ("one", "copy", "other")]
     for folder in folders:
         folder.mkdir()
-    one, copy, other = (stored(folder, kind, each) for folder, each in zip(folders, (state(), state(), changed), strict=True))
+    one, copy, other = (
+        stored(folder, kind, each)
+        for folder, each in zip(folders, (state(), state(), changed), strict=True)
+    )
     assert one.stat().st_size == other.stat().st_size
-    assert digest_of(one) == digest_of(copy.rename(copy.with_name(f"renamed.{kind}"))) != digest_of(other)
+    assert (
+        digest_of(one)
+        == digest_of(copy.rename(copy.with_name(f"renamed.{kind}")))
+        != digest_of(other)
+    )
 
 
 def test_the_digest_tells_dtypes_apart() -> None:
@@ -125,18 +149,35 @@ def test_errors_of_the_block_are_not_those_of_the_file(tmp_path: Path) -> None:
     ("change", "why"),
     [
         (lambda state: state.pop("1.bias"), r"1.bias \[4\] is not in it"),
-        (lambda state: state.update({"1.biass": state.pop("1.bias")}), r"1.bias \[4\] is not in it \(the nearest is 1.biass\)"),
-        (lambda state: [state.pop("0.weight"), state.pop("2.weight")], r"0.weight \[6, 4\] is not in it"),
-        (lambda state: state.update({"1.bais": torch.ones(1)}), r"1.bais is not in the model \(the nearest is 1.bias\)"),
-        (lambda state: state.update({"1.bias": torch.ones(3)}), r"1.bias is \[3\] in it, \[4\] in the model"),
+        (
+            lambda state: state.update({"1.biass": state.pop("1.bias")}),
+            r"1.bias \[4\] is not in it \(the nearest is 1.biass\)",
+        ),
+        (
+            lambda state: [state.pop("0.weight"), state.pop("2.weight")],
+            r"0.weight \[6, 4\] is not in it",
+        ),
+        (
+            lambda state: state.update({"1.bais": torch.ones(1)}),
+            r"1.bais is not in the model \(the nearest is 1.bias\)",
+        ),
+        (
+            lambda state: state.update({"1.bias": torch.ones(3)}),
+            r"1.bias is \[3\] in it, \[4\] in the model",
+        ),
         (lambda state: state.clear(), r"and 2 more"),
     ],
 )
-def test_weights_of_another_model_change_nothing(change: Callable[[dict[str, Tensor]], Any], why: str) -> None:
+def test_weights_of_another_model_change_nothing(
+    change: Callable[[dict[str, Tensor]], Any], why: str
+) -> None:
     state, model = filled(), build()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     change(state)
-    with opened(state) as weights, pytest.raises(UsageError, match=rf"the dict has weights of another model: .*{why}"):
+    with (
+        opened(state) as weights,
+        pytest.raises(UsageError, match=rf"the dict has weights of another model: .*{why}"),
+    ):
         load(model, weights, Placements())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -154,7 +195,10 @@ def test_what_is_no_file_of_weights(tmp_path: Path) -> None:
     wrong: list[tuple[Any, str]] = [
         (nothing, r"there is no file .*none.pt with weights"),
         (text, r"text.safetensors can't be read as weights"),
-        (tmp_path / "nested.pt", r"'model' is a dict, and a state dict has tensors; give the part of it that has"),
+        (
+            tmp_path / "nested.pt",
+            r"'model' is a dict, and a state dict has tensors; give the part of it that has",
+        ),
         (tmp_path / "list.pt", r"has a list, and no state dict"),
         (tmp_path / "pickle.pt", r"pickle.pt can't be read as weights"),
     ]

@@ -1,4 +1,6 @@
-"""Layers that depend on the words of one worker are refused wherever samples or micro-batches are dealt."""
+"""Layers that depend on the words of one worker are refused wherever samples or micro-batches
+are dealt.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,16 @@ def preparing(kind: Any, cut: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-@pytest.mark.parametrize(("size", "mesh", "cut"), LAYOUTS, ids=["data", "zero 1", "zero 3", "stage"])
-def test_embeddings_that_depend_on_a_workers_words_are_refused(kind: Any, size: int, mesh: str | None, cut: Any) -> None:
-    for options, words in (({"max_norm": 1.0}, "0 has max_norm=1"), ({"scale_grad_by_freq": True}, "0 has scale_grad_by_freq")):
+@pytest.mark.parametrize(
+    ("size", "mesh", "cut"), LAYOUTS, ids=["data", "zero 1", "zero 3", "stage"]
+)
+def test_embeddings_that_depend_on_a_workers_words_are_refused(
+    kind: Any, size: int, mesh: str | None, cut: Any
+) -> None:
+    for options, words in (
+        ({"max_norm": 1.0}, "0 has max_norm=1"),
+        ({"scale_grad_by_freq": True}, "0 has scale_grad_by_freq"),
+    ):
         with pytest.raises(UsageError, match=words):
             workers(size, preparing(kind, cut, **options), mesh=mesh)
         assert alone(preparing(kind, None, **options)) == 1
@@ -41,4 +50,6 @@ def test_embeddings_that_depend_on_a_workers_words_are_refused(kind: Any, size: 
 
 def test_workers_that_have_the_same_samples_may_have_them() -> None:
     cut = pl.tensor({"1": pl.column(gather=True)})
-    assert workers(2, preparing(nn.Embedding, cut, max_norm=1.0, scale_grad_by_freq=True), mesh="tensor=2") == [2, 2]
+    assert workers(
+        2, preparing(nn.Embedding, cut, max_norm=1.0, scale_grad_by_freq=True), mesh="tensor=2"
+    ) == [2, 2]

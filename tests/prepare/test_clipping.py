@@ -17,8 +17,12 @@ from tests.harness.cuts import columns, summed
 from tests.harness.runs import alone, batches, workers
 
 
-def clipped(*cuts: Any, max_norm: float = 0.05, norm_type: float = 2.0) -> Callable[[Run], tuple[list[float], Tensor]]:
-    """Train an epoch with clipped gradients; return the norms, and the layer that is whole everywhere."""
+def clipped(
+    *cuts: Any, max_norm: float = 0.05, norm_type: float = 2.0
+) -> Callable[[Run], tuple[list[float], Tensor]]:
+    """Train an epoch with clipped gradients; return the norms, and the layer that is whole
+    everywhere.
+    """
 
     def body(run: Run) -> tuple[list[float], Tensor]:
         torch_state = torch.Generator().manual_seed(5)
@@ -94,5 +98,7 @@ def test_a_gradient_without_elements(norm_type: float) -> None:
 
 
 def test_a_norm_that_is_none_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"norm_type=0\.0 is no norm; give a number above 0, or inf"):
+    with pytest.raises(
+        UsageError, match=r"norm_type=0\.0 is no norm; give a number above 0, or inf"
+    ):
         workers(2, clipped(columns(), norm_type=0.0), mesh="tensor")

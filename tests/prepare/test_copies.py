@@ -1,4 +1,6 @@
-"""Copies of cut models, such as averages, are saved and resumed as the models are: in parts, under any layout."""
+"""Copies of cut models, such as averages, are saved and resumed as the models are: in parts,
+under any layout.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ X = torch.arange(20).view(4, 5) % 11
 
 
 def averaged(run: Run, cut: Any, *, tied: bool, steps: int) -> Tensor:
-    """Train so many steps from the newest checkpoint on, save, and return the average as a whole."""
+    """Train so many steps from the newest checkpoint on, save, and return the average as a
+    whole.
+    """
     model = gpt(tied=tied)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     run.prepare(model, optimizer, cut=cut)
@@ -38,7 +42,9 @@ def averaged(run: Run, cut: Any, *, tied: bool, steps: int) -> Tensor:
         optimizer.step()
         average.update_parameters(model)
     run.save()
-    return put_together(average.module, run.group, run._prepared.cuts.placements, lambda parameter: parameter)
+    return put_together(
+        average.module, run.group, run._prepared.cuts.placements, lambda parameter: parameter
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,18 +56,34 @@ def averaged(run: Run, cut: Any, *, tied: bool, steps: int) -> Tensor:
         ("shard=2", pl.shard("blocks.*", zero=3), False),
     ],
 )
-def test_averages_go_on_in_the_same_layout_and_in_others(tmp_path: Path, mesh: str, cut: Any, tied: bool) -> None:
+def test_averages_go_on_in_the_same_layout_and_in_others(
+    tmp_path: Path, mesh: str, cut: Any, tied: bool
+) -> None:
     wanted = alone(lambda run: averaged(run, None, tied=tied, steps=4))
-    assert float((wanted - torch.cat([p.detach().reshape(-1) for p in gpt(tied=tied).parameters()])).abs().max()) > 1e-3
+    assert (
+        float(
+            (wanted - torch.cat([p.detach().reshape(-1) for p in gpt(tied=tied).parameters()]))
+            .abs()
+            .max()
+        )
+        > 1e-3
+    )
     workers(2, lambda run: averaged(run, cut, tied=tied, steps=2), mesh=mesh, folder=tmp_path)
-    for found in workers(2, lambda run: averaged(run, cut, tied=tied, steps=1), mesh=mesh, folder=tmp_path):
+    for found in workers(
+        2, lambda run: averaged(run, cut, tied=tied, steps=1), mesh=mesh, folder=tmp_path
+    ):
         assert found.shape == wanted.shape
     found = workers(1, lambda run: averaged(run, None, tied=tied, steps=1), folder=tmp_path)[0]
     assert float((found - wanted).abs().max()) < 1e-9
 
 
 @pytest.mark.parametrize(
-    ("mesh", "cut"), [("stage=2", pipeline(LAYERS, micro_batches=2)), ("tensor=2", TENSOR), ("shard=2", pl.shard("blocks.*", zero=3))]
+    ("mesh", "cut"),
+    [
+        ("stage=2", pipeline(LAYERS, micro_batches=2)),
+        ("tensor=2", TENSOR),
+        ("shard=2", pl.shard("blocks.*", zero=3)),
+    ],
 )
 def test_averages_of_the_whole_model_and_pickles_of_parts_are_refused(mesh: str, cut: Any) -> None:
     def body(run: Run) -> None:
@@ -81,9 +103,16 @@ def test_averages_of_the_whole_model_and_pickles_of_parts_are_refused(mesh: str,
 def test_what_is_no_copy_is_whole(tmp_path: Path) -> None:
     def body(run: Run) -> list[int]:
         model, teacher = gpt(), gpt()
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), cut=pipeline(LAYERS, micro_batches=2))
+        run.prepare(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.5),
+            cut=pipeline(LAYERS, micro_batches=2),
+        )
         run.keep("teacher", teacher)
         run.keep("head", nn.Linear(2, 2))
-        return [len(run._prepared.cuts.copies.of(model)), len(run._prepared.cuts.copies.of(teacher))]
+        return [
+            len(run._prepared.cuts.copies.of(model)),
+            len(run._prepared.cuts.copies.of(teacher)),
+        ]
 
     assert workers(2, body, mesh="stage=2", folder=tmp_path) == [[0, 0]] * 2

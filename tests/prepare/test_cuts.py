@@ -1,4 +1,6 @@
-"""Cuts of a run: read as objects and as text, applied one after the other, and known by what they have made of parameters."""
+"""Cuts of a run: read as objects and as text, applied one after the other, and known by what
+they have made of parameters.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ ALONE = Topology((HostRanks("here", (0,), "127.0.0.1"),))
 
 
 class half:
-    """Replaces a layer's weight by its first rows, or has optimizers step a piece of it while the whole stays."""
+    """Replaces a layer's weight by its first rows, or has optimizers step a piece of it while
+    the whole stays.
+    """
 
     travels = "nothing"
 
@@ -69,7 +73,9 @@ class Sparing(torch.optim.Adafactor):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, Sparing, torch.optim.Muon])
-def test_optimizers_that_fail_on_what_other_stages_have_are_refused_on_all(kind: type[torch.optim.Optimizer]) -> None:
+def test_optimizers_that_fail_on_what_other_stages_have_are_refused_on_all(
+    kind: type[torch.optim.Optimizer],
+) -> None:
     refusals = list[str]()
 
     def body(run: Run, late: bool) -> None:
@@ -86,7 +92,10 @@ def test_optimizers_that_fail_on_what_other_stages_have_are_refused_on_all(kind:
             raise
 
     for late in (False, True):
-        with pytest.raises(UsageError, match=f"{kind.__name__} looks at whole matrices, and fails on those that other stages"):
+        with pytest.raises(
+            UsageError,
+            match=f"{kind.__name__} looks at whole matrices, and fails on those that other stages",
+        ):
             workers(2, lambda run, late=late: body(run, late), mesh="stage=2")  # type: ignore[misc]
     assert len(refusals) == 4
     model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(4)])
@@ -117,7 +126,10 @@ def replaced(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 PARTS = pytest.mark.parametrize(
     ("axis", "cut"),
-    [("tensor", pl.tensor({"0": pl.column(), "1": pl.row()})), *(("shard", shard(zero=zero)) for zero in (1, 2, 3))],
+    [
+        ("tensor", pl.tensor({"0": pl.column(), "1": pl.row()})),
+        *(("shard", shard(zero=zero)) for zero in (1, 2, 3)),
+    ],
 )
 
 
@@ -126,19 +138,28 @@ def two_layers() -> nn.Module:
 
 
 @PARTS
-@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon, Normalised, LARS, replaced])
-def test_optimizers_that_may_look_at_whole_parameters_are_refused_where_workers_have_parts(axis: str, cut: Any, kind: Any) -> None:
+@pytest.mark.parametrize(
+    "kind", [torch.optim.Adafactor, torch.optim.Muon, Normalised, LARS, replaced]
+)
+def test_optimizers_that_may_look_at_whole_parameters_are_refused_where_workers_have_parts(
+    axis: str, cut: Any, kind: Any
+) -> None:
     def body(run: Run) -> None:
         model = two_layers()
         run.prepare(model, kind(model.parameters()), cut=cut)
 
     name = "SGD" if kind is replaced else kind.__name__
-    with pytest.raises(UsageError, match=rf"{name} may look at whole parameters, .* a part of 0.weight.*pl.elementwise\({name}\)"):
+    with pytest.raises(
+        UsageError,
+        match=rf"{name} may look at whole parameters, .* a part of 0.weight.*pl.elementwise\({name}\)",  # noqa: E501
+    ):
         workers(2, body, mesh=f"{axis}=2")
 
 
 @PARTS
-def test_one_that_steps_inside_of_another_or_got_a_parameter_later_is_refused_as_well(axis: str, cut: Any) -> None:
+def test_one_that_steps_inside_of_another_or_got_a_parameter_later_is_refused_as_well(
+    axis: str, cut: Any
+) -> None:
     @pl.elementwise
     class Around(torch.optim.Optimizer):
         def __init__(self, inner: torch.optim.Optimizer) -> None:
@@ -190,7 +211,9 @@ def test_optimizers_that_are_vouched_for(axis: str, cut: Any) -> None:
 
     def body(run: Run, kind: Any = Lion) -> Tensor:
         model = fill(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2)).double())
-        model, optimizer, loader = run.prepare(model, kind(model.parameters()), batches(16, 8), cut=cut if run.size > 1 else None)
+        model, optimizer, loader = run.prepare(
+            model, kind(model.parameters()), batches(16, 8), cut=cut if run.size > 1 else None
+        )
         for x, y in loader:
             optimizer.zero_grad()
             nn.functional.mse_loss(model(x), y).backward()
@@ -228,22 +251,35 @@ class Prodigy(Plain):
         *(("shard", shard(zero=zero)) for zero in (1, 2, 3)),
     ],
 )
-def test_optimizers_of_one_number_over_all_parameters_are_refused(axis: str, cut: Any, kind: type[Plain]) -> None:
+def test_optimizers_of_one_number_over_all_parameters_are_refused(
+    axis: str, cut: Any, kind: type[Plain]
+) -> None:
     def body(run: Run) -> None:
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
         run.prepare(model, kind(model.parameters()), cut=cut)
 
-    with pytest.raises(UsageError, match=f"{kind.__name__} takes one number .* over all parameters, and each worker along `{axis}` would"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            f"{kind.__name__} takes one number .* over all parameters, and each worker along "
+            f"`{axis}` would"
+        ),
+    ):
         workers(2, body, mesh=f"{axis}=2")
 
 
 def test_cuts_are_read_as_objects_and_as_text() -> None:
-    shard, tensor = pl.shard("blocks.*", zero=2), pl.tensor({"a.*": pl.column(parts=3)}, divide=["a.heads"])
+    shard, tensor = (
+        pl.shard("blocks.*", zero=2),
+        pl.tensor({"a.*": pl.column(parts=3)}, divide=["a.heads"]),
+    )
     assert read(shard) == (shard,) and read([tensor, shard]) == (tensor, shard)
     assert read(f"{tensor}, {shard}") == (tensor, shard) and read(repr(shard)) == (shard,)
     with pytest.raises(NotationError, match="AllReduce is not a word of the notation"):
         read("AllReduce()")
-    with pytest.raises(UsageError, match=r"cut=column\(parts=1, gather=False\) is no cut|cut=column\(\) is no cut"):
+    with pytest.raises(
+        UsageError, match=r"cut=column\(parts=1, gather=False\) is no cut|cut=column\(\) is no cut"
+    ):
         read("column()")
 
 
@@ -255,7 +291,9 @@ def test_the_command_line_replaces_what_the_script_says() -> None:
 def test_one_after_the_other_and_optimizers_follow() -> None:
     model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 4))
     weights = [model[0].weight, model[1].weight]
-    optimizer = torch.optim.SGD([{"params": weights}, {"params": [model[0].bias, model[1].bias], "lr": 3.0}], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [{"params": weights}, {"params": [model[0].bias, model[1].bias], "lr": 3.0}], lr=0.1
+    )
     made, first, second = cuts(), half("tensor"), half("shard", piece=True)
     initial = InitialValues([("m.", model)], None, 3, torch.device("cpu"))
     assert made.apply([("m.", model)], [first, second], [optimizer], initial) == []
@@ -267,10 +305,25 @@ def test_one_after_the_other_and_optimizers_follow() -> None:
         ("m.0.weight", ("tensor", "shard"), (2, 2)),
         ("m.1.weight", ("tensor", "shard"), (1, 8)),
     ]
-    assert made.renewed(weights[0]) is pieces[0] is made.trained(model[0].weight) and made.renewed(model[0].bias) is None
-    assert optimizer.param_groups[1] == {**optimizer.param_groups[1], "lr": 3.0, "params": [model[0].bias, model[1].bias]}
+    assert (
+        made.renewed(weights[0]) is pieces[0] is made.trained(model[0].weight)
+        and made.renewed(model[0].bias) is None
+    )
+    assert optimizer.param_groups[1] == {
+        **optimizer.param_groups[1],
+        "lr": 3.0,
+        "params": [model[0].bias, model[1].bias],
+    }
 
-    slots = list(made.slots([Slot("x", model[0].weight, None), Slot("y", pieces[0], None), Slot("m.0.bias", model[0].bias, None)]))
+    slots = list(
+        made.slots(
+            [
+                Slot("x", model[0].weight, None),
+                Slot("y", pieces[0], None),
+                Slot("m.0.bias", model[0].bias, None),
+            ]
+        )
+    )
     assert [(slot.name, slot.parameter is pieces[0], slot.shard) for slot in slots] == [
         ("m.0.weight", True, ("tensor", "shard")),
         ("m.0.bias", False, ()),
@@ -287,7 +340,9 @@ def test_momentum_of_parts_is_averaged_between_replicas(zero: Literal[1, 2, 3]) 
     def body(run: Run) -> list[Tensor]:
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        model, optimizer, loader = run.prepare(model, optimizer, batches(16, 8), cut=shard(zero=zero))
+        model, optimizer, loader = run.prepare(
+            model, optimizer, batches(16, 8), cut=shard(zero=zero)
+        )
         for x, y in loader:
             optimizer.zero_grad()
             nn.functional.mse_loss(model(x), y).backward()
@@ -303,7 +358,10 @@ def test_momentum_of_parts_is_averaged_between_replicas(zero: Literal[1, 2, 3]) 
 def by_shape(model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer as many scripts make it: what has one dimension doesn't decay."""
     groups = [[p for p in model.parameters() if (p.dim() > 1) == large] for large in (True, False)]
-    return torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.5}, {"params": groups[1], "weight_decay": 0.0}], lr=0.1)
+    return torch.optim.AdamW(
+        [{"params": groups[0], "weight_decay": 0.5}, {"params": groups[1], "weight_decay": 0.0}],
+        lr=0.1,
+    )
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -321,7 +379,11 @@ def test_an_optimizer_that_was_made_after_its_model_was_cut_is_refused(prepared:
             run.prepare(first)
             if number:
                 with pytest.raises(
-                    UsageError, match=r"AdamW steps 0.weight, .*: make the optimizer before run.prepare, and give it to the"
+                    UsageError,
+                    match=(
+                        r"AdamW steps 0.weight, .*: make the optimizer before run.prepare, and "
+                        r"give it to the"
+                    ),
                 ):
                     run.prepare(by_shape(model)) if prepared else by_shape(model).step()
 
@@ -329,10 +391,14 @@ def test_an_optimizer_that_was_made_after_its_model_was_cut_is_refused(prepared:
 
 
 @pytest.mark.parametrize("zero", [1, 2])
-def test_an_optimizer_that_was_made_of_whole_parameters_is_as_good_later(zero: Literal[1, 2]) -> None:
+def test_an_optimizer_that_was_made_of_whole_parameters_is_as_good_later(
+    zero: Literal[1, 2],
+) -> None:
     def body(run: Run) -> Tensor:
         model = fill(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double())
-        model, loader = run.prepare(model, batches(16, 8), cut=shard(zero=zero) if run.size > 1 else None)
+        model, loader = run.prepare(
+            model, batches(16, 8), cut=shard(zero=zero) if run.size > 1 else None
+        )
         optimizer = run.prepare(by_shape(model))
         for x, y in loader:
             optimizer.zero_grad()

@@ -44,7 +44,11 @@ def test_tensors_go_wherever_they_are() -> None:
     assert found["a"][0].is_meta and found["a"][1][0].is_meta and found["a"][1][1] == 3
     assert isinstance(found["pair"], Pair) and found["pair"].x.is_meta and found["pair"].name == "p"
     assert found["sent"].x.is_meta and found["none"] is None and found["text"] == "t"
-    assert isinstance(found["map"], OrderedDict) and found["map"]["k"].is_meta and found["user"]["u"].is_meta
+    assert (
+        isinstance(found["map"], OrderedDict)
+        and found["map"]["k"].is_meta
+        and found["user"]["u"].is_meta
+    )
     assert not x.is_meta and batch["a"][0] is x  # what was given stays
 
 
@@ -58,7 +62,13 @@ def test_packed_sequences_go() -> None:
 
 def test_a_dealt_loader_hands_out_moved_batches() -> None:
     def body(run: Any) -> None:
-        loader = deal(batches(), run._agreement, move=mover(META), weigh=lambda batch: float(batch[0].sum() > -1e9))
-        assert all(x.is_meta and y.is_meta for x, y in loader)  # weigh has seen them before, where reading doesn't wait
+        loader = deal(
+            batches(),
+            run._agreement,
+            move=mover(META),
+            weigh=lambda batch: float(batch[0].sum() > -1e9),
+        )
+        # weigh has seen them before, where reading doesn't wait
+        assert all(x.is_meta and y.is_meta for x, y in loader)
 
     alone(body)

@@ -1,4 +1,6 @@
-"""Torch's own clipping between backward and step: of gradients that are whole, whatever they are exchanged by."""
+"""Torch's own clipping between backward and step: of gradients that are whole, whatever they are
+exchanged by.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,13 @@ def test_servers_clip_the_gradient_of_all() -> None:
 
 @pytest.mark.parametrize("clip", [by_value, by_given_norm])
 def test_servers_do_not_clip_each_gradient(clip: Clip) -> None:
-    with pytest.raises(UsageError, match="_ would clip this worker's own gradients, and with ParameterServer a step takes those of all"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            "_ would clip this worker's own gradients, and with ParameterServer a step takes those "
+            "of all"
+        ),
+    ):
         workers(2, lambda run: train(run, clip), strategy=ParameterServer())
 
 
@@ -109,7 +117,11 @@ def test_a_norm_that_has_to_be_finite_and_is_not_raises_on_all_workers(mesh: str
         for number, (x, y) in enumerate(loader):
             run.step(model, x, y, loss=F.mse_loss)
             first = optimizer.param_groups[0]["params"][0]
-            if number == 1 and first.grad is not None and run.rank in (0, run.size // 2 if "data" in mesh else 0):
+            if (
+                number == 1
+                and first.grad is not None
+                and run.rank in (0, run.size // 2 if "data" in mesh else 0)
+            ):
                 first.grad[..., :1] = torch.inf
             try:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.05, error_if_nonfinite=True)
@@ -127,19 +139,28 @@ def test_a_norm_that_has_to_be_finite_and_is_not_raises_on_all_workers(mesh: str
 
 
 @CUTS
-def test_where_a_model_is_cut_no_worker_takes_the_norm_of_its_own_parts(mesh: str, cut: Any) -> None:
+def test_where_a_model_is_cut_no_worker_takes_the_norm_of_its_own_parts(
+    mesh: str, cut: Any
+) -> None:
     def body(run: Run, measure: Callable[[nn.Module], Tensor]) -> Tensor:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
         fill(model)
-        model, optimizer, loader = run.prepare(model, sgd(model), batches(24), cut=cut if run.size > 1 else None)
+        model, optimizer, loader = run.prepare(
+            model, sgd(model), batches(24), cut=cut if run.size > 1 else None
+        )
         for x, y in loader:
             run.step(model, x, y, loss=F.mse_loss)
             if run.size > 1:
-                with pytest.raises(UsageError, match=r"call nn\.utils\.clip_grad_norm_\(model.parameters\(\), max_norm\) or run"):
+                with pytest.raises(
+                    UsageError,
+                    match=r"call nn\.utils\.clip_grad_norm_\(model.parameters\(\), max_norm\) or run",  # noqa: E501
+                ):
                     by_given_norm(model)
             norm = measure(model)
-            nn.utils.clip_grads_with_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.05, norm)
+            nn.utils.clip_grads_with_norm_(
+                [p for group in optimizer.param_groups for p in group["params"]], 0.05, norm
+            )
             optimizer.step()
             optimizer.zero_grad()
         found: Tensor = run.forward(model, torch.ones(1, 6, dtype=torch.float64))
@@ -160,30 +181,48 @@ def test_gradients_that_workers_have_whole_have_their_norm() -> None:
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         assert float(nn.utils.get_total_norm(model[2].bias.grad)) == pytest.approx(2**0.5)  # type: ignore[arg-type]
-        with pytest.raises(UsageError, match=r"get_total_norm of the gradient of 0.weight .* what this worker has, .* along `tensor`"):
+        with pytest.raises(
+            UsageError,
+            match=(
+                r"get_total_norm of the gradient of 0.weight .* what this worker has, .* along "
+                r"`tensor`"
+            ),
+        ):
             nn.utils.get_total_norm(model[0].weight.grad)  # type: ignore[arg-type]
 
     workers(2, body, mesh="tensor=2")
 
 
 @pytest.mark.parametrize(("zero", "mesh"), [(1, "shard"), (2, "shard"), (2, "data=2, shard=2")])
-def test_clipping_that_finds_no_gradients_while_pieces_have_them_is_refused(zero: Any, mesh: str) -> None:
+def test_clipping_that_finds_no_gradients_while_pieces_have_them_is_refused(
+    zero: Any, mesh: str
+) -> None:
     def acts(model: nn.Module) -> dict[str, Callable[[], Any]]:
         found = [p for p in model.parameters() if p.grad is not None]
         return {
             "clip_grad_norm_": lambda: nn.utils.clip_grad_norm_(found, 0.05),
             "get_total_norm": lambda: nn.utils.get_total_norm(found),
-            "clip_grads_with_norm_": lambda: nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, torch.tensor(9.0)),
+            "clip_grads_with_norm_": lambda: nn.utils.clip_grads_with_norm_(
+                model.parameters(), 0.05, torch.tensor(9.0)
+            ),
         }
 
     def body(run: Run) -> None:
         model = net()
-        model, optimizer, loader = run.prepare(model, sgd(model), batches(8), cut=pl.shard(zero=zero))
+        model, optimizer, loader = run.prepare(
+            model, sgd(model), batches(8), cut=pl.shard(zero=zero)
+        )
         acts(model)["clip_grads_with_norm_"]()  # there are none anywhere
         for x, y in loader:
             F.mse_loss(model(x), y).backward()
             for name, act in acts(model).items():
-                with pytest.raises(UsageError, match=rf"{name} was given no gradient and would do nothing: a model is cut by shard"):
+                with pytest.raises(
+                    UsageError,
+                    match=(
+                        rf"{name} was given no gradient and would do nothing: "
+                        r"a model is cut by shard"
+                    ),
+                ):
                     act()
             plain = nn.Linear(2, 2)
             plain(torch.ones(1, 2)).sum().backward()
@@ -216,5 +255,8 @@ def test_inside_of_no_sync_gradients_are_not_there_yet() -> None:
                 F.mse_loss(model(x), y).backward()
                 by_norm(model)
 
-    with pytest.raises(UsageError, match=r"clip_grad_norm_ inside run.no_sync\(\) would use gradients before their exchange"):
+    with pytest.raises(
+        UsageError,
+        match=r"clip_grad_norm_ inside run.no_sync\(\) would use gradients before their exchange",
+    ):
         workers(2, body)

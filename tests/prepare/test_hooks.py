@@ -52,9 +52,20 @@ def test_any_order_in_the_same_order_out(size: int) -> None:
         given = [scaler, data, opt, model, scheduler]
         ready = run.prepare(*given)
         assert isinstance(ready, tuple) and len(ready) == 5
-        assert isinstance(ready[1], ShareLoader) and len(ready[1]) == 5 and ready[1].dataset is data.dataset
+        assert (
+            isinstance(ready[1], ShareLoader)
+            and len(ready[1]) == 5
+            and ready[1].dataset is data.dataset
+        )
         assert all(a is b for n, (a, b) in enumerate(zip(ready, given, strict=True)) if n != 1)
-        assert run._prepared.state.names == ("progress", "model", "optimizer", "scheduler", "scaler", "loader")
+        assert run._prepared.state.names == (
+            "progress",
+            "model",
+            "optimizer",
+            "scheduler",
+            "scaler",
+            "loader",
+        )
 
     workers(size, body)
 
@@ -77,12 +88,20 @@ def test_model_and_optimizer_stay_what_they_are(size: int) -> None:
     def body(run: Run) -> None:
         model = net()
         opt = torch.optim.Adam(model.parameters(), lr=0.1)
-        keys, kinds, ids = list(model.state_dict()), (type(model), type(opt)), [id(p) for p in model.parameters()]
+        keys, kinds, ids = (
+            list(model.state_dict()),
+            (type(model), type(opt)),
+            [id(p) for p in model.parameters()],
+        )
         model, opt, loader = run.prepare(model, opt, batches())
         for x, y in loader:
             advance(model, opt, x, y)
         assert list(model.state_dict()) == keys and (type(model), type(opt)) == kinds
-        assert [id(p) for p in model.parameters()] == ids == [id(p) for p in opt.param_groups[0]["params"]]
+        assert (
+            [id(p) for p in model.parameters()]
+            == ids
+            == [id(p) for p in opt.param_groups[0]["params"]]
+        )
         twin = copy.deepcopy(model)
         assert torch.equal(parameters(twin), parameters(model))
         x = torch.ones(3, 6, dtype=torch.float64)
@@ -113,7 +132,9 @@ def test_a_pickled_model_needs_no_paceline() -> None:
             advance(model, opt, x, y)
         pickled = pickle.dumps(model)
         assert b"paceline" not in pickled
-        assert torch.equal(pickle.loads(pickled)(x), model(x)) and torch.equal(copy.deepcopy(model)(x), model(x))
+        assert torch.equal(pickle.loads(pickled)(x), model(x)) and torch.equal(
+            copy.deepcopy(model)(x), model(x)
+        )
 
     workers(2, body)
 
@@ -133,7 +154,11 @@ def test_the_users_methods_come_back_when_the_run_ends() -> None:
     models = []
 
     def body(run: Run) -> None:
-        model = nn.Sequential(fill(nn.Linear(6, 4).double()), nn.BatchNorm1d(4).double(), fill(nn.Linear(4, 2).double()))
+        model = nn.Sequential(
+            fill(nn.Linear(6, 4).double()),
+            nn.BatchNorm1d(4).double(),
+            fill(nn.Linear(4, 2).double()),
+        )
         opt = sgd(model)
         before = StepLR(opt, 1)
         _, _, scheduler, _ = run.prepare(model, opt, before, batches())
@@ -204,7 +229,10 @@ def test_two_models(calls: str) -> None:
             one, first = run.prepare(one, first)
             loader = run.prepare(batches())
             two, second = run.prepare(two, second)
-        assert {name for name in run._prepared.state.names if name.startswith("model")} == {"model", "model1"}
+        assert {name for name in run._prepared.state.names if name.startswith("model")} == {
+            "model",
+            "model1",
+        }
         for x, y in loader:
             advance(one, first, x, y)
             advance(two, second, x, y - one(x).detach())
@@ -249,14 +277,19 @@ def test_different_values_are_replaced_with_one_warning() -> None:
     found = workers(3, body, said=said)
     assert all(torch.equal(one, parameters(net(0))) for one in found)
     assert [text for text in said if "differed" in text] == [
-        "parameters or buffers of rank 1, 2 differed from rank 0's and were replaced by them (seed all workers alike to avoid it)"
+        (
+            "parameters or buffers of rank 1, 2 differed from rank 0's and were replaced by them "
+            "(seed all workers alike to avoid it)"
+        )
     ]
 
 
 def test_equal_values_are_not_warned_of() -> None:
     said: list[str] = []
     workers(2, lambda run: run.prepare(net(), batches()), said=said)
-    assert len(said) == 1 and said[0].startswith("2 workers on 1 host, AllReduce(), global batch 8 = 2 x 4")
+    assert len(said) == 1 and said[0].startswith(
+        "2 workers on 1 host, AllReduce(), global batch 8 = 2 x 4"
+    )
 
 
 def model_of(rank: int, how: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -312,7 +345,9 @@ def process_group() -> Any:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -324,10 +359,17 @@ def test_models_that_are_distributed_already(process_group: None) -> None:
     with pytest.raises(UsageError, match=r"DistributedDataParallel already.*model\.module"):
         alone(lambda run: run.prepare(DistributedDataParallel(net())))
     with pytest.raises(UsageError, match="FullyShardedDataParallel already"):
-        alone(lambda run: run.prepare(FullyShardedDataParallel(net(), device_id=torch.device("cpu"))))
+        alone(
+            lambda run: run.prepare(FullyShardedDataParallel(net(), device_id=torch.device("cpu")))
+        )
     sharded = net()
-    # torch keeps the group of a DTensor for each thread; kept by the main thread, it hangs every process that a test forks from another.
-    sharding = threading.Thread(target=lambda: fully_shard(sharded, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,))))
+    # torch keeps the group of a DTensor for each thread; kept by the main thread, it hangs every
+    # process that a test forks from another.
+    sharding = threading.Thread(
+        target=lambda: fully_shard(
+            sharded, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        )
+    )
     sharding.start()
     sharding.join()
     with pytest.raises(UsageError, match="is a DTensor"):
@@ -338,7 +380,9 @@ def test_models_that_are_distributed_already(process_group: None) -> None:
 
 def test_distributed_samplers(process_group: None) -> None:
     data = TensorDataset(torch.zeros(8, 6))
-    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, num_replicas=1, rank=0))
+    loader = DataLoader(
+        data, batch_size=4, sampler=DistributedSampler(data, num_replicas=1, rank=0)
+    )
     with pytest.raises(DataError, match="DistributedSampler"):
         alone(lambda run: run.prepare(loader))
 
@@ -445,8 +489,13 @@ def test_reduce_on_plateau() -> None:
         assert "step" not in scheduler.state_dict()
         return float(opt.param_groups[0]["lr"])
 
-    assert workers(2, lambda run: body(run, lambda run: run.mean(1.0 + run.rank))) == [0.1 * 0.5**4] * 2
-    with pytest.raises(UsageError, match=r"different metrics \(1 on rank 0, 2 on rank 1\).*run\.mean"):
+    assert (
+        workers(2, lambda run: body(run, lambda run: run.mean(1.0 + run.rank)))
+        == [0.1 * 0.5**4] * 2
+    )
+    with pytest.raises(
+        UsageError, match=r"different metrics \(1 on rank 0, 2 on rank 1\).*run\.mean"
+    ):
         workers(2, lambda run: body(run, lambda run: 1.0 + run.rank))
 
 
@@ -454,7 +503,9 @@ def test_reduce_on_plateau() -> None:
 
 
 def normed() -> nn.Module:
-    return fill(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double(), 3)
+    return fill(
+        nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double(), 3
+    )
 
 
 @pytest.mark.parametrize(("size", "shares"), [(2, None), (2, [1, 7]), (2, [0, 8]), (3, [3, 3, 2])])
@@ -481,7 +532,9 @@ def test_local_batchnorm_differs_from_it_and_exchanges_nothing() -> None:
         return parameters(model), model[1].running_mean.clone(), len(run._context.extra_groups)
 
     first, second = workers(2, lambda run: body(run, "local"))
-    assert torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1]) and first[2] == 0
+    assert (
+        torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1]) and first[2] == 0
+    )
     wanted = alone(lambda run: body(run, "sync"))
     assert distance(first[0], wanted[0]) > 1e-4
     first, second = workers(2, lambda run: body(run, "sync"))
@@ -512,7 +565,9 @@ def test_batchnorm_in_evaluation_left_by_break_before_the_next_forward() -> None
 def test_batchnorm_after_an_inner_training_loop_left_by_break() -> None:
     def body(run: Run, many: bool) -> Tensor:
         model = normed()
-        model, opt, loader = run.prepare(model, sgd(model), batches(), shares=[0, 8] if many else None)
+        model, opt, loader = run.prepare(
+            model, sgd(model), batches(), shares=[0, 8] if many else None
+        )
         other = run.prepare(batches(24, 8), shares=[8, 0] if many else None)
         for x, y in loader:
             for u, v in other:
@@ -549,7 +604,10 @@ def test_parameters_that_come_later_are_named_until_they_are_prepared(how: str) 
             advance(model, opt, x, y)
         return parameters(model)
 
-    with pytest.raises(UsageError, match=r"the parameter [02-9]\.(weight|bias) came into the model after run\.prepare"):
+    with pytest.raises(
+        UsageError,
+        match=r"the parameter [02-9]\.(weight|bias) came into the model after run\.prepare",
+    ):
         workers(2, lambda run: body(run, False))
     wanted = alone(lambda run: body(run, True))
     for found in workers(2, lambda run: body(run, True)):
@@ -567,7 +625,11 @@ def test_replicas_that_part_are_said_at_the_end() -> None:
         return run.events
 
     events = workers(3, body, said=said)
-    assert [text for text in said if "replicas have parted: the parameters of rank 1 are not those of rank 0" in text]
+    assert [
+        text
+        for text in said
+        if "replicas have parted: the parameters of rank 1 are not those of rank 0" in text
+    ]
     assert "parted" in events[0][0]["what"]
 
 

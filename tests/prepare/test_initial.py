@@ -1,4 +1,6 @@
-"""Models begin with the same values in every layout, whether their modules or a file give them, and nobody makes more than its part."""
+"""Models begin with the same values in every layout, whether their modules or a file give them,
+and nobody makes more than its part.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,18 @@ def unborn() -> nn.Module:
     return model
 
 
-def trained(folder: Path, layout: str, make: Callable[[], nn.Module], init: Any = None, steps: int = 3) -> dict[str, Tensor]:
+def trained(
+    folder: Path, layout: str, make: Callable[[], nn.Module], init: Any = None, steps: int = 3
+) -> dict[str, Tensor]:
     """The model after some steps, by an optimizer that was made before `prepare`."""
     size, axes, cuts = LAYOUTS[layout]
 
     def body(run: Run) -> None:
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer, loader = run.prepare(model, optimizer, batches(43, 8), cut=cuts, init=init)
+        model, optimizer, loader = run.prepare(
+            model, optimizer, batches(43, 8), cut=cuts, init=init
+        )
         assert not any(parameter.is_meta for parameter in model.parameters())
         for x, y in loader:
             if run.steps == steps:
@@ -78,21 +84,32 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str,
 @pytest.mark.each_choice
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "one"])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_all_layouts_begin_and_go_on_alike(tmp_path: Path, layout: str, steps: int, alone: Callable[[int], dict[str, Tensor]]) -> None:
+def test_all_layouts_begin_and_go_on_alike(
+    tmp_path: Path, layout: str, steps: int, alone: Callable[[int], dict[str, Tensor]]
+) -> None:
     found = trained(tmp_path, layout, unborn, steps=steps)
     for name, tensor in alone(steps).items():
-        assert torch.equal(found[name], tensor) if steps == 0 else torch.allclose(found[name], tensor, rtol=0, atol=1e-12), name
+        assert (
+            torch.equal(found[name], tensor)
+            if steps == 0
+            else torch.allclose(found[name], tensor, rtol=0, atol=1e-12)
+        ), name
     assert not torch.equal(alone(0)["0.weight"], alone(3)["0.weight"])
 
 
 def weights() -> dict[str, Tensor]:
     numbers = torch.Generator().manual_seed(4)
-    return {name: torch.rand(value.shape, generator=numbers).to(value.dtype) for name, value in network().state_dict().items()}
+    return {
+        name: torch.rand(value.shape, generator=numbers).to(value.dtype)
+        for name, value in network().state_dict().items()
+    }
 
 
 @pytest.mark.parametrize("make", [unborn, network], ids=["without memory", "with values"])
 @pytest.mark.parametrize("layout", ["replicas", "tensor", "zero 3", "both"])
-def test_weights_of_a_file_come_into_any_layout(tmp_path: Path, layout: str, make: Callable[[], nn.Module]) -> None:
+def test_weights_of_a_file_come_into_any_layout(
+    tmp_path: Path, layout: str, make: Callable[[], nn.Module]
+) -> None:
     path = tmp_path / "weights.safetensors"
     safetensors.torch.save_file(weights(), path)
     found = trained(tmp_path, layout, make, str(path), steps=0)
@@ -111,11 +128,15 @@ def test_a_function_of_a_module(tmp_path: Path) -> None:
     assert 0.5 <= float(one["0.weight"].min()) <= float(one["0.weight"].max()) <= 0.6
 
 
-def preparing(make: Callable[[], Any], init: Any = None, *, again: bool = False) -> Callable[[Run], None]:
+def preparing(
+    make: Callable[[], Any], init: Any = None, *, again: bool = False
+) -> Callable[[Run], None]:
     def body(run: Run) -> None:
         made = make()
         models = made if isinstance(made, tuple) else (made,)
-        run.prepare(*models, **({} if again else {"init": init(run.rank) if isinstance(init, Of) else init}))
+        run.prepare(
+            *models, **({} if again else {"init": init(run.rank) if isinstance(init, Of) else init})
+        )
         if again:
             run.prepare(*models, init=init)
 
@@ -133,16 +154,37 @@ class Of:
 
 
 REFUSED: list[tuple[Callable[[Run], None], str]] = [
-    (preparing(network, small), r"init=function gives values to models that were built under pl.meta\(\), and these have values already"),
-    (preparing(lambda: (network(), network()), weights()), r"init= has weights of one model, and 2 models are prepared here"),
-    (preparing(network, weights(), again=True), r"init= is for models that are prepared for the first time"),
-    (preparing(network, "nowhere.safetensors"), r"there is no file nowhere.safetensors with weights"),
-    (preparing(network, Of(lambda rank: weights() if rank else "nowhere.pt")), r"there is no file nowhere.pt with weights"),
+    (
+        preparing(network, small),
+        (
+            r"init=function gives values to models that were built under pl.meta\(\), and these "
+            r"have values already"
+        ),
+    ),
+    (
+        preparing(lambda: (network(), network()), weights()),
+        r"init= has weights of one model, and 2 models are prepared here",
+    ),
+    (
+        preparing(network, weights(), again=True),
+        r"init= is for models that are prepared for the first time",
+    ),
+    (
+        preparing(network, "nowhere.safetensors"),
+        r"there is no file nowhere.safetensors with weights",
+    ),
+    (
+        preparing(network, Of(lambda rank: weights() if rank else "nowhere.pt")),
+        r"there is no file nowhere.pt with weights",
+    ),
     (
         preparing(network, Of(lambda rank: {k: v + rank for k, v in weights().items()})),
         r"ranks 0 and 1 were given different weights by init=",
     ),
-    (preparing(network, {"0.weight": torch.ones(8, 6)}), r"the dict has weights of another model: 0.bias \[8\] is not in it"),
+    (
+        preparing(network, {"0.weight": torch.ones(8, 6)}),
+        r"the dict has weights of another model: 0.bias \[8\] is not in it",
+    ),
 ]
 
 
@@ -157,12 +199,16 @@ def test_workers_with_different_files_of_the_same_shapes(tmp_path: Path, kind: s
     paths = [tmp_path / f"{rank}.{kind}" for rank in range(2)]
     for rank, path in enumerate(paths):
         values = {name: value + rank for name, value in weights().items()}
-        safetensors.torch.save_file(values, path) if kind == "safetensors" else torch.save(values, path)
+        safetensors.torch.save_file(values, path) if kind == "safetensors" else torch.save(
+            values, path
+        )
     with pytest.raises(UsageError, match=r"ranks 0 and 1 were given different weights by init="):
         workers(2, preparing(network, Of(lambda rank: paths[rank])))
 
 
-def test_a_file_that_one_worker_cannot_read_after_all_is_said_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_one_worker_cannot_read_after_all_is_said_on_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, reasons = tmp_path / "weights.safetensors", dict[int, str]()
     safetensors.torch.save_file(weights(), path)
     opening = initial.opened

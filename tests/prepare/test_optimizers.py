@@ -1,4 +1,6 @@
-"""Optimizers that step where it can't be right are refused, whoever holds them; those that can go on as they are."""
+"""Optimizers that step where it can't be right are refused, whoever holds them; those that can
+go on as they are.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class Slow(torch.optim.Optimizer):
         before = [p.detach().clone() for group in self.param_groups for p in group["params"]]
         self.inner.step()
         with torch.no_grad():
-            for p, old in zip((p for group in self.param_groups for p in group["params"]), before, strict=True):
+            for p, old in zip(
+                (p for group in self.param_groups for p in group["params"]), before, strict=True
+            ):
                 p.lerp_(old, 0.5)
 
 
@@ -70,7 +74,9 @@ def test_an_optimizer_inside_of_a_prepared_one_needn_t_be_prepared() -> None:
 
 
 class Ascent(torch.optim.Optimizer):
-    """Steps up, and then from where it was (Foret et al. 2021, SAM), as scripts copy it: the steps are methods of its own."""
+    """Steps up, and then from where it was (Foret et al. 2021, SAM), as scripts copy it: the
+    steps are methods of its own.
+    """
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, {})
@@ -86,7 +92,9 @@ class Ascent(torch.optim.Optimizer):
 
     @torch.no_grad()
     def second_step(self) -> None:
-        for p, old in zip((p for group in self.param_groups for p in group["params"]), self.before, strict=True):
+        for p, old in zip(
+            (p for group in self.param_groups for p in group["params"]), self.before, strict=True
+        ):
             p.copy_(old)
         self.inner.step()
         self.zero_grad()
@@ -216,7 +224,9 @@ def test_a_step_in_a_hook_is_refused(first: str, prepared: bool, strategy: Strat
             in_backward(model, optimizers)
         before = parameters(model)
         for x, y in loader:
-            with pytest.raises(UsageError, match=r"step was called inside of loss.backward\(\).*take the hook out"):
+            with pytest.raises(
+                UsageError, match=r"step was called inside of loss.backward\(\).*take the hook out"
+            ):
                 F.mse_loss(model(x), y).backward()
             assert torch.equal(parameters(model), before)
             raise EOFError  # a backward that has failed is not gone on from
@@ -256,7 +266,9 @@ def test_a_hook_that_only_looks_sees_the_share_if_it_was_there_first() -> None:
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
             (local,) = torch.autograd.grad(F.mse_loss(model(x), y), model[2].bias)
-            apart.append(torch.allclose(seen[-1][1], local) and not torch.allclose(model[2].bias.grad, local))
+            apart.append(
+                torch.allclose(seen[-1][1], local) and not torch.allclose(model[2].bias.grad, local)
+            )
             optimizer.step()
         return apart
 

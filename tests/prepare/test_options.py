@@ -1,4 +1,6 @@
-"""Options of run.prepare that are said before there is a loader, or a model, hold for those that come."""
+"""Options of run.prepare that are said before there is a loader, or a model, hold for those that
+come.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def tokens(batch: Any) -> float:
 
 
 def trained(run: Run, *, first: dict[str, Any], then: dict[str, Any]) -> Tensor:
-    """Two epochs with an uneven last batch; `first` are the options of the call with the model, `then` those of the loader's."""
+    """Two epochs with an uneven last batch; `first` are the options of the call with the model,
+    `then` those of the loader's.
+    """
     model = net()
     opt = torch.optim.SGD(model.parameters(), lr=0.05)
     if run.size > 1:
@@ -62,9 +66,12 @@ def trained(run: Run, *, first: dict[str, Any], then: dict[str, Any]) -> Tensor:
     ids=["sum", "weigh"],
 )
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_is_said_with_the_model_holds_for_a_loader_that_comes_later(options: dict[str, Any], size: int) -> None:
+def test_what_is_said_with_the_model_holds_for_a_loader_that_comes_later(
+    options: dict[str, Any], size: int
+) -> None:
     wanted = alone(lambda run: trained(run, first=options, then={}))
-    assert distance(alone(lambda run: trained(run, first={}, then={})), wanted) > 1e-3  # or the option would mean nothing
+    # or the option would mean nothing
+    assert distance(alone(lambda run: trained(run, first={}, then={})), wanted) > 1e-3
     for found in workers(size, lambda run: trained(run, first=options, then={})):
         assert distance(found, wanted) < 1e-12
 
@@ -87,7 +94,9 @@ def test_what_is_for_streams_is_kept_for_streams() -> None:
 
     def body(run: Run) -> list[str | None]:
         run.prepare(net(), shard="none")
-        return [run.prepare(loader).terms.shard for loader in (batches(), DataLoader(Counting(), 4))]
+        return [
+            run.prepare(loader).terms.shard for loader in (batches(), DataLoader(Counting(), 4))
+        ]
 
     assert workers(2, body) == [[None, "none"]] * 2
 
@@ -97,7 +106,9 @@ def test_batchnorm_said_before_the_model() -> None:
         run.prepare(batches(), batchnorm="local")
         model = run.prepare(net(nn.BatchNorm1d(5)))
         return sum(
-            "forward" in vars(module) or type(module) is not nn.BatchNorm1d for module in model if isinstance(module, nn.BatchNorm1d)
+            "forward" in vars(module) or type(module) is not nn.BatchNorm1d
+            for module in model
+            if isinstance(module, nn.BatchNorm1d)
         )
 
     assert workers(2, body) == [0, 0]
@@ -134,10 +145,14 @@ def test_what_no_loader_can_be_dealt_by_is_refused_where_it_is_said(wrong: dict[
 
 
 @pytest.mark.parametrize("where", ["loose", "another model", "the same group"])
-def test_parameters_that_an_optimizer_gets_later_are_named_until_they_are_prepared(where: str) -> None:
+def test_parameters_that_an_optimizer_gets_later_are_named_until_they_are_prepared(
+    where: str,
+) -> None:
     def body(run: Run, again: bool) -> Tensor:
         model = net()
-        model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05), batches(40, 8))
+        model, opt, loader = run.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.05), batches(40, 8)
+        )
         extra: nn.Module = nn.Linear(2, 2).double()
         scale = nn.Parameter(torch.ones(2, dtype=torch.float64))
         with torch.no_grad():
@@ -147,7 +162,9 @@ def test_parameters_that_an_optimizer_gets_later_are_named_until_they_are_prepar
                 if where == "the same group":
                     opt.param_groups[0]["params"].append(scale)
                 else:
-                    opt.add_param_group({"params": extra.parameters() if where == "another model" else [scale]})
+                    opt.add_param_group(
+                        {"params": extra.parameters() if where == "another model" else [scale]}
+                    )
                 if again:
                     run.prepare(model, opt)
             opt.zero_grad()
@@ -156,7 +173,13 @@ def test_parameters_that_an_optimizer_gets_later_are_named_until_they_are_prepar
             opt.step()
         return torch.cat([parameters(model, extra), scale.detach()])
 
-    with pytest.raises(UsageError, match=r"the parameter optimizer0\.group\d\.\d came into the SGD after run\.prepare \(add_param_group\)"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            r"the parameter optimizer0\.group\d\.\d came into the SGD after run\.prepare "
+            r"\(add_param_group\)"
+        ),
+    ):
         workers(2, lambda run: body(run, False))
     wanted = alone(lambda run: body(run, True))
     for found in workers(2, lambda run: body(run, True)):
@@ -195,16 +218,23 @@ def test_on_servers_an_optimizer_that_gets_a_group_is_prepared_again() -> None:
             F.mse_loss(model(x), y).backward()
             opt.step()
 
-    with pytest.raises(UsageError, match=r"the parameter 0\.weight came into the SGD after run\.prepare .* give the optimizer"):
+    with pytest.raises(
+        UsageError,
+        match=r"the parameter 0\.weight came into the SGD after run\.prepare .* give the optimizer",
+    ):
         workers(2, body, strategy=ParameterServer())
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_servers_take_an_optimizer_of_some_of_the_parameters(which: int) -> None:
-    """All three layers have the same shape, so a gradient that goes to another one would not be noticed."""
+    """All three layers have the same shape, so a gradient that goes to another one would not be
+    noticed.
+    """
 
     def body(run: Run) -> Tensor:
-        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+        model = nn.Sequential(
+            nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)
+        ).double()
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for p in model.parameters():
@@ -224,7 +254,9 @@ def test_servers_take_an_optimizer_of_some_of_the_parameters(which: int) -> None
 
 def test_shares_of_the_command_line_replace_those_of_the_script() -> None:
     def heard(text: str | None) -> Any:
-        return PrepareOptions(text).hear({"shares": [1, 3]}, 2, loaders=True, models=False)["shares"]
+        return PrepareOptions(text).hear({"shares": [1, 3]}, 2, loaders=True, models=False)[
+            "shares"
+        ]
 
     assert [heard(None), heard("auto"), heard("2,1")] == [[1, 3], "auto", (2.0, 1.0)]
     with pytest.raises(DataError, match="3 numbers for 2 workers"):

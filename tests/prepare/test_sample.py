@@ -19,7 +19,11 @@ class Noisy(Dataset[tuple[torch.Tensor, int]]):
 def test_a_part_of_a_global_batch_is_read() -> None:
     x, more, y = torch.arange(40.0).view(20, 2), torch.arange(20), torch.zeros(20)
     loader = DataLoader(TensorDataset(x, more, y), batch_size=12, shuffle=True)
-    assert [part.tolist() for part in sample_batch([loader], 4)] == [x[:3].tolist(), more[:3].tolist(), [0.0] * 3]
+    assert [part.tolist() for part in sample_batch([loader], 4)] == [
+        x[:3].tolist(),
+        more[:3].tolist(),
+        [0.0] * 3,
+    ]
     assert len(sample_batch([loader], 100)[0]) == 1
 
 

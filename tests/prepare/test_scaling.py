@@ -18,7 +18,9 @@ from tests.harness.sharded import put_together
 
 
 class Overflowing(nn.Module):
-    """A network whose last parameter alone can have a gradient that overflows: one worker has it."""
+    """A network whose last parameter alone can have a gradient that overflows: one worker has
+    it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,12 +38,16 @@ def train(cut: Any, *, fused: bool) -> Callable[[Run], tuple[Tensor, list[float]
         fill(model.net)
         opt = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-        model, opt, scaler, loader = run.prepare(model, opt, scaler, batches(), cut=cut if run.size > 1 else None)  # type: ignore[assignment]
+        model, opt, scaler, loader = run.prepare(
+            model, opt, scaler, batches(), cut=cut if run.size > 1 else None
+        )  # type: ignore[assignment]
         scales = []
         for _ in run.epochs(1):
             for number, (x, y) in enumerate(loader):
                 opt.zero_grad()
-                scaler.scale(F.mse_loss(model(x.float(), 3e38 if number == 2 else 0.0), y.float())).backward()
+                scaler.scale(
+                    F.mse_loss(model(x.float(), 3e38 if number == 2 else 0.0), y.float())
+                ).backward()
                 scaler.step(opt)
                 scaler.update()
                 scales.append(scaler.get_scale())

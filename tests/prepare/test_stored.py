@@ -1,4 +1,6 @@
-"""Checkpoints of runs come into models in any other layout, each worker reading its part; those of other models don't."""
+"""Checkpoints of runs come into models in any other layout, each worker reading its part; those
+of other models don't.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ LAYOUTS: dict[str, tuple[int, str | None, list[Any]]] = {
 
 
 def build() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2), nn.BatchNorm1d(2)).double().eval()
+    return (
+        nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2), nn.BatchNorm1d(2))
+        .double()
+        .eval()
+    )
 
 
 KNOWN = build()
@@ -59,14 +65,21 @@ def saved(folder: Path, layout: str, *others: nn.Module) -> Path:
 
 
 @pytest.mark.parametrize("make", [unborn, build], ids=["without memory", "with values"])
-@pytest.mark.parametrize(("before", "after"), [("one", "tensor"), ("tensor", "zero 3"), ("both", "one"), ("zero 3", "both")])
-def test_any_layout_reads_any(tmp_path: Path, before: str, after: str, make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("one", "tensor"), ("tensor", "zero 3"), ("both", "one"), ("zero 3", "both")],
+)
+def test_any_layout_reads_any(
+    tmp_path: Path, before: str, after: str, make: Callable[[], nn.Module]
+) -> None:
     run_folder = saved(tmp_path, before)
     size, mesh, cuts = LAYOUTS[after]
     x = torch.randn(4, 6, dtype=torch.float64)
 
     def body(run: Run) -> torch.Tensor:
-        answer: torch.Tensor = run.forward(run.prepare(make().eval(), cut=cuts, init=str(run_folder)), x)
+        answer: torch.Tensor = run.forward(
+            run.prepare(make().eval(), cut=cuts, init=str(run_folder)), x
+        )
         return answer
 
     wanted = network()(x).detach()
@@ -91,7 +104,9 @@ def test_no_worker_reads_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_one_of_several_models(tmp_path: Path) -> None:
     other = nn.Linear(3, 3)
     folder = saved(tmp_path, "one", other)
-    made = workers(1, lambda run: run.prepare(nn.Linear(3, 3), init=StoredModel(folder, "model1")))[0]  # type: ignore[arg-type]
+    made = workers(1, lambda run: run.prepare(nn.Linear(3, 3), init=StoredModel(folder, "model1")))[
+        0
+    ]  # type: ignore[arg-type]
     assert torch.equal(made.weight, other.weight)
     with pytest.raises(UsageError, match=r"has 2 models: say which part is meant"):
         workers(1, lambda run: run.prepare(nn.Linear(3, 3), init=folder))
@@ -109,8 +124,20 @@ def test_a_checkpoint_that_is_damaged_is_passed_over(tmp_path: Path) -> None:
 
 def test_another_model(tmp_path: Path) -> None:
     folder = saved(tmp_path, "one")
-    with pytest.raises(UsageError, match=r"step-00000000 has weights of another model: 0.weight is \[8, 6\] in it, \[9, 6\] in the model"):
-        workers(2, lambda run: run.prepare(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2), nn.BatchNorm1d(2)), init=folder))
+    with pytest.raises(
+        UsageError,
+        match=(
+            r"step-00000000 has weights of another model: 0.weight is \[8, 6\] in it, \[9, 6\] in "
+            r"the model"
+        ),
+    ):
+        workers(
+            2,
+            lambda run: run.prepare(
+                nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2), nn.BatchNorm1d(2)),
+                init=folder,
+            ),
+        )
 
 
 def test_a_folder_without_checkpoints(tmp_path: Path) -> None:

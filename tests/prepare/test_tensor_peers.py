@@ -1,4 +1,6 @@
-"""Workers that differ along `tensor` alone have the same samples and the same random numbers, and a difference is found."""
+"""Workers that differ along `tensor` alone have the same samples and the same random numbers,
+and a difference is found.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ def test_batches_that_differ_along_tensor_are_found() -> None:
         for x, _ in loader:
             model(x)
 
-    with pytest.raises(DataError, match="batch 1 of a loader is not the same on ranks 0 and 1, which need the same samples"):
+    with pytest.raises(
+        DataError,
+        match="batch 1 of a loader is not the same on ranks 0 and 1, which need the same samples",
+    ):
         workers(2, body, mesh="tensor=2")
 
 
@@ -72,13 +77,28 @@ def test_batches_without_tensors_are_announced_once() -> None:
         return said
 
     for said in spawn(2, body):
-        assert len(said) == 1 and "batch 1 of a loader is a " in said[0] and "Sample in which no tensor is found" in said[0]
+        assert (
+            len(said) == 1
+            and "batch 1 of a loader is a " in said[0]
+            and "Sample in which no tensor is found" in said[0]
+        )
 
 
 def test_a_batch_is_known_by_its_tensors_wherever_they_are() -> None:
     x = torch.arange(6.0)
     assert checksum({"x": [x, ("name", x + 1)]}) == checksum({"x": [x.clone(), ("other", x + 1)]})
-    assert len({checksum(x), checksum(x.view(2, 3)), checksum(x.double()), checksum(x + 1), checksum([x, x])}) == 5
+    assert (
+        len(
+            {
+                checksum(x),
+                checksum(x.view(2, 3)),
+                checksum(x.double()),
+                checksum(x + 1),
+                checksum([x, x]),
+            }
+        )
+        == 5
+    )
     assert checksum("words") == checksum(None) == 0
 
 

@@ -21,7 +21,11 @@ CUTS = pytest.mark.parametrize(
     ("mesh", "cut"),
     [
         ("tensor=2", LAYERS),
-        *((mesh, pl.shard(zero=zero)) for zero in (1, 2, 3) for mesh in ("shard=2", "data=2, shard=2")),  # type: ignore[arg-type]
+        *(
+            (mesh, pl.shard(zero=zero))
+            for zero in (1, 2, 3)
+            for mesh in ("shard=2", "data=2, shard=2")
+        ),  # type: ignore[arg-type]
         *(("shard=2, tensor=2", [LAYERS, pl.shard("2", zero=zero)]) for zero in (2, 3)),  # type: ignore[arg-type]
         ("data=2", None),
     ],
@@ -115,9 +119,17 @@ def test_what_an_optimizer_steps_and_gradients_that_are_taken_off(zero: Any) -> 
 @pytest.mark.parametrize("mesh", ["stage=2", "stage=2, tensor=2"])
 def test_layers_of_other_stages(mesh: str) -> None:
     def body(run: Run) -> list[Tensor]:
-        model: Any = fill(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 2)).double())
-        cut = [pl.pipeline("0, 1, 2, 3", split=[3, 1]), *([LAYERS] if "tensor" in mesh else [])] if run.size > 1 else None
-        model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(24, 8), cut=cut)
+        model: Any = fill(
+            nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 2)).double()
+        )
+        cut = (
+            [pl.pipeline("0, 1, 2, 3", split=[3, 1]), *([LAYERS] if "tensor" in mesh else [])]
+            if run.size > 1
+            else None
+        )
+        model, optimizer, loader = run.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), batches(24, 8), cut=cut
+        )
         for x, y in loader:
             run.step(model, x, y, loss=nn.functional.mse_loss)
             with run.whole(model) as wholes:
@@ -130,13 +142,17 @@ def test_layers_of_other_stages(mesh: str) -> None:
 
     wanted = alone(body)
     for found in workers(size_of(mesh), body, mesh=mesh):
-        assert all(distance(mine, theirs) < 1e-10 for mine, theirs in zip(found, wanted, strict=True))
+        assert all(
+            distance(mine, theirs) < 1e-10 for mine, theirs in zip(found, wanted, strict=True)
+        )
 
 
 def test_before_the_first_step_and_after_an_error() -> None:
     def body(run: Run) -> Tensor:
         model: Any = fill(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double())
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), cut=LAYERS if run.size > 1 else None)
+        run.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), cut=LAYERS if run.size > 1 else None
+        )
         with run.whole(model[0].weight) as weight:
             nn.init.orthogonal_(weight, generator=torch.Generator().manual_seed(run.seed))
         with pytest.raises(ZeroDivisionError), run.whole(model[0].weight) as weight:
@@ -153,13 +169,19 @@ def test_before_the_first_step_and_after_an_error() -> None:
 def test_what_is_refused() -> None:
     def body(run: Run, strategy: Any = None) -> None:
         model: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), cut=LAYERS if strategy is None else None)
+        run.prepare(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            cut=LAYERS if strategy is None else None,
+        )
         with pytest.raises(UsageError, match=r"run.whole got a Tensor"), run.whole(torch.ones(2)):  # type: ignore[call-overload]
             pass
         with run.whole(model[0].weight) as weight, torch.no_grad():
             weight.add_(run.rank)
 
-    with pytest.raises(UsageError, match=r"run.whole: workers have left different values or gradients of 0.weight"):
+    with pytest.raises(
+        UsageError, match=r"run.whole: workers have left different values or gradients of 0.weight"
+    ):
         workers(2, body, mesh="tensor")
     with pytest.raises(UsageError, match="with ParameterServer servers keep them"):
         workers(2, lambda run: body(run, "server"), strategy=pl.ParameterServer(servers=1))
@@ -170,7 +192,9 @@ def test_penalties_in_the_loss_where_parameters_stay_whole(zero: Any) -> None:
     def body(run: Run) -> Tensor:
         model: Any = fill(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer, loader = run.prepare(model, optimizer, batches(24, 8), cut=pl.shard(zero=zero) if run.size > 1 else None)
+        model, optimizer, loader = run.prepare(
+            model, optimizer, batches(24, 8), cut=pl.shard(zero=zero) if run.size > 1 else None
+        )
         for x, y in loader:
             optimizer.zero_grad()
             w = model[0].weight

@@ -1,4 +1,6 @@
-"""Statuses travel from the first worker to the caller: seldom, in full, and each run to a display of its own."""
+"""Statuses travel from the first worker to the caller: seldom, in full, and each run to a
+display of its own.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,11 @@ class Display:
 
     def beats(self) -> list[tuple[FinishedStep, int | None]]:
         """The steps that it was told, each with the total."""
-        return [told for told in self.told if isinstance(told, tuple) and isinstance(told[0], FinishedStep)]
+        return [
+            told
+            for told in self.told
+            if isinstance(told, tuple) and isinstance(told[0], FinishedStep)
+        ]
 
 
 def beat(step: int, **values: float) -> FinishedStep:
@@ -82,11 +88,17 @@ def test_two_a_second_that_add_up_and_the_last_in_any_case() -> None:
     relay.close()
     relay.close()
     beats = shown.beats()
-    assert [each.step for each, _ in beats] == [1, 5, 9, 10] and {total for _, total in beats} == {10}
+    assert [each.step for each, _ in beats] == [1, 5, 9, 10] and {total for _, total in beats} == {
+        10
+    }
     assert [each.samples for each, _ in beats] == [64, 256, 256, 64]
     assert [round(each.seconds["compute"], 6) for each, _ in beats] == [0.6, 2.4, 2.4, 0.6]
     assert beats[1][0].values == {"loss": 0.2}
-    assert (RankLateness(1, {"compute": 0.3}), "b", 0.5) in shown.told and "watched" in shown.told and (1, 2) in shown.told
+    assert (
+        (RankLateness(1, {"compute": 0.3}), "b", 0.5) in shown.told
+        and "watched" in shown.told
+        and (1, 2) in shown.told
+    )
     assert shown.told[-1] == ("closed", 10) and shown.told.count(("closed", 10)) == 1
 
 
@@ -100,7 +112,9 @@ def test_another_run_has_a_display_of_its_own() -> None:
 
     relay = StatusRelay(make)
     for total in (3, 5):
-        reports = StatusReports(CallChannel(socket.socket(fileno=socket.dup(theirs.fileno()))), clock=Clock())
+        reports = StatusReports(
+            CallChannel(socket.socket(fileno=socket.dup(theirs.fileno()))), clock=Clock()
+        )
         reports.step(beat(1), total)
         reports.show()
         reports.close(total)
@@ -124,7 +138,8 @@ def test_a_caller_that_doesn_t_read_holds_no_step_up() -> None:
     drain(mine, StatusRelay(lambda: shown))
     beats = [each for each, _ in shown.beats()]
     assert len(beats) < 499 and beats[-1].step == 500
-    assert sum(each.samples for each in beats) == 500 * 64  # those of reports that were dropped are in the next one
+    # those of reports that were dropped are in the next one
+    assert sum(each.samples for each in beats) == 500 * 64
 
 
 def test_many_values() -> None:

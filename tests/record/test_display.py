@@ -1,4 +1,6 @@
-"""Where statuses are shown: above a bar all text stays whole, and the process gets its streams back."""
+"""Where statuses are shown: above a bar all text stays whole, and the process gets its streams
+back.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.harness.terminals import OnTerminal
 
 
 def standing_in(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """A terminal that is standard output and error; to be called in a test, as pytest's own streams come back when it begins."""
+    """A terminal that is standard output and error; to be called in a test, as pytest's own
+    streams come back when it begins.
+    """
     found = Terminal(100)
     monkeypatch.setattr(sys, "stdout", found)
     monkeypatch.setattr(sys, "stderr", found)
@@ -34,7 +38,8 @@ def test_which_display() -> None:
     bar.close()  # where these tests run on a terminal it has taken its streams
     assert isinstance(bar, TerminalBar)
     assert isinstance(choose(Place(bar=True), io.StringIO()), PlainLines)
-    assert isinstance(choose(Place(), Terminal()), PlainLines)  # dumb, or in a CI, or beside the workers of torchrun
+    # dumb, or in a CI, or beside the workers of torchrun
+    assert isinstance(choose(Place(), Terminal()), PlainLines)
     assert isinstance(choose(Place(report_fd=9, launcher="paceline"), Terminal()), PlainLines)
     assert isinstance(choose(Place(bar=True, report_fd=9), io.StringIO()), LauncherBar)
 
@@ -59,12 +64,19 @@ def test_what_is_printed_comes_above_the_bar(monkeypatch: pytest.MonkeyPatch) ->
     assert terminal.screen.text()[:5] == ["line 1", "error 1", "line 2error 2", "line 3", "error 3"]
     assert "step 3/9" in terminal.screen.text()[5]
     bar.say("step 3  val/loss 1")
-    assert terminal.screen.text()[5] == "step 3  val/loss 1" and "step 3/9" in terminal.screen.text()[6]
+    assert (
+        terminal.screen.text()[5] == "step 3  val/loss 1"
+        and "step 3/9" in terminal.screen.text()[6]
+    )
     bar.close()
     bar.close()
     assert sys.stdout is terminal and sys.stderr is terminal
     print("after")
-    assert [text[:7] for text in terminal.screen.text()[6:]] == [terminal.screen.text()[6][:7], "after", ""]
+    assert [text[:7] for text in terminal.screen.text()[6:]] == [
+        terminal.screen.text()[6][:7],
+        "after",
+        "",
+    ]
 
 
 def test_an_interrupt_behind_a_text_leaves_its_line_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +112,9 @@ def test_a_log_that_was_begun_before_comes_above_it(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("mine", [None, object()])
-def test_a_script_may_have_any_stream_of_its_own(monkeypatch: pytest.MonkeyPatch, mine: object) -> None:
+def test_a_script_may_have_any_stream_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, mine: object
+) -> None:
     terminal = standing_in(monkeypatch)
     monkeypatch.setattr(sys, "stdout", mine)
     bar = TerminalBar(terminal)
@@ -140,7 +154,9 @@ def test_threads_may_print(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.join()
     bar.close()
     found = terminal.screen.text()
-    assert sorted(text for text in found if "step" not in text) == sorted(["", *(f"{n} {line}" for n in range(3) for line in range(20))])
+    assert sorted(text for text in found if "step" not in text) == sorted(
+        ["", *(f"{n} {line}" for n in range(3) for line in range(20))]
+    )
     assert sum("step" in text for text in found) == 1
 
 
@@ -153,7 +169,8 @@ def test_a_forked_process_writes_as_if_there_were_no_bar(monkeypatch: pytest.Mon
         if child == 0:
             code = 1
             try:
-                sys.stdout._process = -1  # type: ignore[attr-defined]  # a copy of the stream, which knows that this isn't its process
+                # a copy of the stream, which knows that this isn't its process
+                sys.stdout._process = -1  # type: ignore[attr-defined]
                 sys.stdout.write("x\n")
                 code = 0 if terminal.screen.text()[-2].endswith("x") else 1
             finally:
@@ -187,7 +204,10 @@ def test_ctrl_c_in_a_process_that_is_alone(tmp_path: Path) -> None:
         wait_for(lambda: b"1.25" in job.said)
         job.process.send_signal(signal.SIGINT)
         found = job.end(-signal.SIGINT)
-    assert found[:4] == ["line 1", "line 2", "line 3", "a line without an end"] and found[-2:] == ["KeyboardInterrupt", ""]
+    assert found[:4] == ["line 1", "line 2", "line 3", "a line without an end"] and found[-2:] == [
+        "KeyboardInterrupt",
+        "",
+    ]
     assert sum("step 3/3" in line for line in found) == 1 and b"\x1b[?25l" not in job.said
 
 
@@ -199,7 +219,10 @@ def test_a_launcher_is_told_and_never_waited_for(capsys: pytest.CaptureFixture[s
     bar.show(RunStatus(3, 9, values={"loss": 0.5}))
     bar.close()
     first, last = map(json.loads, os.read(reader, 1 << 16).splitlines())
-    assert RunStatus.read(first["status"]) == RunStatus(3, 9, values={"loss": 0.5}) and last["status"] is None
+    assert (
+        RunStatus.read(first["status"]) == RunStatus(3, 9, values={"loss": 0.5})
+        and last["status"] is None
+    )
     for step in range(2000):  # nobody reads
         bar.show(RunStatus(step, 9, values={"loss": 0.5}, curve=(0.123456789,) * 64))
     bar.show(RunStatus(1, values={"long " * 2000: 1.0}))
@@ -209,4 +232,7 @@ def test_a_launcher_is_told_and_never_waited_for(capsys: pytest.CaptureFixture[s
         text += data
     os.close(reader)
     records = [json.loads(line) for line in text.splitlines()]  # each whole
-    assert records and all(len(record["status"]["values"]) == 1 and "loss" in record["status"]["values"] for record in records)
+    assert records and all(
+        len(record["status"]["values"]) == 1 and "loss" in record["status"]["values"]
+        for record in records
+    )

@@ -26,8 +26,12 @@ def test_a_name_that_is_taken_is_numbered_and_said(tmp_path: Path) -> None:
     said: list[str] = []
     folders = [RunFolder.create(tmp_path / "runs", "a[1]", say=said.append) for _ in range(3)]
     assert [folder.name for folder in folders] == ["a[1]", "a[1]-2", "a[1]-3"]
-    assert said == ["there is a run a[1] already: this one is a[1]-2", "there is a run a[1] already: this one is a[1]-3"]
-    assert folders[2].earlier == (folders[1].path, folders[0].path)  # what a resume may go on from, newest first
+    assert said == [
+        "there is a run a[1] already: this one is a[1]-2",
+        "there is a run a[1] already: this one is a[1]-3",
+    ]
+    # what a resume may go on from, newest first
+    assert folders[2].earlier == (folders[1].path, folders[0].path)
     assert folders[0].earlier == ()
 
 
@@ -35,12 +39,16 @@ def test_other_runs_are_not_earlier_ones(tmp_path: Path) -> None:
     for name in ("run-2", "run-x", "running", "run"):
         (tmp_path / name).mkdir()
     (tmp_path / "run-3").write_text("a file")
-    assert [path.name for path in RunFolder.create(tmp_path, "run", say=lambda text: None).earlier] == ["run-2", "run"]
+    assert [
+        path.name for path in RunFolder.create(tmp_path, "run", say=lambda text: None).earlier
+    ] == ["run-2", "run"]
     assert RunFolder.create(tmp_path, "ru", say=silent).earlier == ()
 
 
 def test_a_run_that_was_called_by_a_number_is_no_earlier_run_of_another(tmp_path: Path) -> None:
-    """As in a search for a learning rate: runs lr-1 and lr-2, and then one called lr, which is not to resume from them."""
+    """As in a search for a learning rate: runs lr-1 and lr-2, and then one called lr, which is
+    not to resume from them.
+    """
     first, second = (RunFolder.create(tmp_path, f"lr-{number}", say=silent) for number in (1, 2))
     plain = RunFolder.create(tmp_path, "lr", say=silent)
     assert plain.earlier == ()
@@ -48,7 +56,10 @@ def test_a_run_that_was_called_by_a_number_is_no_earlier_run_of_another(tmp_path
     assert (third.name, third.earlier) == ("lr-3", (plain.path,))
     assert RunFolder.again(third.path, "lr").earlier == (plain.path,)
     assert RunFolder.create(tmp_path, "lr-2", say=lambda text: None).earlier == (second.path,)
-    assert RunFolder.create(tmp_path, "lr", say=lambda text: None).earlier == (third.path, plain.path)
+    assert RunFolder.create(tmp_path, "lr", say=lambda text: None).earlier == (
+        third.path,
+        plain.path,
+    )
     assert [path for path in (first.path, plain.path) if (path / ".name").exists()] == [first.path]
 
 
@@ -58,7 +69,10 @@ def test_without_a_name_it_is_the_time(tmp_path: Path) -> None:
     assert all(name.startswith("20") for name in names)
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "/absolute", "a\\b", "a\0b", "a\nb", "\x1b[2J", "\udcff"])
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", ".hidden", "a/b", "/absolute", "a\\b", "a\0b", "a\nb", "\x1b[2J", "\udcff"],
+)
 def test_names_that_are_none(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="can't be called"):
         RunFolder.create(tmp_path, name, say=silent)
@@ -67,7 +81,9 @@ def test_names_that_are_none(tmp_path: Path, name: str) -> None:
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
-    with pytest.raises(UsageError, match=r"can't be made \(Not a directory\); give start\(folder=\.\.\.\)"):
+    with pytest.raises(
+        UsageError, match=r"can't be made \(Not a directory\); give start\(folder=\.\.\.\)"
+    ):
         RunFolder.create(tmp_path / "runs", "a", say=silent)
 
 
@@ -89,10 +105,14 @@ def looping(path: Path) -> None:
         (Path.mkdir, "a" * 300, "File name too long"),
     ],
 )
-def test_a_place_where_no_folder_can_be_made(tmp_path: Path, make: Callable[[Path], Any], name: str | None, why: str) -> None:
+def test_a_place_where_no_folder_can_be_made(
+    tmp_path: Path, make: Callable[[Path], Any], name: str | None, why: str
+) -> None:
     """It doesn't try for ever."""
     make(tmp_path / "runs")
-    with pytest.raises(UsageError, match=rf"can't be made \({why}\); give start\(folder=\.\.\.\) a place for it"):
+    with pytest.raises(
+        UsageError, match=rf"can't be made \({why}\); give start\(folder=\.\.\.\) a place for it"
+    ):
         RunFolder.create(tmp_path / "runs", name, say=silent)
 
 
@@ -117,14 +137,25 @@ def test_all_workers_hear_of_a_failure(tmp_path: Path) -> None:
             RunFolder.agree(Agreement(group), tmp_path, "a/b", say=silent)
         return type(caught.value).__name__
 
-    assert spawn(3, body) == ["UsageError", "Mismatch", "Mismatch"]  # the launcher knows the second for an echo
+    # the launcher knows the second for an echo
+    assert spawn(3, body) == ["UsageError", "Mismatch", "Mismatch"]
 
 
 def summary(**changes: Any) -> RunSummary:
     parts = {"compute": 0.1, "exchange": 0.02, "wait": 0.0, "data": 0.0}
     totals = RunTotals(10, 640, 2.5, 533.3, changes.pop("loss", 1.5), parts, [parts])
     saved = {"count": 1, "stall_seconds": 0.05, "write_seconds": 0.4, "nbytes": 1000}
-    return RunSummary("AllReduce()", 1, 1, totals, {"within": 1e6, "between": 0.0}, [], "ab" * 32, saved, [{"time": 0.1, "what": "joined"}])
+    return RunSummary(
+        "AllReduce()",
+        1,
+        1,
+        totals,
+        {"within": 1e6, "between": 0.0},
+        [],
+        "ab" * 32,
+        saved,
+        [{"time": 0.1, "what": "joined"}],
+    )
 
 
 def test_the_summary_has_every_field(tmp_path: Path) -> None:
@@ -132,7 +163,17 @@ def test_the_summary_has_every_field(tmp_path: Path) -> None:
     summary().write(folder)
     found = json.loads(folder.summary.read_text())
     assert list(found) == [
-        *("sync", "workers", "hosts", "steps", "samples", "seconds", "samples_per_second", "final_loss", "step_seconds"),
+        *(
+            "sync",
+            "workers",
+            "hosts",
+            "steps",
+            "samples",
+            "seconds",
+            "samples_per_second",
+            "final_loss",
+            "step_seconds",
+        ),
         *(
             "rank_seconds",
             "rank_work",
@@ -175,7 +216,9 @@ def test_a_loss_that_is_no_number_is_still_json(tmp_path: Path, loss: float, wri
     assert json.loads(folder.summary.read_text(), parse_constant=refuse)["final_loss"] == written
 
 
-def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "x.json"
     write_whole(path, "old")
 
@@ -183,7 +226,10 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ResourceError, match=r"x\.json could not be written \(No space left on device\); free some space"):
+    with pytest.raises(
+        ResourceError,
+        match=r"x\.json could not be written \(No space left on device\); free some space",
+    ):
         write_whole(path, "new")
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.json"]
@@ -196,21 +242,31 @@ def test_a_link_that_lies_beside_a_file_leads_nowhere(tmp_path: Path) -> None:
     for name in ("x.json", f".x.json.{os.getpid()}"):
         (tmp_path / name).symlink_to(private)
     write_whole(tmp_path / "x.json", "new")
-    assert private.read_text() == "precious" and (tmp_path / "x.json").read_text() == "new" and not (tmp_path / "x.json").is_symlink()
+    assert (
+        private.read_text() == "precious"
+        and (tmp_path / "x.json").read_text() == "new"
+        and not (tmp_path / "x.json").is_symlink()
+    )
 
 
-def test_where_nothing_can_be_removed_either_it_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_can_be_removed_either_it_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(path: Path, *_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(Path, "open", refuse)
     monkeypatch.setattr(Path, "unlink", refuse)
-    with pytest.raises(ResourceError, match=r"x\.json could not be written \(Read-only file system\)"):
+    with pytest.raises(
+        ResourceError, match=r"x\.json could not be written \(Read-only file system\)"
+    ):
         write_whole(tmp_path / "x.json", "new")
 
 
 def test_the_folder_of_a_job_that_starts_again(tmp_path: Path) -> None:
-    first, second, third = (RunFolder.create(tmp_path, "run", say=lambda text: None) for _ in range(3))
+    first, second, third = (
+        RunFolder.create(tmp_path, "run", say=lambda text: None) for _ in range(3)
+    )
     assert RunFolder.again(second.path, "run") == second and second.earlier == (first.path,)
     assert RunFolder.again(third.path, "run") == third
     assert RunFolder.again(third.path, None) == RunFolder(third.path, (), named=False)
@@ -220,5 +276,9 @@ def test_json_is_strict() -> None:
     plain = {"a": [1, 2.5, None], "b": {"c": (True, "d")}}
     assert strict_json(plain) == '{"a": [1, 2.5, null], "b": {"c": [true, "d"]}}'
     found = strict_json({**plain, "e": ({"f": -math.inf}, math.nan)}, indent=1)
-    assert json.loads(found, parse_constant=pytest.fail) == {"a": [1, 2.5, None], "b": {"c": [True, "d"]}, "e": [{"f": "-inf"}, "nan"]}
+    assert json.loads(found, parse_constant=pytest.fail) == {
+        "a": [1, 2.5, None],
+        "b": {"c": [True, "d"]},
+        "e": [{"f": "-inf"}, "nan"],
+    }
     assert found.count("\n") > 10

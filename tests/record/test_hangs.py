@@ -1,4 +1,6 @@
-"""A worker that doesn't come is named by its launcher while the others wait, with its place and its stack: in every `paceline run`."""
+"""A worker that doesn't come is named by its launcher while the others wait, with its place and
+its stack: in every `paceline run`.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,9 @@ with pl.start({start}) as run:
             {hang}
         step(run, model, optimizer, x, y)
         {after}
-"""
-ANSWERED = short_timings.environ(hangs={"answer": 60.0})  # where all workers answer when they are asked, and a busy machine is slow
+"""  # noqa: E501
+# where all workers answer when they are asked, and a busy machine is slow
+ANSWERED = short_timings.environ(hangs={"answer": 60.0})
 ENDLESS, QUIET = "while True: pass", "while True: time.sleep(0.01)"  # the second takes no processor
 
 
@@ -52,8 +55,12 @@ def training(hang: str, start: str, after: str = "pass") -> str:
     return TRAINING.format(hang=hang, start=start, after=after)
 
 
-def until_told(job: Jobs, hang: str, start: str = "deadline={seconds}, late_after=0.5", *, answers: bool = True) -> tuple[Ended, float]:
-    """The training whose last worker does this, and the seconds that were given for it: more where a busy machine said nothing in time."""
+def until_told(
+    job: Jobs, hang: str, start: str = "deadline={seconds}, late_after=0.5", *, answers: bool = True
+) -> tuple[Ended, float]:
+    """The training whose last worker does this, and the seconds that were given for it: more
+    where a busy machine said nothing in time.
+    """
     for seconds in (5.0, 20.0, 60.0):
         text = training(hang.format(seconds=seconds / 2), start.format(seconds=seconds))
         ended = job.run(text, **(ANSWERED if answers else {})).end()
@@ -65,28 +72,54 @@ def until_told(job: Jobs, hang: str, start: str = "deadline={seconds}, late_afte
 def place_of(job: Jobs, hang: str) -> str:
     """Where the stack has to end."""
     lines = (job.folder / "script.py").read_text().splitlines()
-    return f'.py", line {next(number for number, line in enumerate(lines, 1) if hang in line)} in <module>'
+    return (
+        f'.py", line {next(number for number, line in enumerate(lines, 1) if hang in line)} in '
+        "<module>"
+    )
 
 
 def told(ended: Ended) -> list[str]:
-    """What a launcher said of who is waited for in step 5: a head, and its stack. (On a busy machine somebody may be late before.)"""
-    lines = [line for line in ended.err.splitlines() if line.startswith(("paceline: others wait", "paceline:   "))]
-    heads = [number for number, line in enumerate(lines) if "others wait" in line and "of step 5)" in line]
+    """What a launcher said of who is waited for in step 5: a head, and its stack.
+
+    (On a busy machine somebody may be late before.)
+    """
+    lines = [
+        line
+        for line in ended.err.splitlines()
+        if line.startswith(("paceline: others wait", "paceline:   "))
+    ]
+    heads = [
+        number
+        for number, line in enumerate(lines)
+        if "others wait" in line and "of step 5)" in line
+    ]
     assert len(heads) <= 1, ended.err
     return lines[heads[0] :] if heads else []
 
 
-HEAD = f"paceline: others wait for rank 1 on {HOST} (backward of step 5): its last call was backward of step 4, "
+HEAD = (
+    f"paceline: others wait for rank 1 on {HOST} (backward of step 5): its last call was backward "
+    "of step 4, "
+)
 
 
 @pytest.mark.slow
-def test_an_endless_loop_is_named_with_its_stack_and_the_run_ends_at_the_deadline(job: Jobs) -> None:
+def test_an_endless_loop_is_named_with_its_stack_and_the_run_ends_at_the_deadline(
+    job: Jobs,
+) -> None:
     ended, seconds = until_told(job, ENDLESS)
     head, *stack = told(ended)
-    assert head.startswith(HEAD) and any(place_of(job, ENDLESS) in line for line in stack), ended.err
+    assert head.startswith(HEAD) and any(place_of(job, ENDLESS) in line for line in stack), (
+        ended.err
+    )
     assert ended.code == 1 and "DeadlineExceeded" in ended.last, ended.err
-    waited = rf"step 5, backward: rank 0 waited (\S+) s in vain for rank 1 on {HOST}, last seen at backward of step 4"
-    assert (found := re.search(waited, ended.err)) is not None and float(found[1]) >= seconds, ended.err
+    waited = (
+        rf"step 5, backward: rank 0 waited (\S+) s in vain for rank 1 on {HOST}, last seen at "
+        r"backward of step 4"
+    )
+    assert (found := re.search(waited, ended.err)) is not None and float(found[1]) >= seconds, (
+        ended.err
+    )
 
 
 @pytest.mark.slow
@@ -95,19 +128,32 @@ def test_a_stopped_worker_is_named_as_stopped(job: Jobs) -> None:
     taken = "signal.signal(signal.SIGUSR1, lambda *_: os._exit(3)); "
     ended, _ = until_told(job, f"{taken}os.kill(os.getpid(), signal.SIGSTOP)", answers=False)
     (head,) = told(ended)
-    assert head.startswith(HEAD.partition(": its")[0]) and "it was stopped by a signal (SIGSTOP); `kill -CONT " in head, ended.err
+    assert (
+        head.startswith(HEAD.partition(": its")[0])
+        and "it was stopped by a signal (SIGSTOP); `kill -CONT " in head
+    ), ended.err
     assert ended.code == 1 and "DeadlineExceeded" in ended.last, ended.err
 
 
 @pytest.mark.slow
 def test_a_call_that_is_skipped_is_named_at_once(job: Jobs) -> None:
     """The workers don't come to the same call, so nobody has to wait for a deadline."""
-    ended = job.run(training("pass", start="", after="if run.rank == 0 or run.steps != 5: run.mean(1.0)")).end()
+    ended = job.run(
+        training("pass", start="", after="if run.rank == 0 or run.steps != 5: run.mean(1.0)")
+    ).end()
     lines = (job.folder / "script.py").read_text().splitlines()
-    mean, backward = (next(n for n, line in enumerate(lines, 1) if text in line) for text in ("run.mean(1.0)", "loss.backward()"))
+    mean, backward = (
+        next(n for n, line in enumerate(lines, 1) if text in line)
+        for text in ("run.mean(1.0)", "loss.backward()")
+    )
     here = rf"rank 0 on {HOST} at run\.mean of step 5 \(script\.py:{mean}\)"
-    there = rf"rank 1 on {HOST} at (backward of step 6 \(script\.py:{backward}\)|run\.log of step 6)"  # logs meet about once a second
-    assert re.search(f"workers have come apart: {here}; {there}", ended.err) and not told(ended), ended.err
+    # logs meet about once a second
+    there = (
+        rf"rank 1 on {HOST} at (backward of step 6 \(script\.py:{backward}\)|run\.log of step 6)"
+    )
+    assert re.search(f"workers have come apart: {here}; {there}", ended.err) and not told(ended), (
+        ended.err
+    )
     assert ended.code == 1 and "Mismatch" in ended.last, ended.err
 
 
@@ -134,9 +180,16 @@ def test_who_is_waited_for_along_an_axis_of_the_mesh_is_named(job: Jobs) -> None
         if lines:
             break
     last = "its last call was output of 2 along `tensor` of step 4, "
-    head = f"paceline: others wait for rank 1 on {HOST} (output of 2 along `tensor` of step 5): {last}"
-    assert len(lines) == 1 and lines[0].startswith(head) and place_of(job, QUIET) in ended.err, ended.err
-    assert ended.code == 1 and f"This was at step 5: rank 1 on {HOST}, last seen at run.log of step " in ended.err, ended.err
+    head = (
+        f"paceline: others wait for rank 1 on {HOST} (output of 2 along `tensor` of step 5): {last}"
+    )
+    assert len(lines) == 1 and lines[0].startswith(head) and place_of(job, QUIET) in ended.err, (
+        ended.err
+    )
+    assert (
+        ended.code == 1
+        and f"This was at step 5: rank 1 on {HOST}, last seen at run.log of step " in ended.err
+    ), ended.err
 
 
 @pytest.mark.slow
@@ -145,25 +198,40 @@ def test_the_launcher_of_its_host_shows_it_where_others_wait_on_another(job: Job
     for seconds in (5.0, 20.0, 60.0):
         text = training(QUIET, f"deadline={seconds}, late_after=0.5")
         options = ("--hosts", "2", "--join", f"127.0.0.1:{free_port()}")
-        launched = [job.run(text, 1, *options, "--host-rank", str(host), **common) for host in range(2)]
+        launched = [
+            job.run(text, 1, *options, "--host-rank", str(host), **common) for host in range(2)
+        ]
         first, second = (one.end() for one in launched)
         if told(second):
             break
     head, *stack = told(second)
-    assert head.startswith(HEAD) and any(place_of(job, QUIET) in line for line in stack) and not told(first), (first.err, second.err)
+    assert (
+        head.startswith(HEAD)
+        and any(place_of(job, QUIET) in line for line in stack)
+        and not told(first)
+    ), (first.err, second.err)
     assert first.code == second.code == 1
 
 
 @pytest.mark.slow
 def test_who_comes_after_all_is_named_after_as_long_as_was_asked_for(job: Jobs) -> None:
-    """`late_after` is honoured: from these calls five seconds would be learnt. And a run in which all come ends well."""
+    """`late_after` is honoured: from these calls five seconds would be learnt.
+
+    And a run in which all come ends well.
+    """
     ended, _ = until_told(job, "time.sleep({seconds})", "late_after=0.5")
     head, *stack = told(ended)
-    assert head.startswith(HEAD) and any(place_of(job, "time.sleep") in line for line in stack) and ended.code == 0, ended.err
+    assert (
+        head.startswith(HEAD)
+        and any(place_of(job, "time.sleep") in line for line in stack)
+        and ended.code == 0
+    ), ended.err
 
 
 def test_a_time_that_can_not_be_honoured_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"late_after=200 can't be honoured: .* at most 116 \(.* deadline=120\)"):
+    with pytest.raises(
+        UsageError, match=r"late_after=200 can't be honoured: .* at most 116 \(.* deadline=120\)"
+    ):
         pl.start(late_after=200)
     with pytest.raises(UsageError, match="late_after=0 "):
         pl.start(late_after=0)
@@ -173,7 +241,14 @@ def test_a_time_that_can_not_be_honoured_is_refused() -> None:
 class Worker:
     """One that watches itself, with a launcher at the other end of its pipes."""
 
-    def __init__(self, deadline: float, late_after: float | None = None, *, number: int | None = None, timings: Timings = DEFAULTS) -> None:
+    def __init__(
+        self,
+        deadline: float,
+        late_after: float | None = None,
+        *,
+        number: int | None = None,
+        timings: Timings = DEFAULTS,
+    ) -> None:
         self.now = time.monotonic() - 1000.0
         self.agreement = Agreement(SoloGroup(), step=lambda: 3)
         self._reports, report = os.pipe()
@@ -181,9 +256,13 @@ class Worker:
         self.shown, stack = os.pipe()
         os.set_blocking(self.shown, False)
         self.descriptors = [self._reports, report, heard, self.orders, self.shown, stack]
-        self.place = Place(report_fd=report, orders_fd=heard, stack_fd=stack, worker=number, timings=timings)
+        self.place = Place(
+            report_fd=report, orders_fd=heard, stack_fd=stack, worker=number, timings=timings
+        )
         self.meter = AxisMeter("tensor")
-        self.watching = HangDetector(self.place, self.agreement, deadline, late_after, others=(self.meter,))
+        self.watching = HangDetector(
+            self.place, self.agreement, deadline, late_after, others=(self.meter,)
+        )
         self._lines = os.fdopen(os.dup(self._reports))
 
     def report(self) -> dict[str, object]:
@@ -278,15 +357,27 @@ class TestWatching:
         found.agreement.meet("run.mean")
         with found.meter.exchange("output of up"):
             late = found.report()
-            assert (late["event"], late["call"], late["what"]) == ("late", 1, "output of up along `tensor` of step 0")
+            assert (late["event"], late["call"], late["what"]) == (
+                "late",
+                1,
+                "output of up along `tensor` of step 0",
+            )
             os.write(found.orders, commands.ASK)
             where = found.report()
-            assert (where["event"], where["what"], where["waits"]) == ("where", "output of up along `tensor` of step 0", True)
+            assert (where["event"], where["what"], where["waits"]) == (
+                "where",
+                "output of up along `tensor` of step 0",
+                True,
+            )
         with found.meter.exchange("output of down"):  # of the same step, which is one call
             pass
         os.write(found.orders, commands.ASK)
         where = found.report()
-        assert (where["call"], where["what"], where["waits"]) == (2, "output of down along `tensor` of step 0", False)
+        assert (where["call"], where["what"], where["waits"]) == (
+            2,
+            "output of down along `tensor` of step 0",
+            False,
+        )
 
     def test_leaves_a_handler_of_the_script_s_alone(self, worker):
         signal.signal(commands.STACK, lambda *_: None)
@@ -300,7 +391,10 @@ class TestWatching:
 
         def wait():
             late = [found.report(), found.report()]
-            assert [(each["event"], each["call"], each["given_up"]) for each in late] == [("late", 1, False), ("late", 1, True)]
+            assert [(each["event"], each["call"], each["given_up"]) for each in late] == [
+                ("late", 1, False),
+                ("late", 1, True),
+            ]
             assert late[0]["what"] == "backward of step 3"
 
         found.agreement.meet("run.mean")
@@ -315,7 +409,9 @@ class TestWatching:
         assert (late["event"], late["what"]) == ("late", "shares of a stream of step 3")
 
     def test_bears_again_what_it_has_borne(self, worker):
-        """Whoever was told of and came after all isn't told of again for the like, however quick other calls are."""
+        """Whoever was told of and came after all isn't told of again for the like, however quick
+        other calls are.
+        """
         found = worker(120.0, timings=Timings(hangs=HangTimings(least=0.2)))
         found.report()
         found.called(*[0.001] * 64)

@@ -1,4 +1,6 @@
-"""What a script of several workers lacks is said at its first step: nothing prepared, no loader, an optimizer of another model."""
+"""What a script of several workers lacks is said at its first step: nothing prepared, no loader,
+an optimizer of another model.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,18 @@ from paceline.servers.worker.strategy import ParameterServer
 from paceline.session.run import Run
 from tests.harness.runs import batches, workers
 
-NOTHING = "nothing was given to run.prepare: if this script trains, each of the 2 workers does it for itself"
+NOTHING = (
+    "nothing was given to run.prepare: if this script trains, each of the 2 workers does it for "
+    "itself"
+)
 NO_LOADER = "no loader was given to run.prepare: each of the 2 workers takes batches of its own"
 OUTSIDE = "an optimizer steps outside of a loop over the prepared loader"
 FOREIGN = "the Adam steps on parameters that were not given to run.prepare"
 USELESS = "the Adam steps, and trains nothing: none of its 2 parameters has a gradient"
-ONE_LINE = "run.log writes a line for each turn of a loader that was given to run.prepare, and there is none"
+ONE_LINE = (
+    "run.log writes a line for each turn of a loader that was given to run.prepare, and there is "
+    "none"
+)
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -28,7 +36,9 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.Adam(model.parameters(), 0.01)
 
 
-def train(run: Run, model: nn.Module, opt: torch.optim.Optimizer, loader: Any, *, log: bool = False) -> None:
+def train(
+    run: Run, model: nn.Module, opt: torch.optim.Optimizer, loader: Any, *, log: bool = False
+) -> None:
     for x, y in itertools.islice(loader, 3):
         opt.zero_grad()
         F.mse_loss(model(x), y).backward()
@@ -111,12 +121,16 @@ def heard(body: Callable[[Run], None], size: int = 2, **options: Any) -> list[st
 def test_what_a_script_lacks_is_said_once(body: Callable[[Run], None], lines: list[str]) -> None:
     found = heard(body)
     assert len(found) == len(lines)
-    assert all(text.startswith(line) for text, line in zip(sorted(found), sorted(lines), strict=True)), found
+    assert all(
+        text.startswith(line) for text, line in zip(sorted(found), sorted(lines), strict=True)
+    ), found
     assert heard(body, 1) == []
 
 
 def test_an_optimizer_of_another_model_on_servers() -> None:
-    assert [text.startswith(USELESS) for text in heard(useless, strategy=ParameterServer())] == [True]
+    assert [text.startswith(USELESS) for text in heard(useless, strategy=ParameterServer())] == [
+        True
+    ]
 
 
 # ---- what lacks nothing
@@ -177,7 +191,11 @@ def only_talks(run: Run) -> None:
     run.mean(1.0)
 
 
-@pytest.mark.parametrize("body", [complete, closing, of_the_loss, frozen, after_the_loop, only_talks])
+@pytest.mark.parametrize(
+    "body", [complete, closing, of_the_loss, frozen, after_the_loop, only_talks]
+)
 def test_nothing_is_said_of_a_script_that_lacks_nothing(body: Callable[[Run], None]) -> None:
     found = heard(body)
-    assert [text for text in found if "an epoch of a loader had no backward" not in text] == [], found
+    assert [text for text in found if "an epoch of a loader had no backward" not in text] == [], (
+        found
+    )

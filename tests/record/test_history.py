@@ -19,7 +19,11 @@ def test_who_comes_later_goes_on_with_it() -> None:
     history.note("one")
     history.saved("step-1", 1, background=False)
     other.learn(history.facts())
-    assert (other.seed, other.began, other.events) == (7, 5.0, history.events) and other.saves == history.saves != []
+    assert (other.seed, other.began, other.events) == (
+        7,
+        5.0,
+        history.events,
+    ) and other.saves == history.saves != []
 
 
 def test_who_follows_is_told_of_each() -> None:
@@ -30,7 +34,10 @@ def test_who_follows_is_told_of_each() -> None:
     history.saved("step-00000004", 4, background=False)
     history.saved("step-00000005", 5, background=True)
     assert told == [(1, 0), (1, 1), (1, 2)]
-    assert [(save["what"], save["step"]) for save in history.saves] == [("saved step-00000004", 4), ("step-00000005 is being written", 5)]
+    assert [(save["what"], save["step"]) for save in history.saves] == [
+        ("saved step-00000004", 4),
+        ("step-00000005 is being written", 5),
+    ]
     assert all(save["time"] > 0 for save in history.saves)
 
 

@@ -1,4 +1,6 @@
-"""A file of lines has whole ones only, whatever the disk does, and who goes on with it knows the last."""
+"""A file of lines has whole ones only, whatever the disk does, and who goes on with it knows the
+last.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,17 @@ class Small(FileIO):
         return super().write(memoryview(data)[: min(7, left)])
 
 
-def test_a_disk_that_fills_up_in_the_middle_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_in_the_middle_of_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(jsonl, "FileIO", Small)
     written = JsonLines(tmp_path / "x.jsonl")
     written.append(['{"step": 1}', '{"step": 2}'])
     for _ in range(2):
-        with pytest.raises(ResourceError, match=r"x\.jsonl could not be written \(No space left on device\); free some space"):
+        with pytest.raises(
+            ResourceError,
+            match=r"x\.jsonl could not be written \(No space left on device\); free some space",
+        ):
             written.append(['{"step": 3, "loss": 1.0}'])
         assert (tmp_path / "x.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
     written.close()
@@ -59,7 +66,9 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_line(tmp_path: Path, monkeypatc
         ('{"st', None, ""),
     ],
 )
-def test_who_goes_on_takes_off_what_is_no_whole_line(tmp_path: Path, text: str, last: Any, left: str) -> None:
+def test_who_goes_on_takes_off_what_is_no_whole_line(
+    tmp_path: Path, text: str, last: Any, left: str
+) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(text)
     assert JsonLines(path).last() == last and path.read_text() == left
@@ -77,9 +86,13 @@ def test_what_later_steps_have_written_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     written = JsonLines(path)
     assert written.cut(3) == []
-    written.append(['{"step": 1}', '{"step": 3, "loss": NaN}', '{"step": 2, "late": 1}', '{"step": 4}'])
+    written.append(
+        ['{"step": 1}', '{"step": 3, "loss": NaN}', '{"step": 2, "late": 1}', '{"step": 4}']
+    )
     path.write_text(path.read_text() + '{"step"')
     assert [line["step"] for line in written.cut(3)] == [1, 3, 2]
     written.append(['{"step": 4, "again": 1}'])
-    assert path.read_text() == '{"step": 1}\n{"step": 3, "loss": NaN}\n{"step": 2, "late": 1}\n{"step": 4, "again": 1}\n'
+    assert path.read_text() == (
+        '{"step": 1}\n{"step": 3, "loss": NaN}\n{"step": 2, "late": 1}\n{"step": 4, "again": 1}\n'
+    )
     written.close()

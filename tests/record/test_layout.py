@@ -31,26 +31,40 @@ def nbytes(value: Any) -> int:
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
-def layout_and_truth(run: Run, cuts: list[Any], kind: type, folder: Path, **options: Any) -> tuple[dict[str, Any], dict[str, int]]:
+def layout_and_truth(
+    run: Run, cuts: list[Any], kind: type, folder: Path, **options: Any
+) -> tuple[dict[str, Any], dict[str, int]]:
     """What the file says, and what this worker holds after an epoch."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     optimizer = kind(model.parameters(), **options)
     model, optimizer, loader = run.prepare(model, optimizer, batches(24, 8), cut=cuts)
     with pytest.raises(SystemExit) as ended:
         ModelLayout(run._prepared, run._axes, folder).write()
-    assert ended.value.code == 0 and (kind is torch.optim.Adagrad) == bool(optimizer.state)  # which has one from the beginning
+    # which has one from the beginning
+    assert ended.value.code == 0 and (kind is torch.optim.Adagrad) == bool(optimizer.state)
     for x, y in loader:
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    held = defaultdict(int, parameters=sum(map(nbytes, model.parameters())), gradients=sum(nbytes(p.grad) for p in stepped))
-    held["optimizer"] = sum(nbytes(value) for state in optimizer.state.values() for value in state.values())
+    held = defaultdict(
+        int,
+        parameters=sum(map(nbytes, model.parameters())),
+        gradients=sum(nbytes(p.grad) for p in stepped),
+    )
+    held["optimizer"] = sum(
+        nbytes(value) for state in optimizer.state.values() for value in state.values()
+    )
     run.barrier()
     return json.loads((folder / LAYOUT).read_text()), held
 
 
-SGD, MOMENTUM, ADAMW, ADAGRAD = (torch.optim.SGD, 0.0), (torch.optim.SGD, 0.9), (torch.optim.AdamW, None), (torch.optim.Adagrad, None)
+SGD, MOMENTUM, ADAMW, ADAGRAD = (
+    (torch.optim.SGD, 0.0),
+    (torch.optim.SGD, 0.9),
+    (torch.optim.AdamW, None),
+    (torch.optim.Adagrad, None),
+)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +78,9 @@ SGD, MOMENTUM, ADAMW, ADAGRAD = (torch.optim.SGD, 0.0), (torch.optim.SGD, 0.9), 
         ("shard=2, tensor=2", [LAYERS, shard()], SGD),
     ],
 )
-def test_bytes_are_those_that_training_takes(tmp_path: Path, mesh: str, cuts: list[Any], kind: tuple[type, float | None]) -> None:
+def test_bytes_are_those_that_training_takes(
+    tmp_path: Path, mesh: str, cuts: list[Any], kind: tuple[type, float | None]
+) -> None:
     optimizer, momentum = kind
     options = {} if momentum is None else {"lr": 0.1, "momentum": momentum}
 
@@ -77,7 +93,9 @@ def test_bytes_are_those_that_training_takes(tmp_path: Path, mesh: str, cuts: li
 
 
 def test_buckets_that_are_kept_count(tmp_path: Path) -> None:
-    """With zero=1 the gradients of all parameters stay in memory, padded to a multiple of the workers."""
+    """With zero=1 the gradients of all parameters stay in memory, padded to a multiple of the
+    workers.
+    """
 
     def body(run: Run) -> dict[str, Any]:
         return layout_and_truth(run, [shard(zero=1)], torch.optim.AdamW, tmp_path)[0]
@@ -122,7 +140,18 @@ with pl.start(seed=1) as run:
 def test_the_command_shows_it_and_leaves_nothing(job: Jobs) -> None:
     def layout(name: str, script: str) -> Ended:
         (job.folder / name).write_text(script)
-        return job.start([sys.executable, *job.launcher, "layout", "--workers", "2", "--cut", "shard(zero=3)", name]).end()
+        return job.start(
+            [
+                sys.executable,
+                *job.launcher,
+                "layout",
+                "--workers",
+                "2",
+                "--cut",
+                "shard(zero=3)",
+                name,
+            ]
+        ).end()
 
     ended = layout("train.py", SCRIPT)
     assert ended.code == 0, ended

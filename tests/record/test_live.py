@@ -1,4 +1,6 @@
-"""What a run tells of itself while it is under way: whole, by one worker, and never at the cost of the run."""
+"""What a run tells of itself while it is under way: whole, by one worker, and never at the cost
+of the run.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,18 @@ def read(folder: Path) -> dict[str, Any]:
 
 def record(tmp_path: Path, *, writes: bool = True, said: list[str] | None = None) -> LiveRecord:
     return LiveRecord(
-        RunFolder(tmp_path), lambda: writes, lambda: {"steps": 3, "live": {"step": 4}}, [].append if said is None else said.append
+        RunFolder(tmp_path),
+        lambda: writes,
+        lambda: {"steps": 3, "live": {"step": 4}},
+        [].append if said is None else said.append,
     )
 
 
 def train(run: Run, each: Callable[[int], None] = lambda step: None) -> None:
     model = nn.Linear(6, 2).double()
-    model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), batches())
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), batches()
+    )
     for _ in run.epochs(1):
         for x, y in loader:
             optimizer.zero_grad()
@@ -47,7 +54,8 @@ def train(run: Run, each: Callable[[int], None] = lambda step: None) -> None:
             each(run.steps)
 
 
-# Of a run ---------------------------------------------------------------------------------------------------------------------
+# Of a run
+# --------------------------------------------------------------------------------------------------
 
 
 def test_it_has_what_is_known_of_the_summary_and_goes_when_that_is_there(tmp_path: Path) -> None:
@@ -67,19 +75,37 @@ def test_it_has_what_is_known_of_the_summary_and_goes_when_that_is_there(tmp_pat
     began = time.time()
     workers(4, body, folder=tmp_path, hosts=(0, 0, 1, 1))
     before, found = seen
-    assert (before["steps"], before["final_loss"], before["events"], before["live"]["late"]) == (0, None, [], None)
-    assert (found["sync"], found["workers"], found["hosts"]) == ("AllReduce()", 4, 2)
-    assert (found["steps"], found["samples"], found["live"]["step"], found["live"]["total_steps"]) == (1, 8, 1, 5)
-    assert found["final_loss"] > 0 and len(found["rank_seconds"]) == len(found["rank_late"]) == 4
-    assert found["live"]["cluster"] == [{"host": "host0", "ranks": [0, 1]}, {"host": "host1", "ranks": [2, 3]}]
-    assert found["live"]["state"] == "running" and began <= found["live"]["time"] <= time.time()
-    assert [event["what"] for event in found["events"]] == ["something"]  # as it is noted, whenever the next step may end
-    late = found["live"]["late"]
-    assert late["host"] == f"host{late['rank'] // 2}" and 0 <= late["seconds"] <= late["step"] and late["cause"]
-    recent = found["live"]["recent"]
-    assert (recent["steps"], recent["samples"]) == (1, 8) and {part: recent[part] for part in PARTS} == pytest.approx(
-        found["step_seconds"], abs=1e-5
+    assert (before["steps"], before["final_loss"], before["events"], before["live"]["late"]) == (
+        0,
+        None,
+        [],
+        None,
     )
+    assert (found["sync"], found["workers"], found["hosts"]) == ("AllReduce()", 4, 2)
+    assert (
+        found["steps"],
+        found["samples"],
+        found["live"]["step"],
+        found["live"]["total_steps"],
+    ) == (1, 8, 1, 5)
+    assert found["final_loss"] > 0 and len(found["rank_seconds"]) == len(found["rank_late"]) == 4
+    assert found["live"]["cluster"] == [
+        {"host": "host0", "ranks": [0, 1]},
+        {"host": "host1", "ranks": [2, 3]},
+    ]
+    assert found["live"]["state"] == "running" and began <= found["live"]["time"] <= time.time()
+    # as it is noted, whenever the next step may end
+    assert [event["what"] for event in found["events"]] == ["something"]
+    late = found["live"]["late"]
+    assert (
+        late["host"] == f"host{late['rank'] // 2}"
+        and 0 <= late["seconds"] <= late["step"]
+        and late["cause"]
+    )
+    recent = found["live"]["recent"]
+    assert (recent["steps"], recent["samples"]) == (1, 8) and {
+        part: recent[part] for part in PARTS
+    } == pytest.approx(found["step_seconds"], abs=1e-5)
     summary = json.loads((tmp_path / "test" / "summary.json").read_text())
     assert set(found) - set(summary) == {"live"}
     assert not (tmp_path / "test" / "live.json").exists()
@@ -105,7 +131,9 @@ def test_checkpoints_and_the_choice_of_a_codec_are_told(tmp_path: Path) -> None:
     assert "codec: int8() is taken" in said
     for found in (*seen, json.loads((tmp_path / "test" / "summary.json").read_text())):
         assert [event["what"] for event in found["events"]] == ["codec: int8() is taken"]
-        assert [(save["what"], save["step"]) for save in found["saves"]] == [("saved step-00000003", 3)]
+        assert [(save["what"], save["step"]) for save in found["saves"]] == [
+            ("saved step-00000003", 3)
+        ]
         assert found["checkpoints"]["count"] == 1
 
 
@@ -120,7 +148,11 @@ def test_a_run_that_fails_leaves_why(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no"):
         workers(1, body, folder=tmp_path)
     found = read(tmp_path / "test")
-    assert (found["live"]["state"], found["live"]["why"], found["live"]["step"]) == ("failed", "ValueError: no more", 3)
+    assert (found["live"]["state"], found["live"]["why"], found["live"]["step"]) == (
+        "failed",
+        "ValueError: no more",
+        3,
+    )
     assert not (tmp_path / "test" / "summary.json").exists()
 
 
@@ -135,11 +167,18 @@ def test_a_folder_that_lets_nothing_in_ends_no_run(tmp_path: Path) -> None:
     said: list[str] = []
     workers(2, body, folder=tmp_path, said=said)
     told = [text for text in said if "live.json can't be written (" in text]
-    assert told and set(told) == {told[0]} and told[0].endswith("the run goes on, but can't be watched")
-    assert (tmp_path / "test" / "summary.json").exists() and not list((tmp_path / "test").glob(".live*"))
+    assert (
+        told
+        and set(told) == {told[0]}
+        and told[0].endswith("the run goes on, but can't be watched")
+    )
+    assert (tmp_path / "test" / "summary.json").exists() and not list(
+        (tmp_path / "test").glob(".live*")
+    )
 
 
-# By itself --------------------------------------------------------------------------------------------------------------------
+# By itself
+# --------------------------------------------------------------------------------------------------
 
 
 def test_only_the_worker_that_writes_does(tmp_path: Path) -> None:
@@ -154,8 +193,12 @@ def test_only_the_worker_that_writes_does(tmp_path: Path) -> None:
 
 def test_another_worker_goes_on_with_it(tmp_path: Path) -> None:
     first_writes = True
-    first = LiveRecord(RunFolder(tmp_path), lambda: first_writes, lambda: {"live": {"rank": 0}}, print)
-    second = LiveRecord(RunFolder(tmp_path), lambda: not first_writes, lambda: {"live": {"rank": 1}}, print)
+    first = LiveRecord(
+        RunFolder(tmp_path), lambda: first_writes, lambda: {"live": {"rank": 0}}, print
+    )
+    second = LiveRecord(
+        RunFolder(tmp_path), lambda: not first_writes, lambda: {"live": {"rank": 1}}, print
+    )
     for rank in range(2):
         first_writes = rank == 0
         first.update(), second.update()
@@ -176,7 +219,10 @@ def test_nothing_follows_the_end(tmp_path: Path) -> None:
     live = record(tmp_path)
     live.fail(KeyboardInterrupt, KeyboardInterrupt())
     live.update()
-    assert (read(tmp_path)["live"]["state"], read(tmp_path)["live"]["why"]) == ("failed", "KeyboardInterrupt")
+    assert (read(tmp_path)["live"]["state"], read(tmp_path)["live"]["why"]) == (
+        "failed",
+        "KeyboardInterrupt",
+    )
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,14 +237,21 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Path, "replace", full)
     live.update()
     assert (tmp_path / "live.json").read_text() == before and len(list(tmp_path.iterdir())) == 1
-    assert said == [f"{tmp_path / 'live.json'} can't be written (No space left on device): the run goes on, but can't be watched"]
+    assert said == [
+        (
+            f"{tmp_path / 'live.json'} can't be written (No space left on device): "
+            "the run goes on, but can't be watched"
+        )
+    ]
 
 
 def test_the_last_events_alone_are_told(tmp_path: Path) -> None:
     def body(run: Run) -> None:
         for number in range(EVENTS + 5):
             run.event(str(number))
-        assert [event["what"] for event in read(tmp_path / "test")["events"]] == [str(number) for number in range(5, EVENTS + 5)]
+        assert [event["what"] for event in read(tmp_path / "test")["events"]] == [
+            str(number) for number in range(5, EVENTS + 5)
+        ]
 
     workers(1, body, folder=tmp_path)
 
@@ -208,7 +261,9 @@ def test_a_link_that_lies_beside_it_leads_nowhere(tmp_path: Path) -> None:
     private.write_text("precious")
     (tmp_path / f".live.json.{os.getpid()}").symlink_to(private)
     live.update()
-    assert private.read_text() == "precious" and read(tmp_path)["live"]["writer"]["pid"] == os.getpid()
+    assert (
+        private.read_text() == "precious" and read(tmp_path)["live"]["writer"]["pid"] == os.getpid()
+    )
 
 
 def test_who_writes_is_seen_to_live_or_not(tmp_path: Path) -> None:
@@ -231,7 +286,8 @@ def test_who_was_late_is_not_told_of_others_that_have_its_rank_by_now(tmp_path: 
                 assert conclusion.so_far()["live"]["late"] is not None
                 book = conclusion.log.book
                 assert book is not None and book.latest is not None
-                late = book.latest.late._replace(rank=7)  # as one that was lost: nobody has this rank any more
+                # as one that was lost: nobody has this rank any more
+                late = book.latest.late._replace(rank=7)
                 book.latest = book.latest._replace(late=late, workers=(*range(8),))
                 assert conclusion.so_far()["live"]["late"] is None
                 assert agreement.origins == (0, 1)

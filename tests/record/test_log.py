@@ -1,4 +1,6 @@
-"""Numbers of all workers come together as weighted means, nobody waits, and a loss that is no number is traced to its rank."""
+"""Numbers of all workers come together as weighted means, nobody waits, and a loss that is no
+number is traced to its rank.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,17 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder.create(tmp_path, "run", say=silent)
 
 
-def job(tmp_path: Path, size: int, *, on_nan: OnNan = "warn", say: Callable[[str], None] = silent) -> tuple[list[MetricsLog], RunFolder]:
+def job(
+    tmp_path: Path, size: int, *, on_nan: OnNan = "warn", say: Callable[[str], None] = silent
+) -> tuple[list[MetricsLog], RunFolder]:
     """The logs of `size` workers, the first with a book."""
     where = folder(tmp_path)
-    return [MetricsLog(MetricsWriter(where) if rank == 0 else None, on_nan=on_nan, say=say, clock=Clock()) for rank in range(size)], where
+    return [
+        MetricsLog(
+            MetricsWriter(where) if rank == 0 else None, on_nan=on_nan, say=say, clock=Clock()
+        )
+        for rank in range(size)
+    ], where
 
 
 def flush(logs: list[MetricsLog], *, last: bool = False) -> list[str | None]:
@@ -51,7 +60,11 @@ def flush(logs: list[MetricsLog], *, last: bool = False) -> list[str | None]:
 
 
 def lines(where: RunFolder) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in where.metrics.read_text().splitlines()] if where.metrics.exists() else []
+    return (
+        [json.loads(line) for line in where.metrics.read_text().splitlines()]
+        if where.metrics.exists()
+        else []
+    )
 
 
 def test_the_mean_is_weighted_over_workers_and_calls(tmp_path: Path) -> None:
@@ -63,11 +76,33 @@ def test_the_mean_is_weighted_over_workers_and_calls(tmp_path: Path) -> None:
     for log in logs:
         log.step(1, 8, SECONDS)
     assert flush(logs) == [None, None, None]
-    found = {"step": 1, "time": 0.0, "loss": 2.0, "rate": 0.5, "only here": 1.0, "samples": 8, "seconds": SECONDS}
-    assert lines(where) == [found | {"ranks": {str(rank): [1, *SECONDS.values(), 0.0] for rank in range(3)}}]
+    found = {
+        "step": 1,
+        "time": 0.0,
+        "loss": 2.0,
+        "rate": 0.5,
+        "only here": 1.0,
+        "samples": 8,
+        "seconds": SECONDS,
+    }
+    assert lines(where) == [
+        found | {"ranks": {str(rank): [1, *SECONDS.values(), 0.0] for rank in range(3)}}
+    ]
 
 
-@pytest.mark.parametrize("value", [2, 2.0, True, np.float32(2), np.int64(2), np.bool_(True), torch.tensor(2), torch.ones(1, 1, 1)])
+@pytest.mark.parametrize(
+    "value",
+    [
+        2,
+        2.0,
+        True,
+        np.float32(2),
+        np.int64(2),
+        np.bool_(True),
+        torch.tensor(2),
+        torch.ones(1, 1, 1),
+    ],
+)
 def test_kinds_of_numbers(tmp_path: Path, value: Any) -> None:
     logs, where = job(tmp_path, 1)
     logs[0].log(1, {"x": value})
@@ -76,7 +111,9 @@ def test_kinds_of_numbers(tmp_path: Path, value: Any) -> None:
     assert lines(where)[0]["x"] == float(value)
 
 
-@pytest.mark.parametrize("value", ["text", None, [1.0], torch.ones(2), torch.ones(()) * 1j, torch.empty(0), 1j])
+@pytest.mark.parametrize(
+    "value", ["text", None, [1.0], torch.ones(2), torch.ones(()) * 1j, torch.empty(0), 1j]
+)
 def test_what_is_no_number_is_refused(tmp_path: Path, value: Any) -> None:
     logs, _ = job(tmp_path, 1)
     with pytest.raises(UsageError, match=r"run\.log\(acc=\.\.\.\) got a "):
@@ -135,8 +172,16 @@ def test_results_of_an_evaluation_come_with_the_step_before(tmp_path: Path) -> N
             log.log(step, {"validation": float(step * 10 + rank)})
         flush(logs)
     flush(logs, last=True)
-    found = [{key: line[key] for key in line if key in ("step", "loss", "validation")} for line in lines(where)]
-    assert found == [{"step": 1, "loss": 1.0}, {"step": 1, "validation": 10.5}, {"step": 2, "loss": 2.0}, {"step": 2, "validation": 20.5}]
+    found = [
+        {key: line[key] for key in line if key in ("step", "loss", "validation")}
+        for line in lines(where)
+    ]
+    assert found == [
+        {"step": 1, "loss": 1.0},
+        {"step": 1, "validation": 10.5},
+        {"step": 2, "loss": 2.0},
+        {"step": 2, "validation": 20.5},
+    ]
     totals = logs[0].totals()
     assert totals is not None
     assert totals.steps == 2
@@ -187,7 +232,8 @@ def test_finish_in_a_group(tmp_path: Path) -> None:
     assert (totals[0].steps, totals[0].samples, totals[0].final_loss) == (5, 20, 8 / 6)
 
 
-# Devices ----------------------------------------------------------------------------------------------------------------------
+# Devices
+# --------------------------------------------------------------------------------------------------
 
 
 class Later(HostCopy):
@@ -199,10 +245,15 @@ class Later(HostCopy):
         return type(self).arrived
 
 
-def test_what_is_on_its_way_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_on_its_way_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in ("sums", "media", "metric"):
         monkeypatch.setattr(f"paceline.record.logged.{module}.HostCopy", Later)
-    monkeypatch.setattr("paceline.record.logged.values.number", lambda name, value: torch.tensor(value, dtype=torch.float64))
+    monkeypatch.setattr(
+        "paceline.record.logged.values.number",
+        lambda name, value: torch.tensor(value, dtype=torch.float64),
+    )
     logs, where = job(tmp_path, 1)
     for step in (1, 2):
         logs[0].log(step, {"loss": 1.0}, 3)
@@ -221,7 +272,9 @@ def test_what_is_on_its_way_is_not_waited_for(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("value", [histogram(torch.ones(2)), image(torch.ones(2, 2))])
-def test_a_step_waits_for_what_it_shows(value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_for_what_it_shows(
+    value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("paceline.record.logged.media.HostCopy", Later)
     logs, where = job(tmp_path, 1)
     logs[0].log(1, {"loss": 1.0, "shown": value})
@@ -252,12 +305,15 @@ def test_logging_on_cuda_does_not_synchronise(tmp_path: Path) -> None:
     assert [line["loss"] for line in lines(where)] == [1.0, 2.0, 3.0]
 
 
-# Losses that are no numbers ---------------------------------------------------------------------------------------------------
+# Losses that are no numbers
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("on_nan", ["warn", "stop"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_the_first_rank_and_step_are_named_once(tmp_path: Path, on_nan: OnNan, value: float) -> None:
+def test_the_first_rank_and_step_are_named_once(
+    tmp_path: Path, on_nan: OnNan, value: float
+) -> None:
     said: list[str] = []
     logs, where = job(tmp_path, 3, on_nan=on_nan, say=said.append)
     reasons = []
@@ -302,10 +358,13 @@ def test_unknown_on_nan() -> None:
         MetricsLog(None, on_nan="ignore", say=silent)  # type: ignore[arg-type]
 
 
-# Pace, totals, files ----------------------------------------------------------------------------------------------------------
+# Pace, totals, files
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("seconds", "ahead"), [(0.001, 20), (0.3, 20), (1.0, 10), (2.0, 5), (40.0, 1)])
+@pytest.mark.parametrize(
+    ("seconds", "ahead"), [(0.001, 20), (0.3, 20), (1.0, 10), (2.0, 5), (40.0, 1)]
+)
 def test_drains_are_a_second_apart(seconds: float, ahead: int) -> None:
     clock = Clock()
     log = MetricsLog(None, say=silent, clock=clock)
@@ -322,7 +381,9 @@ def test_totals(tmp_path: Path) -> None:
     for step in range(11, 15):  # after a resume
         for rank, log in enumerate(logs):
             log.log(step, {"loss": float(step)})
-            log.step(step, 10, {"compute": 1.0 + rank, "exchange": 0.5, "wait": 1.0 - rank, "data": 0.0})
+            log.step(
+                step, 10, {"compute": 1.0 + rank, "exchange": 0.5, "wait": 1.0 - rank, "data": 0.0}
+            )
     flush(logs)
     totals = logs[0].totals()
     assert totals is not None
@@ -343,27 +404,39 @@ def test_bytes_and_what_each_worker_did(tmp_path: Path) -> None:
     assert first["bytes_sent"] == {"within": 100, "between": 0}
     assert second["bytes_sent"] == third["bytes_sent"] == {"within": 100, "between": 14}
     assert "ranks" not in first and list(third["ranks"]) == ["0", "1"]
-    assert third["ranks"]["1"] == pytest.approx([3, *(3 * value for value in SECONDS.values()), 0.0])
+    assert third["ranks"]["1"] == pytest.approx(
+        [3, *(3 * value for value in SECONDS.values()), 0.0]
+    )
     totals = logs[0].totals()
     assert totals is not None
-    assert [member["bytes_sent"] for member in totals.members] == [{"within": 0, "between": 14 / 3}, {"within": 100, "between": 14 / 3}]
-    assert [(member["worker"], member["steps"], member["seconds"]) for member in totals.members] == [
-        (rank, 3, pytest.approx(SECONDS)) for rank in range(2)
+    assert [member["bytes_sent"] for member in totals.members] == [
+        {"within": 0, "between": 14 / 3},
+        {"within": 100, "between": 14 / 3},
     ]
+    assert [
+        (member["worker"], member["steps"], member["seconds"]) for member in totals.members
+    ] == [(rank, 3, pytest.approx(SECONDS)) for rank in range(2)]
 
 
 def test_totals_of_nothing(tmp_path: Path) -> None:
     logs, _ = job(tmp_path, 1)
     totals = logs[0].totals()
     assert totals is not None
-    assert (totals.steps, totals.samples_per_second, totals.final_loss, totals.rank_seconds) == (0, None, None, [])
+    assert (totals.steps, totals.samples_per_second, totals.final_loss, totals.rank_seconds) == (
+        0,
+        None,
+        None,
+        [],
+    )
 
 
 def test_metrics_that_cannot_be_written(tmp_path: Path) -> None:
     logs, where = job(tmp_path, 1)
     where.metrics.mkdir()
     logs[0].step(1, 1, SECONDS)
-    with pytest.raises(ResourceError, match=r"metrics\.jsonl could not be written \(Is a directory\)"):
+    with pytest.raises(
+        ResourceError, match=r"metrics\.jsonl could not be written \(Is a directory\)"
+    ):
         flush(logs)
 
 
@@ -377,14 +450,20 @@ def test_records_are_small() -> None:
 
 def test_a_book_shows_what_it_writes(tmp_path: Path) -> None:
     stream = io.StringIO()
-    log = MetricsLog(MetricsWriter(folder(tmp_path), StatusLine(PlainLines(stream), clock=Clock())), say=silent, clock=Clock())
+    log = MetricsLog(
+        MetricsWriter(folder(tmp_path), StatusLine(PlainLines(stream), clock=Clock())),
+        say=silent,
+        clock=Clock(),
+    )
     log.total_steps = 4
     for step in (1, 2):
         log.log(step, {"loss": 3.0})
         log.step(step, 8, SECONDS)
     flush([log])
     log.close()
-    assert [text.split("  ")[:2] for text in stream.getvalue().splitlines()] == [["step 2/4", "loss 3"]]
+    assert [text.split("  ")[:2] for text in stream.getvalue().splitlines()] == [
+        ["step 2/4", "loss 3"]
+    ]
 
 
 def trained(logs: list[MetricsLog], *steps: int) -> None:
@@ -396,7 +475,9 @@ def trained(logs: list[MetricsLog], *steps: int) -> None:
 
 
 @pytest.mark.parametrize("further", [False, True], ids=["lost at once", "lost two steps later"])
-def test_another_start_goes_on_where_a_checkpoint_was_written_inside_of_a_step(tmp_path: Path, *, further: bool) -> None:
+def test_another_start_goes_on_where_a_checkpoint_was_written_inside_of_a_step(
+    tmp_path: Path, *, further: bool
+) -> None:
     logs, where = job(tmp_path, 2)
     trained(logs, 1, 2)
     for rank, log in enumerate(logs):
@@ -411,13 +492,18 @@ def test_another_start_goes_on_where_a_checkpoint_was_written_inside_of_a_step(t
             log.step(3, 8, SECONDS)
         trained(logs, 4)
         flush(logs)
-    again = [MetricsLog(MetricsWriter(where) if rank == 0 else None, say=silent, clock=Clock()) for rank in range(2)]
+    again = [
+        MetricsLog(MetricsWriter(where) if rank == 0 else None, say=silent, clock=Clock())
+        for rank in range(2)
+    ]
     for log, state in zip(again, states, strict=True):
         log.load_state_dict(state)
         log.rewind(3, 100.0)
     trained(again, 4, 5)
     flush(again)
-    assert [(line["step"], line["loss"]) for line in lines(where)] == [(step, 10 * step + 0.5) for step in range(1, 6)]
+    assert [(line["step"], line["loss"]) for line in lines(where)] == [
+        (step, 10 * step + 0.5) for step in range(1, 6)
+    ]
     assert lines(where)[-1]["time"] >= 100
 
 

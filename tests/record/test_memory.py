@@ -1,4 +1,6 @@
-"""What a run says of bytes: predicted by formula, measured of the tensors that are held, and equal where nothing is padded."""
+"""What a run says of bytes: predicted by formula, measured of the tensors that are held, and
+equal where nothing is padded.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from paceline.session.run import Run
 from tests.harness.jobs import Jobs
 from tests.harness.runs import batches, workers
 
-P, PARAMETERS, STEPS = 8 * (6 * 8 + 8 + 8 * 2 + 2), 4, 4  # bytes of all parameters, their number, bytes of a counter of steps
+# bytes of all parameters, their number, bytes of a counter of steps
+P, PARAMETERS, STEPS = 8 * (6 * 8 + 8 + 8 * 2 + 2), 4, 4
 LAYERS = tensor({"0": column(), "2": row()})
 
 
@@ -49,7 +52,9 @@ class Counting(torch.optim.Optimizer):
 def train(kind: type[torch.optim.Optimizer], cuts: list[Any], **options: Any) -> Any:
     def body(run: Run) -> None:
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
-        model, optimizer, loader = run.prepare(model, kind(model.parameters(), **options), batches(24, 8), cut=cuts)
+        model, optimizer, loader = run.prepare(
+            model, kind(model.parameters(), **options), batches(24, 8), cut=cuts
+        )
         for x, y in loader:
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
@@ -58,29 +63,47 @@ def train(kind: type[torch.optim.Optimizer], cuts: list[Any], **options: Any) ->
     return body
 
 
-def held(folder: Path, *arguments: Any, mesh: str = "data=1", **options: Any) -> list[dict[str, Any]]:
+def held(
+    folder: Path, *arguments: Any, mesh: str = "data=1", **options: Any
+) -> list[dict[str, Any]]:
     strategy = {"strategy": options.pop("strategy")} if "strategy" in options else {}
-    workers(prod(size or 1 for size in read(mesh).values()), train(*arguments, **options), mesh=mesh, folder=folder, **strategy)
-    found: list[dict[str, Any]] = json.loads((folder / "test" / "summary.json").read_text())["memory"]
+    workers(
+        prod(size or 1 for size in read(mesh).values()),
+        train(*arguments, **options),
+        mesh=mesh,
+        folder=folder,
+        **strategy,
+    )
+    found: list[dict[str, Any]] = json.loads((folder / "test" / "summary.json").read_text())[
+        "memory"
+    ]
     return found
 
 
 @pytest.mark.parametrize(
-    ("mesh", "cuts", "wanted"),  # of parameters, of gradients, and of what AdamW keeps beside counters
+    # of parameters, of gradients, and of what AdamW keeps beside counters
+    ("mesh", "cuts", "wanted"),
     [
         ("data=1", [], (P, P, 2 * P)),
         ("data=2", [], (P, P, 2 * P)),
         ("shard=2", [shard(zero=1)], (P, P + P // 2, P)),
         ("shard=2", [shard(zero=2)], (P, P // 2, P)),
         ("shard=2", [shard("2", zero=3)], (P // 2, P // 2, P)),
-        ("tensor=2", [LAYERS], (P // 2 + 8, P // 2 + 8, P + 16)),  # the bias of the last layer is whole
+        # the bias of the last layer is whole
+        ("tensor=2", [LAYERS], (P // 2 + 8, P // 2 + 8, P + 16)),
         ("data=2, tensor=2", [LAYERS], (P // 2 + 8, P // 2 + 8, P + 16)),
     ],
 )
-def test_bytes_are_those_of_the_formula(tmp_path: Path, mesh: str, cuts: list[Any], wanted: tuple[int, int, int]) -> None:
+def test_bytes_are_those_of_the_formula(
+    tmp_path: Path, mesh: str, cuts: list[Any], wanted: tuple[int, int, int]
+) -> None:
     parameters, gradients, kept = wanted
     for each in held(tmp_path, torch.optim.AdamW, cuts, mesh=mesh):
-        assert each["measured"] == {"parameters": parameters, "gradients": gradients, "optimizer": kept + PARAMETERS * STEPS}
+        assert each["measured"] == {
+            "parameters": parameters,
+            "gradients": gradients,
+            "optimizer": kept + PARAMETERS * STEPS,
+        }
         assert each["predicted"] == each["measured"] and each["peak"] > 50 << 20  # torch alone
 
 
@@ -93,12 +116,23 @@ def test_padding_is_measured_and_not_predicted(tmp_path: Path) -> None:
 
 def test_an_optimizer_with_a_step_of_its_own_is_not_predicted(tmp_path: Path) -> None:
     (each,) = held(tmp_path, Peeking, [], lr=0.1, momentum=0.9)
-    assert each["predicted"] == {"parameters": P, "gradients": P, "optimizer": None} and each["measured"]["optimizer"] == P
+    assert (
+        each["predicted"] == {"parameters": P, "gradients": P, "optimizer": None}
+        and each["measured"]["optimizer"] == P
+    )
 
 
 def test_what_was_tried_is_not_tried_again_and_other_settings_are() -> None:
-    def kept(shape: int, kind: type[torch.optim.Optimizer] = torch.optim.RMSprop, **options: Any) -> list[int]:
-        found = optimizer_nbytes(kind([nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.zeros(2, shape))], lr=0.25, **options))
+    def kept(
+        shape: int, kind: type[torch.optim.Optimizer] = torch.optim.RMSprop, **options: Any
+    ) -> list[int]:
+        found = optimizer_nbytes(
+            kind(
+                [nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.zeros(2, shape))],
+                lr=0.25,
+                **options,
+            )
+        )
         return [*(found or {}).values()]
 
     squares = [4 * 3 + STEPS, 4 * 6 + STEPS]
@@ -135,9 +169,19 @@ def test_processes_hold_what_was_predicted_and_tell_their_peak(job: Jobs, tmp_pa
     ended = job.run(JOB, 2).end()
     assert ended.code == 0, ended.err
     whole = 4 * (4 * 8 + 8 + 8 * 2 + 2)
-    wanted = {"zero1": (whole, whole + whole // 2), "zero2": (whole, whole // 2), "zero3": (whole // 2, whole // 2)}
+    wanted = {
+        "zero1": (whole, whole + whole // 2),
+        "zero2": (whole, whole // 2),
+        "zero3": (whole // 2, whole // 2),
+    }
     for name, (parameters, gradients) in wanted.items():
-        first, second = json.loads((tmp_path / "runs" / name / "summary.json").read_text())["memory"]
+        first, second = json.loads((tmp_path / "runs" / name / "summary.json").read_text())[
+            "memory"
+        ]
         assert first["predicted"] == first["measured"] == second["predicted"] == second["measured"]
-        assert first["measured"] == {"parameters": parameters, "gradients": gradients, "optimizer": whole + PARAMETERS * STEPS}
+        assert first["measured"] == {
+            "parameters": parameters,
+            "gradients": gradients,
+            "optimizer": whole + PARAMETERS * STEPS,
+        }
         assert second["peak"] - first["peak"] > 100 << 20

@@ -1,4 +1,6 @@
-"""Profiles of pipelines: put together from what workers have measured, on one clock, and simulated with the medians."""
+"""Profiles of pipelines: put together from what workers have measured, on one clock, and
+simulated with the medians.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,23 @@ from tests.harness.runs import Numbered, workers
 
 @pytest.mark.parametrize(
     ("name", "ranks", "bubble"),
-    [("gpipe", 4, 3 / 11), ("1f1b", 4, 3 / 11), ("zero-bubble", 4, 3 / 27), ("interleaved", 2, 1 / 17), ("zbv", 2, 1 / 49)],
+    [
+        ("gpipe", 4, 3 / 11),
+        ("1f1b", 4, 3 / 11),
+        ("zero-bubble", 4, 3 / 27),
+        ("interleaved", 2, 1 / 17),
+        ("zbv", 2, 1 / 49),
+    ],
 )
-def test_the_bubble_is_that_of_the_paper_on_clocks_that_differ(name: str, ranks: int, bubble: float) -> None:
+def test_the_bubble_is_that_of_the_paper_on_clocks_that_differ(
+    name: str, ranks: int, bubble: float
+) -> None:
     ahead = [0, 10**9, -(10**9), 7][:ranks]
-    found = combine(measured(name, [0.01] * 4, ranks=ranks, ahead=ahead), range(ranks), [ClockOffset(each) for each in ahead])
+    found = combine(
+        measured(name, [0.01] * 4, ranks=ranks, ahead=ahead),
+        range(ranks),
+        [ClockOffset(each) for each in ahead],
+    )
     assert found is not None
     assert found.bubble == pytest.approx(bubble, abs=1e-6)
     assert found.timeline.bubble == pytest.approx(bubble, abs=1e-6)
@@ -40,39 +54,61 @@ def test_the_medians_are_told_from_waits_and_outliers() -> None:
     told[0]["steps"][0][2] = slow
     found = combine(told, (4, 6), [ClockOffset()] * 2)
     assert found is not None
-    assert [stage.seconds for stage in found.stages] == [{"forward": 0.01, "backward": 0.02}, {"forward": 0.02, "backward": 0.04}]
+    assert [stage.seconds for stage in found.stages] == [
+        {"forward": 0.01, "backward": 0.02},
+        {"forward": 0.02, "backward": 0.04},
+    ]
     assert [stage.rank for stage in found.stages] == [4, 6]
     assert found.sends == (pytest.approx(0.003),) and found.returns == (pytest.approx(0.003),)
-    assert found.stages[1].waited == pytest.approx(0.013)  # for the first micro-batch; then it is the slower one
+    # for the first micro-batch; then it is the slower one
+    assert found.stages[1].waited == pytest.approx(0.013)
     assert found.stages[0].waited > 8 * 0.02
 
 
 def test_steps_of_another_number_of_micro_batches_are_left_out() -> None:
     told = measured("1f1b", [0.01, 0.01])
-    for worker, last in zip(told, measured("1f1b", [1.0, 1.0], micro_batches=3, steps=1), strict=True):
+    for worker, last in zip(
+        told, measured("1f1b", [1.0, 1.0], micro_batches=3, steps=1), strict=True
+    ):
         worker["steps"].append([3, *last["steps"][0][1:]])
     found = combine(told, (0, 1), [ClockOffset()] * 2)
     assert found is not None
     assert (found.micro_batches, found.steps, found.stages[0].seconds["forward"]) == (8, 3, 0.01)
-    assert combine([{**worker, "steps": []} for worker in told], (0, 1), [ClockOffset()] * 2) is None
+    assert (
+        combine([{**worker, "steps": []} for worker in told], (0, 1), [ClockOffset()] * 2) is None
+    )
 
 
 def test_a_profile_is_read_as_it_was_written() -> None:
-    found = combine(measured("zbv", [0.01, 0.02, 0.01, 0.01], ranks=2, layers=[2, 3, 1, 1]), (0, 1), [ClockOffset()] * 2)
+    found = combine(
+        measured("zbv", [0.01, 0.02, 0.01, 0.01], ranks=2, layers=[2, 3, 1, 1]),
+        (0, 1),
+        [ClockOffset()] * 2,
+    )
     assert found is not None
     written = found.fields()
     assert written["bubble"]["predicted"] == found.timeline.bubble
-    assert written["kept_at_most"] == [400.0, 400.0]  # each keeps 2 micro-batches of both stages, of 100 bytes each
+    # each keeps 2 micro-batches of both stages, of 100 bytes each
+    assert written["kept_at_most"] == [400.0, 400.0]
     assert PipelineProfile.read(json.loads(json.dumps(written))) == found
 
 
 def test_layers_have_their_parts_of_a_stage() -> None:
-    told = measured("1f1b", [0.01, 0.02], layers=[2, 1], layer_seconds=[0.3, 0.1, 1.0], transfer=0.001)
+    told = measured(
+        "1f1b", [0.01, 0.02], layers=[2, 1], layer_seconds=[0.3, 0.1, 1.0], transfer=0.001
+    )
     found = combine(told, (0, 1), [ClockOffset()] * 2)
     assert found is not None
-    ahead, back = [cost.forward_seconds for cost in found.costs], [cost.backward_seconds for cost in found.costs]
-    assert ahead == pytest.approx([0.0075, 0.0025, 0.02]) and back == pytest.approx([0.015, 0.005, 0.04])
-    assert found.problem(found.plan).timeline(found.split).makespan == pytest.approx(found.timeline.makespan)
+    ahead, back = (
+        [cost.forward_seconds for cost in found.costs],
+        [cost.backward_seconds for cost in found.costs],
+    )
+    assert ahead == pytest.approx([0.0075, 0.0025, 0.02]) and back == pytest.approx(
+        [0.015, 0.005, 0.04]
+    )
+    assert found.problem(found.plan).timeline(found.split).makespan == pytest.approx(
+        found.timeline.makespan
+    )
 
 
 @pytest.mark.parametrize(("mesh", "count"), [("stage=2", 2), ("data=2, stage=2", 4)])
@@ -81,7 +117,9 @@ def test_a_run_s_summary_has_its_pipelines(mesh: str, count: int) -> None:
         model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)), nn.Linear(6, 2)).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         cut = pipeline("auto", split=[3, 1], micro_batches=4)
-        model, optimizer, loader = run.prepare(model, optimizer, DataLoader(Numbered(44), batch_size=8), cut=cut)
+        model, optimizer, loader = run.prepare(
+            model, optimizer, DataLoader(Numbered(44), batch_size=8), cut=cut
+        )
         for x, y in loader:
             run.step(model, x, y, loss=nn.functional.mse_loss)
             optimizer.step()
@@ -95,7 +133,10 @@ def test_a_run_s_summary_has_its_pipelines(mesh: str, count: int) -> None:
     assert [profile.ranks for profile in found] == ([(0, 1)] if count == 2 else [(0, 1), (2, 3)])
     for profile in found:
         assert (profile.split, profile.micro_batches) == ([3, 1], 4)
-        assert all(set(stage.seconds) == {"forward", "backward"} and stage.kept > 0 for stage in profile.stages)
+        assert all(
+            set(stage.seconds) == {"forward", "backward"} and stage.kept > 0
+            for stage in profile.stages
+        )
         assert 0 < profile.bubble < 1 and 0 < profile.timeline.bubble < 1
         assert profile.step_seconds < fields["seconds"]
     names = {event["name"] for event in trace["traceEvents"] if event.get("cat") == "stage"}

@@ -85,7 +85,14 @@ def test_what_is_in_a_status() -> None:
         line.step(beat(step, clock.now, loss=2.5, zeal=1.0, accuracy=0.5, beta=3.0, more=4.0), 63)
         line.show()
     status = kept.shown[1]
-    assert (status.step, status.steps, status.epoch, status.epochs, status.left, status.remark) == (3, 63, 2, 3, 300.0, "slow")
+    assert (status.step, status.steps, status.epoch, status.epochs, status.left, status.remark) == (
+        3,
+        63,
+        2,
+        3,
+        300.0,
+        "slow",
+    )
     assert list(status.values) == ["loss", "accuracy", "beta", "more"]
     assert status.parts == pytest.approx(SECONDS) and status.rate == pytest.approx(64.0)
     line.step(beat(63, clock.now), 63)
@@ -107,7 +114,9 @@ def test_who_is_late_is_shown_as_long_as_it_matters() -> None:
     clock, kept = Clock(), Kept()
     line = StatusLine(kept, clock=clock)
     late = RankLateness(2, {"compute": 0.001, "reading": 0.04})
-    for step, (which, whole) in enumerate([(late, 0.1), (late, 1.0), (RankLateness(2, {"compute": 0.0005}), 0.001)], 1):
+    for step, (which, whole) in enumerate(
+        [(late, 0.1), (late, 1.0), (RankLateness(2, {"compute": 0.0005}), 0.001)], 1
+    ):
         clock.now += 1.1
         line.late(which, "c", whole)
         line.step(beat(step), None)
@@ -119,7 +128,8 @@ def test_what_was_logged_once_a_step_was_over_has_a_line_of_its_own() -> None:
     clock, kept = Clock(), Kept()
     line = StatusLine(kept, clock=clock)
     line.logged(3, {"val/loss": 2.0})
-    line.logged(3, {"val/loss": 3.0, "val/accuracy": 0.25})  # within the same second: with the next line, or at the end
+    # within the same second: with the next line, or at the end
+    line.logged(3, {"val/loss": 3.0, "val/accuracy": 0.25})
     line.logged(4, {"val/loss": 1.0})
     assert kept.said == ["step 3  val/loss 2"]
     clock.now += 1.0
@@ -127,4 +137,7 @@ def test_what_was_logged_once_a_step_was_over_has_a_line_of_its_own() -> None:
     line.logged(5, {"val/accuracy": 0.75})
     line.close(None)
     line.close(None)
-    assert kept.said[1:] == ["step 4  val/accuracy 0.5  val/loss 1", "step 5  val/accuracy 0.75"] and kept.shown == []
+    assert (
+        kept.said[1:] == ["step 4  val/accuracy 0.5  val/loss 1", "step 5  val/accuracy 0.75"]
+        and kept.shown == []
+    )

@@ -25,7 +25,9 @@ def train(steps: int, **options: str) -> None:
     with pl.start(name="mine", device="cpu", **options) as run:  # type: ignore[arg-type]
         model = nn.Linear(2, 1)
         data = TensorDataset(torch.ones(4 * max(steps, 1), 2))
-        model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data, batch_size=4))
+        model, optimizer, loader = run.prepare(
+            model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data, batch_size=4)
+        )
         for _ in run.epochs(min(steps, 1)):
             for (x,) in loader:
                 loss = model(x).square().mean()
@@ -38,7 +40,9 @@ def train(steps: int, **options: str) -> None:
 def test_where_its_folder_is(capsys: pytest.CaptureFixture[str]) -> None:
     train(3)
     said = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(r"paceline: runs/mine: 3 steps, loss \d\S*, \d+\.\d s; paceline report runs/mine", said[-1]), said
+    assert re.fullmatch(
+        r"paceline: runs/mine: 3 steps, loss \d\S*, \d+\.\d s; paceline report runs/mine", said[-1]
+    ), said
     assert len([line for line in said if "paceline report" in line]) == 1
 
 
@@ -57,8 +61,20 @@ def test_nothing_of_a_folder_that_goes_with_who_made_it(capsys: pytest.CaptureFi
     ("name", "steps", "loss", "seconds", "line"),
     [
         ("runs/a", 1, None, 0.04, "runs/a: 1 step, 0.0 s; paceline report runs/a"),
-        ("runs/a", 96, 1.23456, 4.52, "runs/a: 96 steps, loss 1.235, 4.5 s; paceline report runs/a"),
-        ("runs/a b", 12_000, float("nan"), 3723.0, "runs/a b: 12,000 steps, loss nan, 1:02:03; paceline report 'runs/a b'"),
+        (
+            "runs/a",
+            96,
+            1.23456,
+            4.52,
+            "runs/a: 96 steps, loss 1.235, 4.5 s; paceline report runs/a",
+        ),
+        (
+            "runs/a b",
+            12_000,
+            float("nan"),
+            3723.0,
+            "runs/a b: 12,000 steps, loss nan, 1:02:03; paceline report 'runs/a b'",
+        ),
     ],
 )
 def test_in_words(name: str, steps: int, loss: float | None, seconds: float, line: str) -> None:

@@ -1,4 +1,6 @@
-"""The number of steps of a run: what the script says, or epochs times the lengths of the loaders that lead."""
+"""The number of steps of a run: what the script says, or epochs times the lengths of the loaders
+that lead.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,19 @@ def test_what_the_script_says_holds() -> None:
 
 def test_the_only_loader_that_may_train_is_known_from_the_start() -> None:
     told: list[int | None] = []
-    TotalSteps(None, lambda steps, epoch: told.append(steps)).begin(3, [loader(8), loader(5, train=False)])
+    TotalSteps(None, lambda steps, epoch: told.append(steps)).begin(
+        3, [loader(8), loader(5, train=False)]
+    )
     assert told == [None, 24]
 
 
 def test_of_several_each_is_known_from_its_first_step_on() -> None:
     told: list[int | None] = []
-    total, one, other = TotalSteps(None, lambda steps, epoch: told.append(steps)), loader(8), loader(5)
+    total, one, other = (
+        TotalSteps(None, lambda steps, epoch: told.append(steps)),
+        loader(8),
+        loader(5),
+    )
     total.begin(3, [one, other])
     total.led(one)
     total.led(one)
@@ -38,7 +46,11 @@ def test_of_several_each_is_known_from_its_first_step_on() -> None:
 
 def test_without_a_length_the_number_is_not_known() -> None:
     told: list[int | None] = []
-    total, one, endless = TotalSteps(None, lambda steps, epoch: told.append(steps)), loader(8), loader(None)
+    total, one, endless = (
+        TotalSteps(None, lambda steps, epoch: told.append(steps)),
+        loader(8),
+        loader(None),
+    )
     total.begin(3, [one, endless])
     total.led(one)
     total.led(endless)

@@ -1,4 +1,6 @@
-"""Gradients that a script sets itself go on where they are the same on all workers, and are refused where they aren't."""
+"""Gradients that a script sets itself go on where they are the same on all workers, and are
+refused where they aren't.
+"""
 
 from __future__ import annotations
 
@@ -80,9 +82,13 @@ def in_place(run: Run, model: nn.Module, x: Tensor, y: Tensor) -> None:
         p.grad.add_(p.detach(), alpha=0.01)
 
 
-@pytest.mark.parametrize(("how", "name"), [(local, "0.weight"), (functional, "0.weight"), (mixed, "2.bias")])
+@pytest.mark.parametrize(
+    ("how", "name"), [(local, "0.weight"), (functional, "0.weight"), (mixed, "2.bias")]
+)
 @pytest.mark.parametrize("prepared", [True, False])
-def test_what_differs_is_refused_on_all_before_anything_steps(how: Set, name: str, prepared: bool) -> None:
+def test_what_differs_is_refused_on_all_before_anything_steps(
+    how: Set, name: str, prepared: bool
+) -> None:
     caught: list[str] = []
 
     def body(run: Run) -> None:
@@ -96,7 +102,13 @@ def test_what_differs_is_refused_on_all_before_anything_steps(how: Set, name: st
         workers(3, body)
     assert len(caught) == 3
     for text in caught:
-        assert re.match(rf"p.grad of {name} was set by the script, and differs between workers \(rank 0: norm .*; rank 1: norm ", text)
+        assert re.match(
+            (
+                rf"p.grad of {name} was set by the script, and differs between workers \(rank 0: "
+                r"norm .*; rank 1: norm "
+            ),
+            text,
+        )
         assert "run.mean(g)" in text
 
 
@@ -109,11 +121,15 @@ def test_what_is_the_same_goes_on(how: Set) -> None:
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-def test_parts_of_a_cut_model_are_compared_with_those_of_other_replicas(zero: Literal[1, 3]) -> None:
+def test_parts_of_a_cut_model_are_compared_with_those_of_other_replicas(
+    zero: Literal[1, 3],
+) -> None:
     def body(run: Run) -> Tensor:
         model = net()
         optimizer = sgd(model)
-        model, optimizer, loader = run.prepare(model, optimizer, batches(), cut=shard(zero=zero) if run.size > 1 else None)
+        model, optimizer, loader = run.prepare(
+            model, optimizer, batches(), cut=shard(zero=zero) if run.size > 1 else None
+        )
         for x, y in loader:
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
@@ -124,10 +140,16 @@ def test_parts_of_a_cut_model_are_compared_with_those_of_other_replicas(zero: Li
 
     wrong = -1
     wanted = alone(body)
-    assert all(distance(found, wanted) < 1e-12 for found in workers(4, body, mesh="data=2, shard=2") if zero == 1)
+    assert all(
+        distance(found, wanted) < 1e-12
+        for found in workers(4, body, mesh="data=2, shard=2")
+        if zero == 1
+    )
     workers(2, body, mesh="shard")
     wrong = 1
-    with pytest.raises(UsageError, match=r"differs between workers \(rank 1: norm .*; rank 3: norm [^;]*\)"):
+    with pytest.raises(
+        UsageError, match=r"differs between workers \(rank 1: norm .*; rank 3: norm [^;]*\)"
+    ):
         workers(4, body, mesh="data=2, shard=2")
 
 
@@ -153,7 +175,8 @@ def test_later_steps_are_looked_at_when_workers_meet_anyway() -> None:
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
             if run.steps >= 3:
-                run._collector._meetings.next = min(run._collector._meetings.next, 10)  # as if a second had gone by
+                # as if a second had gone by
+                run._collector._meetings.next = min(run._collector._meetings.next, 10)
                 local(run, model, x, y)
             optimizer.step()
         return run.steps
@@ -170,7 +193,19 @@ def test_local_strategies_take_what_is_set() -> None:
 def test_rounding_is_no_difference_and_everything_else_is() -> None:
     g = torch.randn(100, generator=torch.Generator().manual_seed(0))
     near = _figures(g * (1 + 1e-6))
-    assert _near(_figures(g), near) and _near(_figures(g.to(torch.complex64)), near) and _near(_figures(g.to_sparse()), near)
-    assert not _near(_figures(g), _figures(g * 1.01)) and not _near(_figures(g), _figures(-g)) and not _near(_figures(g), None)
+    assert (
+        _near(_figures(g), near)
+        and _near(_figures(g.to(torch.complex64)), near)
+        and _near(_figures(g.to_sparse()), near)
+    )
+    assert (
+        not _near(_figures(g), _figures(g * 1.01))
+        and not _near(_figures(g), _figures(-g))
+        and not _near(_figures(g), None)
+    )
     nan = torch.full((3,), float("nan"))
-    assert _near(None, None) and _near(_figures(nan), _figures(nan)) and not _near(_figures(nan), _figures(g))
+    assert (
+        _near(None, None)
+        and _near(_figures(nan), _figures(nan))
+        and not _near(_figures(nan), _figures(g))
+    )

@@ -1,4 +1,6 @@
-"""A worker that steps less or more often than the others is named before replicas that have parted train on."""
+"""A worker that steps less or more often than the others is named before replicas that have
+parted train on.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def test_a_worker_that_skips_a_step_by_itself_is_named(how: str, last: int) -> N
         for number, (x, y) in enumerate(loader):
             mine = run.rank == 1 and number == last
             optimizer.zero_grad()
-            loss = F.mse_loss(model(x), y) * (float("nan") if mine and how == "before backward" else 1.0)
+            loss = F.mse_loss(model(x), y) * (
+                float("nan") if mine and how == "before backward" else 1.0
+            )
             if not torch.isfinite(loss):
                 continue
             loss.backward()
@@ -85,7 +89,11 @@ def test_a_worker_that_skips_a_step_by_itself_is_named(how: str, last: int) -> N
     assert sorted(caught) == [0, 1, 2]
     for text in caught.values():
         assert re.search(
-            rf"[iI]n step {last} optimizers have not stepped alike \(rank 0 on here has made 1; rank 1 on here has made 0; ", text
+            (
+                rf"[iI]n step {last} optimizers have not stepped alike \(rank 0 on here has made "
+                r"1; rank 1 on here has made 0; "
+            ),
+            text,
         ), text
         assert "Skip a step on all workers or on none" in text
 
@@ -104,7 +112,10 @@ def test_a_worker_that_steps_twice_is_named(prepared: bool) -> None:
                 optimizer.step()
 
     for text in failing(2, body).values():
-        assert "n step 2 optimizers have not stepped alike (rank 0 on here has made 2; rank 1 on here has made 1)" in text
+        assert (
+            "n step 2 optimizers have not stepped alike (rank 0 on here has made 2; "
+            "rank 1 on here has made 1)" in text
+        )
 
 
 def test_a_loop_without_a_loader() -> None:
@@ -129,11 +140,15 @@ def same(body: Callable[[Run], Tensor]) -> None:
 
 
 def test_steps_that_all_workers_skip_or_repeat_alike() -> None:
-    """A critic of several steps, an update every other turn, a decision by what all have, turns without any step."""
+    """A critic of several steps, an update every other turn, a decision by what all have, turns
+    without any step.
+    """
 
     def body(run: Run) -> Tensor:
         model, critic = net(), net(1)
-        model, critic, one, two, loader = run.prepare(model, critic, sgd(model), sgd(critic), batches())
+        model, critic, one, two, loader = run.prepare(
+            model, critic, sgd(model), sgd(critic), batches()
+        )
         for number, (x, y) in enumerate(loader):
             for _ in range(number):
                 two.zero_grad()
@@ -176,5 +191,8 @@ def test_servers_notice_that_one_worker_has_skipped_a_step() -> None:
                 optimizer.step()
             optimizer.zero_grad()
 
-    with pytest.raises(Mismatch, match=r"rank 0 after 1 steps of training, rank 1 after 2 steps.*somebody has skipped"):
+    with pytest.raises(
+        Mismatch,
+        match=r"rank 0 after 1 steps of training, rank 1 after 2 steps.*somebody has skipped",
+    ):
         workers(2, body, strategy=ParameterServer())

@@ -1,4 +1,6 @@
-"""Sparse tables in whole runs on threads: the same numbers as nn.EmbeddingBag with the same optimizer in one process."""
+"""Sparse tables in whole runs on threads: the same numbers as nn.EmbeddingBag with the same
+optimizer in one process.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +29,50 @@ from paceline.session.run import Run
 from paceline.sync.gossip.strategy import Gossip
 from paceline.sync.localsgd.strategy import LocalSGD
 from tests.harness.runs import alone, cut, distance, parameters, workers
-from tests.harness.tables import DIM, OPTIMIZERS, ROWS, Make, Net, data, everything, loader, one, plain, served, step, train
+from tests.harness.tables import (
+    DIM,
+    OPTIMIZERS,
+    ROWS,
+    Make,
+    Net,
+    data,
+    everything,
+    loader,
+    one,
+    plain,
+    served,
+    step,
+    train,
+)
 
 
-def several(size: int, servers: int, kind: str, *, strategy: Any = None, delay: Any = None, **options: Any) -> Tensor:
-    found = workers(size, lambda run: train(run, served(servers), kind, **options), strategy=strategy, delay=delay)
+def several(
+    size: int, servers: int, kind: str, *, strategy: Any = None, delay: Any = None, **options: Any
+) -> Tensor:
+    found = workers(
+        size,
+        lambda run: train(run, served(servers), kind, **options),
+        strategy=strategy,
+        delay=delay,
+    )
     assert all(torch.equal(other, found[0]) for other in found), "all workers read the same"
     return found[0]
 
 
-FEW = [(1, 1, "adagrad", "mean"), (2, 1, "sgd", "sum"), (3, 2, "adam", "mean"), (4, 3, "adagrad", "sum"), (2, 3, "groups", "mean")]
+FEW = [
+    (1, 1, "adagrad", "mean"),
+    (2, 1, "sgd", "sum"),
+    (3, 2, "adam", "mean"),
+    (4, 3, "adagrad", "sum"),
+    (2, 3, "groups", "mean"),
+]
 ALL = product((1, 2, 3, 4), (1, 2, 3), OPTIMIZERS, ("sum", "mean"))
 
 
-@pytest.mark.parametrize(("size", "servers", "kind", "mode"), [pytest.param(*c, marks=() if c in FEW else pytest.mark.soak) for c in ALL])
+@pytest.mark.parametrize(
+    ("size", "servers", "kind", "mode"),
+    [pytest.param(*c, marks=() if c in FEW else pytest.mark.soak) for c in ALL],
+)
 def test_numbers_are_those_of_embedding_bag(size: int, servers: int, kind: str, mode: str) -> None:
     """8 steps of 8 samples, of 4 at the ends of epochs: 3 workers have uneven shares."""
     assert distance(several(size, servers, kind, mode=mode), one(kind, mode=mode)) < 1e-9
@@ -63,7 +95,8 @@ def test_in_float32(kind: str) -> None:
         {"shares": cut(0, 3, 5)},
     ],
 )
-@pytest.mark.parametrize("kind", [pytest.param("adagrad", marks=pytest.mark.soak), "adam"])  # adam moves rows whose gradient is zero
+# adam moves rows whose gradient is zero
+@pytest.mark.parametrize("kind", [pytest.param("adagrad", marks=pytest.mark.soak), "adam"])
 def test_shares_and_schedules(kind: str, options: Any) -> None:
     apart = {name: value for name, value in options.items() if name in ("count", "rate")}
     assert distance(several(3, 2, kind, **options), one(kind, **apart)) < 1e-9
@@ -72,7 +105,10 @@ def test_shares_and_schedules(kind: str, options: Any) -> None:
 def test_with_random_delays_repeatedly() -> None:
     wanted, chance = several(3, 2, "adam", count=20), random.Random(1)
     for _ in range(2):
-        assert torch.equal(several(3, 2, "adam", count=20, delay=lambda rank: time.sleep(chance.random() * 0.01)), wanted)
+        assert torch.equal(
+            several(3, 2, "adam", count=20, delay=lambda rank: time.sleep(chance.random() * 0.01)),
+            wanted,
+        )
 
 
 @pytest.mark.parametrize("kind", ["adagrad", "adam"])
@@ -81,10 +117,14 @@ def test_beside_a_parameter_server(kind: str) -> None:
 
 
 def test_beside_strategies_in_which_replicas_part() -> None:
-    """Tables stay in lockstep, with the mean over all workers, while dense replicas part between rounds."""
+    """Tables stay in lockstep, with the mean over all workers, while dense replicas part between
+    rounds.
+    """
     wanted = one("sgd")
     assert 1e-9 < distance(several(2, 2, "sgd", strategy=LocalSGD(every=4)), wanted) < 0.3
-    assert distance(several(2, 2, "sgd", strategy=Gossip()), wanted) < 1e-9, "of two workers, and with SGD, it is the mean"
+    assert distance(several(2, 2, "sgd", strategy=Gossip()), wanted) < 1e-9, (
+        "of two workers, and with SGD, it is the mean"
+    )
     assert distance(several(2, 2, "sgd", strategy=LocalSGD(every=1)), wanted) < 1e-9
 
 
@@ -191,7 +231,11 @@ def test_a_model_of_tables_alone() -> None:
             optimizer.step()
             optimizer.zero_grad()
         table = model.table
-        return table.lookup(torch.arange(ROWS)) if isinstance(table, SparseEmbedding) else table.weight.detach()
+        return (
+            table.lookup(torch.arange(ROWS))
+            if isinstance(table, SparseEmbedding)
+            else table.weight.detach()
+        )
 
     wanted = alone(lambda run: body(run, plain()))
     for strategy in (None, ParameterServer(), LocalSGD(every=2)):
@@ -213,7 +257,8 @@ class TestPrefetch:
             loss = F.mse_loss(model(a, b), y)
             if ahead:
                 c, d, _ = batches[number + 1]
-                model.first.prefetch((c + 1) % ROWS if wrong else torch.cat([c, a]))  # more than will be used
+                # more than will be used
+                model.first.prefetch((c + 1) % ROWS if wrong else torch.cat([c, a]))
                 model.second.prefetch(d)
             loss.backward()
             for optimizer in optimizers:
@@ -230,7 +275,10 @@ class TestPrefetch:
 
     def test_other_rows_than_were_asked_for(self) -> None:
         found, waits = workers(2, lambda run: self.body(run, ahead=True, wrong=True))[0]
-        assert torch.equal(found, workers(2, lambda run: self.body(run, ahead=False))[0][0]) and waits > 8
+        assert (
+            torch.equal(found, workers(2, lambda run: self.body(run, ahead=False))[0][0])
+            and waits > 8
+        )
 
 
 def test_workers_without_a_common_seed_take_the_first_ones() -> None:
@@ -243,7 +291,9 @@ def test_workers_without_a_common_seed_take_the_first_ones() -> None:
 
     found = workers(3, body, said=said)
     wanted = row_optimizers.initial(torch.arange(ROWS), DIM, torch.float32, seed=0, std=1.0)
-    assert all(torch.equal(each, wanted) for each in found) and any("differed from rank 0's" in text for text in said)
+    assert all(torch.equal(each, wanted) for each in found) and any(
+        "differed from rank 0's" in text for text in said
+    )
 
 
 def test_replicas_are_compared_and_told_apart(tmp_path: Any) -> None:
@@ -251,8 +301,15 @@ def test_replicas_are_compared_and_told_apart(tmp_path: Any) -> None:
     found = set()
     for number, (size, servers, epochs) in enumerate([(1, 1, 2), (1, 3, 2), (1, 2, 1)]):
         folder = tmp_path / str(number)
-        workers(size, lambda run, s=servers, e=epochs: train(run, served(s), epochs=e), folder=folder, comparison=Comparison(every=2))
-        found.add((folder / "test" / "summary.json").read_text().split('"parameters_sha256": "')[1][:64])
+        workers(
+            size,
+            lambda run, s=servers, e=epochs: train(run, served(s), epochs=e),
+            folder=folder,
+            comparison=Comparison(every=2),
+        )
+        found.add(
+            (folder / "test" / "summary.json").read_text().split('"parameters_sha256": "')[1][:64]
+        )
     assert len(found) == 2
 
 
@@ -262,10 +319,18 @@ def test_exchanges_of_rows_are_seen_as_such(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "test" / "summary.json").read_text())
     assert summary["step_seconds"]["exchange"] > 0
     events = json.loads((tmp_path / "test" / "trace.json").read_text())["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X" and event["cat"] in ("compute", "exchange", "step")]
+    spans = [
+        event
+        for event in events
+        if event["ph"] == "X" and event["cat"] in ("compute", "exchange", "step")
+    ]
     assert {"rows", "gradients of rows"} <= {event["name"] for event in spans}
     for turn in [event for event in spans if event["cat"] == "step"]:
-        inside = [e for e in spans if e["cat"] != "step" and (e["pid"], e["args"]) == (turn["pid"], turn["args"])]
+        inside = [
+            e
+            for e in spans
+            if e["cat"] != "step" and (e["pid"], e["args"]) == (turn["pid"], turn["args"])
+        ]
         assert sum(e["dur"] for e in inside) == pytest.approx(turn["dur"], abs=20)
 
 
@@ -315,7 +380,9 @@ def _prepared(run: Run) -> nn.Module:
 
 
 def test_who_does_not_come_is_named() -> None:
-    """A worker that steps alone waits in vain; the error says for whom, before the others notice anything."""
+    """A worker that steps alone waits in vain; the error says for whom, before the others notice
+    anything.
+    """
 
     named = threading.Event()
 
@@ -334,7 +401,9 @@ def test_who_does_not_come_is_named() -> None:
         else:
             named.wait(60)
 
-    with pytest.raises(DeadlineExceeded, match="rows of model wait for step 1 of ranks 0, 2") as found:
+    with pytest.raises(
+        DeadlineExceeded, match="rows of model wait for step 1 of ranks 0, 2"
+    ) as found:
         workers(3, body)
     assert found.value.missing == (0, 2)
 
@@ -356,10 +425,20 @@ class TestMisuse:
             workers(size, body)
 
     def test_of_optimizers(self) -> None:
-        self.prepared(lambda m: [torch.optim.Adam(m.parameters())], "first is in a torch.optim.* SparseAdam")
-        self.prepared(lambda m: [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9)], "first .*momentum=0.9")
-        self.prepared(lambda m: [torch.optim.SGD(m.dense.parameters(), 0.1)], "first is in 0 of the optimizers")
-        self.prepared(lambda m: [torch.optim.SGD(m.parameters(), 0.1), torch.amp.GradScaler("cpu")], "a GradScaler can't see")
+        self.prepared(
+            lambda m: [torch.optim.Adam(m.parameters())], "first is in a torch.optim.* SparseAdam"
+        )
+        self.prepared(
+            lambda m: [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9)], "first .*momentum=0.9"
+        )
+        self.prepared(
+            lambda m: [torch.optim.SGD(m.dense.parameters(), 0.1)],
+            "first is in 0 of the optimizers",
+        )
+        self.prepared(
+            lambda m: [torch.optim.SGD(m.parameters(), 0.1), torch.amp.GradScaler("cpu")],
+            "a GradScaler can't see",
+        )
 
     def test_of_settings_that_come_later(self) -> None:
         def each(model: nn.Module, optimizers: list[Any], batch: Any, run: Run) -> None:
@@ -384,7 +463,9 @@ class TestMisuse:
             run.clip(model, 1.0)
 
         for strategy in (None, ParameterServer()):
-            with pytest.raises(UsageError, match=r"run\.clip can't see the gradients of the sparse table first"):
+            with pytest.raises(
+                UsageError, match=r"run\.clip can't see the gradients of the sparse table first"
+            ):
                 workers(2, lambda run: train(run, served(), each=each), strategy=strategy)
 
     @pytest.mark.parametrize("option", ["servers", "replicas"])
@@ -393,9 +474,16 @@ class TestMisuse:
             one, other = (SparseEmbedding(ROWS, DIM, **{option: count}) for count in (1, 2))
             if later:
                 run.prepare(one, torch.optim.SGD(one.parameters(), 0.1))
-            run.prepare(*([] if later else [one]), other, torch.optim.SGD([*one.parameters(), *other.parameters()], 0.1))
+            run.prepare(
+                *([] if later else [one]),
+                other,
+                torch.optim.SGD([*one.parameters(), *other.parameters()], 0.1),
+            )
 
-        for later, text in ((False, rf"ask for {option} \[1, 2\]"), (True, f"have {option}=1, and {option}=2 asks")):
+        for later, text in (
+            (False, rf"ask for {option} \[1, 2\]"),
+            (True, f"have {option}=1, and {option}=2 asks"),
+        ):
             with pytest.raises(UsageError, match=text):
                 workers(1, lambda run, later=later: body(run, later=later))
 
@@ -413,7 +501,10 @@ class TestMisuse:
             run._prepared.survives = True
             _prepared(run)
 
-        with pytest.raises(UsageError, match="beside AllReduce or ParameterServer, and with this strategy replicas part"):
+        with pytest.raises(
+            UsageError,
+            match="beside AllReduce or ParameterServer, and with this strategy replicas part",
+        ):
             workers(1, body, strategy=strategy)
 
     def test_of_copies_where_losses_end_the_run(self) -> None:
@@ -421,7 +512,10 @@ class TestMisuse:
             table = SparseEmbedding(ROWS, DIM, replicas=2)
             run.prepare(table, torch.optim.SGD(table.parameters(), 0.1))
 
-        with pytest.raises(UsageError, match=r"replicas=2.* is for runs that go on when a server is lost: .*--min-workers"):
+        with pytest.raises(
+            UsageError,
+            match=r"replicas=2.* is for runs that go on when a server is lost: .*--min-workers",
+        ):
             workers(1, body)
 
     def test_of_copies(self) -> None:

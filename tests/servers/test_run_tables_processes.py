@@ -1,4 +1,6 @@
-"""Sparse tables on servers that are programs of their own, on one host and two; and when one of them dies."""
+"""Sparse tables on servers that are programs of their own, on one host and two; and when one of
+them dies.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ with pl.start(name="{name}", folder="runs") as run:
     if run.is_first:
         torch.save(model.table.lookup(torch.arange(1000)), "{name}.pt")
     run.barrier()
-"""
+"""  # noqa: E501
 
 
 def script(name: str, **parts: Any) -> str:
@@ -60,7 +62,11 @@ def resuming(name: str, *, dies: bool, **parts: Any) -> str:
 
 
 def servers(job: Job) -> list[psutil.Process]:
-    return [process for process in job.processes() if "paceline.servers.process.main" in process.cmdline()]
+    return [
+        process
+        for process in job.processes()
+        if "paceline.servers.process.main" in process.cmdline()
+    ]
 
 
 @pytest.mark.slow
@@ -70,7 +76,10 @@ def test_on_two_hosts(job: Jobs) -> None:
     assert ended.code == 0, ended
     environ = {"PACELINE_SECRET": "5a" * 32, "PACELINE_INTERFACE": "lo"}
     point = f"127.0.0.1:{free_port()}"
-    launched = [job.run(script("both", servers=None), 1, "--hosts", "2", "--join", point, **environ) for _ in range(2)]
+    launched = [
+        job.run(script("both", servers=None), 1, "--hosts", "2", "--join", point, **environ)
+        for _ in range(2)
+    ]
     for each in launched:
         ended = each.end()
         assert ended.code == 0, ended
@@ -86,29 +95,49 @@ def test_a_server_is_killed(job: Jobs) -> None:
     assert len(servers(launched)) == 2
     servers(launched)[0].kill()
     ended = launched.end()
-    assert ended.code == 1 and "was killed by SIGKILL" in ended.err and "what it kept is lost" in ended.err, ended
+    assert (
+        ended.code == 1
+        and "was killed by SIGKILL" in ended.err
+        and "what it kept is lost" in ended.err
+    ), ended
 
 
 @pytest.mark.soak
 def test_between_hosts_a_secret_is_needed(job: Jobs) -> None:
     """Of tables, too, that lie beside layers on no servers; the error says for whom."""
     for ended in job.without_secret(script("ends")):
-        assert ended.code == 1 and "SparseEmbedding listens on 2 hosts, and this job has no secret" in ended.err, ended
+        assert (
+            ended.code == 1
+            and "SparseEmbedding listens on 2 hosts, and this job has no secret" in ended.err
+        ), ended
 
 
 @pytest.mark.soak
 def test_a_run_that_survives_saves_and_resumes(job: Jobs) -> None:
-    """With copies; on another number of servers, and by a worker that comes back and resumes by itself, in vain."""
+    """With copies; on another number of servers, and by a worker that comes back and resumes by
+    itself, in vain.
+    """
     wanted = job.run(script("alone", epochs=3), 1).end()
     assert wanted.code == 0, wanted
     ended = job.run(resuming("kept", epochs=3, dies=True, servers=1), 2, "--min-workers", "2").end()
     assert ended.code != 0, ended
     launched = job.run(
-        resuming("kept", epochs=3, dies=False, servers=2, nap="0 if len(run.events) > 1 else 1"), 2, "--min-workers", "1", "--restarts", "1"
+        resuming("kept", epochs=3, dies=False, servers=2, nap="0 if len(run.events) > 1 else 1"),
+        2,
+        "--min-workers",
+        "1",
+        "--restarts",
+        "1",
     )
-    wait_for(lambda: launched.process.poll() is not None or (job.folder / "said").read_text() == "resumed", 120)
+    wait_for(
+        lambda: (
+            launched.process.poll() is not None or (job.folder / "said").read_text() == "resumed"
+        ),
+        120,
+    )
     (job.folder / "trains").unlink()
-    wait_for(lambda: launched.process.poll() is not None or (job.folder / "trains").exists(), 60)  # one has taken a step with the other
+    # one has taken a step with the other
+    wait_for(lambda: launched.process.poll() is not None or (job.folder / "trains").exists(), 60)
     assert launched.process.poll() is None, launched.end()
     launched.worker(1).kill()
     ended = launched.end()

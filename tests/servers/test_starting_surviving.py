@@ -1,4 +1,6 @@
-"""Workers and servers are killed while optimizers step on servers, and nothing shows it but an event."""
+"""Workers and servers are killed while optimizers step on servers, and nothing shows it but an
+event.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,21 @@ import pytest
 
 from tests.harness.jobs import Job, Jobs, free_port, wait_for
 from tests.harness.surviving_servers import ended, kill_primaries, servers
-from tests.harness.survivors import AT, PLACES, Outcome, apart, check, gap, let_go, outcome, pause, play, script, trains, until
+from tests.harness.survivors import (
+    AT,
+    PLACES,
+    Outcome,
+    apart,
+    check,
+    gap,
+    let_go,
+    outcome,
+    pause,
+    play,
+    script,
+    trains,
+    until,
+)
 
 SOAK = pytest.mark.soak
 
@@ -58,7 +74,9 @@ def test_a_server_is_killed(job: Jobs, alone: Callable[..., Outcome], which: int
     until_there(launched, 4)
     found = ended(job, launched)
     check(found, wanted)
-    assert found.size == 3 and len(found.events) == 1 and f"server {which % 2} on" in found.events[0], found.events
+    assert (
+        found.size == 3 and len(found.events) == 1 and f"server {which % 2} on" in found.events[0]
+    ), found.events
     assert gap(job.folder / "killed") < 60
 
 
@@ -72,7 +90,9 @@ def test_a_server_without_a_copy_ends_the_run(job: Jobs) -> None:
 
 
 @SOAK
-def test_a_server_that_is_stopped_for_ever_is_lost(job: Jobs, alone: Callable[..., Outcome]) -> None:
+def test_a_server_that_is_stopped_for_ever_is_lost(
+    job: Jobs, alone: Callable[..., Outcome]
+) -> None:
     wanted = alone()
     launched = begun(job, TWICE, nap=until(1, 0.6))
     servers(launched)[0].suspend()
@@ -83,7 +103,9 @@ def test_a_server_that_is_stopped_for_ever_is_lost(job: Jobs, alone: Callable[..
 
 @SOAK
 @pytest.mark.parametrize("seed", range(30))
-def test_a_worker_and_a_server_at_once_and_both_come_back(job: Jobs, alone: Callable[..., Outcome], seed: int) -> None:
+def test_a_worker_and_a_server_at_once_and_both_come_back(
+    job: Jobs, alone: Callable[..., Outcome], seed: int
+) -> None:
     wanted = alone()
     chance = random.Random(seed)
     launched = begun(job, TWICE, 3, "--restarts", "2", nap=until("has come", 0.6))
@@ -100,13 +122,16 @@ MANY = {
     "optimizer": "torch.optim.Adam(model[0].parameters(), 0.003)",
     "prepared": "other = run.prepare(torch.optim.SGD(model[2].parameters(), 0.01, momentum=0.9))",
     "between": "run.clip(model[0], 0.5); die(run.rank == 2 and run.steps == 5, 'clipped')",
-    "after": "die(run.rank == 1 and run.steps == 20, 'one of two'); other.step(); other.zero_grad()",
+    "after": "die(run.rank == 1 and run.steps == 20, 'one of two'); other.step(); other.zero_grad()",  # noqa: E501
 }
 
 
 @pytest.mark.slow
 def test_in_turns_of_several_steps(job: Jobs, alone: Callable[..., Outcome]) -> None:
-    """Lost after the sum was clipped by its norm: the step is made. Lost after one of two optimizers has stepped: it goes back."""
+    """Lost after the sum was clipped by its norm: the step is made.
+
+    Lost after one of two optimizers has stepped: it goes back.
+    """
     found = play(job, "killed", *SURVIVES, TWICE, workers=3, nap=0, **MANY)
     check(found, alone(**MANY), close=1e-9)
     assert found.size == 1 and len(found.events) == 2, found.events
@@ -114,17 +139,30 @@ def test_in_turns_of_several_steps(job: Jobs, alone: Callable[..., Outcome]) -> 
 
 @SOAK
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_host_is_lost_with_its_servers(job: Jobs, alone: Callable[..., Outcome], victim: int) -> None:
+def test_a_host_is_lost_with_its_servers(
+    job: Jobs, alone: Callable[..., Outcome], victim: int
+) -> None:
     """Also the first, which coordinates. Copies are on other hosts."""
     out = job.folder / "killed"
     out.mkdir()
-    options = (*SURVIVES, "ParameterServer(replicas=2, bucket_mb=0.001)", "--hosts", "3", "--join", f"127.0.0.1:{free_port()}")
+    options = (
+        *SURVIVES,
+        "ParameterServer(replicas=2, bucket_mb=0.001)",
+        "--hosts",
+        "3",
+        "--join",
+        f"127.0.0.1:{free_port()}",
+    )
     common = {"OUT": str(out), "PACELINE_SECRET": "5a" * 32, "PACELINE_INTERFACE": "lo"}
     text = script(start="name='run', folder='killed/runs'", nap=until(1))
     launched = [job.run(text, 2, *options, "--host-rank", str(rank), **common) for rank in range(3)]
     trains(launched[0], out, 6)
     pause(random.Random(victim), 0.3)
-    mine = [psutil.Process(launched[victim].process.pid), *launched[victim].workers(), *servers(launched[victim])]
+    mine = [
+        psutil.Process(launched[victim].process.pid),
+        *launched[victim].workers(),
+        *servers(launched[victim]),
+    ]
     assert len(mine) == 5
     for process in mine:
         process.kill()
@@ -135,7 +173,10 @@ def test_a_host_is_lost_with_its_servers(job: Jobs, alone: Callable[..., Outcome
     assert result.size == 4 and gap(out) < 60, result.events
 
 
-TOLD = "run.is_first and (out / 'c').write_text(f'{len(run._backward.sync.link.connections.callers)} {len(run.events)}')"
+TOLD = (
+    "run.is_first and (out / 'c').write_text(f'{len(run._backward.sync.link.connections.callers)} "
+    "{len(run.events)}')"
+)
 
 
 @SOAK
@@ -148,9 +189,19 @@ def test_fifty_kills_of_primaries(job: Jobs, alone: Callable[..., Outcome]) -> N
 
 @pytest.mark.slow
 def test_through_a_codec_workers_stay_equal(job: Jobs, alone: Callable[..., Outcome]) -> None:
-    """What a lost worker had kept is lost with it; a worker that comes, and a copy that is made anew, know what was told."""
+    """What a lost worker had kept is lost with it; a worker that comes, and a copy that is made
+    anew, know what was told.
+    """
     coded = TWICE.replace(")", ", codec=error_feedback(int8()))")
-    launched = begun(job, coded, 3, "--restarts", "1", start="name='run', folder='killed/runs', compare=5", nap=until("has come", 0.6))
+    launched = begun(
+        job,
+        coded,
+        3,
+        "--restarts",
+        "1",
+        start="name='run', folder='killed/runs', compare=5",
+        nap=until("has come", 0.6),
+    )
     servers(launched)[0].kill()
     launched.workers()[-1].kill()
     found = ended(job, launched)

@@ -1,4 +1,6 @@
-"""An Adagrad that was made before its model was cut: it has state from its start, and makes the steps of one process."""
+"""An Adagrad that was made before its model was cut: it has state from its start, and makes the
+steps of one process.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,17 @@ def body(run: Run, **options: Any) -> Tensor:
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.linspace(-1, 1 + number, parameter.numel(), dtype=torch.float64).sin().view_as(parameter))
+            parameter.copy_(
+                torch.linspace(-1, 1 + number, parameter.numel(), dtype=torch.float64)
+                .sin()
+                .view_as(parameter)
+            )
     generator = torch.Generator().manual_seed(1)
     x, y = (torch.randn(20, width, generator=generator, dtype=torch.float64) for width in (5, 3))
     optimizer = torch.optim.Adagrad(model.parameters(), 0.05, initial_accumulator_value=0.1)
-    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(TensorDataset(x, y), 8), **options)
+    model, optimizer, loader = run.prepare(
+        model, optimizer, DataLoader(TensorDataset(x, y), 8), **options
+    )
     for _ in run.epochs(2):
         for inputs, targets in loader:
             run.step(model, inputs, targets, loss=F.mse_loss)

@@ -16,44 +16,93 @@ from tests.harness.jobs import Jobs
 from tests.harness.thread_groups import spawn
 
 CPU = torch.device("cpu")
-CLUSTER = Topology((HostRanks("a", (0, 2), "127.0.0.1"), HostRanks("b", (1,), "127.0.0.1"), HostRanks("c", (3,), "127.0.0.1")))
+CLUSTER = Topology(
+    (
+        HostRanks("a", (0, 2), "127.0.0.1"),
+        HostRanks("b", (1,), "127.0.0.1"),
+        HostRanks("c", (3,), "127.0.0.1"),
+    )
+)
 
 
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is measured for a moment."""
-    for name in ("COMPUTING", "MOST_COMPUTING", "LINKING", "LEAST_LINKING", "MOST_LINKING", "INSIDE", "CROWDED"):
+    for name in (
+        "COMPUTING",
+        "MOST_COMPUTING",
+        "LINKING",
+        "LEAST_LINKING",
+        "MOST_LINKING",
+        "INSIDE",
+        "CROWDED",
+    ):
         monkeypatch.setattr(cluster_probe, name, 0.005)
     monkeypatch.setattr(cluster_probe.compute, "SHORTEST_PRODUCT", 1e-6)
     monkeypatch.setattr(cluster_probe.compute, "COPIED", 1 << 16)
 
 
 def test_all_workers_get_the_same_whole_cluster(brief: None) -> None:
-    found = spawn(4, lambda group: measure(group, CLUSTER, CPU, ("float32", "float64")), hosts=[0, 1, 0, 2])
+    found = spawn(
+        4, lambda group: measure(group, CLUSTER, CPU, ("float32", "float64")), hosts=[0, 1, 0, 2]
+    )
     assert all(each == found[0] for each in found)
     topology = found[0]
-    assert [(host.name, host.ranks, len(host.devices)) for host in topology.hosts] == [("a", (0, 2), 2), ("b", (1,), 1), ("c", (3,), 1)]
-    assert len({host.machine for host in topology.hosts}) == 1 and topology.hosts[0].machine_cores > 0
+    assert [(host.name, host.ranks, len(host.devices)) for host in topology.hosts] == [
+        ("a", (0, 2), 2),
+        ("b", (1,), 1),
+        ("c", (3,), 1),
+    ]
+    assert (
+        len({host.machine for host in topology.hosts}) == 1 and topology.hosts[0].machine_cores > 0
+    )
     for host in topology.hosts:
         for device in host.devices:
-            assert device.kind == "cpu" and device.threads == torch.get_num_threads() and 0 < device.free_bytes <= device.memory_bytes
-            assert device.flops("float32") > 0 and device.flops("float64") > 0 and device.flops("bfloat16") == 0
+            assert (
+                device.kind == "cpu"
+                and device.threads == torch.get_num_threads()
+                and 0 < device.free_bytes <= device.memory_bytes
+            )
+            assert (
+                device.flops("float32") > 0
+                and device.flops("float64") > 0
+                and device.flops("bfloat16") == 0
+            )
             assert device.copied_bytes_per_second > 0 and device.attended > 0
-    assert [(link.source, link.target) for link in topology.links] == [(a, b) for a in range(3) for b in range(3) if a != b or a == 0]
-    assert all(link.latency_seconds > 0 and link.bytes_per_second > 0 and link.crowded_bytes_per_second > 0 for link in topology.links)
+    assert [(link.source, link.target) for link in topology.links] == [
+        (a, b) for a in range(3) for b in range(3) if a != b or a == 0
+    ]
+    assert all(
+        link.latency_seconds > 0 and link.bytes_per_second > 0 and link.crowded_bytes_per_second > 0
+        for link in topology.links
+    )
     assert max(topology.speeds()) == 1 and len(topology.speeds()) == 4
     assert topology_file.load(topology_file.dump(topology)) == topology
 
 
 def test_one_worker_has_no_links(brief: None) -> None:
-    [topology] = spawn(1, lambda group: measure(group, Topology((HostRanks("a", (0,), "127.0.0.1"),)), CPU, ("bfloat16",)))
-    assert topology.links == () and topology.speeds("bfloat16") == (1.0,) and topology.speeds() == ()
+    [topology] = spawn(
+        1,
+        lambda group: measure(
+            group, Topology((HostRanks("a", (0,), "127.0.0.1"),)), CPU, ("bfloat16",)
+        ),
+    )
+    assert (
+        topology.links == () and topology.speeds("bfloat16") == (1.0,) and topology.speeds() == ()
+    )
 
 
 def test_links_of_hosts_are_those_of_their_workers() -> None:
-    alone = [LinkFigures((0, 2), 1e-3, 10.0), LinkFigures((2, 0), 3e-3, 30.0), LinkFigures((1, 0), 5e-3, 50.0)]
+    alone = [
+        LinkFigures((0, 2), 1e-3, 10.0),
+        LinkFigures((2, 0), 3e-3, 30.0),
+        LinkFigures((1, 0), 5e-3, 50.0),
+    ]
     crowded = [LinkFigures((2, 0), 9.0, 6.0)]
-    assert list(cluster_probe._links(CLUSTER, alone, crowded)) == [HostLink(0, 0, 2e-3, 20.0, 6.0), HostLink(1, 0, 5e-3, 50.0, 0.0)]
+    assert list(cluster_probe._links(CLUSTER, alone, crowded)) == [
+        HostLink(0, 0, 2e-3, 20.0, 6.0),
+        HostLink(1, 0, 5e-3, 50.0, 0.0),
+    ]
 
 
 def test_workers_that_ask_for_other_dtypes_are_told(brief: None) -> None:
@@ -63,7 +112,10 @@ def test_workers_that_ask_for_other_dtypes_are_told(brief: None) -> None:
         return str(told.value)
 
     assert set(spawn(4, body)) == {
-        "workers ask pl.probe for other dtypes: rank 0 for ['float32'], rank 2 for ['float64']; give all the same"
+        (
+            "workers ask pl.probe for other dtypes: rank 0 for ['float32'], rank 2 for "
+            "['float64']; give all the same"
+        )
     }
 
 
@@ -106,9 +158,16 @@ with pl.start(folder="runs") as run:
     pl.probe(run)
 """
     ended = job.run(dying, 2).end()
-    assert ended.code == 128 + 9 and "rank 1 on" in ended.last and "killed by SIGKILL" in ended.last, ended.err
+    assert (
+        ended.code == 128 + 9 and "rank 1 on" in ended.last and "killed by SIGKILL" in ended.last
+    ), ended.err
 
 
 def test_runs_that_survive_losses_measure_nothing(job: Jobs) -> None:
-    ended = job.run('with pl.start(folder="runs") as run:\n    pl.probe(run)\n', 2, "--min-workers", "1").end()
-    assert ended.code != 0 and "--min-workers lets some go: leave it out where you measure" in ended.err, ended.err
+    ended = job.run(
+        'with pl.start(folder="runs") as run:\n    pl.probe(run)\n', 2, "--min-workers", "1"
+    ).end()
+    assert (
+        ended.code != 0
+        and "--min-workers lets some go: leave it out where you measure" in ended.err
+    ), ended.err

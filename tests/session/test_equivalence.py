@@ -1,4 +1,7 @@
-"""Invariant 1: the loss curve belongs to the script. Same samples, steps and weights for any workers, shares and schedules."""
+"""Invariant 1: the loss curve belongs to the script.
+
+Same samples, steps and weights for any workers, shares and schedules.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,9 @@ class Points(Dataset[Any]):
 
     def __init__(self, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(11)
-        self.x = (torch.randn(COUNT, 8, generator=generator) * torch.linspace(0.2, 3, COUNT)[:, None]).to(dtype)
+        self.x = (
+            torch.randn(COUNT, 8, generator=generator) * torch.linspace(0.2, 3, COUNT)[:, None]
+        ).to(dtype)
         self.y = torch.randint(0, 4, (COUNT,), generator=generator)
 
     def __len__(self) -> int:
@@ -73,12 +78,19 @@ def drawn(model: nn.Module) -> Any:
 Making = Callable[..., torch.optim.Optimizer]
 
 
-def train(dtype: torch.dtype, optimizer: Making, *, batches: int | None = None, **options: Any) -> Callable[[Run], Any]:
+def train(
+    dtype: torch.dtype, optimizer: Making, *, batches: int | None = None, **options: Any
+) -> Callable[[Run], Any]:
     """A plain script: two epochs, or some batches."""
 
     def body(run: Run) -> Any:
         model = classifier(dtype)
-        data = DataLoader(Points(dtype), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(2))
+        data = DataLoader(
+            Points(dtype),
+            batch_size=BATCH,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(2),
+        )
         model, opt, loader = run.prepare(model, optimizer(model.parameters()), data, **options)
         losses, ids = [], []
         for _ in run.epochs(EPOCHS):
@@ -122,10 +134,20 @@ def single(dtype: torch.dtype, optimizer: Making, batches: int | None = None) ->
     return curve(1, train(dtype, optimizer, batches=batches))
 
 
-def check(size: int, shares: Any, *, via: str = "auto", bound: float = 1e-5, **options: Any) -> None:
-    """Two epochs on several workers are those of one, sample by sample. What a mutant has to fail."""
+def check(
+    size: int, shares: Any, *, via: str = "auto", bound: float = 1e-5, **options: Any
+) -> None:
+    """Two epochs on several workers are those of one, sample by sample.
+
+    What a mutant has to fail.
+    """
     wanted = single(torch.float32, sgd)
-    found = curve(size, train(torch.float32, sgd, shares=shares), strategy=AllReduce(via=via, bucket_mb=0.0005), **options)
+    found = curve(
+        size,
+        train(torch.float32, sgd, shares=shares),
+        strategy=AllReduce(via=via, bucket_mb=0.0005),
+        **options,
+    )
     assert found.steps == wanted.steps == EPOCHS * -(-COUNT // BATCH)
     assert all(ids == Counter(range(COUNT)) for ids in found.ids)
     assert distance(found.weights, wanted.weights) < bound
@@ -148,12 +170,17 @@ def test_adam_in_float64_after_20_steps(size: int, shares: Any) -> None:
 
 @pytest.mark.parametrize(("size", "shares"), [(3, None), (2, [0, 8])])
 def test_adam_in_float32_has_the_same_losses(size: int, shares: Any) -> None:
-    wanted, found = single(torch.float32, adam), curve(size, train(torch.float32, adam, shares=shares))
+    wanted, found = (
+        single(torch.float32, adam),
+        curve(size, train(torch.float32, adam, shares=shares)),
+    )
     assert found.losses == pytest.approx(wanted.losses, abs=1e-3)
 
 
 class Sentences(Dataset[Any]):
-    """Sentences of 2 to 9 words, and one of none, padded with what losses ignore; 13 of them, so that the last batch is small."""
+    """Sentences of 2 to 9 words, and one of none, padded with what losses ignore; 13 of them, so
+    that the last batch is small.
+    """
 
     def __len__(self) -> int:
         return 13
@@ -161,26 +188,45 @@ class Sentences(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         words = torch.randint(1, 7, (9,), generator=torch.Generator().manual_seed(index))
         padding = torch.arange(9) >= (0 if index == 4 else 2 + index * 5 % 8)
-        return {"input_ids": words.masked_fill(padding, 0), "labels": words.masked_fill(padding, -100)}
+        return {
+            "input_ids": words.masked_fill(padding, 0),
+            "labels": words.masked_fill(padding, -100),
+        }
 
 
 @pytest.mark.parametrize(("size", "shares"), [(2, None), (3, None), (4, [3, 1, 2, 0])])
 @pytest.mark.parametrize("shifted", [False, True])
 def test_a_padded_language_model_weighed_by_tokens(size: int, shares: Any, shifted: bool) -> None:
-    """The loss shifts labels by itself, as those of transformers do, or the model sees both ways and fills in."""
+    """The loss shifts labels by itself, as those of transformers do, or the model sees both ways
+    and fills in.
+    """
 
     def body(run: Run) -> Any:
-        model = drawn(nn.Sequential(nn.Embedding(7, 8), nn.GRU(8, 8, batch_first=True), nn.Linear(8, 7)).double())
+        model = drawn(
+            nn.Sequential(
+                nn.Embedding(7, 8), nn.GRU(8, 8, batch_first=True), nn.Linear(8, 7)
+            ).double()
+        )
         weigh = pl.tokens("labels") if shifted else pl.tokens("labels", shift=False)
-        data = DataLoader(Sentences(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(2))
+        data = DataLoader(
+            Sentences(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(2)
+        )
         model, opt, loader = run.prepare(
-            model, torch.optim.AdamW(model.parameters()), data, weigh=weigh, shares=shares if run.size > 1 else None
+            model,
+            torch.optim.AdamW(model.parameters()),
+            data,
+            weigh=weigh,
+            shares=shares if run.size > 1 else None,
         )
         losses = []
         for _ in range(2):
             for batch in loader:
                 logits = model[2](model[1](model[0](batch["input_ids"]))[0])
-                outputs, labels = (logits[:, :-1], batch["labels"][:, 1:]) if shifted else (logits, batch["labels"])
+                outputs, labels = (
+                    (logits[:, :-1], batch["labels"][:, 1:])
+                    if shifted
+                    else (logits, batch["labels"])
+                )
                 loss = F.cross_entropy(outputs.flatten(0, 1), labels.flatten())
                 loss.backward()
                 opt.step()
@@ -189,7 +235,9 @@ def test_a_padded_language_model_weighed_by_tokens(size: int, shares: Any, shift
         return parameters(model), losses, run.steps, []
 
     wanted, found = curve(1, body), curve(size, body)
-    assert found.steps == wanted.steps == 8 and found.losses == pytest.approx(wanted.losses, rel=1e-12)
+    assert found.steps == wanted.steps == 8 and found.losses == pytest.approx(
+        wanted.losses, rel=1e-12
+    )
     assert distance(found.weights, wanted.weights) < 1e-9
 
 
@@ -216,7 +264,9 @@ def test_dealt_by_cost(size: int, options: dict[str, Any]) -> None:
 
 @pytest.mark.alike(3)
 @pytest.mark.parametrize("via", sorted(SCHEDULES))
-@pytest.mark.parametrize(("size", "shares"), [(3, [3, 3, 2]), pytest.param(4, None, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("size", "shares"), [(3, [3, 3, 2]), pytest.param(4, None, marks=pytest.mark.soak)]
+)
 def test_every_schedule(via: str, size: int, shares: Any) -> None:
     check(size, shares, via=via)
 
@@ -228,8 +278,12 @@ def test_a_sum_divided_by_the_global_batch_is_the_mean() -> None:
         def work(run: Run) -> Tensor:
             model = classifier(torch.float64)
             few = Subset(Points(torch.float64), range(COUNT % (4 * BATCH)))
-            data = DataLoader(few, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(2))
-            model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, shares=shares, **options)
+            data = DataLoader(
+                few, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(2)
+            )
+            model, opt, loader = run.prepare(
+                model, torch.optim.SGD(model.parameters(), lr=0.1), data, shares=shares, **options
+            )
             for _, x, y in loader:
                 loss = F.cross_entropy(model(x), y, reduction=options.get("loss", "mean"))
                 if "loss" in options and run._loop.turn is not None:
@@ -258,7 +312,12 @@ def test_with_random_delays_repeatedly() -> None:
 
     wanted = single(torch.float64, sgd, 4)
     for _ in range(3):
-        found = curve(3, train(torch.float64, sgd, batches=4, shares=[3, 3, 2]), strategy=AllReduce(bucket_mb=0.0005), delay=nap)
+        found = curve(
+            3,
+            train(torch.float64, sgd, batches=4, shares=[3, 3, 2]),
+            strategy=AllReduce(bucket_mb=0.0005),
+            delay=nap,
+        )
         assert distance(found.weights, wanted.weights) < 1e-12
 
 
@@ -288,12 +347,16 @@ def test_a_mutant_that_ignores_weights_fails(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def dropping(run: Run, seed: int, *, save: int = 0, stop: int = 0) -> list[list[int]]:
-    """The numbers of the samples of each step: three epochs of a model with dropout, an evaluation after each."""
+    """The numbers of the samples of each step: three epochs of a model with dropout, an
+    evaluation after each.
+    """
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 4))
     data = DataLoader(Subset(Points(torch.float32), range(29)), batch_size=6, shuffle=True)
     model, opt, loader = run.prepare(model, sgd(model.parameters()), data)
-    test = run.prepare(DataLoader(Subset(Points(torch.float32), range(7)), batch_size=6), train=False)
+    test = run.prepare(
+        DataLoader(Subset(Points(torch.float32), range(7)), batch_size=6), train=False
+    )
     run.resume()
     steps = []
     for _ in run.epochs(3):
@@ -323,19 +386,31 @@ def forked(size: int, folder: Path, body: Callable[[Run], Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("apart", [0, 1])
-def test_the_order_of_samples_is_the_same_whatever_dropout_draws(apart: int, tmp_path: Path) -> None:
+def test_the_order_of_samples_is_the_same_whatever_dropout_draws(
+    apart: int, tmp_path: Path
+) -> None:
     """Workers have the same seed, or each its own."""
-    found = [forked(size, tmp_path / str(size), lambda run: dropping(run, 3 + apart * run.rank)) for size in (1, 2, 3)]
+    found = [
+        forked(size, tmp_path / str(size), lambda run: dropping(run, 3 + apart * run.rank))
+        for size in (1, 2, 3)
+    ]
     for steps in (steps for crew in found for steps in crew):
         assert steps == found[0][0] and len(steps) == 15
     epochs = [[one for step in steps[at : at + 5] for one in step] for at in (0, 5, 10)]
-    assert all(sorted(epoch) == list(range(29)) for epoch in epochs) and epochs[0] != epochs[1] != epochs[2]
+    assert (
+        all(sorted(epoch) == list(range(29)) for epoch in epochs)
+        and epochs[0] != epochs[1] != epochs[2]
+    )
 
 
 @pytest.mark.parametrize(("before", "after", "save"), [(2, 1, 3), (1, 3, 10), (3, 2, 12)])
-def test_the_order_of_samples_goes_on_after_a_resume(before: int, after: int, save: int, tmp_path: Path) -> None:
+def test_the_order_of_samples_goes_on_after_a_resume(
+    before: int, after: int, save: int, tmp_path: Path
+) -> None:
     (whole,) = forked(1, tmp_path / "whole", lambda run: dropping(run, 3))
-    first = forked(before, tmp_path / "test", lambda run: dropping(run, 3, save=save, stop=save + 1))
+    first = forked(
+        before, tmp_path / "test", lambda run: dropping(run, 3, save=save, stop=save + 1)
+    )
     assert first[0] == whole[: save + 1]
     for steps in forked(after, tmp_path / "test", lambda run: dropping(run, 9)):
         assert steps == whole[save:]
@@ -350,7 +425,9 @@ def test_workers_that_are_seeded_apart_stay_apart(stream: bool, tmp_path: Path) 
     def body(run: Run, apart: int) -> list[float]:
         torch.manual_seed(3 + apart * run.rank)
         data = Stream() if stream else Subset(range(12), range(12))  # type: ignore[arg-type]
-        loader = run.prepare(DataLoader(data, batch_size=4, shuffle=None if stream else True), train=False)
+        loader = run.prepare(
+            DataLoader(data, batch_size=4, shuffle=None if stream else True), train=False
+        )
         return [float(torch.rand(())) for _ in range(2) for _ in [*loader][:1]]
 
     one, two = forked(2, tmp_path, lambda run: body(run, 0))

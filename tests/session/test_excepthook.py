@@ -1,4 +1,6 @@
-"""An error of ours that nobody catches shows the lines of the user's script that led to it, and its message; nothing in between."""
+"""An error of ours that nobody catches shows the lines of the user's script that led to it, and
+its message; nothing in between.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ def backward(run: Run) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
-@pytest.mark.parametrize(("body", "line"), [(prepare, "run.prepare(7)"), (step, "opt.step()"), (backward, ".backward(create_graph=True)")])
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [(prepare, "run.prepare(7)"), (step, "opt.step()"), (backward, ".backward(create_graph=True)")],
+)
 def test_the_users_lines_and_one_message(body: Callable[[Run], Any], line: str) -> None:
     text = shown(body, 2)
     assert text.startswith("Traceback (most recent call last):\n")
@@ -87,20 +92,27 @@ def _raised(code: str, file: str) -> Exception:
     try:
         eval(compile(code, file, "eval"))
     except ValueError as error:
-        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this function
+        # without this function
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
         return error
     raise AssertionError(code)
 
 
 def test_an_interrupt_shows_where_the_script_was(capsys: pytest.CaptureFixture[str]) -> None:
-    code = compile("def wait(seconds):\n    raise KeyboardInterrupt", callsite.__file__, "exec")  # as in the middle of an exchange
+    # as in the middle of an exchange
+    code = compile("def wait(seconds):\n    raise KeyboardInterrupt", callsite.__file__, "exec")
     names: dict[str, Any] = {}
     exec(code, names)
     with pytest.raises(KeyboardInterrupt) as caught:
         names["wait"](1)
     show(caught.type, caught.value, caught.tb)
     said = capsys.readouterr().err
-    assert "Traceback" in said and 'names["wait"](1)' in said and said.endswith("KeyboardInterrupt\n") and callsite.__file__ not in said
+    assert (
+        "Traceback" in said
+        and 'names["wait"](1)' in said
+        and said.endswith("KeyboardInterrupt\n")
+        and callsite.__file__ not in said
+    )
 
 
 def test_where_a_script_stands() -> None:
@@ -124,12 +136,16 @@ if rank < 2:
 @pytest.mark.slow
 def test_a_job_says_it_in_few_lines(job: Jobs) -> None:
     ended = job.run(FAILING, 2).end()
-    assert ended.code == 1 and ended.said.startswith("paceline.errors.UsageError: run.prepare got a builtins.int"), ended.err
+    assert ended.code == 1 and ended.said.startswith(
+        "paceline.errors.UsageError: run.prepare got a builtins.int"
+    ), ended.err
     mine = [line for line in ended.err.splitlines() if line.startswith("[")]
     assert len(mine) <= 3 * 9 and "paceline/session" not in ended.err, ended.err
 
 
-def test_an_error_of_ours_at_exit_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_ours_at_exit_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of a run without `with`, which is closed when the script has ended."""
     registered: list[Callable[[], None]] = []
     monkeypatch.setattr(atexit, "register", registered.append)
@@ -138,7 +154,9 @@ def test_an_error_of_ours_at_exit_is_one_line(monkeypatch: pytest.MonkeyPatch, c
     def close() -> None:
         raise Mismatch("workers have come apart")
 
-    run: Any = SimpleNamespace(close=close, _parts=SimpleNamespace(ending=SimpleNamespace(on_close=lambda ending: None)))
+    run: Any = SimpleNamespace(
+        close=close, _parts=SimpleNamespace(ending=SimpleNamespace(on_close=lambda ending: None))
+    )
     ExitHooks(run).arm()
     registered[0]()
     assert capsys.readouterr().err == "paceline.errors.Mismatch: workers have come apart\n"
@@ -157,7 +175,11 @@ with pl.start(folder="runs") as run:
 @pytest.mark.slow
 def test_ctrl_c_shows_no_insides(job: Jobs) -> None:
     ended = job.run(INTERRUPTED, 2).end()
-    assert ended.code == 130 and "paceline/comm" not in ended.err and "KeyboardInterrupt" not in ended.err, ended.err
+    assert (
+        ended.code == 130
+        and "paceline/comm" not in ended.err
+        and "KeyboardInterrupt" not in ended.err
+    ), ended.err
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ def train(rank, size, port):
 
 if __name__ == "__main__":
     mp.start_processes(train, (2, int(sys.argv[2])), nprocs=2, start_method=sys.argv[1])
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.real_processes  # multiprocessing looks for scripts where it was first imported

@@ -1,4 +1,6 @@
-"""The same script on a GPU: the losses of the plain loop, at its speed, without a wait for the device in a step."""
+"""The same script on a GPU: the losses of the plain loop, at its speed, without a wait for the
+device in a step.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from tests.harness.jobs import Jobs
 from tests.harness.programs import beside_processors
 from tests.harness.runs import Numbered, distance, parameters
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"
+    ),
+]
 
 SLOWER = 1.02  # a step on one worker, against the plain loop
 
@@ -32,7 +39,13 @@ def net(width: int = 32) -> nn.Module:
 
 def data(count: int = 256, batch: int = 16) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(3)
-    return DataLoader(Numbered(count, dtype=torch.float32), batch_size=batch, shuffle=True, generator=generator, pin_memory=True)
+    return DataLoader(
+        Numbered(count, dtype=torch.float32),
+        batch_size=batch,
+        shuffle=True,
+        generator=generator,
+        pin_memory=True,
+    )
 
 
 def plain(width: int = 32) -> tuple[list[float], Tensor]:
@@ -54,7 +67,9 @@ def test_one_worker_has_the_losses_of_the_plain_loop(tmp_path: Path) -> None:
     with pl.start(folder=str(tmp_path), name="gpu") as run:
         assert run.device.type == "cuda"
         model = net()
-        model, opt, loader = run.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01), data())
+        model, opt, loader = run.prepare(
+            model, torch.optim.Adam(model.parameters(), lr=0.01), data()
+        )
         for _ in run.epochs(2):
             for x, y in loader:
                 assert x.is_cuda and y.is_cuda and next(model.parameters()).is_cuda
@@ -75,7 +90,8 @@ def test_a_step_does_not_wait_for_the_device(tmp_path: Path) -> None:
         opt = torch.optim.SGD(model.parameters(), lr=0.1)
         model, opt, loader = run.prepare(model, opt, data())
         for number, (x, y) in enumerate(loader):
-            torch.cuda.set_sync_debug_mode("error" if number >= 8 else "default")  # the first steps make the layout
+            # the first steps make the layout
+            torch.cuda.set_sync_debug_mode("error" if number >= 8 else "default")
             try:
                 loss = F.mse_loss(model(x), y)
                 loss.backward()
@@ -104,7 +120,9 @@ def test_save_and_resume(tmp_path: Path, background: bool) -> None:
     def train(save: bool) -> tuple[bool, Tensor, int]:
         with pl.start(folder=str(tmp_path), name="saved") as run:
             model = net()
-            model, opt, loader = run.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01), data())
+            model, opt, loader = run.prepare(
+                model, torch.optim.Adam(model.parameters(), lr=0.01), data()
+            )
             resumed = run.resume()
             for _ in run.epochs(2):
                 for x, y in loader:
@@ -132,8 +150,14 @@ def seconds(step: Callable[[], None], count: int = 20) -> float:
 @pytest.mark.slow
 def test_a_step_of_one_worker_costs_what_the_plain_one_does(tmp_path: Path) -> None:
     def maker(width: int = 2048) -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(8))).cuda()
-        return model, torch.optim.SGD(model.parameters(), lr=1e-4), torch.randn(4096, width, device="cuda")
+        model = nn.Sequential(
+            *(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(8))
+        ).cuda()
+        return (
+            model,
+            torch.optim.SGD(model.parameters(), lr=1e-4),
+            torch.randn(4096, width, device="cuda"),
+        )
 
     def stepping(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Callable[[], None]:
         def step() -> None:
@@ -175,7 +199,7 @@ with pl.start(name=sys.argv[1]) as run:
     if run.is_first:
         import json
         json.dump([everyone, rows], open(sys.argv[1] + ".json", "w"))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.real_processes
@@ -183,18 +207,33 @@ def test_two_workers_that_share_a_gpu_have_the_weights_of_one(job: Jobs, tmp_pat
     for count in (1, 2):
         ended = job.run(SHARING, count, args=(f"w{count}",)).end()
         assert ended.code == 0, ended.err
-        assert ("several workers share a GPU" in ended.err) == (count == 2 and torch.cuda.device_count() == 1)
+        assert ("several workers share a GPU" in ended.err) == (
+            count == 2 and torch.cuda.device_count() == 1
+        )
     one, two = (json.loads((tmp_path / f"w{count}.json").read_text()) for count in (1, 2))
-    assert two[0][0] == two[0][1] and two[0][0] == pytest.approx(one[0][0], rel=1e-9) and one[1] == two[1] == 203
+    assert (
+        two[0][0] == two[0][1]
+        and two[0][0] == pytest.approx(one[0][0], rel=1e-9)
+        and one[1] == two[1] == 203
+    )
 
 
 @pytest.mark.real_processes
 @pytest.mark.parametrize("group", beside_processors.GROUPS)
-def test_every_way_to_train_ends_where_it_does_on_processors(group: str, job: Jobs, tmp_path: Path) -> None:
-    ended = job.program(Path(beside_processors.__file__), 4 if group == "four" else 2, args=(group, str(tmp_path / "out.json"))).end()
+def test_every_way_to_train_ends_where_it_does_on_processors(
+    group: str, job: Jobs, tmp_path: Path
+) -> None:
+    ended = job.program(
+        Path(beside_processors.__file__),
+        4 if group == "four" else 2,
+        args=(group, str(tmp_path / "out.json")),
+    ).end()
     assert ended.code == 0 and "current CUDA context" not in ended.err, ended.err
     for way, found in json.loads((tmp_path / "out.json").read_text()).items():
-        assert found["weights"] < found["near"] and found["losses"] < 10 * found["near"], (way, found)
+        assert found["weights"] < found["near"] and found["losses"] < 10 * found["near"], (
+            way,
+            found,
+        )
         assert found.get("resumed", 0.0) < 1e-9, (way, found)
 
 
@@ -215,4 +254,9 @@ def test_rows_of_sparse_tables_come_to_the_gpu(tmp_path: Path) -> None:
                 y.square().mean().backward()
                 stepped.step()
                 stepped.zero_grad()
-        assert distance(table.lookup(torch.arange(50)).cpu().flatten(), bag.weight.detach().cpu().flatten()) < 1e-5
+        assert (
+            distance(
+                table.lookup(torch.arange(50)).cpu().flatten(), bag.weight.detach().cpu().flatten()
+            )
+            < 1e-5
+        )

@@ -16,7 +16,9 @@ from paceline.errors import DataError, UsageError
 from paceline.session.run import Run
 from tests.harness.runs import workers
 
-CUT = pl.tensor({"body.0": pl.column(), "body.2": pl.row(), "words": pl.vocab(), "head": pl.vocab()})
+CUT = pl.tensor(
+    {"body.0": pl.column(), "body.2": pl.row(), "words": pl.vocab(), "head": pl.vocab()}
+)
 LAYOUTS: dict[str, tuple[int, str | None, list[Any]]] = {
     "replicas": (2, None, []),
     "tensor": (2, "tensor=2", [CUT]),
@@ -64,9 +66,17 @@ def test_all_workers_have_the_whole_answer(layout: str) -> None:
     for mine, found in workers(size, body, mesh=mesh):
         for turn, answer in enumerate(found):
             wanted = alone(inputs(mine + turn), scale=2.0)
-            assert type(answer["logits"]) is Tensor and not answer["logits"].requires_grad and answer["nothing"] is None
-            torch.testing.assert_close(answer["logits"], wanted["logits"].detach(), rtol=0, atol=1e-12)
-            torch.testing.assert_close(answer["inner"][0], wanted["inner"][0].detach(), rtol=0, atol=1e-12)
+            assert (
+                type(answer["logits"]) is Tensor
+                and not answer["logits"].requires_grad
+                and answer["nothing"] is None
+            )
+            torch.testing.assert_close(
+                answer["logits"], wanted["logits"].detach(), rtol=0, atol=1e-12
+            )
+            torch.testing.assert_close(
+                answer["inner"][0], wanted["inner"][0].detach(), rtol=0, atol=1e-12
+            )
 
 
 def test_logits_in_a_dataclass_are_whole_too() -> None:
@@ -79,12 +89,22 @@ def test_logits_in_a_dataclass_are_whole_too() -> None:
             return Answer(super().forward(x)["logits"])
 
     wanted = Answering().double().eval()
-    for found in workers(2, lambda run: run.forward(run.prepare(copy.deepcopy(wanted), cut=[CUT]), inputs(0)), mesh="tensor"):
-        torch.testing.assert_close(found.logits, wanted(inputs(0)).logits.detach(), rtol=0, atol=1e-12)
+    for found in workers(
+        2,
+        lambda run: run.forward(run.prepare(copy.deepcopy(wanted), cut=[CUT]), inputs(0)),
+        mesh="tensor",
+    ):
+        torch.testing.assert_close(
+            found.logits, wanted(inputs(0)).logits.detach(), rtol=0, atol=1e-12
+        )
 
 
 def test_workers_of_a_replica_agree_to_the_bit() -> None:
-    found = workers(2, lambda run: run.forward(run.prepare(model(), cut=[CUT]), inputs(0))["logits"], mesh="tensor")
+    found = workers(
+        2,
+        lambda run: run.forward(run.prepare(model(), cut=[CUT]), inputs(0))["logits"],
+        mesh="tensor",
+    )
     assert torch.equal(*found)
 
 
@@ -93,7 +113,13 @@ def test_training_goes_on_after_an_answer() -> None:
         made = run.prepare(model(), cut=[CUT, pl.shard("body", zero=3)])
         run.forward(made, inputs(run.mesh.coordinates(run.rank)["shard"]))
         made(inputs(0))["logits"].sum().backward()
-        return float(sum(parameter.grad.abs().sum() for parameter in made.parameters() if parameter.grad is not None))
+        return float(
+            sum(
+                parameter.grad.abs().sum()
+                for parameter in made.parameters()
+                if parameter.grad is not None
+            )
+        )
 
     assert all(found > 0 for found in workers(4, body, mesh="shard=2, tensor=2"))
 
@@ -103,9 +129,27 @@ def different(run: Run) -> None:
 
 
 REFUSED: list[tuple[str, Callable[[Run], Any], type[Exception], str]] = [
-    ("tensor", different, DataError, r"the input of run.forward \(call 1\) is not the same on ranks 0 and 1, .*: give both the same"),
-    ("tensor", lambda run: run.forward(run.prepare(model()), inputs(0)), UsageError, r"has the axis `tensor`, and nothing is cut along it"),
-    ("data", lambda run: run.forward(inputs(0), inputs(0)), UsageError, r"run.forward got a Tensor; give the model first"),  # type: ignore[arg-type]
+    (
+        "tensor",
+        different,
+        DataError,
+        (
+            r"the input of run.forward \(call 1\) is not the same on ranks 0 and 1, .*: "
+            r"give both the same"
+        ),
+    ),
+    (
+        "tensor",
+        lambda run: run.forward(run.prepare(model()), inputs(0)),
+        UsageError,
+        r"has the axis `tensor`, and nothing is cut along it",
+    ),
+    (
+        "data",
+        lambda run: run.forward(inputs(0), inputs(0)),
+        UsageError,
+        r"run.forward got a Tensor; give the model first",
+    ),  # type: ignore[arg-type]
 ]
 
 

@@ -1,4 +1,6 @@
-"""Hosts that come to a run that trains already: with the command that started it, and after they were cut off from it."""
+"""Hosts that come to a run that trains already: with the command that started it, and after they
+were cut off from it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def test_a_new_host_comes_by_the_same_line(hosts: Hosts, alone: Callable[..., Ou
 
 
 @pytest.mark.slow
-def test_hosts_come_and_go_until_none_of_the_first_is_left(hosts: Hosts, alone: Callable[..., Outcome]) -> None:
+def test_hosts_come_and_go_until_none_of_the_first_is_left(
+    hosts: Hosts, alone: Callable[..., Outcome]
+) -> None:
     """Also the one that owned the meeting point: others listen there then."""
     launched = [hosts.come()]
     trains(launched[0], hosts.out, 2)
@@ -62,7 +66,9 @@ def test_a_host_that_was_cut_off_comes_back(hosts: Hosts, alone: Callable[..., O
 
 
 @pytest.mark.slow
-def test_a_host_with_another_model_is_refused_and_the_others_go_on(hosts: Hosts, alone: Callable[..., Outcome]) -> None:
+def test_a_host_with_another_model_is_refused_and_the_others_go_on(
+    hosts: Hosts, alone: Callable[..., Outcome]
+) -> None:
     first = hosts.come()
     trains(first, hosts.out, 2)
     second = hosts.come(model="model = nn.Linear(8, 1).double()")
@@ -75,11 +81,17 @@ def test_a_host_with_another_model_is_refused_and_the_others_go_on(hosts: Hosts,
 
 @pytest.mark.soak
 @pytest.mark.parametrize("time", range(5))
-def test_hosts_that_come_at_the_same_time(hosts: Hosts, alone: Callable[..., Outcome], time: int) -> None:
+def test_hosts_that_come_at_the_same_time(
+    hosts: Hosts, alone: Callable[..., Outcome], time: int
+) -> None:
     """Two that are let in, while one is refused."""
     first = hosts.come()
     trains(first, hosts.out, 2)
-    second, other, third = hosts.come(), hosts.come(model="model = nn.Linear(8, 1).double()"), hosts.come()
+    second, other, third = (
+        hosts.come(),
+        hosts.come(model="model = nn.Linear(8, 1).double()"),
+        hosts.come(),
+    )
     trains(second, hosts.out, 6)
     ended = other.end()
     assert ended.code == 1 and "trains another model" in ended.err, ended

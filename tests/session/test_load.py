@@ -1,4 +1,6 @@
-"""A model of a run, loaded to be used: by one process, by two that cut it, and what can't be loaded."""
+"""A model of a run, loaded to be used: by one process, by two that cut it, and what can't be
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def written(folder: Path) -> tuple[Path, Tensor]:
     """A run of the demo's model, and what it gives."""
     model = GPT(SHAPE).double()
     path = saved(folder, model)
-    (path / DESCRIPTION).write_text(describe("gpt", {"d": 16, "layers": 2, "heads": 2, "context": 8, "vocab": 12}))
+    (path / DESCRIPTION).write_text(
+        describe("gpt", {"d": 16, "layers": 2, "heads": 2, "context": 8, "vocab": 12})
+    )
     return path, model(TOKENS).detach()
 
 
@@ -110,19 +114,33 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
     folder = saved(tmp_path, build())
     with pytest.raises(UsageError, match=r"there is no folder .*nowhere; give that of a run"):
         pl.load(tmp_path / "nowhere")
-    with pytest.raises(UsageError, match=r"test doesn't say which model it has: give load\(folder, model\)"):
+    with pytest.raises(
+        UsageError, match=r"test doesn't say which model it has: give load\(folder, model\)"
+    ):
         pl.load(folder)
     with pytest.raises(UsageError, match=r"load got the model 'text'; give an nn.Module"):
         pl.load(folder, "text")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"a function that makes a int; give one that makes the model"):
+    with pytest.raises(
+        UsageError, match=r"a function that makes a int; give one that makes the model"
+    ):
         pl.load(folder, lambda: 3)  # type: ignore[arg-type, return-value]
-    with pytest.raises(UsageError, match=r"weights of another model: 0.weight is \[4, 4\] in it, \[5, 4\] in the model"):
+    with pytest.raises(
+        UsageError,
+        match=r"weights of another model: 0.weight is \[4, 4\] in it, \[5, 4\] in the model",
+    ):
         pl.load(folder, lambda: nn.Sequential(nn.Linear(4, 5)))
     with pytest.raises(UsageError, match=r"mesh='tensor=2' doesn't fit 1 workers"):
         pl.load(folder, build, mesh="tensor=2")
-    for wrong in ("[]", "{", json.dumps({"program": "os", "fields": {}}), json.dumps({"program": "gpt", "fields": {"depth": 3}})):
+    for wrong in (
+        "[]",
+        "{",
+        json.dumps({"program": "os", "fields": {}}),
+        json.dumps({"program": "gpt", "fields": {"depth": 3}}),
+    ):
         (folder / DESCRIPTION).write_text(wrong)
-        with pytest.raises(UsageError, match=r"model.json is not what a program of this paceline writes"):
+        with pytest.raises(
+            UsageError, match=r"model.json is not what a program of this paceline writes"
+        ):
             pl.load(folder)
     alone(lambda run: None)  # nothing of them is in the way of the next run
 
@@ -134,11 +152,24 @@ ODD: list[Any] = [None, True, -1, 0, 3, 0.5, 10**9, 10**12, 1 << 70, "x", [], {}
 def test_a_description_that_is_made_up_makes_no_model(tmp_path: Path) -> None:
     """Before any memory is taken, and nothing that it names is imported."""
     path, _ = written(tmp_path)
-    wrong = [json.dumps({"program": "gpt", "fields": {**FIELDS, name: odd}}) for name in FIELDS for odd in ODD]
+    wrong = [
+        json.dumps({"program": "gpt", "fields": {**FIELDS, name: odd}})
+        for name in FIELDS
+        for odd in ODD
+    ]
     wrong += [json.dumps({"program": "gpt", "fields": {**FIELDS, "dropout": odd}}) for odd in ODD]
-    wrong += [json.dumps({"program": odd, "fields": FIELDS}) for odd in ("os", "paceline.apps.gpt", *ODD)]
+    wrong += [
+        json.dumps({"program": odd, "fields": FIELDS}) for odd in ("os", "paceline.apps.gpt", *ODD)
+    ]
     wrong += [json.dumps({"program": "gpt", "fields": odd}) for odd in ODD]
-    wrong += ["[" * 100_000, '{"a":' * 100_000, " " * (1 << 20) + "{}", "5", "", '{"program": "gpt", "fields": {"d": ' + "9" * 9000 + "}}"]
+    wrong += [
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        " " * (1 << 20) + "{}",
+        "5",
+        "",
+        '{"program": "gpt", "fields": {"d": ' + "9" * 9000 + "}}",
+    ]
     for text in wrong:
         (path / DESCRIPTION).write_text(text)
         try:

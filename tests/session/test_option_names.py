@@ -24,7 +24,9 @@ def test_start_names_what_was_meant(given: str, meant: str) -> None:
     options: dict[str, Any] = {given: 1}
     with pytest.raises(pl.UsageError) as error:
         pl.start(**options)
-    assert str(error.value).startswith(f"pl.start has no option {given}; ") and str(error.value).endswith(f"did you mean {meant}?")
+    assert str(error.value).startswith(f"pl.start has no option {given}; ") and str(
+        error.value
+    ).endswith(f"did you mean {meant}?")
 
 
 def test_a_word_of_others_is_no_help_where_there_is_no_such_option() -> None:

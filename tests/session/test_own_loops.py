@@ -1,4 +1,6 @@
-"""A loop without a prepared loader: steps on servers are those of all workers, also under --min-workers; a loss ends the run."""
+"""A loop without a prepared loader: steps on servers are those of all workers, also under
+--min-workers; a loss ends the run.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ with pl.start() as run:
         optimizer.step()
         optimizer.zero_grad()
     torch.save([table.lookup(torch.arange(50)), *(p.detach() for p in model[1].parameters())], os.environ["OUT"] + f"-{run.rank}")
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("sync", ["AllReduce()", "ParameterServer()"])
@@ -44,7 +46,11 @@ def test_every_step_has_the_gradients_of_all(job: Jobs, sync: str) -> None:
 
 
 @pytest.mark.parametrize("sync", ["AllReduce()", "ParameterServer()"])
-def test_a_loss_ends_the_run_as_no_turn_would_bring_its_gradients_again(job: Jobs, sync: str) -> None:
-    ended = job.run(SCRIPT, 2, "--min-workers", "1", "--sync", sync, OUT=str(job.folder / "x"), DIES="1").end()
+def test_a_loss_ends_the_run_as_no_turn_would_bring_its_gradients_again(
+    job: Jobs, sync: str
+) -> None:
+    ended = job.run(
+        SCRIPT, 2, "--min-workers", "1", "--sync", sync, OUT=str(job.folder / "x"), DIES="1"
+    ).end()
     assert ended.code != 0 and not list(job.folder.glob("x-*")), ended
     assert "rank 1" in ended.err, ended

@@ -1,4 +1,6 @@
-"""What only real workers can show: the network path, generators of their own, runs one after the other, what is left at exit."""
+"""What only real workers can show: the network path, generators of their own, runs one after the
+other, what is left at exit.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ if run.is_first:
         json.dump([results, first], file)
 without = pl.start(folder="bare", name="bare")               # without `with`: closed at exit
 parts(without)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
@@ -56,7 +58,9 @@ def test_runs_one_after_the_other_in_two_processes(job: Jobs, tmp_path: Path) ->
     assert ended.code == 0, ended.err
     results, (whole, cut, resumed) = json.loads((tmp_path / "results.json").read_text())
     assert len(set(results.values())) == 1  # a sum of two has the same bits whichever way it came
-    assert [one[0] for one in whole] == [whole[0][0]] * 2 and whole[0][0] == resumed[0][0] == resumed[1][0]
+    assert [one[0] for one in whole] == [whole[0][0]] * 2 and whole[0][0] == resumed[0][
+        0
+    ] == resumed[1][0]
     assert cut[0][0] != whole[0][0]
     for rank in (0, 1):  # each worker goes on with its own random numbers
         after = [tuple(entry) for entry in whole[rank][1] if entry[0] >= 5]
@@ -66,5 +70,8 @@ def test_runs_one_after_the_other_in_two_processes(job: Jobs, tmp_path: Path) ->
     for via in ("auto", "native", "ring"):
         found = json.loads((tmp_path / f"via/{via}/summary.json").read_text())
         assert found["workers"] == 2 and found["steps"] == 7 and found["samples"] == 52
-        assert found["bytes_sent"]["within"] >= payload and found["bytes_sent"]["between"] == 0, (via, found["bytes_sent"])
+        assert found["bytes_sent"]["within"] >= payload and found["bytes_sent"]["between"] == 0, (
+            via,
+            found["bytes_sent"],
+        )
     assert (tmp_path / "bare/bare/summary.json").exists()

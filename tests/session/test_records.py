@@ -1,4 +1,6 @@
-"""What `start` opens: trackers as the script or the command line asks for them, and what is missing is said before anything begins."""
+"""What `start` opens: trackers as the script or the command line asks for them, and what is
+missing is said before anything begins.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import pytest
 import paceline as pl
 from paceline.errors import UsageError
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs tensorboard")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="needs tensorboard"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +37,9 @@ def test_the_script_says_where(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("given", "there"), [("none", False), ("tensorboard:other", True)])
-def test_the_command_line_replaces_it(given: str, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_replaces_it(
+    given: str, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PACELINE_REPORT_TO", given)
     folder = logs(report_to=["tensorboard"])
     assert not (folder / "tensorboard").exists()
@@ -42,13 +48,19 @@ def test_the_command_line_replaces_it(given: str, there: bool, monkeypatch: pyte
 
 def test_what_is_missing_is_said_before_anything_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else found(name, *rest))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "wandb" else found(name, *rest),
+    )
     with pytest.raises(UsageError, match=r"pip install 'paceline\[wandb\]'"):
         logs(report_to=["tensorboard", "wandb"])
     assert not Path("runs").exists()
 
 
-def test_a_run_that_only_shows_its_layout_is_reported_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_only_shows_its_layout_is_reported_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PACELINE_LAYOUT", "layouts")
     logs(report_to="tensorboard")
     assert not list(Path().rglob("*tfevents*"))

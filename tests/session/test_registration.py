@@ -1,4 +1,6 @@
-"""Where paceline is installed, torch knows the backend by its name; and the launcher's place is `paceline://` to it."""
+"""Where paceline is installed, torch knows the backend by its name; and the launcher's place is
+`paceline://` to it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def installed(tmp_path: Path) -> str:
 def said(body: str, **environ: str) -> str:
     whole = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **environ}
     command = [sys.executable, "-c", body]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=whole, cwd="/").stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=120, env=whole, cwd="/"
+    ).stdout.strip()
 
 
 def test_torch_knows_the_name_and_imports_next_to_nothing_for_it(installed: str) -> None:
@@ -41,7 +45,7 @@ def test_torch_knows_the_name_and_imports_next_to_nothing_for_it(installed: str)
     body = """
 import sys, torch.distributed as dist
 print("PACELINE" in dist.Backend._plugins, *sorted(name for name in sys.modules if name.split(".")[0] == "paceline"))
-"""
+"""  # noqa: E501
     wanted = "True paceline paceline.errors paceline.session paceline.session.registration"
     assert said(body, PYTHONPATH=installed) == wanted
     assert said(body, PYTHONPATH=installed, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "False"
@@ -69,7 +73,9 @@ def test_mpirun_says_who_is_who(job: Jobs, installed: str) -> None:
     for rank in range(2):
         told = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}
         place = {f"OMPI_COMM_WORLD_{key}": str(value) for key, value in told.items()}
-        started.append(job.start([sys.executable, name], MASTER_PORT=port, PYTHONPATH=installed, **place))
+        started.append(
+            job.start([sys.executable, name], MASTER_PORT=port, PYTHONPATH=installed, **place)
+        )
     for rank, each in enumerate(started):
         ended = each.end()
         assert ended.code == 0, ended.err

@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from paceline.checkpoint.files import checkpoint
-from paceline.errors import CheckpointError, Mismatch, PacelineError, ResourceError, UsageError, ViewChanged, WorkerLost
+from paceline.errors import (
+    CheckpointError,
+    Mismatch,
+    PacelineError,
+    ResourceError,
+    UsageError,
+    ViewChanged,
+    WorkerLost,
+)
 from paceline.record.folder import RunFolder
 from paceline.record.writer import MetricsWriter
 from paceline.session.run import Run
@@ -33,7 +41,12 @@ SHARES = [(2, None), (2, [1, 7]), (2, [0, 8]), (3, [3, 3, 2])]
 
 def ready(run: Run, loader: Any = None, **options: Any) -> Any:
     model = net()
-    return run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loader or batches(), **options)
+    return run.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        loader or batches(),
+        **options,
+    )
 
 
 def advance(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
@@ -58,10 +71,19 @@ def summary(folder: Path) -> dict[str, Any]:
 
 def test_where_a_worker_is() -> None:
     def body(run: Run) -> tuple[Any, ...]:
-        assert run.host == "here" and run.device.type == "cpu" and run.group.size == run.size and run.group.rank == run.rank
+        assert (
+            run.host == "here"
+            and run.device.type == "cpu"
+            and run.group.size == run.size
+            and run.group.rank == run.rank
+        )
         return run.rank, run.size, run.local_rank, run.is_first, run.seed, run.steps, run.weight
 
-    assert workers(3, body) == [(0, 3, 0, True, 1, 0, 1.0), (1, 3, 1, False, 1, 0, 1.0), (2, 3, 2, False, 1, 0, 1.0)]
+    assert workers(3, body) == [
+        (0, 3, 0, True, 1, 0, 1.0),
+        (1, 3, 1, False, 1, 0, 1.0),
+        (2, 3, 2, False, 1, 0, 1.0),
+    ]
 
 
 def noise(run: Run, count: int = 3) -> list[float]:
@@ -70,7 +92,9 @@ def noise(run: Run, count: int = 3) -> list[float]:
 
 def test_the_generator_draws_other_numbers_on_workers_with_other_samples() -> None:
     first, *others = workers(3, noise)
-    assert first == workers(3, noise)[0] == alone(noise) and not set(first) & set(others[0]) | set(others[1]) & set(first + others[0])
+    assert first == workers(3, noise)[0] == alone(noise) and not set(first) & set(others[0]) | set(
+        others[1]
+    ) & set(first + others[0])
     one, two, three, four = workers(4, noise, mesh="data=2, tensor=2")
     assert one == two == first and three == four == others[0]
 
@@ -87,7 +111,8 @@ def test_the_generator_goes_on_where_a_worker_at_its_place_was(tmp_path: Path) -
     for size in (1, 2, 3):
         assert workers(size, body, folder=tmp_path) == whole[:size]
     begun, later = workers(4, noise), workers(4, body, folder=tmp_path)
-    assert later[:3] == whole and later[3] not in (begun[3], *begun, *whole)  # it goes on where it is itself
+    # it goes on where it is itself
+    assert later[:3] == whole and later[3] not in (begun[3], *begun, *whole)
 
 
 def test_the_generator_goes_on_in_another_mesh(tmp_path: Path) -> None:
@@ -135,7 +160,9 @@ def test_a_barrier_waits_for_all() -> None:
 
 
 @pytest.mark.parametrize(("size", "shares"), SHARES)
-def test_log_is_weighted_by_samples_and_leaves_ghosts_out(size: int, shares: Any, tmp_path: Path) -> None:
+def test_log_is_weighted_by_samples_and_leaves_ghosts_out(
+    size: int, shares: Any, tmp_path: Path
+) -> None:
     def body(run: Run, shares: Any) -> None:
         model, opt, loader = ready(run, batches(21, 8), shares=shares)
         for x, y in loader:
@@ -147,8 +174,12 @@ def test_log_is_weighted_by_samples_and_leaves_ghosts_out(size: int, shares: Any
     workers(1, lambda run: body(run, None), folder=tmp_path / "one")
     workers(size, lambda run: body(run, shares), folder=tmp_path / "many")
     wanted, found = metrics(tmp_path / "one/test"), metrics(tmp_path / "many/test")
-    assert [line["step"] for line in found] == [1, 2, 3] and [line["samples"] for line in found] == [8, 8, 5]
-    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=1e-12)
+    assert [line["step"] for line in found] == [1, 2, 3] and [
+        line["samples"] for line in found
+    ] == [8, 8, 5]
+    assert [line["loss"] for line in found] == pytest.approx(
+        [line["loss"] for line in wanted], rel=1e-12
+    )
     assert all(line["large"] == 3.0 for line in found)
 
 
@@ -177,7 +208,10 @@ def test_log_of_steps_and_evaluations(tmp_path: Path) -> None:
     workers(2, body, folder=tmp_path)
     lines = metrics(tmp_path / "test")
     assert [line["step"] for line in lines if "loss" in line] == [1, 2]
-    assert all(math.isfinite(line["ids"]) for line in lines if "loss" in line) and lines[-1]["final"] == 1.0
+    assert (
+        all(math.isfinite(line["ids"]) for line in lines if "loss" in line)
+        and lines[-1]["final"] == 1.0
+    )
 
 
 @pytest.mark.parametrize("on_nan", ["warn", "stop"])
@@ -196,12 +230,24 @@ def test_a_loss_that_is_no_number(on_nan: Any, size: int, tmp_path: Path) -> Non
 
     steps = workers(size, body, said=said, on_nan=on_nan, folder=tmp_path)
     assert len(set(steps)) == 1
-    assert len([text for text in said if f"loss was nan first on rank {size - 1}, at step 4" in text and "lower the learning" in text]) == 1
+    assert (
+        len(
+            [
+                text
+                for text in said
+                if f"loss was nan first on rank {size - 1}, at step 4" in text
+                and "lower the learning" in text
+            ]
+        )
+        == 1
+    )
     if on_nan == "warn":
         assert steps[0] == 300
     else:
         assert steps[0] < 300 and any(text.startswith("stopping: ") for text in said)
-    events = [event["what"].partition(" first")[0] for event in summary(tmp_path / "test")["events"]]
+    events = [
+        event["what"].partition(" first")[0] for event in summary(tmp_path / "test")["events"]
+    ]
     assert events == ["loss was nan", "stopped: loss was nan"][: 1 + (on_nan == "stop")]
 
 
@@ -225,7 +271,11 @@ def test_mean() -> None:
         assert run.mean(math.nan if run.rank == 0 else 2.0, weight=rank) == 2.0
         x = torch.tensor([[rank, 1.0]], dtype=torch.bfloat16)
         found = run.mean(x)
-        assert found.dtype == torch.bfloat16 and found.shape == (1, 2) and found.tolist() == [[1.0, 1.0]]
+        assert (
+            found.dtype == torch.bfloat16
+            and found.shape == (1, 2)
+            and found.tolist() == [[1.0, 1.0]]
+        )
         assert run.mean(torch.tensor([run.rank, 3])).tolist() == [1.0, 3.0]
         assert run.mean(torch.tensor(complex(0, rank))) == 1j
         assert run.mean(torch.tensor(rank, requires_grad=True)).requires_grad is False
@@ -256,10 +306,18 @@ def test_means_that_make_no_sense() -> None:
 
 def test_sum() -> None:
     def body(run: Run) -> None:
-        assert run.sum(run.rank + 0.5) == 4.5 and run.sum(run.rank) == 3 and isinstance(run.sum(run.rank), int)
+        assert (
+            run.sum(run.rank + 0.5) == 4.5
+            and run.sum(run.rank) == 3
+            and isinstance(run.sum(run.rank), int)
+        )
         x = torch.tensor([[run.rank, 1.0]], dtype=torch.bfloat16, requires_grad=True)
         found = run.sum(x)
-        assert found.dtype == torch.bfloat16 and found.tolist() == [[3.0, 3.0]] and not found.requires_grad
+        assert (
+            found.dtype == torch.bfloat16
+            and found.tolist() == [[3.0, 3.0]]
+            and not found.requires_grad
+        )
         assert x.tolist() == [[run.rank, 1.0]]
         small = run.sum(torch.tensor([200, run.rank], dtype=torch.uint8))
         assert small.dtype == torch.int64 and small.tolist() == [600, 3]
@@ -274,13 +332,17 @@ GHOSTLY = [(2, None), (3, None), (2, [0, 8]), (4, [3, 0, 2, 3])]
 
 
 def count_right(run: Run, shares: Any, way: str, **options: Any) -> tuple[Any, ...]:
-    """How many predictions of a training epoch are right, and the sum of their losses; of 21 samples, dealt by 5."""
+    """How many predictions of a training epoch are right, and the sum of their losses; of 21
+    samples, dealt by 5.
+    """
     model = nn.Linear(6, 4).double()
     with torch.no_grad():
         model.weight.copy_(torch.arange(24.0).reshape(4, 6).sin())
         model.bias.zero_()
     data = DataLoader(Numbered(21, classes=4), batch_size=5)
-    model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), data, shares=shares, **options)
+    model, opt, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.5), data, shares=shares, **options
+    )
     right, losses = torch.tensor(0), 0.0
     for x, y in loader:
         outputs = model(x)
@@ -307,8 +369,13 @@ def test_a_sum_over_an_epoch_counts_every_sample_once(size: int, shares: Any, wa
         assert found[0] == right and found[1:] == pytest.approx(others, rel=1e-12)
 
 
-@pytest.mark.parametrize(("shares", "way", "times"), [([0, 8], "at the end", 1), ([0, 8], "in the turn", 0), ([4, 4], "at the end", 1)])
-def test_a_sum_of_what_a_loop_with_ghosts_has_added_up_is_said_once(shares: Any, way: str, times: int) -> None:
+@pytest.mark.parametrize(
+    ("shares", "way", "times"),
+    [([0, 8], "at the end", 1), ([0, 8], "in the turn", 0), ([4, 4], "at the end", 1)],
+)
+def test_a_sum_of_what_a_loop_with_ghosts_has_added_up_is_said_once(
+    shares: Any, way: str, times: int
+) -> None:
     said: list[str] = []
     workers(2, lambda run: count_right(run, shares, way), said=said)
     assert len([text for text in said if "run.weight > 0" in text]) == times
@@ -316,7 +383,10 @@ def test_a_sum_of_what_a_loop_with_ghosts_has_added_up_is_said_once(shares: Any,
 
 def test_a_sum_over_an_evaluation_needs_nothing() -> None:
     def body(run: Run) -> tuple[int, int]:
-        train, test = run.prepare(DataLoader(Numbered(21), batch_size=5)), run.prepare(DataLoader(Numbered(21), batch_size=5), train=False)
+        train, test = (
+            run.prepare(DataLoader(Numbered(21), batch_size=5)),
+            run.prepare(DataLoader(Numbered(21), batch_size=5), train=False),
+        )
         for _, y in train:
             y.requires_grad_().sum().backward()
         samples = 0
@@ -339,7 +409,10 @@ def test_gather_gives_rows_in_data_set_order(size: int, shares: Any, train: bool
         rows: list[int] = []
         for batch in loader:
             rows += run.gather(batch[:, None].expand(-1, 2))[:, 1].tolist()
-            assert run.gather(batch[:, None]).shape == (run._loop.turn.global_batch if run._loop.turn else 0, 1)
+            assert run.gather(batch[:, None]).shape == (
+                run._loop.turn.global_batch if run._loop.turn else 0,
+                1,
+            )
         return rows
 
     assert workers(size, body) == [list(range(21))] * size
@@ -351,7 +424,9 @@ def test_accuracy_of_an_evaluation_equals_that_of_one_process() -> None:
         with torch.no_grad():
             model.weight.copy_(torch.arange(24.0).reshape(4, 6).sin())
             model.bias.zero_()
-        loader = run.prepare(DataLoader(Numbered(103, classes=4), batch_size=8), train=False, shares=shares)
+        loader = run.prepare(
+            DataLoader(Numbered(103, classes=4), batch_size=8), train=False, shares=shares
+        )
         right = torch.cat([run.gather(model(x).argmax(1) == y) for x, y in loader])
         assert len(right) == 103
         return right.double().mean().item()
@@ -364,7 +439,9 @@ def test_accuracy_of_an_evaluation_equals_that_of_one_process() -> None:
 
 def test_gather_outside_of_a_loop() -> None:
     def body(run: Run) -> tuple[list[float], list[float]]:
-        return run.gather(torch.tensor(float(run.rank))).tolist(), run.gather(torch.full((run.rank,), 5.0)).tolist()
+        return run.gather(torch.tensor(float(run.rank))).tolist(), run.gather(
+            torch.full((run.rank,), 5.0)
+        ).tolist()
 
     assert workers(3, body) == [([0.0, 1.0, 2.0], [5.0] * 3)] * 3
     with pytest.raises(PacelineError):
@@ -446,7 +523,9 @@ def test_stop_leaves_an_evaluation_under_way_alone() -> None:
         for x, y in loader:
             advance(model, opt, x, y)
             run.stop()
-        return int(run.mean(float(seen + sum(len(x) for x, _ in held)), weight=1.0) * 2), run.steps < 50
+        return int(
+            run.mean(float(seen + sum(len(x) for x, _ in held)), weight=1.0) * 2
+        ), run.steps < 50
 
     assert workers(2, body) == [(24, True)] * 2
 
@@ -463,16 +542,27 @@ def test_time_left_where_lengths_are_not_known() -> None:
         return run._log.total_steps
 
     assert alone(body) is None
-    assert alone(lambda run: [run.prepare(batches()), next(iter(run.epochs(3))), run._log.total_steps][-1]) == 15
+    assert (
+        alone(
+            lambda run: [run.prepare(batches()), next(iter(run.epochs(3))), run._log.total_steps][
+                -1
+            ]
+        )
+        == 15
+    )
 
 
 def test_time_left_with_a_loader_for_validation() -> None:
-    """Neither was told what it is for: the one that trains is known from its first step on, the other never counts."""
+    """Neither was told what it is for: the one that trains is known from its first step on, the
+    other never counts.
+    """
 
     def body(run: Run, before: bool) -> list[int | None]:
         model = net()
         opt = torch.optim.SGD(model.parameters(), lr=0.01)
-        model, opt, train, validation = run.prepare(model, opt, batches(), DataLoader(Numbered(9), batch_size=3))
+        model, opt, train, validation = run.prepare(
+            model, opt, batches(), DataLoader(Numbered(9), batch_size=3)
+        )
         seen = []
 
         def validate() -> None:
@@ -503,10 +593,16 @@ def test_time_left_with_two_loaders_that_train() -> None:
     def body(run: Run, beside: bool) -> list[int | None]:
         model = net()
         opt = torch.optim.SGD(model.parameters(), lr=0.01)
-        model, opt, one, other = run.prepare(model, opt, batches(), DataLoader(Numbered(20), batch_size=4))
+        model, opt, one, other = run.prepare(
+            model, opt, batches(), DataLoader(Numbered(20), batch_size=4)
+        )
         seen = []
         for _ in run.epochs(2):
-            for x in (pair[0][0] for pair in zip(one, other, strict=True)) if beside else (x for loader in (one, other) for x, _ in loader):
+            for x in (
+                (pair[0][0] for pair in zip(one, other, strict=True))
+                if beside
+                else (x for loader in (one, other) for x, _ in loader)
+            ):
                 model(x).sum().backward()
                 opt.step()
                 opt.zero_grad()
@@ -537,14 +633,27 @@ class Stopped(Exception):
     """The run dies here."""
 
 
-def training(run: Run, *, save: Callable[[int], bool], die: int | None = None, between: bool = False, **options: Any) -> Any:
-    """A script with all that is state; saves after some steps, dies after one, resumes what it finds."""
+def training(
+    run: Run,
+    *,
+    save: Callable[[int], bool],
+    die: int | None = None,
+    between: bool = False,
+    **options: Any,
+) -> Any:
+    """A script with all that is state; saves after some steps, dies after one, resumes what it
+    finds.
+    """
     model = net()
     opt = torch.optim.Adam(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(opt, 0.05, total_steps=100)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-    data = DataLoader(Numbered(21), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
-    model, opt, scheduler, scaler, loader = run.prepare(model, opt, scheduler, scaler, data, **options)
+    data = DataLoader(
+        Numbered(21), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3)
+    )
+    model, opt, scheduler, scaler, loader = run.prepare(
+        model, opt, scheduler, scaler, data, **options
+    )
     kept = Kept()
     run.keep("best", kept)
     resumed = run.resume()
@@ -572,13 +681,22 @@ def training(run: Run, *, save: Callable[[int], bool], die: int | None = None, b
     return {**found, "resumed": resumed, "from": at, "steps": run.steps}
 
 
-def interrupted(folder: Path, size: int, later: int, die: int, save: Callable[[int], bool], **options: Any) -> tuple[Any, list[str]]:
-    """What comes of a run that dies after step `die`, and of a second one that resumes it on `later` workers."""
+def interrupted(
+    folder: Path, size: int, later: int, die: int, save: Callable[[int], bool], **options: Any
+) -> tuple[Any, list[str]]:
+    """What comes of a run that dies after step `die`, and of a second one that resumes it on
+    `later` workers.
+    """
     said: list[str] = []
     with pytest.raises(Stopped):
         workers(size, lambda run: training(run, save=save, die=die, **options), folder=folder)
     torch.manual_seed(99)  # whatever the process has drawn in between
-    return workers(later, lambda run: training(run, save=lambda step: False, **options), folder=folder, said=said), said
+    return workers(
+        later,
+        lambda run: training(run, save=lambda step: False, **options),
+        folder=folder,
+        said=said,
+    ), said
 
 
 # 6 steps an epoch: in the middle, after the last turn of an epoch, after the first of the next
@@ -590,14 +708,20 @@ def test_resume_is_bit_equal_on_one_worker(step: int, tmp_path: Path) -> None:
     [found], said = interrupted(tmp_path, 1, 1, min(step + 2, 18), lambda at: at == step)
     assert found["resumed"] and found["from"] == step
     assert found["losses"] == {at: loss for at, loss in wanted["losses"].items() if at >= step}
-    assert torch.equal(found["weights"], wanted["weights"]) and found["kept"] == wanted["kept"] and found["steps"] == 18
+    assert (
+        torch.equal(found["weights"], wanted["weights"])
+        and found["kept"] == wanted["kept"]
+        and found["steps"] == 18
+    )
     assert any("resumed from" in text and f"at step {step}" in text for text in said)
 
 
 @pytest.mark.each_choice
 @pytest.mark.parametrize(("size", "later"), [(2, 2), (2, 3), (3, 1), (1, 2), (4, 2)])
 @pytest.mark.parametrize("step", [6, pytest.param(10, marks=pytest.mark.slow)])
-def test_resume_by_another_number_of_workers(size: int, later: int, step: int, tmp_path: Path) -> None:
+def test_resume_by_another_number_of_workers(
+    size: int, later: int, step: int, tmp_path: Path
+) -> None:
     def quiet(run: Run) -> Any:
         return training(run, save=lambda step: False)
 
@@ -605,9 +729,13 @@ def test_resume_by_another_number_of_workers(size: int, later: int, step: int, t
     found, _ = interrupted(tmp_path, size, later, step + 1, lambda at: at == step)
     if size != 1 and later != 1:  # one worker alone draws noise
         for one in found:
-            assert one["losses"] == pytest.approx({at: loss for at, loss in wanted["losses"].items() if at >= step}, rel=1e-9)
+            assert one["losses"] == pytest.approx(
+                {at: loss for at, loss in wanted["losses"].items() if at >= step}, rel=1e-9
+            )
             assert distance(one["weights"], wanted["weights"]) < 1e-9
-    assert all(one["steps"] == 18 and one["from"] == step and len(one["kept"][1]) == 19 for one in found)
+    assert all(
+        one["steps"] == 18 and one["from"] == step and len(one["kept"][1]) == 19 for one in found
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -617,7 +745,10 @@ def test_resume_between_epochs(size: int, tmp_path: Path) -> None:
     torch.manual_seed(7)
     found, _ = interrupted(tmp_path, size, size, 14, lambda at: False, between=True)
     assert found[0]["from"] == 12
-    assert found[0]["losses"] == {at: loss for at, loss in wanted["losses"].items() if at >= 12} and len(found[0]["losses"]) == 6
+    assert (
+        found[0]["losses"] == {at: loss for at, loss in wanted["losses"].items() if at >= 12}
+        and len(found[0]["losses"]) == 6
+    )
 
 
 def test_resume_after_the_end_and_more_epochs(tmp_path: Path) -> None:
@@ -659,24 +790,40 @@ def test_more_epochs_after_a_save_at_the_end(tmp_path: Path) -> None:
 def test_nothing_to_resume(tmp_path: Path) -> None:
     """It says where it looked, and what there is."""
     said: list[str] = []
-    assert workers(2, lambda run: [ready(run), run.resume()][1], said=said, folder=tmp_path) == [False, False]
-    looked = f"nothing to resume, training begins anew: no checkpoint in {tmp_path}/test/checkpoints"
+    assert workers(2, lambda run: [ready(run), run.resume()][1], said=said, folder=tmp_path) == [
+        False,
+        False,
+    ]
+    looked = (
+        f"nothing to resume, training begins anew: no checkpoint in {tmp_path}/test/checkpoints"
+    )
     none = f"no run of {Path(sys.argv[0]).name} in {tmp_path} has one"
     assert f"{looked}; {none}" in said
     for step in (2, 3):
         saved = checkpoint.save(tmp_path / "other" / "checkpoints", pack({}), step)
-    assert workers(2, lambda run: [ready(run), run.resume()][1], said=said, folder=tmp_path) == [False, False]
-    looked = f"nothing to resume, training begins anew: no checkpoint in {tmp_path}/test-2/checkpoints, {tmp_path}/test/checkpoints"
+    assert workers(2, lambda run: [ready(run), run.resume()][1], said=said, folder=tmp_path) == [
+        False,
+        False,
+    ]
+    looked = (
+        f"nothing to resume, training begins anew: no checkpoint in {tmp_path}/test-2/checkpoints, "
+        f"{tmp_path}/test/checkpoints"
+    )
     hint = f"the newest is {saved}: run.resume('{tmp_path}/other') goes on from it"
     assert f"{looked}; {hint}" in said
     said.clear()
     (tmp_path / "other" / "live.json").write_text('{"live": {"script": "another.py"}}')
-    assert workers(2, lambda run: [ready(run), run.resume()][1], said=said, folder=tmp_path) == [False, False]
+    assert workers(2, lambda run: [ready(run), run.resume()][1], said=said, folder=tmp_path) == [
+        False,
+        False,
+    ]
     assert any(text.endswith(none) for text in said), said
 
 
 @pytest.mark.parametrize("file", ["metrics", "summary", "trace"])
-def test_a_folder_that_takes_nothing_more_ends_the_run_on_all_workers(tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_takes_nothing_more_ends_the_run_on_all_workers(
+    tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At once, and each says why; though the file can't even be let go of."""
     ended: dict[int, BaseException] = {}
 
@@ -701,11 +848,16 @@ def test_a_folder_that_takes_nothing_more_ends_the_run_on_all_workers(tmp_path: 
     if file == "metrics":
         monkeypatch.setattr(MetricsWriter, "close", refuse)
     workers(3, body, folder=tmp_path, deadline=60)
-    why = rf"{file}\.jsonl? could not be written \((No space left on device|Is a directory)\); free some space"
+    why = (
+        rf"{file}\.jsonl? could not be written \((No space left on device|Is a directory)\); "
+        r"free some space"
+    )
     assert isinstance(ended[0], ResourceError) and re.search(why, str(ended[0])), ended
     for rank in (1, 2):
         assert isinstance(ended[rank], Mismatch | ViewChanged | WorkerLost), ended
-        assert file == "metrics" or re.search(rf"the first worker failed at the summary with ResourceError: .*{why}", str(ended[rank]))
+        assert file == "metrics" or re.search(
+            rf"the first worker failed at the summary with ResourceError: .*{why}", str(ended[rank])
+        )
 
 
 def test_a_run_without_a_name_has_nothing_to_resume(tmp_path: Path) -> None:
@@ -718,19 +870,25 @@ def test_a_run_without_a_name_has_nothing_to_resume(tmp_path: Path) -> None:
 
     said: list[str] = []
     assert workers(2, body, said=said, folder=tmp_path) == [False, False]
-    why = "this run was given no name that an earlier one could have had, such as start(name='mine')"
+    why = (
+        "this run was given no name that an earlier one could have had, such as start(name='mine')"
+    )
     hint = f"the newest is {saved}: run.resume('{tmp_path}/other') goes on from it"
     assert f"nothing to resume, training begins anew: {why}; {hint}" in said
 
 
 def test_a_corrupt_checkpoint_is_said_and_the_one_before_used(tmp_path: Path) -> None:
     with pytest.raises(Stopped):
-        workers(2, lambda run: training(run, save=lambda step: step in (4, 8), die=9), folder=tmp_path)
+        workers(
+            2, lambda run: training(run, save=lambda step: step in (4, 8), die=9), folder=tmp_path
+        )
     newest = sorted((tmp_path / "test/checkpoints").iterdir())[-1]
     body = next(path for path in newest.iterdir() if path.suffix == ".safetensors")
     body.write_bytes(body.read_bytes()[:-1] + b"?")
     said: list[str] = []
-    found = workers(2, lambda run: training(run, save=lambda step: False), folder=tmp_path, said=said)
+    found = workers(
+        2, lambda run: training(run, save=lambda step: False), folder=tmp_path, said=said
+    )
     assert found[0]["from"] == 4 and any(newest.name in text for text in said)
 
 
@@ -741,7 +899,9 @@ def test_checkpoints_of_something_else(tmp_path: Path) -> None:
         return run.resume() if wide else run.save()
 
     workers(2, lambda run: body(run, False), folder=tmp_path)
-    with pytest.raises((CheckpointError, Mismatch), match=r"model\.weight is float32\[2, 6\] in it"):
+    with pytest.raises(
+        (CheckpointError, Mismatch), match=r"model\.weight is float32\[2, 6\] in it"
+    ):
         workers(2, lambda run: body(run, True), folder=tmp_path)
 
 
@@ -762,8 +922,14 @@ def test_save_gives_its_folder_and_keeps_the_newest(tmp_path: Path) -> None:
 
 def test_resume_of_a_named_folder(tmp_path: Path) -> None:
     workers(1, lambda run: [ready(run), run.save()], folder=tmp_path / "a")
-    assert workers(2, lambda run: [ready(run), run.resume(tmp_path / "a/test")][1], folder=tmp_path / "b") == [True, True]
-    assert workers(1, lambda run: [ready(run), run.resume(str(tmp_path / "a/test/checkpoints"))][1], folder=tmp_path / "b") == [True]
+    assert workers(
+        2, lambda run: [ready(run), run.resume(tmp_path / "a/test")][1], folder=tmp_path / "b"
+    ) == [True, True]
+    assert workers(
+        1,
+        lambda run: [ready(run), run.resume(str(tmp_path / "a/test/checkpoints"))][1],
+        folder=tmp_path / "b",
+    ) == [True]
 
 
 def test_keep_wants_a_state() -> None:
@@ -789,19 +955,39 @@ def test_summary_and_trace(tmp_path: Path) -> None:
         workers(size, body, folder=tmp_path / str(size))
         found = summary(tmp_path / f"{size}/test")
         assert found["sync"] == "AllReduce()" and found["workers"] == size and found["hosts"] == 1
-        assert found["steps"] == 6 and found["samples"] == 42 and found["seconds"] > 0 and found["samples_per_second"] > 0
-        assert set(found["step_seconds"]) == {"compute", "exchange", "wait", "data"} and min(found["step_seconds"].values()) >= 0
+        assert (
+            found["steps"] == 6
+            and found["samples"] == 42
+            and found["seconds"] > 0
+            and found["samples_per_second"] > 0
+        )
+        assert (
+            set(found["step_seconds"]) == {"compute", "exchange", "wait", "data"}
+            and min(found["step_seconds"].values()) >= 0
+        )
         assert found["final_loss"] == pytest.approx(metrics(tmp_path / f"{size}/test")[-1]["loss"])
-        assert len(found["parameters_sha256"]) == 64 and found["events"][0]["what"] == "something happened"
+        assert (
+            len(found["parameters_sha256"]) == 64
+            and found["events"][0]["what"] == "something happened"
+        )
         assert found["results"] == {"score": 0.25}
-        assert found["bytes_sent"]["between"] == 0 and (found["bytes_sent"]["within"] > 0) == (size > 1)
+        assert found["bytes_sent"]["between"] == 0 and (found["bytes_sent"]["within"] > 0) == (
+            size > 1
+        )
         events = json.loads((tmp_path / f"{size}/test/trace.json").read_text())["traceEvents"]
         spans = [event for event in events if event["ph"] == "X"]
-        assert {event["pid"] for event in spans} == set(range(size)) and all(event["dur"] >= 0 for event in spans)
+        assert {event["pid"] for event in spans} == set(range(size)) and all(
+            event["dur"] >= 0 for event in spans
+        )
         turns = [event for event in spans if event["name"] == "turn"]
         assert len(turns) == 6 * size
         for turn in turns:  # is compute and exchange, and nothing else
-            inside = [e for e in spans if e["cat"] in ("compute", "exchange") and (e["pid"], e["args"]) == (turn["pid"], turn["args"])]
+            inside = [
+                e
+                for e in spans
+                if e["cat"] in ("compute", "exchange")
+                and (e["pid"], e["args"]) == (turn["pid"], turn["args"])
+            ]
             assert [e["cat"] for e in sorted(inside, key=lambda e: e["ts"])] == (
                 ["compute", "exchange", "compute"] if size > 1 else ["compute"]
             )
@@ -831,7 +1017,8 @@ def test_the_summary_counts_the_steps_of_this_run_alone(tmp_path: Path) -> None:
     workers(2, lambda run: training(run, save=lambda step: False), folder=tmp_path / "whole")
     whole = summary(tmp_path / "whole/test")
     assert (half["steps"], whole["steps"], half["samples"], whole["samples"]) == (6, 18, 21, 63)
-    assert half["bytes_sent"]["within"] == pytest.approx(whole["bytes_sent"]["within"], rel=0.05)  # in a step of this run
+    # in a step of this run
+    assert half["bytes_sent"]["within"] == pytest.approx(whole["bytes_sent"]["within"], rel=0.05)
 
 
 def test_an_error_leaves_no_summary_and_ends_the_others(tmp_path: Path) -> None:
@@ -901,7 +1088,8 @@ def one(call: Callable[[Run, Any], Any]) -> Callable[[Run], None]:
         (lambda run, x: run.prepare(net()), "prepare"),
         (lambda run, x: run.first().__enter__(), "run.first"),
         (lambda run, x: run.group.all_reduce(x).wait(), "all_reduce"),
-        (lambda run, x: "return", "log"),  # the end of it, or what is handed over about once a second
+        # the end of it, or what is handed over about once a second
+        (lambda run, x: "return", "log"),
     ],
 )
 def test_what_one_worker_does_alone_is_named_on_all(call: Any, named: str) -> None:

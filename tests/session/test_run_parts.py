@@ -1,4 +1,6 @@
-"""What a script sees of a run is what the pages tell users of; what a run is made of is apart, for paceline's own modules."""
+"""What a script sees of a run is what the pages tell users of; what a run is made of is apart,
+for paceline's own modules.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,18 @@ def test_a_run_shows_what_its_class_shows_and_keeps_its_parts_apart() -> None:
 
     for shown, same, names in workers(2, body):
         assert shown == public(dir(Run)) and same
-        assert shown & set(names) == {"folder", "log"}  # a folder is for users; `log` is the method, and not the MetricsLog
+        # a folder is for users; `log` is the method, and not the MetricsLog
+        assert shown & set(names) == {"folder", "log"}
 
 
 def test_each_name_is_told_to_users() -> None:
     examples = [path.read_text() for path in sorted((ROOT / "examples").rglob("*.py"))]
-    told = set(re.findall(r"\brun\.(\w+)", "\n".join([*(page.read_text() for page in PAGES), *examples])))
-    assert public(dir(Run)) - told == set(), "tell users of these in docs/, or keep them out of what they see"
+    told = set(
+        re.findall(r"\brun\.(\w+)", "\n".join([*(page.read_text() for page in PAGES), *examples]))
+    )
+    assert public(dir(Run)) - told == set(), (
+        "tell users of these in docs/, or keep them out of what they see"
+    )
 
 
 def test_each_name_says_what_it_is() -> None:

@@ -1,4 +1,6 @@
-"""Process groups of the backend as torch.distributed gets them: who is in them, and what goes between two ranks."""
+"""Process groups of the backend as torch.distributed gets them: who is in them, and what goes
+between two ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,21 @@ from tests.harness.backends import meet, mine, reducing
 from tests.harness.processes import threads
 
 
-def made(rank: int, size: int, store: Any, *, seconds: float = 20.0, names: list[int] | None = None, chosen: Any = None) -> GroupBackend:
+def made(
+    rank: int,
+    size: int,
+    store: Any,
+    *,
+    seconds: float = 20.0,
+    names: list[int] | None = None,
+    chosen: Any = None,
+) -> GroupBackend:
     options = SimpleNamespace(
-        group_rank=rank, group_size=size, timeout=timedelta(seconds=seconds), store=store, global_ranks_in_group=names or []
+        group_rank=rank,
+        group_size=size,
+        timeout=timedelta(seconds=seconds),
+        store=store,
+        global_ranks_in_group=names or [],
     )
     return torch_backend.create(options, chosen)
 
@@ -54,7 +68,9 @@ def test_ranks_meet_and_exchange() -> None:
 
 
 @pytest.mark.parametrize(("have", "crowded"), [(3, True), (6, False)])
-def test_a_host_is_crowded_when_its_workers_compute_on_all_cores(have: int, crowded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_is_crowded_when_its_workers_compute_on_all_cores(
+    have: int, crowded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch_backend, "cores", lambda: have)
 
     def body(group: GroupBackend, rank: int) -> bool:
@@ -74,7 +90,9 @@ def test_messages_go_between_two_ranks_and_any_of_them() -> None:
             sent = [group.send([mine(0, 3, seed=to)], to, 7) for to in (1, 2)]
             work = group.recv_anysource([back], 8)
             work.wait()
-            assert all(each.wait() for each in sent) and torch.equal(back, mine(work._source_rank(), 3))
+            assert all(each.wait() for each in sent) and torch.equal(
+                back, mine(work._source_rank(), 3)
+            )
             group.recv([there], 3 - work._source_rank(), 8).wait()
         else:
             group.recv([there], 0, 7).wait()
@@ -105,13 +123,19 @@ def test_messages_among_coalesced_calls() -> None:
         return x, other
 
     (x, other), (y, _) = on_threads(2, body)
-    assert torch.equal(x, y) and torch.equal(x, mine(0, 1 << 18) + mine(1, 1 << 18)) and torch.equal(other, mine(1, 2))
+    assert (
+        torch.equal(x, y)
+        and torch.equal(x, mine(0, 1 << 18) + mine(1, 1 << 18))
+        and torch.equal(other, mine(1, 2))
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_sparse_tensors_are_summed() -> None:
     def body(group: GroupBackend, rank: int) -> torch.Tensor:
-        x = torch.sparse_coo_tensor(torch.tensor([[rank, 3]]), torch.tensor([1.0 + rank, 10.0]), (4,))
+        x = torch.sparse_coo_tensor(
+            torch.tensor([[rank, 3]]), torch.tensor([1.0 + rank, 10.0]), (4,)
+        )
         work = group.allreduce([x], reducing())
         assert work.result()[0] is x
         return x.to_dense()
@@ -127,7 +151,9 @@ def test_errors_in_a_group_of_some_name_their_ranks_among_all() -> None:
             with pytest.raises(DeadlineExceeded, match="rank 5") as caught:
                 group.monitored_barrier(timedelta(seconds=0.2))
             assert caught.value.__notes__[0].startswith("Of these, rank 5 is on host ")
-            with pytest.raises(DeadlineExceeded, match="rank 5 has not sent what is awaited from it"):
+            with pytest.raises(
+                DeadlineExceeded, match="rank 5 has not sent what is awaited from it"
+            ):
                 group.recv([torch.zeros(1)], 1).wait(timedelta(seconds=0.2))
         store.put(f"done{rank}", True)
         store.take(f"done{1 - rank}", 20)
@@ -137,7 +163,10 @@ def test_errors_in_a_group_of_some_name_their_ranks_among_all() -> None:
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
-    with pytest.raises(DeadlineExceeded, match=r"rank 9 did not come within 0\.1 s to make a process group of 2 ranks") as caught:
+    with pytest.raises(
+        DeadlineExceeded,
+        match=r"rank 9 did not come within 0\.1 s to make a process group of 2 ranks",
+    ) as caught:
         made(0, 2, HashStore(), seconds=0.1, names=[4, 9])
     assert caught.value.missing == (9,)
 
@@ -161,13 +190,17 @@ def test_a_lazy_group_waits_for_nobody_when_it_is_made() -> None:
 
 def test_ranks_that_never_use_a_group_are_named_among_all() -> None:
     group = made(0, 2, HashStore(), seconds=0.3, names=[4, 9], chosen=torch_backend.LAZY)
-    with pytest.raises(DeadlineExceeded, match="the ranks of this process group are, among all, 4, 9") as caught:
+    with pytest.raises(
+        DeadlineExceeded, match="the ranks of this process group are, among all, 4, 9"
+    ) as caught:
         group.barrier().wait()
     assert caught.value.missing == (9,)
     group.shutdown()
 
 
-def test_hosts_that_meet_at_no_address_are_told_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_that_meet_at_no_address_are_told_what_to_give(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     apart = Topology((HostRanks("left", (0,), "127.0.0.1"), HostRanks("right", (1,), "127.0.0.1")))
     monkeypatch.setattr(torch_backend, "hosts", lambda store, place: apart)
     with pytest.raises(PlaceError, match="on 2 hosts, and meet at no address"):

@@ -63,7 +63,9 @@ def test_an_overlap_is_what_both_have(one: Any, other: Any) -> None:
     assert cells(common or ((0, 0),)) == cells(a) & cells(b)
     if common:
         full = torch.arange(49).view(7, 7)
-        assert torch.equal(full[within(a, whole((7, 7)))][within(common, a)], full[within(common, whole((7, 7)))])
+        assert torch.equal(
+            full[within(a, whole((7, 7)))][within(common, a)], full[within(common, whole((7, 7)))]
+        )
 
 
 def test_a_block_outside_is_named() -> None:
@@ -77,11 +79,16 @@ def test_a_scalar_is_one_block() -> None:
 
 
 def test_workers_parts_make_the_index() -> None:
-    left, right = stored((2, 4), ((0, 2), (0, 2))), stored((2, 4), ((0, 2), (2, 4)), file="b.safetensors")
+    left, right = (
+        stored((2, 4), ((0, 2), (0, 2))),
+        stored((2, 4), ((0, 2), (2, 4)), file="b.safetensors"),
+    )
     merged = merge([{"w": left}, {"w": right, "v": stored((), ())}])
     assert [block.file for block in merged["w"].blocks] == ["a.safetensors", "b.safetensors"]
     assert from_json(to_json(merged)) == merged
-    with pytest.raises(CheckpointError, match=r"w can't be saved in blocks: its blocks have 4 of 8 elements"):
+    with pytest.raises(
+        CheckpointError, match=r"w can't be saved in blocks: its blocks have 4 of 8 elements"
+    ):
         merge([{"w": left}])
     with pytest.raises(CheckpointError, match=r"w can't be saved .* overlap"):
         merge([{"w": left}, {"w": left}, {"w": right}])
@@ -97,7 +104,11 @@ def test_what_is_needed_of_a_tensor() -> None:
     ]
 
 
-GOOD: dict[str, Any] = {"dtype": "float32", "shape": [2], "blocks": [{"file": "a", "key": "k", "box": [[0, 2]]}]}
+GOOD: dict[str, Any] = {
+    "dtype": "float32",
+    "shape": [2],
+    "blocks": [{"file": "a", "key": "k", "box": [[0, 2]]}],
+}
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,30 @@ from paceline.state import checksum
 from paceline.state.checksum import ROW, checksums, elementwise, flat, weighted
 
 DTYPES = [
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.uint16,
+        torch.int32,
+        torch.uint32,
+        torch.int64,
+        torch.uint64,
+    ),
+    *(
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    ),
     *(torch.float8_e4m3fn, torch.float8_e5m2),
 ]
-SHAPES = st.lists(st.integers(0, 5), max_size=3) | st.sampled_from([[ROW - 1], [ROW], [ROW + 1], [3, ROW], [2 * ROW + 7]])
+SHAPES = st.lists(st.integers(0, 5), max_size=3) | st.sampled_from(
+    [[ROW - 1], [ROW], [ROW + 1], [3, ROW], [2 * ROW + 7]]
+)
 
 
 def made(dtype: torch.dtype, shape: list[int], seed: int = 0) -> Tensor:
@@ -24,7 +43,11 @@ def made(dtype: torch.dtype, shape: list[int], seed: int = 0) -> Tensor:
     room = torch.empty(shape, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     top = 2 if dtype is torch.bool else 256
-    return torch.randint(0, top, (room.nbytes,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
+    return (
+        torch.randint(0, top, (room.nbytes,), dtype=torch.uint8, generator=generator)
+        .view(dtype)
+        .reshape(shape)
+    )
 
 
 def number(x: Tensor) -> int:
@@ -39,7 +62,9 @@ def test_any_flipped_bit_shows(dtype: torch.dtype, shape: list[int], data: st.Da
         assert number(x) == number(x.clone())
         return
     other = x.clone()
-    bit = data.draw(st.integers(0, x.nbytes - 1)) * 8 + data.draw(st.just(0) if dtype is torch.bool else st.integers(0, 7))
+    bit = data.draw(st.integers(0, x.nbytes - 1)) * 8 + data.draw(
+        st.just(0) if dtype is torch.bool else st.integers(0, 7)
+    )
     other.view(-1).view(torch.uint8)[bit // 8] ^= 1 << bit % 8
     assert number(x) == number(x.clone()) != number(other)
 
@@ -61,7 +86,11 @@ def test_each_bit_of_a_word_shows(dtype: torch.dtype) -> None:
 @given(st.sampled_from(DTYPES), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 def test_strides_don_t_matter(dtype: torch.dtype, a: int, b: int, c: int) -> None:
     x = made(dtype, [a, b, c])
-    wide = torch.zeros([a, b, 2 * c + 1], dtype=torch.uint8).repeat_interleave(x.element_size(), 2).view(dtype)
+    wide = (
+        torch.zeros([a, b, 2 * c + 1], dtype=torch.uint8)
+        .repeat_interleave(x.element_size(), 2)
+        .view(dtype)
+    )
     beside = wide[:, :, 1::2]
     beside.copy_(x)
     turned = x.permute(2, 0, 1).contiguous().permute(1, 2, 0)
@@ -86,16 +115,25 @@ def test_what_has_changed_places_shows() -> None:
     pairs = x.view(-1, 2).flip(1).reshape(-1)
     ones = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(ROW)
     assert len({number(x), number(swapped), number(pairs), number(-x), number(-pairs)}) == 5
-    assert number(ones) != number(-ones) and number(torch.zeros(8).double()) != number(-torch.zeros(8).double())
+    assert number(ones) != number(-ones) and number(torch.zeros(8).double()) != number(
+        -torch.zeros(8).double()
+    )
     assert number(torch.zeros(8, dtype=torch.int64)) != number(torch.full((8,), -1))
 
 
 def test_many_at_once_and_none() -> None:
-    xs = [made(dtype, [7], seed) for seed, dtype in enumerate(DTYPES)] + [torch.tensor(3.0), torch.empty(0), torch.tensor(True)]
+    xs = [made(dtype, [7], seed) for seed, dtype in enumerate(DTYPES)] + [
+        torch.tensor(3.0),
+        torch.empty(0),
+        torch.tensor(True),
+    ]
     assert checksums(xs) == [number(x) for x in xs] and len(set(checksums(xs))) == len(xs)
     assert checksums([]) == []
     alike = list(made(torch.float32, [5000, 7]))  # too many to be mixed at once
-    assert checksums([*alike, torch.tensor(3.0)]) == [*map(number, alike), number(torch.tensor(3.0))]
+    assert checksums([*alike, torch.tensor(3.0)]) == [
+        *map(number, alike),
+        number(torch.tensor(3.0)),
+    ]
 
 
 def test_several_pieces_and_levels_are_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +188,9 @@ def test_bytes_are_not_copied_where_they_lie_in_order() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"
+)
 def test_a_gpu_finds_the_same() -> None:
     xs = [made(dtype, [3, ROW + 5], seed) for seed, dtype in enumerate(DTYPES)]
     assert checksums([x.cuda() for x in xs]) == checksums(xs)

@@ -16,8 +16,25 @@ from paceline.errors import CheckpointError
 from paceline.state.snapshot import Snapshot, lift, loads, lower, pack
 
 DTYPES = [
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.complex32),
-    *(torch.bool, torch.int8, torch.uint8, torch.int64, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn),
+    *(
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.complex64,
+        torch.complex128,
+        torch.complex32,
+    ),
+    *(
+        torch.bool,
+        torch.int8,
+        torch.uint8,
+        torch.int64,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.float8_e4m3fn,
+    ),
 ]
 
 
@@ -25,17 +42,28 @@ def there_and_back(value: Any) -> Any:
     """Through JSON and safetensors, as a checkpoint does."""
     snapshot = loads(pack(value).dumps())
     assert snapshot.sha256() == pack(value).sha256()
-    return Snapshot(snapshot.version, json.loads(json.dumps(snapshot.tree)), snapshot.tensors).unpack()
+    return Snapshot(
+        snapshot.version, json.loads(json.dumps(snapshot.tree)), snapshot.tensors
+    ).unpack()
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    views = (one.contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8))
+    views = (
+        one.contiguous().reshape(-1).view(torch.uint8),
+        other.contiguous().reshape(-1).view(torch.uint8),
+    )
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*views)
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     count = math.prod(shape) * dtype.itemsize
-    data = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    data = torch.randint(
+        0,
+        2 if dtype is torch.bool else 256,
+        (count,),
+        generator=torch.Generator().manual_seed(1),
+        dtype=torch.uint8,
+    )
     return data.view(dtype).reshape(shape)
 
 
@@ -105,7 +133,13 @@ def test_plain_python_comes_back_exactly() -> None:
 
 
 def test_keys_that_look_alike() -> None:
-    tensors = {1: torch.zeros(2), "1": torch.ones(2), "a/b": torch.ones(1), "a": {"b": torch.zeros(1)}, "__metadata__": torch.ones(3)}
+    tensors = {
+        1: torch.zeros(2),
+        "1": torch.ones(2),
+        "a/b": torch.ones(1),
+        "a": {"b": torch.zeros(1)},
+        "__metadata__": torch.ones(3),
+    }
     back = there_and_back(tensors)
     assert all(torch.equal(back[key], tensors[key]) for key in (1, "1", "a/b", "__metadata__"))
     assert torch.equal(back["a"]["b"], torch.zeros(1))
@@ -171,13 +205,26 @@ def test_hash_sees_every_bit_and_nothing_else() -> None:
     assert pack({**base, 1: torch.ones(3, 2).t()}).sha256() == reference
     changed = torch.zeros(2)
     changed[1] = -0.0
-    for other in ({0: changed}, {0: torch.zeros(2, dtype=torch.int32)}, {1: torch.ones(3, 2)}, {"lr": 0.1000000001}, {"lr": None}):
+    for other in (
+        {0: changed},
+        {0: torch.zeros(2, dtype=torch.int32)},
+        {1: torch.ones(3, 2)},
+        {"lr": 0.1000000001},
+        {"lr": None},
+    ):
         assert pack({**base, **other}).sha256() != reference
 
 
 def test_lowered_tensors_are_their_own() -> None:
     base = torch.randn(10)
-    plain, notes = lower({"a": base[:5], "b": base[5:], "c": torch.randn(2, dtype=torch.complex64), "u": torch.ones(2, dtype=torch.uint16)})
+    plain, notes = lower(
+        {
+            "a": base[:5],
+            "b": base[5:],
+            "c": torch.randn(2, dtype=torch.complex64),
+            "u": torch.ones(2, dtype=torch.uint16),
+        }
+    )
     assert plain["a"].untyped_storage().nbytes() == 20
     assert plain["c"].shape == (2, 2)  # readable by whoever opens the file
     assert notes == {"c": ["complex64", [2]], "u": ["uint16", [2]]}
@@ -189,7 +236,10 @@ def test_lowered_tensors_are_their_own() -> None:
 def test_slices_of_hardly_anything(stride: int, length: int) -> None:
     x = torch.arange(8.0)[: length * stride : stride]
     snapshot = pack({"x": x}, copy=False)
-    assert torch.equal(loads(snapshot.dumps()).unpack()["x"], x) and snapshot.sha256() == pack({"x": x.clone()}).sha256()
+    assert (
+        torch.equal(loads(snapshot.dumps()).unpack()["x"], x)
+        and snapshot.sha256() == pack({"x": x.clone()}).sha256()
+    )
 
 
 def test_what_cannot_be_read_is_known_before() -> None:
@@ -197,7 +247,9 @@ def test_what_cannot_be_read_is_known_before() -> None:
     whole.check()
     with pytest.raises(CheckpointError, match="state holds 'moon'"):
         Snapshot(0, {"a": [{"$": "tuple", "items": [{"$": "moon"}]}]}, {}).check()
-    with pytest.raises(CheckpointError, match="the tensor 'a/0', which is not there; it has 1 others"):
+    with pytest.raises(
+        CheckpointError, match="the tensor 'a/0', which is not there; it has 1 others"
+    ):
         Snapshot(0, whole.tree, {"b": whole.tensors["b"]}).check()
 
 

@@ -29,12 +29,17 @@ def test_freed_tensors_are_not_taken_for_each_other() -> None:
     assert [both["two"][str(i)][0].item() for i in range(20)] == list(range(20))
 
 
-# Versioned --------------------------------------------------------------------------------------------------------------------
+# Versioned
+# --------------------------------------------------------------------------------------------------
 
 
-def training(width: int = 8, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> tuple[Versioned, Any]:
+def training(
+    width: int = 8, kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+) -> tuple[Versioned, Any]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.Linear(width, 2))
+    model = nn.Sequential(
+        nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.Linear(width, 2)
+    )
     optimizer = kind(model.parameters(), lr=0.05)  # type: ignore[call-arg]
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
     state = Versioned(model=model, optimizer=optimizer, scheduler=scheduler, random=Randomness())
@@ -51,7 +56,11 @@ def training(width: int = 8, kind: type[torch.optim.Optimizer] = torch.optim.Ada
     return state, step
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad],
+    ids=lambda kind: kind.__name__,
+)
 def test_going_back_and_forth_gives_the_same_bits(kind: type[torch.optim.Optimizer]) -> None:
     state, step = training(kind=kind)
     for _ in range(3):
@@ -81,7 +90,12 @@ def test_random_generators_in_full() -> None:
     np.random.randn()
     randomness = Randomness()
     state = loads(pack(randomness.state_dict()).dumps()).unpack()
-    draw = lambda: (random.gauss(0, 1), random.random(), np.random.randn(3).tolist(), torch.randn(3).tolist())  # noqa: E731
+    draw = lambda: (  # noqa: E731
+        random.gauss(0, 1),
+        random.random(),
+        np.random.randn(3).tolist(),
+        torch.randn(3).tolist(),
+    )
     expected = draw()
     randomness.load_state_dict(state)
     assert draw() == expected
@@ -105,10 +119,16 @@ def test_other_parts_and_groups_are_named() -> None:
     with pytest.raises(CheckpointError, match=r"lacks scaler.*it has optimizer"):
         Versioned(model=model, scaler=torch.amp.GradScaler("cpu")).restore(snapshot)
     groups = [{"params": [model.weight]}, {"params": [model.bias]}]
-    with pytest.raises(CheckpointError, match=r"groups of \[2\] parameters in it, of \[1, 1\] here"):
+    with pytest.raises(
+        CheckpointError, match=r"groups of \[2\] parameters in it, of \[1, 1\] here"
+    ):
         Versioned(model=model, optimizer=torch.optim.SGD(groups, lr=0.1)).restore(snapshot)
-    with pytest.raises(CheckpointError, match=r"model\.weight is float32\[2, 2\] in it, float64\[2, 2\] here"):
-        Versioned(model=nn.Linear(2, 2).double(), optimizer=torch.optim.SGD(model.parameters())).restore(snapshot)
+    with pytest.raises(
+        CheckpointError, match=r"model\.weight is float32\[2, 2\] in it, float64\[2, 2\] here"
+    ):
+        Versioned(
+            model=nn.Linear(2, 2).double(), optimizer=torch.optim.SGD(model.parameters())
+        ).restore(snapshot)
 
 
 def test_a_part_that_refuses_its_state_is_named() -> None:
@@ -120,12 +140,18 @@ def test_a_part_that_refuses_its_state_is_named() -> None:
             raise KeyError("b")
 
     state = Versioned(model=nn.Linear(1, 1), picky=Picky())
-    with pytest.raises(CheckpointError, match=r"picky \(.*Picky\) refused its state \(model had been loaded before it\): 'b'"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"picky \(.*Picky\) refused its state \(model had been loaded before it\): 'b'",
+    ):
         state.restore(state.snapshot())
 
 
 def test_parameters_of_no_model() -> None:
-    kept, weights = UnownedParameters(), [nn.Parameter(torch.tensor([1.0, 2.0])), nn.Parameter(torch.tensor(3.0))]
+    kept, weights = (
+        UnownedParameters(),
+        [nn.Parameter(torch.tensor([1.0, 2.0])), nn.Parameter(torch.tensor(3.0))],
+    )
     state = Versioned(model=nn.Linear(1, 1))
     kept.add([], state)
     before = state.snapshot()
@@ -134,12 +160,19 @@ def test_parameters_of_no_model() -> None:
     with torch.no_grad():
         for weight in weights:
             weight.zero_()
-    assert state.restore(before) == ("parameters of no model",)  # written by a paceline that didn't save them
+    # written by a paceline that didn't save them
+    assert state.restore(before) == ("parameters of no model",)
     assert [float(weight.detach().sum()) for weight in weights] == [0.0, 0.0]
     assert state.restore(saved) == ()
     assert [float(weight.detach().sum()) for weight in weights] == [3.0, 3.0]
     kept.add([nn.Parameter(torch.ones(4))], state)
-    with pytest.raises(CheckpointError, match=r"float32\[2\], float32\[\], and here optimizers have .*float32\[4\] that are in no model"):
+    with pytest.raises(
+        CheckpointError,
+        match=(
+            r"float32\[2\], float32\[\], and here optimizers have .*float32\[4\] that are in no "
+            r"model"
+        ),
+    ):
         state.restore(saved)
 
 
@@ -148,7 +181,10 @@ def test_the_state_of_another_optimizer() -> None:
     saved = Versioned(optimizer=torch.optim.SGD(model.parameters(), 0.1)).snapshot()
     older = saved.unpack()
     del older["classes"]  # a paceline that didn't say them yet
-    with pytest.raises(CheckpointError, match=r"optimizer \(AdamW\) refused its state: it is of another optimizer, without betas, eps"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"optimizer \(AdamW\) refused its state: it is of another optimizer, without betas, eps",  # noqa: E501
+    ):
         Versioned(optimizer=torch.optim.AdamW(model.parameters())).restore(pack(older))
     del older["optimizer"]["param_groups"][0]["foreach"]  # a torch that didn't have it yet
     Versioned(optimizer=torch.optim.SGD(model.parameters(), 0.1)).restore(pack(older))
@@ -157,10 +193,20 @@ def test_the_state_of_another_optimizer() -> None:
 def test_optimizers_and_schedulers_of_another_class_are_named() -> None:
     """Their states fit, as torch sees it."""
     optimizer = torch.optim.AdamW(nn.Linear(1, 1).parameters())
-    saved = Versioned(optimizer=optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2)).snapshot()
+    saved = Versioned(
+        optimizer=optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    ).snapshot()
     other = torch.optim.RAdam(nn.Linear(1, 1).parameters())
-    with pytest.raises(CheckpointError, match=r"optimizer is a AdamW in it, a RAdam here; scheduler is a StepLR in it, a ConstantLR here"):
-        Versioned(optimizer=other, scheduler=torch.optim.lr_scheduler.ConstantLR(other)).restore(saved)
+    with pytest.raises(
+        CheckpointError,
+        match=(
+            r"optimizer is a AdamW in it, a RAdam here; scheduler is a StepLR in it, a ConstantLR "
+            r"here"
+        ),
+    ):
+        Versioned(optimizer=other, scheduler=torch.optim.lr_scheduler.ConstantLR(other)).restore(
+            saved
+        )
 
 
 def test_names_and_parts_are_checked() -> None:

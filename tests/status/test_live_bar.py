@@ -1,4 +1,6 @@
-"""The bar fits any terminal, and other text stays as it was written, whatever the order, and however the terminal changes."""
+"""The bar fits any terminal, and other text stays as it was written, whatever the order, and
+however the terminal changes.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,31 @@ from tests.harness.terminal_screen import TerminalScreen
 PARTS = {"compute": 0.6, "exchange": 0.2, "wait": 0.1, "data": 0.1}
 CURVE = tuple(3.0 - number / 20 for number in range(40))
 LATE = "rank 2 on c late 41%: data loading"
-WHOLE = RunStatus(361, 800, 2, 3, {"loss": 2.34567, "accuracy": 0.5}, CURVE, 1234.4, PARTS, 12.3, LATE)
+WHOLE = RunStatus(
+    361, 800, 2, 3, {"loss": 2.34567, "accuracy": 0.5}, CURVE, 1234.4, PARTS, 12.3, LATE
+)
 
 
 def lines(status: RunStatus, columns: int, height: int = 5, *, plain: bool = False) -> list[str]:
     """What is drawn, without colours."""
-    found = [re.sub(r"\x1b\[[\d;]*m", "", text) for _, text in draw(status, columns, height, plain=plain)]
-    assert [len(text) for text in found] == [cells for cells, _ in draw(status, columns, height, plain=plain)]
+    found = [
+        re.sub(r"\x1b\[[\d;]*m", "", text) for _, text in draw(status, columns, height, plain=plain)
+    ]
+    assert [len(text) for text in found] == [
+        cells for cells, _ in draw(status, columns, height, plain=plain)
+    ]
     return found
 
 
 def test_a_wide_terminal() -> None:
     first, second = lines(WHOLE, 120)
-    assert re.fullmatch(r"epoch 2/3  ━{20}[━╸]━+  step 361/800  loss 2.346 █[█▇▆▅▄▃▂▁]{14}▁  0:12 left", first)
-    assert second == f"1,234 samples/s  compute 60% exchange 20% wait 10% data 10%  {LATE}  accuracy 0.5"
+    assert re.fullmatch(
+        r"epoch 2/3  ━{20}[━╸]━+  step 361/800  loss 2.346 █[█▇▆▅▄▃▂▁]{14}▁  0:12 left", first
+    )
+    assert (
+        second
+        == f"1,234 samples/s  compute 60% exchange 20% wait 10% data 10%  {LATE}  accuracy 0.5"
+    )
 
 
 def test_a_narrow_terminal_loses_nothing() -> None:
@@ -45,20 +58,29 @@ def test_a_narrow_terminal_loses_nothing() -> None:
 
 def test_terminals_in_ascii() -> None:
     found = lines(WHOLE, 100, plain=True)
-    assert all(text.isascii() for text in found) and re.match(r"epoch 2/3  #+-+  step 361/800  loss 2.346  0:12 left", found[0])
+    assert all(text.isascii() for text in found) and re.match(
+        r"epoch 2/3  #+-+  step 361/800  loss 2.346  0:12 left", found[0]
+    )
 
 
 def test_what_is_unknown_is_left_out() -> None:
     assert lines(RunStatus(3), 80) == ["step 3"]
     assert lines(RunStatus(3, values={"loss": 1.0}), 80) == ["step 3  loss 1"]
-    assert lines(replace(WHOLE, steps=None, left=None), 120)[0].startswith("epoch 2/3  step 361  loss 2.346 █")
-    assert all("━━━━" in lines(RunStatus(step, 10), 40)[0] for step in (0, 30))  # a run may go on beyond what it said
+    assert lines(replace(WHOLE, steps=None, left=None), 120)[0].startswith(
+        "epoch 2/3  step 361  loss 2.346 █"
+    )
+    # a run may go on beyond what it said
+    assert all("━━━━" in lines(RunStatus(step, 10), 40)[0] for step in (0, 30))
 
 
 @pytest.mark.parametrize("columns", [1, 2, 7, 13, 20, 30, *range(36, 140, 9), 400])
 @pytest.mark.parametrize("height", [1, 2, 5])
 def test_it_fits_any_terminal(columns: int, height: int) -> None:
-    for status in (WHOLE, replace(WHOLE, steps=10**12, step=10**11, epochs=10**6), replace(WHOLE, values={"a very long name " * 9: 1.0})):
+    for status in (
+        WHOLE,
+        replace(WHOLE, steps=10**12, step=10**11, epochs=10**6),
+        replace(WHOLE, values={"a very long name " * 9: 1.0}),
+    ):
         found = lines(status, columns, height)
         assert 1 <= len(found) <= height and all(len(text) <= columns for text in found)
 
@@ -88,7 +110,11 @@ def test_which_terminals_have_one(environ: dict[str, str], can: bool) -> None:
 
 
 def test_terminals_that_leave_long_lines_as_they_are() -> None:
-    assert reflows({}) and not reflows({"XTERM_VERSION": "XTerm(372)"}) and not reflows({"STY": "1234.pts-0"})
+    assert (
+        reflows({})
+        and not reflows({"XTERM_VERSION": "XTerm(372)"})
+        and not reflows({"STY": "1234.pts-0"})
+    )
 
 
 class Shown:
@@ -116,21 +142,41 @@ def test_text_comes_above_it() -> None:
         shown.write(f"line {step}\n")
         shown.show(step)
     found = shown.screen.text()
-    assert found[:3] == ["line 1", "line 2", "line 3"] and "step 3/800" in found[3] and len(found) == 6
+    assert (
+        found[:3] == ["line 1", "line 2", "line 3"] and "step 3/800" in found[3] and len(found) == 6
+    )
     shown.screen.feed(shown.bar.leave())
     shown.screen.feed("last\n")
-    assert [text[:8] for text in shown.screen.text()] == ["line 1", "line 2", "line 3", "epoch 2/", "1,234 sa", "accuracy", "last", ""]
+    assert [text[:8] for text in shown.screen.text()] == [
+        "line 1",
+        "line 2",
+        "line 3",
+        "epoch 2/",
+        "1,234 sa",
+        "accuracy",
+        "last",
+        "",
+    ]
     assert shown.bar.away() == shown.bar.leave() == ""
 
 
-def test_a_status_is_laid_out_once_however_much_is_written_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_status_is_laid_out_once_however_much_is_written_above_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     shown, made = Shown(100), list[int]()
-    monkeypatch.setattr(live_bar, "draw", lambda status, *args, **options: made.append(status.step) or draw(status, *args, **options))
+    monkeypatch.setattr(
+        live_bar,
+        "draw",
+        lambda status, *args, **options: made.append(status.step) or draw(status, *args, **options),
+    )
     for step in (1, 2):
         shown.show(step)
         for _ in range(5):
             shown.write("text\n")
-        assert shown.screen.text()[5 * step - 1] == "text" and f"step {step}/800" in shown.screen.text()[5 * step]
+        assert (
+            shown.screen.text()[5 * step - 1] == "text"
+            and f"step {step}/800" in shown.screen.text()[5 * step]
+        )
     shown.screen.resize(50)
     shown.write("text\n")
     assert made == [1, 2, 2] and all(len(row) < 50 for row in shown.screen.rows()[11:])

@@ -24,15 +24,32 @@ from tests.harness.runs import alone, batches, distance, parameters, workers
 from tests.harness.sources import TOGETHER, parsed
 
 PACKAGE = Path(pl.__file__).parent
-CORE = {"attach", "ready", "backward_done", "commit", "abort", "detach", "state_dict", "load_state_dicts"}
+CORE = {
+    "attach",
+    "ready",
+    "backward_done",
+    "commit",
+    "abort",
+    "detach",
+    "state_dict",
+    "load_state_dicts",
+}
 FLAGS = {"replicas_diverge", "exchanges_in_backward"}
-CAN = {name for name, ability in vars(abilities).items() if getattr(ability, "_is_runtime_protocol", False)}
+CAN = {
+    name
+    for name, ability in vars(abilities).items()
+    if getattr(ability, "_is_runtime_protocol", False)
+}
 
 
 def ready(run: Run) -> Any:
-    model, generator = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double(), torch.Generator().manual_seed(0)
+    model, generator = (
+        nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double(),
+        torch.Generator().manual_seed(0),
+    )
     with torch.no_grad():
-        for p in model.parameters():  # workers are threads here, and torch's own generator is the same for all of them
+        # workers are threads here, and torch's own generator is the same for all of them
+        for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.3)
     return run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), batches())
 
@@ -52,7 +69,9 @@ def test_a_strategy_is_a_core_of_eight() -> None:
 
 
 class Bare:
-    """A strategy with nothing but the core: `AllReduceSync`, and whoever asks for more finds nothing."""
+    """A strategy with nothing but the core: `AllReduceSync`, and whoever asks for more finds
+    nothing.
+    """
 
     replicas_diverge = False
     exchanges_in_backward = True
@@ -108,14 +127,25 @@ def test_the_core_is_enough_to_train_evaluate_compare_save_and_resume(tmp_path: 
         assert distance(parameters(model), found) == 0
         return found
 
-    assert workers(2, lambda run: run._own.abilities, strategy=BareAllReduce()) == [abilities.Abilities()] * 2
-    assert distance(workers(2, train, strategy=BareAllReduce(), comparison=Comparison(1))[0], alone(train)) < 1e-12
+    assert (
+        workers(2, lambda run: run._own.abilities, strategy=BareAllReduce())
+        == [abilities.Abilities()] * 2
+    )
+    assert (
+        distance(
+            workers(2, train, strategy=BareAllReduce(), comparison=Comparison(1))[0], alone(train)
+        )
+        < 1e-12
+    )
 
 
 REMOTE = ("remote", "clipping", "unlocked", "keeping", "reports")
 ABLE: list[tuple[Strategy, set[str]]] = [
     (pl.AllReduce(), {"recoverable", "unreplicated", "lender"}),
-    (pl.LocalSGD(4), {"observer", "converging", "replicated", "recoverable", "unreplicated", "lender"}),
+    (
+        pl.LocalSGD(4),
+        {"observer", "converging", "replicated", "recoverable", "unreplicated", "lender"},
+    ),
     (pl.Gossip(), {"observer", "converging", "recoverable"}),
     (pl.ParameterServer(), {"converging", "recoverable", *REMOTE}),
     (
@@ -125,7 +155,9 @@ ABLE: list[tuple[Strategy, set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "expected"), ABLE, ids=[type(strategy).__name__ for strategy, _ in ABLE])
+@pytest.mark.parametrize(
+    ("strategy", "expected"), ABLE, ids=[type(strategy).__name__ for strategy, _ in ABLE]
+)
 def test_what_each_strategy_can(strategy: Strategy, expected: set[str]) -> None:
     def found(run: Run) -> set[str]:
         return {name for name, ability in vars(run._own.abilities).items() if ability is not None}
@@ -134,7 +166,9 @@ def test_what_each_strategy_can(strategy: Strategy, expected: set[str]) -> None:
 
 
 def test_no_step_of_plain_all_reduce_asks_for_more_than_the_core() -> None:
-    """Only what is named here is called between the first turn and the end, evaluation and `save` included."""
+    """Only what is named here is called between the first turn and the end, evaluation and
+    `save` included.
+    """
     asked: set[str] = set()
 
     class Watched(AllReduceSync):
@@ -170,9 +204,15 @@ def asks(source: str) -> list[int]:
     """The lines with an `isinstance` of a strategy, or of what only some can."""
     found = []
     for node in parsed(source).nodes:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "isinstance"
+        ):
             kinds = {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)}
-            kinds |= {part.attr for part in ast.walk(node.args[1]) if isinstance(part, ast.Attribute)}
+            kinds |= {
+                part.attr for part in ast.walk(node.args[1]) if isinstance(part, ast.Attribute)
+            }
             found += [node.lineno] if kinds & (STRATEGIES | RUNNING) else []
     return found
 
@@ -180,14 +220,25 @@ def asks(source: str) -> list[int]:
 @TOGETHER
 def test_only_prepare_asks_what_a_strategy_is() -> None:
     outside = [path for path in PACKAGE.rglob("*.py") if PACKAGE / "prepare" not in path.parents]
-    found = {str(path.relative_to(PACKAGE)): lines for path in outside if (lines := asks(path.read_text()))}
-    assert not found, f"only prepare/ may ask what a strategy is: {found}; be handed `Abilities` instead"
+    found = {
+        str(path.relative_to(PACKAGE)): lines
+        for path in outside
+        if (lines := asks(path.read_text()))
+    }
+    assert not found, (
+        f"only prepare/ may ask what a strategy is: {found}; be handed `Abilities` instead"
+    )
 
 
 FOREIGN = re.compile(
-    r"(?<!ob)server|table\b|tables\b|\blost\b|\bloss(es)?\b|\bviews? changed|WorkerLost|LOSSES|RemoteOptimizer", re.IGNORECASE
+    (
+        r"(?<!ob)server|table\b|tables\b|\blost\b|\bloss(es)?\b|\bviews? "
+        r"changed|WorkerLost|LOSSES|RemoteOptimizer"
+    ),
+    re.IGNORECASE,
 )
-TRAINED = re.compile(r"one loss|loss\.backward|\(?loss( /|\()|terms\.loss|loss=")  # what a script minimises, and no loss of a worker
+# what a script minimises, and no loss of a worker
+TRAINED = re.compile(r"one loss|loss\.backward|\(?loss( /|\()|terms\.loss|loss=")
 STEPS = ("loop/stepping.py", "loop/halving.py")  # run.step is given the script's loss
 PLAIN = ["sync/base.py", "sync/allreduce.py", "sync/autograd.py"]
 PLAIN += sorted(path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / "loop").glob("*.py"))
@@ -196,7 +247,11 @@ PLAIN += sorted(path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / "loo
 @pytest.mark.parametrize("path", PLAIN)
 def test_the_plain_path_knows_nothing_of_servers_tables_or_losses(path: str) -> None:
     text = (PACKAGE / path).read_text()
-    trained = re.compile(r"\bloss\b|\blosses of (the )?parts\b", re.IGNORECASE) if path in STEPS else TRAINED
+    trained = (
+        re.compile(r"\bloss\b|\blosses of (the )?parts\b", re.IGNORECASE)
+        if path in STEPS
+        else TRAINED
+    )
     assert not [line for line in text.splitlines() if FOREIGN.search(trained.sub("", line))]
 
 

@@ -1,4 +1,6 @@
-"""Gradients added up under `run.no_sync()`, and exchanged in a turn in which some workers have no samples."""
+"""Gradients added up under `run.no_sync()`, and exchanged in a turn in which some workers have
+no samples.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,22 @@ from tests.harness.runs import Numbered, alone, distance, parameters, workers
 BATCH = 6
 
 
-def train(run: Run, count: int, *, epochs: int = 2, halves: bool = False, by_hand: bool = False, clip: float | None = None) -> Tensor:
-    """A step for each epoch, of whole batches and a last one of `count % BATCH` samples; with `halves` the last reaches one layer alone."""
+def train(
+    run: Run,
+    count: int,
+    *,
+    epochs: int = 2,
+    halves: bool = False,
+    by_hand: bool = False,
+    clip: float | None = None,
+) -> Tensor:
+    """A step for each epoch, of whole batches and a last one of `count % BATCH` samples; with
+    `halves` the last reaches one layer alone.
+    """
     model = net()
-    model, optimizer, loader = run.prepare(model, sgd(model), DataLoader(Numbered(count), batch_size=BATCH))
+    model, optimizer, loader = run.prepare(
+        model, sgd(model), DataLoader(Numbered(count), batch_size=BATCH)
+    )
     for _ in range(epochs):
         for number, (x, y) in enumerate(loader, 1):
             last = number == len(loader)
@@ -59,12 +73,20 @@ STRATEGIES: list[Any] = [
 
 @pytest.mark.each_choice
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
-@pytest.mark.parametrize("options", [{}, {"halves": True}, {"clip": 0.1}], ids=["whole", "halves", "clipped"])
+@pytest.mark.parametrize(
+    "options", [{}, {"halves": True}, {"clip": 0.1}], ids=["whole", "halves", "clipped"]
+)
 def test_what_a_worker_without_samples_had_added_up_counts(strategy: Any, options: Any) -> None:
     near = 1e-5 if strategy.codec is not None else 1e-9
-    for count in (13, 14, 15):  # of three workers two have no sample in the last batch, one has none, and all have one
+    # of three workers two have no sample in the last batch, one has none, and all have one
+    for count in (13, 14, 15):
         one = alone(lambda run, count=count: train(run, count, **options))
-        assert all(distance(found, one) < near for found in workers(3, lambda run, n=count: train(run, n, **options), strategy=strategy))
+        assert all(
+            distance(found, one) < near
+            for found in workers(
+                3, lambda run, n=count: train(run, n, **options), strategy=strategy
+            )
+        )
 
 
 REFUSING: list[Any] = [LocalSGD(2), Sequence((AllReduce(), "local"), (LocalSGD(2), "host"))]
@@ -87,15 +109,26 @@ def test_a_gradient_without_samples_is_refused_unless_it_is_zero() -> None:
 
 
 def test_gossip_weighs_gradients_themselves() -> None:
-    """The mean of all replicas is that of one process after a step, as mixing leaves it as it is."""
+    """The mean of all replicas is that of one process after a step, as mixing leaves it as it
+    is.
+    """
     for count in (13, 14):
         found = workers(3, lambda run, n=count: train(run, n, epochs=1), strategy=Gossip())
-        assert distance(torch.stack(found).mean(0), alone(lambda run, n=count: train(run, n, epochs=1))) < 1e-9
+        assert (
+            distance(
+                torch.stack(found).mean(0), alone(lambda run, n=count: train(run, n, epochs=1))
+            )
+            < 1e-9
+        )
 
 
 def test_gradients_that_are_changed_by_hand_then_are_refused() -> None:
     with pytest.raises(UsageError, match=r"p\.grad was changed where this worker has no samples"):
-        workers(3, lambda run: train(run, 14, by_hand=True), strategy=ParameterServer(), deadline=10)
+        workers(
+            3, lambda run: train(run, 14, by_hand=True), strategy=ParameterServer(), deadline=10
+        )
     one = alone(lambda run: train(run, 15, by_hand=True))
     found = workers(3, lambda run: train(run, 15, by_hand=True), strategy=ParameterServer())
-    assert all(distance(x, one) < 1e-9 for x in found), "where all have samples it counts as on one worker"
+    assert all(distance(x, one) < 1e-9 for x in found), (
+        "where all have samples it counts as on one worker"
+    )

@@ -1,4 +1,6 @@
-"""The exchange of gradients in buckets: bit-equal everywhere, whatever comes in which order, and no more calls than it needs."""
+"""The exchange of gradients in buckets: bit-equal everywhere, whatever comes in which order, and
+no more calls than it needs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ TINY = 0.0001  # MB: a bucket of a few parameters
 
 
 class Forked(nn.Module):
-    """Layers that backward reaches in another order than they are declared in; one is left out by samples of some workers."""
+    """Layers that backward reaches in another order than they are declared in; one is left out
+    by samples of some workers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,9 +54,17 @@ def forked() -> nn.Module:
     return model
 
 
-def train(run: Run, *, shares: Any = None, each: Callable[[nn.Module], Any] = lambda model: None, epochs: int = 4) -> Tensor:
+def train(
+    run: Run,
+    *,
+    shares: Any = None,
+    each: Callable[[nn.Module], Any] = lambda model: None,
+    epochs: int = 4,
+) -> Tensor:
     model = forked()
-    model, opt, loader = run.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01), batches(), shares=shares)
+    model, opt, loader = run.prepare(
+        model, torch.optim.Adam(model.parameters(), lr=0.01), batches(), shares=shares
+    )
     for _ in run.epochs(epochs):
         for x, y in loader:
             opt.zero_grad()
@@ -93,7 +105,9 @@ def test_the_mean_is_bit_equal_on_all_workers_for_20_steps(via: str, size: int) 
 
     def body(run: Run) -> Tensor:
         def look(model: nn.Module) -> None:
-            seen[run.rank].append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+            seen[run.rank].append(
+                [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            )
 
         return train(run, each=look)
 
@@ -116,7 +130,12 @@ def test_with_random_delays_repeatedly() -> None:
     wanted = alone(lambda run: train(run, epochs=1))
     for via in ("auto", "ring", "tree"):
         for _ in range(2):
-            for found in workers(3, lambda run: train(run, epochs=1), strategy=AllReduce(via=via, bucket_mb=TINY), delay=nap):
+            for found in workers(
+                3,
+                lambda run: train(run, epochs=1),
+                strategy=AllReduce(via=via, bucket_mb=TINY),
+                delay=nap,
+            ):
                 assert distance(found, wanted) < 1e-9
 
 
@@ -132,7 +151,9 @@ def test_buckets_lie_in_the_order_of_the_first_workers_first_backward(bucket_mb:
 
     first, second = workers(2, body, strategy=AllReduce(bucket_mb=bucket_mb))
     flat = [name for bucket in first for name in bucket]
-    assert first == second and sorted(flat) == sorted(name for name, _ in forked().named_parameters())
+    assert first == second and sorted(flat) == sorted(
+        name for name, _ in forked().named_parameters()
+    )
     assert flat[0] == "scale" and flat.index("last.weight") < flat.index("first.weight")
     assert len(first) == (7 if bucket_mb == 1e-9 else 1 if bucket_mb == 8.0 else len(first))
 
@@ -155,7 +176,9 @@ def test_buckets_leave_before_backward_has_ended() -> None:
 
         layers = [nn.Linear(6, 6).double() for _ in range(4)]
         model = nn.Sequential(*layers, nn.Linear(6, 2).double())
-        model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
+        model, opt, loader = run.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), batches()
+        )
         for x, y in loader:
             opt.zero_grad()
             F.mse_loss(model[2:](Spy.apply(model[:2](x))), y).backward()
@@ -171,7 +194,10 @@ def test_gradients_are_views_with_the_strides_of_their_parameters() -> None:
             flats = {bucket.flat.untyped_storage().data_ptr() for bucket in exchange(run)._buckets}
             for p in model.parameters():
                 if p.grad is not None:
-                    assert p.grad.untyped_storage().data_ptr() in flats and p.grad.stride() == p.stride()
+                    assert (
+                        p.grad.untyped_storage().data_ptr() in flats
+                        and p.grad.stride() == p.stride()
+                    )
 
         train(run, each=look, epochs=1)
 
@@ -188,7 +214,9 @@ def sent(run: Run) -> int:
 def test_no_sync_saves_exchanges() -> None:
     def body(run: Run, quiet: bool) -> int:
         model = forked()
-        model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(64, 8))
+        model, opt, loader = run.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), batches(64, 8)
+        )
         for _ in range(2):
             before = sent(run)
             for number, (x, y) in enumerate(loader):
@@ -202,14 +230,19 @@ def test_no_sync_saves_exchanges() -> None:
                     opt.zero_grad()
         return sent(run) - before
 
-    loud, quiet = workers(2, lambda run: body(run, False))[0], workers(2, lambda run: body(run, True))[0]
+    loud, quiet = (
+        workers(2, lambda run: body(run, False))[0],
+        workers(2, lambda run: body(run, True))[0],
+    )
     assert loud == pytest.approx(4 * quiet, rel=0.01) and quiet > 0
 
 
 def test_a_backward_meets_once_and_sends_each_bucket_once() -> None:
     def body(run: Run) -> tuple[int, list[str]]:
         model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(10)), nn.Linear(6, 2)).double()
-        model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(400, 8))
+        model, opt, loader = run.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), batches(400, 8)
+        )
         names: list[str] = []
         meet = run._agreement.meet
 
@@ -225,7 +258,9 @@ def test_a_backward_meets_once_and_sends_each_bucket_once() -> None:
             F.mse_loss(model(x), y).backward()
             opt.step()
             opt.zero_grad()
-        return len(exchange(run)._buckets), [name for name in names if name not in ("run.log", "indices", "optimizer.step")]
+        return len(exchange(run)._buckets), [
+            name for name in names if name not in ("run.log", "indices", "optimizer.step")
+        ]
 
     count, names = workers(2, body, strategy=AllReduce(bucket_mb=0.001))[0]
     assert count > 1 and names == ["backward"] * 10
@@ -276,7 +311,10 @@ def test_memory_is_not_allocated_anew_in_each_step() -> None:
 
 
 def test_notation() -> None:
-    assert repr(AllReduce()) == "AllReduce()" and spell(AllReduce(via="ring", bucket_mb=2)) == "AllReduce(via='ring', bucket_mb=2)"
+    assert (
+        repr(AllReduce()) == "AllReduce()"
+        and spell(AllReduce(via="ring", bucket_mb=2)) == "AllReduce(via='ring', bucket_mb=2)"
+    )
 
 
 @pytest.mark.parametrize(

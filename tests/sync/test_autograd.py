@@ -1,4 +1,6 @@
-"""What p.grad is after backward, and what a step does, for everything a script may do: as on one worker."""
+"""What p.grad is after backward, and what a step does, for everything a script may do: as on one
+worker.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ CUTS = [None, cut(1, 7), cut(0, 8)]
 
 
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:
-    """A model with the same weights wherever it is made (threads share torch's generator, so they are filled by hand)."""
+    """A model with the same weights wherever it is made (threads share torch's generator, so
+    they are filled by hand).
+    """
     model = build().double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -42,19 +46,34 @@ def net() -> nn.Module:
 Body = Callable[[Run, Any], Tensor]
 
 
-def same(body: Body, *, size: int = 2, cuts: list[Any] = CUTS, bound: float = 1e-12, bucket_mb: float = 0.0001) -> None:
-    """`body` ends with the same numbers on one worker and on each of several, for equal and unequal shares."""
+def same(
+    body: Body,
+    *,
+    size: int = 2,
+    cuts: list[Any] = CUTS,
+    bound: float = 1e-12,
+    bucket_mb: float = 0.0001,
+) -> None:
+    """`body` ends with the same numbers on one worker and on each of several, for equal and
+    unequal shares.
+    """
     wanted = alone(lambda run: body(run, None))
     assert torch.isfinite(wanted).all()
     for shares in cuts:
-        for found in workers(size, lambda run, shares=shares: body(run, shares), strategy=AllReduce(bucket_mb=bucket_mb)):
+        for found in workers(
+            size,
+            lambda run, shares=shares: body(run, shares),
+            strategy=AllReduce(bucket_mb=bucket_mb),
+        ):
             assert distance(found, wanted) < bound
 
 
 def loop(
     step: Callable[[Run, nn.Module, torch.optim.Optimizer, Tensor, Tensor], Any],
     build: Callable[[], nn.Module] = net,
-    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda ps: torch.optim.SGD(
+        ps, lr=0.1, momentum=0.9
+    ),
     **options: Any,
 ) -> Body:
     """A training loop of two epochs, of three batches each, around `step`."""
@@ -168,7 +187,9 @@ def test_zero_grad_both_ways_and_none_at_all(to_none: bool) -> None:
 
 
 def test_what_p_grad_held_is_kept_apart() -> None:
-    """A gradient that differs between workers, set by hand, is not averaged: what backward adds is."""
+    """A gradient that differs between workers, set by hand, is not averaged: what backward adds
+    is.
+    """
 
     def body(run: Run) -> tuple[Tensor, Tensor]:
         model = seeded(lambda: nn.Linear(6, 2))
@@ -194,7 +215,14 @@ def test_frozen_parameters_and_parameter_groups() -> None:
 
     def optimizer(ps: Any) -> torch.optim.Optimizer:
         ps = list(ps)
-        return torch.optim.SGD([{"params": ps[2:4], "lr": 0.3}, {"params": ps[4:], "weight_decay": 0.1}, {"params": ps[:2]}], lr=0.1)
+        return torch.optim.SGD(
+            [
+                {"params": ps[2:4], "lr": 0.3},
+                {"params": ps[4:], "weight_decay": 0.1},
+                {"params": ps[:2]},
+            ],
+            lr=0.1,
+        )
 
     same(loop(plain, build, optimizer))
 
@@ -253,7 +281,12 @@ class Branches(nn.Module):
 def test_branches_that_some_or_no_workers_take() -> None:
     """AdamW decays what has a gradient of zeros, and leaves alone what has none."""
     for size in (2, 3):
-        same(loop(plain, Branches, lambda ps: torch.optim.AdamW(ps, lr=0.05, weight_decay=0.5)), size=size, cuts=[None], bound=1e-9)
+        same(
+            loop(plain, Branches, lambda ps: torch.optim.AdamW(ps, lr=0.05, weight_decay=0.5)),
+            size=size,
+            cuts=[None],
+            bound=1e-9,
+        )
 
 
 def test_unused_everywhere_keeps_p_grad() -> None:
@@ -271,12 +304,15 @@ def test_unused_everywhere_keeps_p_grad() -> None:
 def test_a_worker_without_any_gradient_joins_at_step() -> None:
     def body(run: Run) -> Tensor:
         model = seeded(net)
-        model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
+        model, opt, loader = run.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), batches()
+        )
         for number, (x, y) in enumerate(loader):
             opt.zero_grad()
             out = model(x)
             if number % 2 and run.rank == 1:
-                out = torch.zeros_like(out, requires_grad=True) * 1.0 + y  # its loss is zero and reaches no parameter
+                # its loss is zero and reaches no parameter
+                out = torch.zeros_like(out, requires_grad=True) * 1.0 + y
             loss = F.mse_loss(out, y)
             loss.backward()
             opt.step()
@@ -315,14 +351,18 @@ def test_two_losses_with_retain_graph() -> None:
 
 
 def test_a_gan_with_two_optimizers_and_a_gradient_penalty() -> None:
-    """WGAN-GP: the discriminator's gradients from the generator's loss pile up and are cleared; the penalty goes through autograd.grad."""
+    """WGAN-GP: the discriminator's gradients from the generator's loss pile up and are cleared;
+    the penalty goes through autograd.grad.
+    """
 
     def body(run: Run, shares: Any) -> Tensor:
         make = seeded(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))
         judge = seeded(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)))
         for_make = torch.optim.Adam(make.parameters(), lr=0.01)
         for_judge = torch.optim.Adam(judge.parameters(), lr=0.01)
-        make, for_make, judge, for_judge, loader = run.prepare(make, for_make, judge, for_judge, batches(), shares=shares)
+        make, for_make, judge, for_judge, loader = run.prepare(
+            make, for_make, judge, for_judge, batches(), shares=shares
+        )
         for _ in run.epochs(2):
             for number, (x, _) in enumerate(loader):
                 noise = x.flip(1) * 0.5
@@ -330,7 +370,11 @@ def test_a_gan_with_two_optimizers_and_a_gradient_penalty() -> None:
                 fake = make(noise)
                 mixed = (0.3 * x + 0.7 * fake.detach()).requires_grad_(True)
                 [slope] = torch.autograd.grad(judge(mixed).sum(), mixed, create_graph=True)
-                loss = judge(fake.detach()).mean() - judge(x).mean() + 10 * ((slope.norm(dim=1) - 1) ** 2).mean()
+                loss = (
+                    judge(fake.detach()).mean()
+                    - judge(x).mean()
+                    + 10 * ((slope.norm(dim=1) - 1) ** 2).mean()
+                )
                 loss.backward()
                 for_judge.step()
                 if number % 2:
@@ -345,12 +389,23 @@ def test_a_gan_with_two_optimizers_and_a_gradient_penalty() -> None:
 class Checkpointed(nn.Module):
     def __init__(self, where: str, reentrant: bool) -> None:
         super().__init__()
-        self.first, self.last, self.where, self.reentrant = nn.Linear(6, 6), nn.Linear(6, 2), where, reentrant
+        self.first, self.last, self.where, self.reentrant = (
+            nn.Linear(6, 6),
+            nn.Linear(6, 2),
+            where,
+            reentrant,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if self.where in ("first", "both"):
-            # threads that ask for the state of torch's one generator at once may lock each other out for ever
-            x = checkpoint(lambda z: torch.tanh(self.first(z)), x.requires_grad_(), use_reentrant=self.reentrant, preserve_rng_state=False)
+            # threads that ask for the state of torch's one generator at once may lock each other
+            # out for ever
+            x = checkpoint(
+                lambda z: torch.tanh(self.first(z)),
+                x.requires_grad_(),
+                use_reentrant=self.reentrant,
+                preserve_rng_state=False,
+            )
         else:
             x = torch.tanh(self.first(x))
         return (
@@ -377,7 +432,12 @@ def test_reentrant_checkpoints_that_share_a_layer() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             for _ in range(3):
-                x = checkpoint(lambda z: torch.tanh(self.layer(z)), x.requires_grad_(), use_reentrant=True, preserve_rng_state=False)
+                x = checkpoint(
+                    lambda z: torch.tanh(self.layer(z)),
+                    x.requires_grad_(),
+                    use_reentrant=True,
+                    preserve_rng_state=False,
+                )
             return self.out(x)
 
     same(loop(plain, Shared))
@@ -386,7 +446,9 @@ def test_reentrant_checkpoints_that_share_a_layer() -> None:
 def test_backward_called_on_a_submodule_alone() -> None:
     def step(run: Run, model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
         opt.zero_grad()
-        hidden = checkpoint(model[0], x.requires_grad_(), use_reentrant=True, preserve_rng_state=False)
+        hidden = checkpoint(
+            model[0], x.requires_grad_(), use_reentrant=True, preserve_rng_state=False
+        )
         hidden.pow(2).mean().backward()
         assert model[0].weight.grad is not None
         opt.step()
@@ -419,7 +481,9 @@ def test_autograd_grad_is_local() -> None:
 
 
 def test_what_hooks_of_a_parameter_see() -> None:
-    """The gradient of the worker's own share, a mean over its samples; after prepare the later kind of hook sees nothing."""
+    """The gradient of the worker's own share, a mean over its samples; after prepare the later
+    kind of hook sees nothing.
+    """
 
     def body(run: Run) -> None:
         model = seeded(net)
@@ -457,7 +521,9 @@ def test_compiled_models() -> None:
     def body(run: Run, shares: Any) -> Tensor:
         model = seeded(net)
         opt = torch.optim.SGD(model.parameters(), lr=0.1)
-        compiled, opt, loader = run.prepare(torch.compile(model, backend="eager"), opt, batches(), shares=shares)
+        compiled, opt, loader = run.prepare(
+            torch.compile(model, backend="eager"), opt, batches(), shares=shares
+        )
         for _ in run.epochs(1):
             for x, y in loader:
                 plain(run, compiled, opt, x, y)
@@ -472,7 +538,11 @@ class Images(nn.Module):
         self.conv, self.out = nn.Conv2d(1, 4, 2), nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.relu(self.conv(x.view(-1, 1, 2, 3).contiguous(memory_format=torch.channels_last))).flatten(1))
+        return self.out(
+            torch.relu(
+                self.conv(x.view(-1, 1, 2, 3).contiguous(memory_format=torch.channels_last))
+            ).flatten(1)
+        )
 
 
 def test_channels_last_keeps_the_strides_of_the_parameters() -> None:
@@ -494,7 +564,9 @@ def test_mixed_dtypes() -> None:
             return self
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.short(torch.tanh(self.narrow(torch.tanh(self.wide(x)).float())).bfloat16()).double()
+            return self.short(
+                torch.tanh(self.narrow(torch.tanh(self.wide(x)).float())).bfloat16()
+            ).double()
 
     same(loop(plain, Mixed), bound=2e-2)
 
@@ -504,7 +576,11 @@ def test_sparse_embedding_gradients(kind: str) -> None:
     class Words(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.table = nn.Embedding(50, 3, sparse=True) if kind != "bag" else nn.EmbeddingBag(50, 3, sparse=True, mode="sum")
+            self.table = (
+                nn.Embedding(50, 3, sparse=True)
+                if kind != "bag"
+                else nn.EmbeddingBag(50, 3, sparse=True, mode="sum")
+            )
             self.out = nn.Linear(3, 2)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -580,7 +656,9 @@ def test_a_deepcopy_of_the_optimizer_steps_itself() -> None:
         before = parameters(model)
         twin.step()
         assert torch.equal(parameters(model), before)
-        assert isinstance(opt, torch.optim.SGD) and not torch.equal(twin.param_groups[0]["params"][0], opt.param_groups[0]["params"][0])
+        assert isinstance(opt, torch.optim.SGD) and not torch.equal(
+            twin.param_groups[0]["params"][0], opt.param_groups[0]["params"][0]
+        )
         opt.step()
         assert torch.equal(twin.param_groups[0]["params"][0], opt.param_groups[0]["params"][0])
 
@@ -604,7 +682,9 @@ def test_a_backward_that_fails_half_way_is_named() -> None:
 
     def body(run: Run) -> None:
         model = seeded(net)
-        model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
+        model, opt, loader = run.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), batches()
+        )
         x, y = next(iter(loader))
         with pytest.raises(ValueError, match="half way"):
             F.mse_loss(model[2:](Fails.apply(model[:2](x))), y).backward()
@@ -616,12 +696,18 @@ def test_a_backward_that_fails_half_way_is_named() -> None:
         workers(2, body)
 
 
-def test_a_mutant_that_does_not_communicate_or_ignores_weights_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mutant_that_does_not_communicate_or_ignores_weights_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from paceline.comm.solo import SoloGroup
     from paceline.sync import routes
 
     with monkeypatch.context() as patch:
-        patch.setattr(routes.GroupReducer, "all_reduce", lambda self, flat, name, **_: SoloGroup().all_reduce(flat.mul_(2), out=flat))
+        patch.setattr(
+            routes.GroupReducer,
+            "all_reduce",
+            lambda self, flat, name, **_: SoloGroup().all_reduce(flat.mul_(2), out=flat),
+        )
         with pytest.raises((AssertionError, ReplicasDiffer)):
             same(loop(plain), cuts=[None])
     from paceline.sync.autograd import GradientTracker
@@ -673,7 +759,9 @@ class Lost(Exception):
     """How a worker dies here."""
 
 
-@pytest.mark.parametrize("where", ["forward", "the first gradient", "optimizer.step", "the next turn"])
+@pytest.mark.parametrize(
+    "where", ["forward", "the first gradient", "optimizer.step", "the next turn"]
+)
 def test_a_pass_in_which_a_worker_was_lost_ends_with_zeros(where: str) -> None:
     """Where losses are survived: p.grad has zeros, nothing raises, and it is told."""
 
@@ -686,9 +774,13 @@ def test_a_pass_in_which_a_worker_was_lost_ends_with_zeros(where: str) -> None:
             run._context.step_state.exchange_closed = True  # as the living agree
 
         rollback = Rollback(dict, [model], Randomness(run.device), run._backward)
-        run._loop.recover_by(RecoverableTransaction(run._loop, run._backward, rollback, run._prepared.tables), lambda loader: 0)
+        run._loop.recover_by(
+            RecoverableTransaction(run._loop, run._backward, rollback, run._prepared.tables),
+            lambda loader: 0,
+        )
         run._agreement.recovery = recover
-        run._collector._meetings.next = 100  # or workers would meet in a step that happens to come a second later
+        # or workers would meet in a step that happens to come a second later
+        run._collector._meetings.next = 100
         turns = iter(loader)
         last = run.rank == 2
         for number in range(3):
@@ -697,7 +789,9 @@ def test_a_pass_in_which_a_worker_was_lost_ends_with_zeros(where: str) -> None:
             if dies and where == "forward":
                 raise Lost
             if dies and where == "the first gradient":
-                next(iter(model.parameters())).register_hook(lambda _: (_ for _ in ()).throw(Lost()))
+                next(iter(model.parameters())).register_hook(
+                    lambda _: (_ for _ in ()).throw(Lost())
+                )
             loss = F.mse_loss(model(x), y)
             try:
                 loss.backward()

@@ -1,4 +1,6 @@
-"""Backward passes are announced before they add to gradients, whoever begins them, and torch has its own engine back afterwards."""
+"""Backward passes are announced before they add to gradients, whoever begins them, and torch has
+its own engine back afterwards.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,10 @@ class Two(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(6, 5, dtype=torch.float64), nn.Linear(5, 2, dtype=torch.float64)
+        self.one, self.two = (
+            nn.Linear(6, 5, dtype=torch.float64),
+            nn.Linear(5, 2, dtype=torch.float64),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.two(self.one(x).tanh())
@@ -123,7 +128,9 @@ class Two(nn.Module):
 
 @pytest.mark.parametrize("late", [0, 3])
 def test_the_first_pass_that_adds_to_a_gradient_keeps_what_it_held(late: int) -> None:
-    """From step `late` on there is a second pass, in another order than all before, over what no model gave."""
+    """From step `late` on there is a second pass, in another order than all before, over what no
+    model gave.
+    """
 
     def body(run: Run) -> Tensor:
         generator, model = torch.Generator().manual_seed(3), Two()

@@ -1,4 +1,6 @@
-"""What a script keeps of p.grad is never written again, whichever way gradients travel, and costs nothing where nobody keeps any."""
+"""What a script keeps of p.grad is never written again, whichever way gradients travel, and
+costs nothing where nobody keeps any.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,18 @@ MAKES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def kept(run: Run, strategy_says: Callable[[Run], bool] = lambda run: True, make: Callable[[Tensor], Any] = lambda g: g) -> list[float]:
-    """Two losses a step, gradients kept while the next is exchanged, some for several steps; how far each had moved by then."""
+def kept(
+    run: Run,
+    strategy_says: Callable[[Run], bool] = lambda run: True,
+    make: Callable[[Tensor], Any] = lambda g: g,
+) -> list[float]:
+    """Two losses a step, gradients kept while the next is exchanged, some for several steps; how
+    far each had moved by then.
+    """
     model = net()
-    model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), batches()
+    )
     history: list[tuple[Any, np.ndarray[Any, Any]]] = []
     moved = []
     for x, y in loader:
@@ -78,7 +88,13 @@ def test_whatever_is_made_of_them_stays(make: Callable[[Tensor], Any]) -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    [AllReduce(codec=int8()), AllReduce(codec=error_feedback(topk(0.2))), AllReduce(bucket_mb=0.0001), LocalSGD(3, after=3), LocalSGD(3)],
+    [
+        AllReduce(codec=int8()),
+        AllReduce(codec=error_feedback(topk(0.2))),
+        AllReduce(bucket_mb=0.0001),
+        LocalSGD(3, after=3),
+        LocalSGD(3),
+    ],
     ids=str,
 )
 def test_with_other_strategies(strategy: Any) -> None:
@@ -100,7 +116,9 @@ def test_on_some_workers_only() -> None:
 def surgery(run: Run) -> Tensor:
     """Conflicting parts of two losses' gradients are taken out (Yu et al. 2020, PCGrad)."""
     model = net()
-    model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), batches()
+    )
     for x, y in loader:
         gradients = []
         for loss in (F.mse_loss, F.l1_loss):
@@ -117,13 +135,17 @@ def surgery(run: Run) -> Tensor:
 def changes(run: Run) -> Tensor:
     """The step is longer where gradients of two steps point the same way."""
     model = net()
-    model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), batches()
+    )
     before: list[Tensor] = []
     for x, y in loader:
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
         now = [p.grad for p in model.parameters()]
-        cosine = sum(float((a * b).sum()) for a, b in zip(now, before, strict=True)) if before else 0.0
+        cosine = (
+            sum(float((a * b).sum()) for a, b in zip(now, before, strict=True)) if before else 0.0
+        )
         for g in now:
             g.mul_(1.0 + np.tanh(cosine))
         optimizer.step()
@@ -158,7 +180,9 @@ def unclear(run: Run) -> Tensor:
 
 
 def fetched_once(run: Run) -> Tensor:
-    """Gradients are fetched once, zeroed in place, and read where they were; one of the layers has none in every other step."""
+    """Gradients are fetched once, zeroed in place, and read where they were; one of the layers
+    has none in every other step.
+    """
     model, extra = net(), nn.Linear(6, 2).double()
     nn.init.ones_(extra.weight)
     nn.init.zeros_(extra.bias)
@@ -180,7 +204,9 @@ def fetched_once(run: Run) -> Tensor:
 def summed(run: Run) -> Tensor:
     """Kept without being zeroed it is the sum of both losses, as torch has it."""
     model = net()
-    model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), batches()
+    )
     for x, y in loader:
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
@@ -206,7 +232,9 @@ def test_what_is_kept_can_be_read_after_the_run() -> None:
 
     def body(run: Run) -> None:
         model = net()
-        model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
+        model, optimizer, loader = run.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), batches()
+        )
         for x, y in loader:
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
@@ -221,7 +249,9 @@ def test_what_is_kept_can_be_read_after_the_run() -> None:
 def test_a_loop_that_keeps_nothing_has_one_memory_and_one_that_does_gives_it_back() -> None:
     def body(run: Run) -> list[int]:
         model = net()
-        model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
+        model, optimizer, loader = run.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), batches()
+        )
         exchange = run._backward.sync
         assert isinstance(exchange, AllReduceSync)
         counts: list[int] = []
@@ -231,7 +261,9 @@ def test_a_loop_that_keeps_nothing_has_one_memory_and_one_that_does_gives_it_bac
             assert exchange._shelves is not None
             shelf = exchange._shelves._all[0]
             counts.append(len(shelf._all))
-            assert (shelf.memory is shelf._all[0]) == (number != 2), "the first memory is taken again"
+            assert (shelf.memory is shelf._all[0]) == (number != 2), (
+                "the first memory is taken again"
+            )
             keep = [p.grad for p in model.parameters()] if number == 1 else []
             if number in (0, 1):
                 optimizer.zero_grad()
@@ -261,18 +293,37 @@ class Made:
         self.released += 1
 
 
-def bucket(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Bucket, list[nn.Parameter]]:
+def bucket(
+    *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> tuple[Bucket, list[nn.Parameter]]:
     parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
-    (found,) = build([BucketShape.of(p) for p in parameters], [range(len(shapes))], lambda n, dtype, device: torch.empty(n, dtype=dtype))
+    (found,) = build(
+        [BucketShape.of(p) for p in parameters],
+        [range(len(shapes))],
+        lambda n, dtype, device: torch.empty(n, dtype=dtype),
+    )
     return found, parameters
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.complex64,
+        torch.complex128,
+    ],
+)
 def test_memory_of_any_type_knows_who_holds_it(dtype: torch.dtype) -> None:
     found, parameters = bucket((3, 4), (5,), dtype=dtype)
     memory = BucketCopy(0, found, found.flat)
     assert not memory.held(parameters)
-    assert all(a.data_ptr() == b.data_ptr() and a.stride() == b.stride() for a, b in zip(memory.views, found.views, strict=True))
+    assert all(
+        a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+        for a, b in zip(memory.views, found.views, strict=True)
+    )
     for p, view in zip(parameters, memory.views, strict=True):
         p.grad = view
     del view
@@ -323,16 +374,26 @@ def wide() -> nn.Module:
 
 
 def shared(group: Group, keeps: set[int], hosts: tuple[int, ...]) -> tuple[bool, list[float]]:
-    """Trains, with gradients of some steps kept on some ranks: whether they stayed, also after the run, and the weights."""
+    """Trains, with gradients of some steps kept on some ranks: whether they stayed, also after
+    the run, and the weights.
+    """
     held: list[tuple[Tensor, Tensor]] = []
-    with tempfile.TemporaryDirectory() as folder, make(group, AllReduce(), folder, lambda text: None, hosts=hosts) as run:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        make(group, AllReduce(), folder, lambda text: None, hosts=hosts) as run,
+    ):
         model = wide()
-        model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.001), batches(80, 8))
+        model, optimizer, loader = run.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.001), batches(80, 8)
+        )
         for number, (x, y) in enumerate(loader):
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
             if group.rank in keeps and number % 3 < 2:
-                held += [(g, g.clone()) for g in (p.grad[:1] if number % 2 else p.grad for p in model.parameters())]
+                held += [
+                    (g, g.clone())
+                    for g in (p.grad[:1] if number % 2 else p.grad for p in model.parameters())
+                ]
             optimizer.step()
             if number == 6:
                 del held[:3]
@@ -370,7 +431,9 @@ def test_over_two_hosts() -> None:
 
 def trained(run: Run) -> Tensor:
     model = wide()
-    model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.001), batches(80, 8))
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.001), batches(80, 8)
+    )
     for x, y in loader:
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()

@@ -25,7 +25,8 @@ from tests.harness.compressed_training import exchange, steps, train
 from tests.harness.runs import workers
 from tests.harness.thread_groups import spawn
 
-CHOICE = SKIPPED + MEASURED  # timed steps before it; the two before those have no time, or no buckets yet
+# timed steps before it; the two before those have no time, or no buckets yet
+CHOICE = SKIPPED + MEASURED
 
 
 def record(step: float, shown: float, ready: list[tuple[int, float]]) -> ExactSteps:
@@ -38,16 +39,23 @@ def test_a_prediction_is_made_of_the_link_and_of_the_coding() -> None:
     rate = ExactRate(latency=0.01, per_byte=1e-6, sent=1.0)
     trial = CodecTrial(numel=1000, before=0.02, after=0.01, sent=1000, stages=1)
     exact = record(0.5, 0.3, [(0, 0.0), (1, 0.0)])
-    # 1000 and 2000 elements: coded after 20 and 60 ms, gone after 20 + 11 and 60 + 12 ms, there 20 ms after the second
-    assert predict(exact, trial, [1000, 2000], rate) == pytest.approx(0.5 - 0.3 + 0.02 + 0.04 + 0.012 + 0.02)
-    early = record(0.5, 0.3, [(0, 1.0), (1, 1.0)])  # all of the link is hidden, but coding takes the processor from the model
+    # 1000 and 2000 elements: coded after 20 and 60 ms, gone after 20 + 11 and 60 + 12 ms, there 20
+    # ms after the second
+    assert predict(exact, trial, [1000, 2000], rate) == pytest.approx(
+        0.5 - 0.3 + 0.02 + 0.04 + 0.012 + 0.02
+    )
+    # all of the link is hidden, but coding takes the processor from the model
+    early = record(0.5, 0.3, [(0, 1.0), (1, 1.0)])
     assert predict(early, trial, [1000, 2000], rate) == pytest.approx(0.5 - 0.3 + 0.09)
 
 
 def test_an_attempt_tells_bytes_and_stages() -> None:
     def work(group: Group) -> list[CodecTrial]:
         flat = torch.randn(4096, generator=torch.Generator().manual_seed(group.rank))
-        return [attempt(codec, flat, [flat.shape], group) for codec in (gathered(half()), error_feedback(gathered(topk(0.01))))]
+        return [
+            attempt(codec, flat, [flat.shape], group)
+            for codec in (gathered(half()), error_feedback(gathered(topk(0.01))))
+        ]
 
     for rank, (halves, few) in enumerate(spawn(3, work)):
         assert halves.stages == few.stages == 1, rank
@@ -60,27 +68,46 @@ def taken(run: Run) -> list[str]:
 
 
 @pytest.mark.parametrize("hosts", [(), (0, 0, 1)])
-def test_all_switch_in_the_same_step_and_stay_equal(monkeypatch: pytest.MonkeyPatch, hosts: tuple[int, ...]) -> None:
-    monkeypatch.setattr(compressed, "predict", lambda record, trial, sizes, rate: record.step / (trial.sent and 5e3 / trial.sent))
+def test_all_switch_in_the_same_step_and_stay_equal(
+    monkeypatch: pytest.MonkeyPatch, hosts: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(
+        compressed,
+        "predict",
+        lambda record, trial, sizes, rate: record.step / (trial.sent and 5e3 / trial.sent),
+    )
     said: list[str] = []
     seen: list[list[Tensor]] = [[] for _ in range(3)]
     plain: list[list[Tensor]] = [[] for _ in range(3)]
     strategy = AllReduce(codec=auto((half(), error_feedback(topk(0.1)))))
-    workers(3, lambda run: train(run, grads=seen[run.rank]), strategy=strategy, said=said, hosts=hosts)
+    workers(
+        3, lambda run: train(run, grads=seen[run.rank]), strategy=strategy, said=said, hosts=hosts
+    )
     workers(3, lambda run: train(run, grads=plain[run.rank]), hosts=hosts)
     for rank in (1, 2):
         assert all(torch.equal(one, other) for one, other in zip(seen[rank], seen[0], strict=True))
-    alike = [torch.allclose(one, other, rtol=1e-6) for one, other in zip(seen[0], plain[0], strict=True)]
+    alike = [
+        torch.allclose(one, other, rtol=1e-6) for one, other in zip(seen[0], plain[0], strict=True)
+    ]
     assert alike == [True] * (CHOICE + 1) + [False] * (20 - CHOICE - 1)
     (line,) = [line for line in said if line.startswith("codec:")]
-    assert line.endswith(f"predicted with error_feedback(topk(0.1)), which is taken from step {CHOICE + 1} on")
+    assert line.endswith(
+        f"predicted with error_feedback(topk(0.1)), which is taken from step {CHOICE + 1} on"
+    )
 
 
 def test_where_nothing_is_gained_sums_stay_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "predict", lambda record, trial, sizes, rate: record.step / 1.05)
+    monkeypatch.setattr(
+        compressed, "predict", lambda record, trial, sizes, rate: record.step / 1.05
+    )
     said: list[str] = []
-    found = workers(2, lambda run: (train(run), taken(run)), strategy=AllReduce(codec="auto"), said=said)
-    assert all(torch.equal(weights, workers(2, train)[0]) and set(codecs) == {"None"} for weights, codecs in found)
+    found = workers(
+        2, lambda run: (train(run), taken(run)), strategy=AllReduce(codec="auto"), said=said
+    )
+    assert all(
+        torch.equal(weights, workers(2, train)[0]) and set(codecs) == {"None"}
+        for weights, codecs in found
+    )
     assert next(line for line in said if line.startswith("codec:")).endswith("so sums stay exact")
 
 
@@ -96,7 +123,10 @@ def test_what_was_chosen_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         steps(run, 1, resume=True)
         return taken(run)
 
-    for codecs in (*workers(2, first, strategy=strategy, folder=tmp_path), *workers(2, second, strategy=strategy, folder=tmp_path)):
+    for codecs in (
+        *workers(2, first, strategy=strategy, folder=tmp_path),
+        *workers(2, second, strategy=strategy, folder=tmp_path),
+    ):
         assert set(codecs) == {"error_feedback(gathered(topk(0.1)))"}
 
 

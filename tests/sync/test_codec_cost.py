@@ -22,7 +22,16 @@ from tests.harness.compressed_training import model, train
 from tests.harness.runs import workers
 from tests.harness.thread_groups import spawn
 
-FACTS = {"codec": "int8()", "turns": 10, "sent": 1e6, "exact": 4e6, "coding": 0.01, "shown": 0.1, "exact_shown": 0.4, "error": 0.01}
+FACTS = {
+    "codec": "int8()",
+    "turns": 10,
+    "sent": 1e6,
+    "exact": 4e6,
+    "coding": 0.01,
+    "shown": 0.1,
+    "exact_shown": 0.4,
+    "error": 0.01,
+}
 FACTS |= {"link": 12.5e6, "compared": "the mean"}
 
 
@@ -31,8 +40,10 @@ def test_what_is_exposed_is_what_backward_could_not_hide() -> None:
     assert exposed([], [], 5.0) == 0.0
     assert exposed([0.0], [link], 5.0) == 0.0
     assert exposed([4.5], [link], 5.0) == 0.5
-    assert exposed([0.0, 1.0, 2.0], [link._replace(link=3.0)] * 3, 5.0) == 4.0  # one after the other from 0 to 9
-    assert exposed([2.0, 0.0], [ExchangeCost(0, 1, 0), ExchangeCost(0, 4, 0)], 4.0) == 1.0  # in the order in which they are ready
+    # one after the other from 0 to 9
+    assert exposed([0.0, 1.0, 2.0], [link._replace(link=3.0)] * 3, 5.0) == 4.0
+    # in the order in which they are ready
+    assert exposed([2.0, 0.0], [ExchangeCost(0, 1, 0), ExchangeCost(0, 4, 0)], 4.0) == 1.0
 
 
 def test_coding_and_sending_overlap_between_buckets() -> None:
@@ -44,7 +55,8 @@ def test_coding_and_sending_overlap_between_buckets() -> None:
 def test_a_link_is_measured_alike_by_all(size: int) -> None:
     found = spawn(size, lambda group: measure(group, torch.device("cpu")))
     assert len({(rate.latency, rate.per_byte) for rate in found}) == 1
-    assert found[0].latency >= 0 and found[0].per_byte >= 0  # on a busy machine a short tensor may take as long as a long one
+    # on a busy machine a short tensor may take as long as a long one
+    assert found[0].latency >= 0 and found[0].per_byte >= 0
     assert found[0].seconds(1e6) == found[0].latency + 1e6 * found[0].per_byte
 
 
@@ -66,7 +78,9 @@ def test_samples_move_and_errors_are_relative() -> None:
     x = torch.arange(10_000.0)
     assert len({float(sampled(x, 4, step)[0]) for step in range(4)}) == 4
     assert sampled(x, 4, 1).numel() == 2500
-    assert off(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 5.0])) == pytest.approx(1 / math.sqrt(34))
+    assert off(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 5.0])) == pytest.approx(
+        1 / math.sqrt(34)
+    )
     assert math.isnan(off(torch.zeros(2), torch.zeros(2)))
 
 
@@ -75,8 +89,10 @@ def test_verdicts_in_words() -> None:
     assert verdict is not None
     assert (verdict.bytes_sent, verdict.bytes_exact, verdict.gain) == (2e6, 8e6, pytest.approx(1.5))
     assert verdict.words == (
-        "int8() sent 2 MB a step where exact sums would have sent 8 MB; coding took 10 ms of a processor, and the mean was 0.01 of its "
-        "size off. On this link (100 Mbit/s out of each) 100 ms of the exchange showed, with exact sums it would be about 400 ms: it paid, "
+        "int8() sent 2 MB a step where exact sums would have sent 8 MB; "
+        "coding took 10 ms of a processor, and the mean was 0.01 of its "
+        "size off. On this link (100 Mbit/s out of each) 100 ms of the exchange showed, with exact "
+        "sums it would be about 400 ms: it paid, "
         "steps are about 1.50 times as fast."
     )
     lost = judge([FACTS | {"exact_shown": 0.04}], step=0.6, steps=10)
@@ -84,9 +100,16 @@ def test_verdicts_in_words() -> None:
         "it did not pay, exact sums would be about 1.11 times as fast. Leave the codec out here."
     )
     same = judge([FACTS | {"exact_shown": 0.1}], step=0.6, steps=10)
-    assert same is not None and same.words.endswith("it made no difference to the time. Exact sums would lose nothing.")
+    assert same is not None and same.words.endswith(
+        "it made no difference to the time. Exact sums would lose nothing."
+    )
     rounds = judge([FACTS | {"error": math.nan}], step=0.6, steps=160)
-    assert rounds is not None and "2 MB a round" not in rounds.words and "1 MB a round" in rounds.words and "off" not in rounds.words
+    assert (
+        rounds is not None
+        and "2 MB a round" not in rounds.words
+        and "1 MB a round" in rounds.words
+        and "off" not in rounds.words
+    )
     assert rounds.gain == pytest.approx((0.6 + 0.3 / 16) / 0.6)
     assert judge([None, None], step=0.6, steps=10) is None
 
@@ -101,25 +124,39 @@ def test_a_run_says_what_its_codec_did(tmp_path: Path, hosts: tuple[int, ...]) -
     workers(4, train, strategy=AllReduce(codec=int8()), folder=tmp_path, hosts=hosts)
     (codec,) = summary(tmp_path)["codecs"]
     assert codec["codec"] == "int8()" and codec["turns"] == 20
-    assert codec["bytes_sent"] == pytest.approx(codec["bytes_exact"] / 4, rel=0.3)  # scales, for so few parameters
+    # scales, for so few parameters
+    assert codec["bytes_sent"] == pytest.approx(codec["bytes_exact"] / 4, rel=0.3)
     assert 0 < codec["relative_error"] < 0.02
     assert (
         codec["coding_seconds"] > 0 and float(codec["link_bytes_per_second"]) > 0
     )  # "inf" on a machine so busy that a small sum took longer
-    lines = [json.loads(line) for line in (tmp_path / "test" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "test" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert sum("codec_error" in line for line in lines) >= 18
     assert all(line["codec_bytes"] > 0 and line["codec_seconds"] > 0 for line in lines[1:])
 
 
 def test_the_error_is_that_of_the_mean(tmp_path: Path) -> None:
-    """The sample holds all elements of a small model, so the error is the true one: seen by an exact run beside it."""
+    """The sample holds all elements of a small model, so the error is the true one: seen by an
+    exact run beside it.
+    """
     coded: list[list[torch.Tensor]] = [[] for _ in range(3)]
     plain: list[list[torch.Tensor]] = [[] for _ in range(3)]
-    workers(3, lambda run: train(run, grads=coded[run.rank], epochs=1), strategy=AllReduce(codec=int4(block=32)), folder=tmp_path)
+    workers(
+        3,
+        lambda run: train(run, grads=coded[run.rank], epochs=1),
+        strategy=AllReduce(codec=int4(block=32)),
+        folder=tmp_path,
+    )
     workers(3, lambda run: train(run, grads=plain[run.rank], epochs=1))
-    lines = [json.loads(line) for line in (tmp_path / "test" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "test" / "metrics.jsonl").read_text().splitlines()
+    ]
     seen = next(line["codec_error"] for line in lines if "codec_error" in line)
-    right = next(off(a, b) for a, b in zip(coded[0], plain[0], strict=True) if not torch.equal(a, b))
+    right = next(
+        off(a, b) for a, b in zip(coded[0], plain[0], strict=True) if not torch.equal(a, b)
+    )
     assert seen == pytest.approx(right, rel=0.05)
 
 
@@ -132,8 +169,12 @@ def test_rounds_have_accounts_too(tmp_path: Path) -> None:
 def test_gossip_has_an_account_of_what_neighbours_know(tmp_path: Path) -> None:
     workers(4, train, strategy=Gossip("ring", codec=int4(block=32), gamma=0.5), folder=tmp_path)
     (codec,) = summary(tmp_path)["codecs"]
-    assert codec["turns"] == 20 and codec["bytes_exact"] == 4 * 2 * 4 * sum(p.numel() for p in model().parameters())
-    assert 0.1 < codec["bytes_sent"] / codec["bytes_exact"] < 0.3 and 0 < codec["relative_error"] < 0.1
+    assert codec["turns"] == 20 and codec["bytes_exact"] == 4 * 2 * 4 * sum(
+        p.numel() for p in model().parameters()
+    )
+    assert (
+        0.1 < codec["bytes_sent"] / codec["bytes_exact"] < 0.3 and 0 < codec["relative_error"] < 0.1
+    )
     assert "what neighbours know was " in codec["words"]
     assert codec["coding_seconds"] > 0 and codec["exact_shown_seconds"] > 0
 
@@ -142,7 +183,8 @@ def test_what_is_sent_is_counted_also_when_a_step_is_over(tmp_path: Path) -> Non
     workers(2, train, strategy=LocalSGD(4), folder=tmp_path, hosts=(0, 1))
     size = sum(p.numel() for p in model().parameters())
     found = sum(summary(tmp_path)["bytes_sent"].values()) * 20
-    assert 1 <= found / (5 * 2 * size * 4) < 1.15  # in 5 rounds each of the two sends all of it once, and what is agreed
+    # in 5 rounds each of the two sends all of it once, and what is agreed
+    assert 1 <= found / (5 * 2 * size * 4) < 1.15
 
 
 def test_no_codec_no_account(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""AllReduce through codecs, in whole runs on threads: the same on every worker, and state that counts with its turn."""
+"""AllReduce through codecs, in whole runs on threads: the same on every worker, and state that
+counts with its turn.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +55,18 @@ def plainly(size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 3])
-@pytest.mark.parametrize("codec", [pytest.param(c, marks=pytest.mark.slow if n % 4 else ()) for n, c in enumerate(CODECS)], ids=repr)
+@pytest.mark.parametrize(
+    "codec",
+    [pytest.param(c, marks=pytest.mark.slow if n % 4 else ()) for n, c in enumerate(CODECS)],
+    ids=repr,
+)
 def test_gradients_and_weights_are_bit_equal_everywhere(codec: Any, size: int) -> None:
     seen: list[list[Tensor]] = [[] for _ in range(size)]
-    found = workers(size, lambda run: ten(run, grads=seen[run.rank]), strategy=AllReduce(codec=codec, bucket_mb=0.001))
+    found = workers(
+        size,
+        lambda run: ten(run, grads=seen[run.rank]),
+        strategy=AllReduce(codec=codec, bucket_mb=0.001),
+    )
     assert len(seen[0]) == 10
     for rank in range(1, size):
         assert all(torch.equal(one, other) for one, other in zip(seen[rank], seen[0], strict=True))
@@ -74,9 +84,15 @@ def test_a_codec_that_loses_nothing_changes_nothing() -> None:
 def test_via_native_and_ways_that_a_codec_does_not_have() -> None:
     found = workers(3, ten, strategy=AllReduce(via="native", codec=int8()))
     assert all(torch.equal(other, found[0]) for other in found)
-    with pytest.raises(UsageError, match=r"AllReduce\(via='ring', codec=int8\(\)\): a codec has a way of its own to sum"):
+    with pytest.raises(
+        UsageError,
+        match=r"AllReduce\(via='ring', codec=int8\(\)\): a codec has a way of its own to sum",
+    ):
         AllReduce(via="ring", codec=int8())
-    with pytest.raises(UsageError, match="codec='int8' is unknown; as a string there is 'auto', else give a codec such as"):
+    with pytest.raises(
+        UsageError,
+        match="codec='int8' is unknown; as a string there is 'auto', else give a codec such as",
+    ):
         AllReduce(codec="int8")  # type: ignore[arg-type]
     AllReduce(via="ring", codec=exact())
 
@@ -86,30 +102,41 @@ def test_buckets_hold_one_kind_and_states_count_with_their_turn() -> None:
 
     def body(run: Run) -> None:
         net = model()
-        net, opt, loader = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05), batches(dtype=torch.float32))
+        net, opt, loader = run.prepare(
+            net, torch.optim.SGD(net.parameters(), lr=0.05), batches(dtype=torch.float32)
+        )
         kept: list[Any] = []
         for x, y in loader:
             F.mse_loss(net(x), y).backward()
             coded = exchange(run)._coded
             assert coded is not None
             if len(kept) < 3:
-                now = [{key: value.clone() for key, value in state.items() if key == "residual"} for state in coded.states]
+                now = [
+                    {key: value.clone() for key, value in state.items() if key == "residual"}
+                    for state in coded.states
+                ]
                 kept.append(now)
             opt.step()
             opt.zero_grad()
-        assert [len(bucket.members) for bucket in exchange(run)._buckets if bucket.flat.numel() < 100]
+        assert [
+            len(bucket.members) for bucket in exchange(run)._buckets if bucket.flat.numel() < 100
+        ]
         for bucket in exchange(run)._buckets:
             assert len({exchange(run)._kinds[number] for number in bucket.members}) == 1
         with_residual = [index for index, state in enumerate(kept[0]) if "residual" in state]
         assert with_residual
         for index in with_residual:  # the first turn's counts from the second one on
-            assert not bool(kept[0][index]["residual"].any()) and bool(kept[1][index]["residual"].any())
+            assert not bool(kept[0][index]["residual"].any()) and bool(
+                kept[1][index]["residual"].any()
+            )
         assert coded is not None
         before = [dict(state) for state in coded.states]
         coded._next[with_residual[0]] = {"residual": torch.ones(3)}
         coded.abort()
         coded.commit()
-        assert all(before[index]["residual"] is coded.states[index]["residual"] for index in with_residual)
+        assert all(
+            before[index]["residual"] is coded.states[index]["residual"] for index in with_residual
+        )
 
     workers(2, body, strategy=AllReduce(codec=codec))
 
@@ -138,7 +165,11 @@ def test_residuals_have_no_loss_scale() -> None:
     codec = error_feedback(topk(0.1))
     for strike in (-1, 5):
         one, *others = [
-            workers(2, lambda run, scale=scale, strike=strike: body(run, scale, strike), strategy=AllReduce(codec=codec))[0]
+            workers(
+                2,
+                lambda run, scale=scale, strike=strike: body(run, scale, strike),
+                strategy=AllReduce(codec=codec),
+            )[0]
             for scale in ((1.0, 1024.0, 2.0**15) if strike < 0 else (1.0, 1024.0))
         ]
         assert bool(one.isfinite().all())
@@ -149,7 +180,9 @@ def test_scalers_with_different_scales_are_refused() -> None:
     def body(run: Run) -> None:
         net = model()
         scalers = [torch.amp.GradScaler("cpu", init_scale=scale) for scale in (2.0, 4.0)]
-        net, _, loader, *_ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05), batches(dtype=torch.float32), *scalers)
+        net, _, loader, *_ = run.prepare(
+            net, torch.optim.SGD(net.parameters(), lr=0.05), batches(dtype=torch.float32), *scalers
+        )
         for _ in range(2):
             for x, y in loader:
                 F.mse_loss(net(x), y).backward()
@@ -158,13 +191,20 @@ def test_scalers_with_different_scales_are_refused() -> None:
         workers(2, body, strategy=AllReduce(codec=error_feedback(int8())))
 
 
-KEEPING = [codec for codec in CODECS if "error_feedback" in repr(codec) or "stochastic" in repr(codec)]
+KEEPING = [
+    codec for codec in CODECS if "error_feedback" in repr(codec) or "stochastic" in repr(codec)
+]
 RARE = ("sign", "topk(0.1)", "compose", "powersgd(2))")  # keep nothing but what others here keep
 
 
 @pytest.mark.parametrize(
     "codec",
-    [pytest.param(codec, marks=pytest.mark.soak if any(word in repr(codec) for word in RARE) else ()) for codec in KEEPING],
+    [
+        pytest.param(
+            codec, marks=pytest.mark.soak if any(word in repr(codec) for word in RARE) else ()
+        )
+        for codec in KEEPING
+    ],
     ids=repr,
 )
 def test_a_run_that_is_resumed_goes_on_with_what_was_kept(codec: Any, tmp_path: Path) -> None:
@@ -180,7 +220,9 @@ def test_a_run_that_is_resumed_goes_on_with_what_was_kept(codec: Any, tmp_path: 
 
 
 @pytest.mark.parametrize(("before", "after_"), [(4, 3), (2, 4), (3, 2)])
-def test_with_other_workers_nothing_that_was_kept_is_lost(before: int, after_: int, tmp_path: Path) -> None:
+def test_with_other_workers_nothing_that_was_kept_is_lost(
+    before: int, after_: int, tmp_path: Path
+) -> None:
     """The sum of all residuals is what it was."""
     strategy = AllReduce(codec=error_feedback(powersgd(2)))
 
@@ -188,7 +230,9 @@ def test_with_other_workers_nothing_that_was_kept_is_lost(before: int, after_: i
         coded = exchange(run)._coded
         assert coded is not None
         states = coded.state_dict()["states"]
-        return torch.cat([state["residual"] for state in states]).double(), torch.cat([state["inner"]["q"] for state in states])
+        return torch.cat([state["residual"] for state in states]).double(), torch.cat(
+            [state["inner"]["q"] for state in states]
+        )
 
     def first(run: Run) -> tuple[Tensor, Tensor]:
         steps(run, 6, save=True)
@@ -196,7 +240,11 @@ def test_with_other_workers_nothing_that_was_kept_is_lost(before: int, after_: i
 
     def later(run: Run) -> tuple[Tensor, Tensor]:
         net = model()
-        run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9), batches(dtype=torch.float32))
+        run.prepare(
+            net,
+            torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
+            batches(dtype=torch.float32),
+        )
         assert run.resume()
         return kept(run)
 
@@ -204,16 +252,31 @@ def test_with_other_workers_nothing_that_was_kept_is_lost(before: int, after_: i
     new = workers(after_, later, strategy=strategy, folder=tmp_path)
     total = torch.stack([residual for residual, _ in old]).sum(0)
     assert float(total.norm()) > 0
-    torch.testing.assert_close(torch.stack([residual for residual, _ in new]).sum(0), total, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        torch.stack([residual for residual, _ in new]).sum(0), total, rtol=1e-5, atol=1e-7
+    )
     assert all(torch.equal(q, old[0][1]) for _, q in [*old, *new])
 
 
 def test_another_codec_begins_anew_and_says_so(tmp_path: Path) -> None:
-    workers(2, lambda run: steps(run, 4, save=True), strategy=AllReduce(codec=error_feedback(topk(0.1))), folder=tmp_path)
+    workers(
+        2,
+        lambda run: steps(run, 4, save=True),
+        strategy=AllReduce(codec=error_feedback(topk(0.1))),
+        folder=tmp_path,
+    )
     for strategy, says in [
-        (AllReduce(codec=error_feedback(topk(0.2))), "the checkpoint was written with codec=error_feedback(topk(0.1)), this is codec="),
-        (AllReduce(), "the checkpoint was written with a codec: what it had kept of the gradients is dropped"),
+        (
+            AllReduce(codec=error_feedback(topk(0.2))),
+            "the checkpoint was written with codec=error_feedback(topk(0.1)), this is codec=",
+        ),
+        (
+            AllReduce(),
+            "the checkpoint was written with a codec: what it had kept of the gradients is dropped",
+        ),
     ]:
         said: list[str] = []
-        workers(2, lambda run: steps(run, 3, resume=True), strategy=strategy, folder=tmp_path, said=said)
+        workers(
+            2, lambda run: steps(run, 3, resume=True), strategy=strategy, folder=tmp_path, said=said
+        )
         assert any(says in text for text in said), said

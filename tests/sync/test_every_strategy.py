@@ -1,4 +1,6 @@
-"""Every codec and every strategy on processes: the same bits on all of them, and the identities between strategies."""
+"""Every codec and every strategy on processes: the same bits on all of them, and the identities
+between strategies.
+"""
 
 from __future__ import annotations
 

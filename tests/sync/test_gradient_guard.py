@@ -1,4 +1,6 @@
-"""What p.grad held before a pass is kept apart, also of a pass that C++ code begins and nobody announces."""
+"""What p.grad held before a pass is kept apart, also of a pass that C++ code begins and nobody
+announces.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,14 @@ from torch import Tensor, nn
 from paceline.session.run import Run
 from tests.harness.runs import alone, batches, distance, workers
 
-SCRIPTING = threading.Lock()  # Python 3.11 counts the depth of what it parses for all threads together (gh-106905)
+# Python 3.11 counts the depth of what it parses for all threads together (gh-106905)
+SCRIPTING = threading.Lock()
 
 
 def train(run: Run, first: bool) -> list[Tensor]:
-    """Three passes, each begun in TorchScript but for the first, if that is announced; gradients are zeroed in place."""
+    """Three passes, each begun in TorchScript but for the first, if that is announced; gradients
+    are zeroed in place.
+    """
 
     with SCRIPTING:
 
@@ -27,7 +32,9 @@ def train(run: Run, first: bool) -> list[Tensor]:
     with torch.no_grad():
         model.weight.fill_(0.5)
     found = []
-    model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), batches(24, 8))
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), batches(24, 8)
+    )
     for number, (x, _) in enumerate(loader):
         scale = 1.0 / max(len(x), 1)
         if number == 0 and first:
@@ -48,5 +55,6 @@ def test_passes_that_torchscript_begins_are_guarded() -> None:
 
 
 def test_some_passes_in_python_and_some_in_torchscript_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="began inside of TorchScript"):  # TorchScript makes its own error of ours
+    # TorchScript makes its own error of ours
+    with pytest.raises(RuntimeError, match="began inside of TorchScript"):
         workers(2, lambda run: train(run, True))

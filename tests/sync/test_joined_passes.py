@@ -19,7 +19,9 @@ from tests.harness.thread_groups import spawn
 
 
 def watched(group: Group, model: nn.Module, state: StepState) -> GradientTracker:
-    context = SyncContext(group, Agreement(group, step=lambda: state.step), state, announce=lambda text: None)
+    context = SyncContext(
+        group, Agreement(group, step=lambda: state.step), state, announce=lambda text: None
+    )
     sync = AllReduce().begin(context)
     tracker = GradientTracker(sync, context, resolve(sync), prepare=lambda: None)
     tracker.watch([Slot(name, parameter, None) for name, parameter in model.named_parameters()])
@@ -59,7 +61,10 @@ def test_passes_add_up_and_the_last_one_is_exchanged() -> None:
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     for found in spawn(2, body):
-        assert all(torch.allclose(one, two, atol=1e-12, rtol=0) for one, two in zip(found, wanted(), strict=True))
+        assert all(
+            torch.allclose(one, two, atol=1e-12, rtol=0)
+            for one, two in zip(found, wanted(), strict=True)
+        )
 
 
 def test_a_delayed_parameter_leaves_at_the_end() -> None:
@@ -82,7 +87,10 @@ def test_a_delayed_parameter_leaves_at_the_end() -> None:
     first, *others = wanted()
     for mine, *rest in spawn(2, body):
         assert torch.allclose(mine - 1, (first - 1) * 2, atol=1e-12, rtol=0)
-        assert all(torch.allclose(one, two, atol=1e-12, rtol=0) for one, two in zip(rest, others, strict=True))
+        assert all(
+            torch.allclose(one, two, atol=1e-12, rtol=0)
+            for one, two in zip(rest, others, strict=True)
+        )
 
 
 def test_what_only_early_passes_reach_leaves_too() -> None:
@@ -101,7 +109,10 @@ def test_what_only_early_passes_reach_leaves_too() -> None:
         for number, x in enumerate(rows(rank)):
             ((model[0](x) if number == 2 else model(x)).square().sum() / 2).backward()  # type: ignore[index]
     for found in spawn(2, body):
-        assert all(torch.allclose(one, p.grad, atol=1e-12, rtol=0) for one, p in zip(found, model.parameters(), strict=True))  # type: ignore[arg-type]
+        assert all(
+            torch.allclose(one, p.grad, atol=1e-12, rtol=0)
+            for one, p in zip(found, model.parameters(), strict=True)
+        )  # type: ignore[arg-type]
 
 
 def test_silent_steps_add_up_to_the_next() -> None:
@@ -119,7 +130,10 @@ def test_silent_steps_add_up_to_the_next() -> None:
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     for found in spawn(2, body):
-        assert all(torch.allclose(one, two, atol=1e-12, rtol=0) for one, two in zip(found, wanted(), strict=True))
+        assert all(
+            torch.allclose(one, two, atol=1e-12, rtol=0)
+            for one, two in zip(found, wanted(), strict=True)
+        )
 
 
 def test_a_failed_pass_leaves_nothing() -> None:

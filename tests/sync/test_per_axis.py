@@ -1,4 +1,6 @@
-"""AllReduce within hosts and local SGD between them, on threads: each host is one worker of local SGD."""
+"""AllReduce within hosts and local SGD between them, on threads: each host is one worker of
+local SGD.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +42,25 @@ def over_hosts(strategy: Strategy, hosts: tuple[int, ...] = HOSTS, **options: An
 @pytest.mark.slow
 def test_a_round_of_one_step_is_allreduce() -> None:
     for options in ({}, {"shares": cut(1, 4, 2, 1)}, {"shares": cut(0, 0, 3, 5)}):
-        assert distance(over_hosts(both(LocalSGD(1)), **options), runs(AllReduce(), size=4, **options)) < 1e-9, options
+        assert (
+            distance(over_hosts(both(LocalSGD(1)), **options), runs(AllReduce(), size=4, **options))
+            < 1e-9
+        ), options
 
 
-@pytest.mark.parametrize("outer", [LocalSGD(3), LocalSGD(4, outer=nesterov()), LocalSGD(3, momentum="averaged")], ids=repr)
+@pytest.mark.parametrize(
+    "outer",
+    [LocalSGD(3), LocalSGD(4, outer=nesterov()), LocalSGD(3, momentum="averaged")],
+    ids=repr,
+)
 def test_a_host_of_several_workers_is_one_worker_of_local_sgd(outer: LocalSGD) -> None:
     assert distance(over_hosts(both(outer)), reference(outer, 2)) < 1e-9
-    assert distance(over_hosts(both(outer), hosts=(0, 0, 0, 1), shares=cut(1, 2, 1, 4)), reference(outer, 2)) < 1e-9
+    assert (
+        distance(
+            over_hosts(both(outer), hosts=(0, 0, 0, 1), shares=cut(1, 2, 1, 4)), reference(outer, 2)
+        )
+        < 1e-9
+    )
 
 
 def test_gradients_are_equal_within_a_host_and_not_between() -> None:
@@ -59,7 +73,11 @@ def test_gradients_are_equal_within_a_host_and_not_between() -> None:
         raise AssertionError
 
     grads = workers(4, body, strategy=both(LocalSGD(8)), hosts=(0, 1, 0, 1))
-    assert torch.equal(grads[0], grads[2]) and torch.equal(grads[1], grads[3]) and not torch.equal(grads[0], grads[1])
+    assert (
+        torch.equal(grads[0], grads[2])
+        and torch.equal(grads[1], grads[3])
+        and not torch.equal(grads[0], grads[1])
+    )
 
 
 def test_codecs_on_both_axes() -> None:
@@ -70,7 +88,10 @@ def test_codecs_on_both_axes() -> None:
 
 @pytest.mark.slow
 def test_resume(tmp_path: Path) -> None:
-    strategy = both(LocalSGD(3, codec=error_feedback(topk(0.3))), AllReduce(codec=error_feedback(int8(block=32))))
+    strategy = both(
+        LocalSGD(3, codec=error_feedback(topk(0.3))),
+        AllReduce(codec=error_feedback(int8(block=32))),
+    )
     resumes(strategy, 4, tmp_path, HOSTS)
 
 
@@ -84,7 +105,11 @@ def test_resume(tmp_path: Path) -> None:
     ],
 )
 def test_what_can_not_stand_there(make: Any) -> None:
-    with pytest.raises(UsageError, match=r"can't stand there; write Sequence\(\(AllReduce\(\), 'local'\)"):
+    with pytest.raises(
+        UsageError, match=r"can't stand there; write Sequence\(\(AllReduce\(\), 'local'\)"
+    ):
         make()
-    with pytest.raises(UsageError, match=r"LocalSGD\(after=\.\.\.\) begins with gradients of all workers"):
+    with pytest.raises(
+        UsageError, match=r"LocalSGD\(after=\.\.\.\) begins with gradients of all workers"
+    ):
         both(LocalSGD(3, after=5))

@@ -26,7 +26,10 @@ OTHER: Layout = [[["c", 1]], [["d", 2], ["b", 3]], [["a", 2]]]
 
 def state(*values: float) -> dict[str, Any]:
     """One of a codec that stands in two others, and begins its next sum somewhere."""
-    return {"residual": torch.tensor(values), "inner": {"codec": {"residual": -torch.tensor(values)}, "q": torch.ones(1)}}
+    return {
+        "residual": torch.tensor(values),
+        "inner": {"codec": {"residual": -torch.tensor(values)}, "q": torch.ones(1)},
+    }
 
 
 def test_residuals_go_where_their_parameters_are_and_all_else_begins_anew() -> None:
@@ -34,7 +37,9 @@ def test_residuals_go_where_their_parameters_are_and_all_else_begins_anew() -> N
     first, second, third = relaid([state(0), state(0, 0, 7, 7, 7), state(8, 8)], OTHER, parts)
     assert first["residual"].tolist() == [6] and third["residual"].tolist() == [1, 2]
     assert second["residual"].tolist() == [0, 0, 3, 4, 5]  # d had none
-    assert second["inner"]["codec"]["residual"].tolist() == [0, 0, -3, -4, -5] and second["inner"]["q"].tolist() == [1]
+    assert second["inner"]["codec"]["residual"].tolist() == [0, 0, -3, -4, -5] and second["inner"][
+        "q"
+    ].tolist() == [1]
 
 
 def test_what_fits_no_more_is_zero_and_named_where_it_lies_nowhere() -> None:
@@ -52,13 +57,18 @@ def kept(run: Run) -> dict[str, Tensor]:
     coded = exchange(run)._coded
     assert coded is not None
     found = coded.state_dict()
-    return {name: part["residual"].double() for name, part in parted(found["states"], found["layout"]).items()}
+    return {
+        name: part["residual"].double()
+        for name, part in parted(found["states"], found["layout"]).items()
+    }
 
 
 def begin(run: Run, frozen: bool = False) -> tuple[Any, ...]:
     net = model()
     next(net.children()).requires_grad_(not frozen)
-    return run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05), batches(dtype=torch.float32))
+    return run.prepare(
+        net, torch.optim.SGD(net.parameters(), lr=0.05), batches(dtype=torch.float32)
+    )
 
 
 def totals(found: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -98,29 +108,48 @@ def test_a_run_goes_on_with_what_was_kept_in_other_buckets(
 ) -> None:
     """They are larger or smaller, or have parameters that were frozen, or lack some that are."""
     said: list[str] = []
-    old = totals(workers(2, lambda run: saved(run, before[1]), strategy=AllReduce(bucket_mb=before[0], codec=codec), folder=tmp_path))
+    old = totals(
+        workers(
+            2,
+            lambda run: saved(run, before[1]),
+            strategy=AllReduce(bucket_mb=before[0], codec=codec),
+            folder=tmp_path,
+        )
+    )
     strategy = AllReduce(bucket_mb=now[0], codec=codec)
-    new = totals(workers(2, lambda run: resumed(run, now[1]), strategy=strategy, folder=tmp_path, said=said))
+    new = totals(
+        workers(2, lambda run: resumed(run, now[1]), strategy=strategy, folder=tmp_path, said=said)
+    )
     assert len(new) == 6 - 2 * now[1] and len(old) == 6 - 2 * before[1]
     for name, residual in new.items():
         assert torch.equal(residual, old[name]) if name in old else not residual.any(), name
-    assert now[1] == any("kept of the gradient of 0.bias and 1 more is dropped" in text for text in said), said
+    assert now[1] == any(
+        "kept of the gradient of 0.bias and 1 more is dropped" in text for text in said
+    ), said
 
 
-def test_a_checkpoint_of_an_older_version_goes_on_where_the_same_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_an_older_version_goes_on_where_the_same_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It doesn't say how parameters lie in buckets, nor which have no place there."""
     own, strategy = AllReduceSync.state_dict, AllReduce(codec=error_feedback(topk(0.1)))
 
     def older(sync: AllReduceSync) -> dict[str, Any]:
         state = own(sync)
-        return {"order": state["order"], "coded": {key: state["coded"][key] for key in ("codec", "states")}}
+        return {
+            "order": state["order"],
+            "coded": {key: state["coded"][key] for key in ("codec", "states")},
+        }
 
     monkeypatch.setattr(AllReduceSync, "state_dict", older)
     old = totals(workers(2, lambda run: saved(run, False), strategy=strategy, folder=tmp_path))
     monkeypatch.undo()
     new = totals(workers(2, lambda run: resumed(run, False), strategy=strategy, folder=tmp_path))
     assert len(new) == 6 and all(torch.equal(residual, old[name]) for name, residual in new.items())
-    with pytest.raises(UsageError, match=r"has the gradient of .* in a codec, and no such parameter is trained here"):
+    with pytest.raises(
+        UsageError,
+        match=r"has the gradient of .* in a codec, and no such parameter is trained here",
+    ):
         workers(2, lambda run: resumed(run, True), strategy=strategy, folder=tmp_path)
 
 
@@ -128,7 +157,10 @@ def test_one_worker_exchanges_nothing_and_says_what_it_drops(tmp_path: Path) -> 
     strategy, said = AllReduce(codec=error_feedback(topk(0.1))), list[str]()
     workers(2, lambda run: saved(run, False), strategy=strategy, folder=tmp_path)
     workers(1, lambda run: resumed(run, False), strategy=strategy, folder=tmp_path, said=said)
-    assert any("kept of the gradient of 4.bias and 5 more is dropped: it is not exchanged here" in text for text in said), said
+    assert any(
+        "kept of the gradient of 4.bias and 5 more is dropped: it is not exchanged here" in text
+        for text in said
+    ), said
 
 
 def test_what_was_kept_stays_where_buckets_are_made_anew_as_more_is_trained() -> None:

@@ -8,7 +8,17 @@ import math
 import pytest
 
 from paceline.comm import schedule
-from paceline.sync.route_choice import ALIKE, FAST, MOST, SPARE, RouteFacts, alike, by_rates, choose, describe
+from paceline.sync.route_choice import (
+    ALIKE,
+    FAST,
+    MOST,
+    SPARE,
+    RouteFacts,
+    alike,
+    by_rates,
+    choose,
+    describe,
+)
 
 TWO, FOUR = (0, 0, 1, 1), (0, 1, 2, 3)
 UNEVEN = (12.5e7, 12.5e7, 12.5e7, 1.25e7)
@@ -16,9 +26,16 @@ UNEVEN = (12.5e7, 12.5e7, 12.5e7, 1.25e7)
 
 @pytest.mark.parametrize(
     ("rate", "cores", "way"),
-    [(FAST, SPARE / 2, "native"), (FAST, SPARE, "auto"), (FAST / 2, SPARE / 2, "auto"), (FAST / 2, SPARE, "auto")],
+    [
+        (FAST, SPARE / 2, "native"),
+        (FAST, SPARE, "auto"),
+        (FAST / 2, SPARE / 2, "auto"),
+        (FAST / 2, SPARE, "auto"),
+    ],
 )
-def test_fast_links_and_crowded_cores_take_the_native_way(rate: float, cores: float, way: str) -> None:
+def test_fast_links_and_crowded_cores_take_the_native_way(
+    rate: float, cores: float, way: str
+) -> None:
     choice = choose(TWO, RouteFacts((rate, rate), 1e-4, cores))
     assert (choice.way, choice.across) == (way, None)
     assert ("via='native'" if way == "native" else "one copy per host") in choice.why
@@ -35,8 +52,12 @@ def test_uneven_chunks_are_taken_where_links_differ_and_they_pay() -> None:
     assert math.isclose(sum(choice.parts), 1) and len(choice.parts) == 4 and choice.parts[3] == 0
     assert "links carry 100 Mbit/s to 1 Gbit/s" in choice.why and "1.33 times" in choice.why
     assert choose((0, 1, 2), RouteFacts((1e8, 1e8, 1e8), 1e-4, 8.0)).way == "auto"
-    assert choose(FOUR, RouteFacts((1e8 * ALIKE, 1e8, 1e8, 1e8), 1e-4, 8.0)).across is None, "no probe is more exact"
-    assert choose((0, 1), RouteFacts((1e8, 1e7), 1e-4, 8.0)).across is None, "the links of two hosts carry the same"
+    assert choose(FOUR, RouteFacts((1e8 * ALIKE, 1e8, 1e8, 1e8), 1e-4, 8.0)).across is None, (
+        "no probe is more exact"
+    )
+    assert choose((0, 1), RouteFacts((1e8, 1e7), 1e-4, 8.0)).across is None, (
+        "the links of two hosts carry the same"
+    )
     many = (1e9, *(1e7,) * MOST)
     assert choose(range(len(many)), RouteFacts(many, 1e-4, 8.0)).across is None
 
@@ -59,9 +80,22 @@ def test_what_is_kept_of_a_choice_tells_it_from_others() -> None:
     uneven = json.loads(json.dumps(choose(FOUR, facts).fields()))
     usual = choose(FOUR, facts._replace(rates=(1e8,) * 4)).fields()
     native = choose(TWO, RouteFacts((FAST, FAST), 1e-4, 1.0)).fields()
-    assert alike(None, usual) and alike(usual, None) and alike(None, None) and alike(uneven, choose(FOUR, facts).fields())
-    assert alike(uneven, by_rates(FOUR, facts).fields()), "who has asked for what is chosen gets the same"
+    assert (
+        alike(None, usual)
+        and alike(usual, None)
+        and alike(None, None)
+        and alike(uneven, choose(FOUR, facts).fields())
+    )
+    assert alike(uneven, by_rates(FOUR, facts).fields()), (
+        "who has asked for what is chosen gets the same"
+    )
     assert not alike(uneven, None) and not alike(usual, native)
-    assert not alike(uneven, choose(FOUR, facts._replace(rates=(*UNEVEN[:2], 6e7, 1.25e7))).fields())
-    assert [describe(each) for each in (None, usual, native)] == ["the usual way", "the usual way", "via='native'"]
+    assert not alike(
+        uneven, choose(FOUR, facts._replace(rates=(*UNEVEN[:2], 6e7, 1.25e7))).fields()
+    )
+    assert [describe(each) for each in (None, usual, native)] == [
+        "the usual way",
+        "the usual way",
+        "via='native'",
+    ]
     assert describe(uneven) == "via='uneven' with chunks of 0.333, 0.333, 0.333, 0"

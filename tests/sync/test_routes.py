@@ -19,13 +19,27 @@ SIZES = (100_000, 7, 2, 1, 40_001)  # also below the number of workers
 Found = tuple[str, list[bytes], list[str], str]
 
 
-def summed(group: Group, hosts: tuple[int, ...], facts: RouteFacts | None, via: str = "auto") -> Found:
-    """The kind of reducer, the bits of sums that are under way at once, what was said, and the way; whole numbers give exact sums."""
+def summed(
+    group: Group, hosts: tuple[int, ...], facts: RouteFacts | None, via: str = "auto"
+) -> Found:
+    """The kind of reducer, the bits of sums that are under way at once, what was said, and the
+    way; whole numbers give exact sums.
+    """
     said: list[str] = []
-    context = SyncContext(group, Agreement(group), hosts=hosts, announce=said.append, route_facts=facts)
+    context = SyncContext(
+        group, Agreement(group), hosts=hosts, announce=said.append, route_facts=facts
+    )
     chosen = reducer(via)(context)
-    exact = [[torch.randint(-999, 999, (n,), generator=torch.Generator().manual_seed(9 * r + n)) for r in range(group.size)] for n in SIZES]
-    tenths = [torch.randn(n, generator=torch.Generator().manual_seed(10 * group.rank + n)) for n in SIZES]
+    exact = [
+        [
+            torch.randint(-999, 999, (n,), generator=torch.Generator().manual_seed(9 * r + n))
+            for r in range(group.size)
+        ]
+        for n in SIZES
+    ]
+    tenths = [
+        torch.randn(n, generator=torch.Generator().manual_seed(10 * group.rank + n)) for n in SIZES
+    ]
     flats = []
     for part in [*(each[group.rank].float() for each in exact), *tenths]:
         flat = chosen.empty(part.numel(), torch.float32)
@@ -41,7 +55,9 @@ def summed(group: Group, hosts: tuple[int, ...], facts: RouteFacts | None, via: 
 
 @pytest.mark.parametrize("via", ["auto", "uneven"])
 @pytest.mark.parametrize("rates", [SLOW, (1e7, 3e7, 1e8, 2e7, 9e7)])
-def test_links_that_differ_bring_uneven_chunks_and_the_same_bits_everywhere(via: str, rates: tuple[float, ...]) -> None:
+def test_links_that_differ_bring_uneven_chunks_and_the_same_bits_everywhere(
+    via: str, rates: tuple[float, ...]
+) -> None:
     count = len(rates)
 
     def body(group: ThreadGroup) -> Found:
@@ -50,13 +66,21 @@ def test_links_that_differ_bring_uneven_chunks_and_the_same_bits_everywhere(via:
     found = spawn(count, body)
     assert all(each == found[0] for each in found)
     kind, _, said, way = found[0]
-    assert (kind, way, len(said)) == (ScheduledReducer.__name__, "uneven", 1) and "cluster.json" in said[0]
+    assert (kind, way, len(said)) == (
+        ScheduledReducer.__name__,
+        "uneven",
+        1,
+    ) and "cluster.json" in said[0]
 
 
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 2), (0, 1, 2, 0), (2, 1, 0, 2, 1)])
 @pytest.mark.parametrize("grouped", [True, False])
-def test_uneven_chunks_between_hosts_of_several_workers(hosts: tuple[int, ...], grouped: bool) -> None:
-    """Also where the workers of a host have no shared memory, and the group is one of all workers."""
+def test_uneven_chunks_between_hosts_of_several_workers(
+    hosts: tuple[int, ...], grouped: bool
+) -> None:
+    """Also where the workers of a host have no shared memory, and the group is one of all
+    workers.
+    """
 
     def body(group: ThreadGroup) -> Found:
         whole = made(group, hosts) if grouped else group
@@ -73,7 +97,10 @@ def test_uneven_chunks_between_hosts_of_several_workers(hosts: tuple[int, ...], 
 def test_with_links_that_are_alike_nothing_changes_to_the_bit(hosts: tuple[int, ...]) -> None:
     def body(group: ThreadGroup) -> tuple[Found, Found]:
         whole = made(group, hosts) if len(hosts) > 3 else group
-        found = [summed(whole, hosts, facts) for facts in (None, RouteFacts((1e8, 1e8 * ALIKE, 1.1e8), 1e-4, 4.0))]
+        found = [
+            summed(whole, hosts, facts)
+            for facts in (None, RouteFacts((1e8, 1e8 * ALIKE, 1.1e8), 1e-4, 4.0))
+        ]
         whole.close()
         return found[0], found[1]
 
@@ -94,13 +121,17 @@ def test_fast_links_of_crowded_hosts_are_used_by_all_workers() -> None:
         return sent[0], sent[1]
 
     for fast, slow in spawn(4, body):
-        assert fast == 0 < slow, "over slow links, and not over fast ones, workers of a host add up first"
+        assert fast == 0 < slow, (
+            "over slow links, and not over fast ones, workers of a host add up first"
+        )
 
 
 def test_what_has_a_way_of_its_own_chooses_none() -> None:
     def body(group: ThreadGroup) -> None:
         for via, coded in (("auto", True), ("ring", False), ("native", False)):
-            context = SyncContext(group, Agreement(group), hosts=(0, 1), route_facts=RouteFacts((1e8, 1e7), 1e-4, 1.0))
+            context = SyncContext(
+                group, Agreement(group), hosts=(0, 1), route_facts=RouteFacts((1e8, 1e7), 1e-4, 1.0)
+            )
             made = reducer(via, coded=coded)(context)
             assert isinstance(made, GroupReducer) and context.routes == [] and context.route is None
             made.close()

@@ -21,8 +21,15 @@ def test_what_is_checked_in_is_what_is_drawn() -> None:
 
 
 def test_every_picture_is_on_a_page() -> None:
-    shown = {link.rpartition("/")[2] for page in PAGES for link in links(text(page)) if link.endswith((".svg", ".png"))}
-    assert {path.name for path in (DOCS / "pictures").iterdir() if path.suffix in (".svg", ".png")} == shown
+    shown = {
+        link.rpartition("/")[2]
+        for page in PAGES
+        for link in links(text(page))
+        if link.endswith((".svg", ".png"))
+    }
+    assert {
+        path.name for path in (DOCS / "pictures").iterdir() if path.suffix in (".svg", ".png")
+    } == shown
 
 
 @pytest.mark.parametrize("name", sorted(drawn()))
@@ -42,9 +49,11 @@ def test_all_schedules_are_drawn() -> None:
 
 def test_every_rank_ends_with_the_whole_sum_in_the_picture() -> None:
     picture = all_reduce.picture("ring", "3")
-    assert picture.count('class="to-blue"') == picture.count('class="to-green"') == 6  # as many moves as the schedule has of each kind
+    # as many moves as the schedule has of each kind
+    assert picture.count('class="to-blue"') == picture.count('class="to-green"') == 6
     last = 26 + all_reduce.ROUND * 4
-    assert len(re.findall(rf'y="{last:g}"[^/]*class="green"', picture)) == 9  # three chunks of three ranks
+    # three chunks of three ranks
+    assert len(re.findall(rf'y="{last:g}"[^/]*class="green"', picture)) == 9
 
 
 def test_staleness_bounds_what_is_drawn() -> None:
@@ -52,7 +61,10 @@ def test_staleness_bounds_what_is_drawn() -> None:
     for bound in (0.0, 2.0, inf):
         leads = [0]
         for worker, turn, begin, _ in staleness.turns(bound):
-            others = [sum(end <= begin for who, _, _, end in staleness.turns(bound) if who == other) for other in range(staleness.WORKERS)]
+            others = [
+                sum(end <= begin for who, _, _, end in staleness.turns(bound) if who == other)
+                for other in range(staleness.WORKERS)
+            ]
             assert others[worker] == turn
             leads.append(turn - min(others))
         assert max(leads) == (bound if bound < inf else 4)
@@ -67,4 +79,6 @@ def test_what_is_written_is_escaped() -> None:
     drawing.say(0, 10, "1 < 2 & 3")
     drawing.arrow((0, 0), (10, 0), "to-blue")
     drawing.rule((0, 0), (20, 0))
-    assert next(each.text for each in ElementTree.fromstring(drawing.text()) if each.text) == "a < b"
+    assert (
+        next(each.text for each in ElementTree.fromstring(drawing.text()) if each.text) == "a < b"
+    )

@@ -16,11 +16,21 @@ from website.sources import OUTSIDE, made, source
 
 
 def test_every_command_and_option_is_there() -> None:
-    sections = {part.partition("`")[0]: part for part in commands.page().split("\n## `paceline ")[1:]}
-    found = {name.removeprefix("paceline "): command for name, command in commands.walk(typer.main.get_command(app))}
+    sections = {
+        part.partition("`")[0]: part for part in commands.page().split("\n## `paceline ")[1:]
+    }
+    found = {
+        name.removeprefix("paceline "): command
+        for name, command in commands.walk(typer.main.get_command(app))
+    }
     assert set(sections) == set(found) >= {"run", "lab run", "report"}
     for name, command in found.items():
-        shown = [each.opts[0] if each.metavar is None or each.opts[0].startswith("-") else str(each.metavar) for each in command.params]
+        shown = [
+            each.opts[0]
+            if each.metavar is None or each.opts[0].startswith("-")
+            else str(each.metavar)
+            for each in command.params
+        ]
         assert [option for option in shown if option not in sections[name]] == []
 
 
@@ -45,10 +55,16 @@ def test_an_example_says_what_it_is(tmp_path: Path) -> None:
     assert set(examples.pages(tmp_path)) == {"examples/a-py.md", "examples/deep/job-yaml.md"}
     assert examples.pages(tmp_path)["examples/a-py.md"].startswith("# a.py\n\nTrains.\n\n```python")
     (tmp_path / "README.md").write_text("# Examples\n")
-    cells = [{"cell_type": "markdown", "source": ["# Here\n"]}, {"cell_type": "code", "source": ["x = 1\n", "y = 2"]}]
+    cells = [
+        {"cell_type": "markdown", "source": ["# Here\n"]},
+        {"cell_type": "code", "source": ["x = 1\n", "y = 2"]},
+    ]
     (tmp_path / "note.ipynb").write_text(json.dumps({"cells": cells}))
     assert next(iter(examples.pages(tmp_path).items())) == ("examples/index.md", "# Examples\n")
-    assert examples.pages(tmp_path)["examples/note-ipynb.md"] == "# note.ipynb\n\n## Here\n\n\n```python\nx = 1\ny = 2\n```"
+    assert (
+        examples.pages(tmp_path)["examples/note-ipynb.md"]
+        == "# note.ipynb\n\n## Here\n\n\n```python\nx = 1\ny = 2\n```"
+    )
     assert examples.homes(tmp_path)["examples/deep/job.yaml"] == "examples/deep/job-yaml.md"
 
 

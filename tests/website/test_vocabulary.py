@@ -1,4 +1,6 @@
-"""The vocabulary has each word once, in order, in two sentences at most, and says where it is explained."""
+"""The vocabulary has each word once, in order, in two sentences at most, and says where it is
+explained.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,20 @@ from tests.harness.documents import ROOT
 
 ROW = re.compile(r"^\| \*\*(.+?)\*\* \| (.*) \|$", re.MULTILINE)
 WANTED = {
-    *("share", "turn", "ghost", "view", "rank", "worker", "host", "mesh", "axis", "replica", "stage", "micro-batch"),
+    *(
+        "share",
+        "turn",
+        "ghost",
+        "view",
+        "rank",
+        "worker",
+        "host",
+        "mesh",
+        "axis",
+        "replica",
+        "stage",
+        "micro-batch",
+    ),
     *("staleness", "residual", "lockstep", "route", "schedule", "codec", "bucket"),
 }
 
@@ -35,7 +50,10 @@ def test_each_is_two_sentences_and_says_where_more_is() -> None:
 
 
 def test_sentences_are_counted() -> None:
-    assert sentences("Samples of all, `run.size. Of` them. Are there two? There are: [Here](a.md. b).") == 3
+    assert (
+        sentences("Samples of all, `run.size. Of` them. Are there two? There are: [Here](a.md. b).")
+        == 3
+    )
 
 
 def test_no_word_of_users_is_explained_to_developers_once_more() -> None:

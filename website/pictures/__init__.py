@@ -1,1 +1,3 @@
-"""The pictures of the concept pages, drawn from the schedules, shares and bounds that paceline itself works with."""
+"""The pictures of the concept pages, drawn from the schedules, shares and bounds that paceline
+itself works with.
+"""

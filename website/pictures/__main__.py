@@ -11,8 +11,16 @@ FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 
 def drawn() -> dict[str, str]:
     """Return all pictures by the names of their files."""
-    others = {"pipelines": pipelines, "shares": shares, "sharding": sharding, "staleness": staleness}
-    return {**all_reduce.pictures(), **{f"{name}.svg": module.picture() for name, module in others.items()}}
+    others = {
+        "pipelines": pipelines,
+        "shares": shares,
+        "sharding": sharding,
+        "staleness": staleness,
+    }
+    return {
+        **all_reduce.pictures(),
+        **{f"{name}.svg": module.picture() for name, module in others.items()},
+    }
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """All-reduces: a column for each rank, a row for each moment, and in between the moves of a round.
 
-What a rank has of each chunk is a box, which fills up as the parts of more ranks come in, and is green once it is the whole sum.
+What a rank has of each chunk is a box, which fills up as the parts of more ranks come in, and is
+green once it is the whole sum.
 """
 
 from __future__ import annotations
@@ -10,11 +11,20 @@ from paceline.comm.schedule import Schedule, build
 from paceline.formatting import counted
 from website.pictures.svg import Drawing
 
-SHOWN = {"direct": "4", "ring": "4", "owners": "4", "tree": "7", "halving-doubling": "4", "hierarchical": "2+2", "uneven": "3"}
+SHOWN = {
+    "direct": "4",
+    "ring": "4",
+    "owners": "4",
+    "tree": "7",
+    "halving-doubling": "4",
+    "hierarchical": "2+2",
+    "uneven": "3",
+}
 COLUMN, ROUND, BOX = 92.0, 62.0, 13.0  # pixels
 LEFT = 84.0
 
-State = list[list[frozenset[int]]]  # of each rank, and of each chunk: the ranks whose parts are in it
+# of each rank, and of each chunk: the ranks whose parts are in it
+State = list[list[frozenset[int]]]
 
 
 def pictures() -> dict[str, str]:
@@ -26,7 +36,9 @@ def picture(name: str, numbers: str) -> str:
     """Draw one schedule; `numbers` are those that `paceline bench collectives --draw` takes."""
     placed = hosts(numbers, numbers)
     schedule = build(name, placed)
-    drawing = Drawing(f"{name}: {counted(schedule.size, 'rank')}, {counted(len(schedule.rounds), 'round')}")
+    drawing = Drawing(
+        f"{name}: {counted(schedule.size, 'rank')}, {counted(len(schedule.rounds), 'round')}"
+    )
     for rank in range(schedule.size):
         host = f" (host {placed[rank]})" if len(set(placed)) > 1 else ""
         drawing.say(_middle(rank), 16, f"rank {rank}{host}", "ink small", anchor="middle")
@@ -62,4 +74,10 @@ def _boxes(drawing: Drawing, schedule: Schedule, state: State, top: float) -> No
             x = _place(schedule, rank, chunk) - BOX / 2
             drawing.box(x, top, BOX, BOX, "faint")
             filled = BOX * len(parts) / schedule.size
-            drawing.box(x, top + BOX - filled, BOX, filled, "green" if len(parts) == schedule.size else "blue")
+            drawing.box(
+                x,
+                top + BOX - filled,
+                BOX,
+                filled,
+                "green" if len(parts) == schedule.size else "blue",
+            )

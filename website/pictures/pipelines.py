@@ -1,4 +1,6 @@
-"""Pipelines: a row for each rank, time from left to right, and each action as wide as it takes long."""
+"""Pipelines: a row for each rank, time from left to right, and each action as wide as it takes
+long.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,19 @@ LOOKS: dict[Kind, tuple[str, str]] = {  # the box, and the number in it
     "input": ("orange", "on-light"),
     "weight": ("green", "on-dark"),
 }
-SAID: dict[Kind, str] = {"forward": "forward", "backward": "backward", "input": "gradients of inputs", "weight": "gradients of parameters"}
+SAID: dict[Kind, str] = {
+    "forward": "forward",
+    "backward": "backward",
+    "input": "gradients of inputs",
+    "weight": "gradients of parameters",
+}
 
 
 def picture() -> str:
     """Draw all schedules of as many ranks and micro-batches, one below the other."""
-    drawing = Drawing(f"The schedules of pipelines, with {RANKS} ranks and {MICRO_BATCHES} micro-batches")
+    drawing = Drawing(
+        f"The schedules of pipelines, with {RANKS} ranks and {MICRO_BATCHES} micro-batches"
+    )
     top = _legend(drawing)
     for name in SCHEDULES:
         schedule = make_schedule(name, RANKS, MICRO_BATCHES, None)
@@ -46,7 +55,12 @@ def _timeline(drawing: Drawing, timeline: PipelineTimeline, top: float) -> float
     schedule = timeline.schedule
     drawing.say(4, top, schedule.name, "ink bold")
     kept = f"{max(timeline.kept):.3g}"
-    drawing.say(112, top, f"bubble {100 * timeline.bubble:.1f} %, at most {kept} micro-batches kept on a rank", "soft")
+    drawing.say(
+        112,
+        top,
+        f"bubble {100 * timeline.bubble:.1f} %, at most {kept} micro-batches kept on a rank",
+        "soft",
+    )
     for rank, spans in enumerate(timeline.rows):
         y = top + 10 + ROW * rank
         drawing.say(4, y + 14, f"rank {rank}", "soft small")
@@ -56,5 +70,11 @@ def _timeline(drawing: Drawing, timeline: PipelineTimeline, top: float) -> float
             x, width = LEFT + UNIT * span.start, UNIT * (span.end - span.start)
             second = schedule.held(rank).index(span.action.stage)
             drawing.box(x + 0.5, y, width - 1, ROW - 2, look, part=0.55 if second else 1.0)
-            drawing.say(x + width / 2, y + 13, str(span.action.micro_batch), f"{'ink' if second else number} small", anchor="middle")
+            drawing.say(
+                x + width / 2,
+                y + 13,
+                str(span.action.micro_batch),
+                f"{'ink' if second else number} small",
+                anchor="middle",
+            )
     return top + 10 + ROW * RANKS + 30

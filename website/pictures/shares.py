@@ -1,4 +1,6 @@
-"""Shares of global batches: who takes which samples, equal or by speed, and what a worker does that gets none."""
+"""Shares of global batches: who takes which samples, equal or by speed, and what a worker does
+that gets none.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,21 @@ def picture() -> str:
             look, word = LOOKS[worker]
             for sample in range(start, stop):
                 drawing.box(LEFT + CELL * sample, top, CELL - 2, 24, look)
-                drawing.say(LEFT + CELL * (sample + 0.5) - 1, top + 16, str(sample), f"{word} small", anchor="middle")
+                drawing.say(
+                    LEFT + CELL * (sample + 0.5) - 1,
+                    top + 16,
+                    str(sample),
+                    f"{word} small",
+                    anchor="middle",
+                )
             if stop - start > 1:  # else there is no room; the colours say it
-                drawing.say(LEFT + CELL * (start + stop) / 2 - 1, top + 38, f"worker {worker}", "soft small", anchor="middle")
+                drawing.say(
+                    LEFT + CELL * (start + stop) / 2 - 1,
+                    top + 38,
+                    f"worker {worker}",
+                    "soft small",
+                    anchor="middle",
+                )
             elif start == stop:
                 _ghost(drawing, LEFT + CELL * stop + 60, top, worker)
     return drawing.text()
@@ -37,4 +51,9 @@ def _ghost(drawing: Drawing, x: float, top: float, worker: int) -> None:
     look, _ = LOOKS[worker]
     drawing.box(x, top, CELL - 2, 24, look, part=0.3)
     drawing.say(x + CELL / 2 - 1, top + 16, "0", "ink small", anchor="middle")
-    drawing.say(x + CELL + 8, top + 16, f"worker {worker} runs on a ghost: sample 0, with weight zero", "soft")
+    drawing.say(
+        x + CELL + 8,
+        top + 16,
+        f"worker {worker} runs on a ghost: sample 0, with weight zero",
+        "soft",
+    )

@@ -1,6 +1,8 @@
-"""Turns of three workers on a parameter server, within different bounds of staleness: who waits, and how far workers come in the same time.
+"""Turns of three workers on a parameter server, within different bounds of staleness: who waits,
+and how far workers come in the same time.
 
-Worker 2 has two slow turns. Whether a worker may begin a turn is decided by the clocks that servers keep (`servers/process/staleness.py`).
+Worker 2 has two slow turns. Whether a worker may begin a turn is decided by the clocks that servers
+keep (`servers/process/staleness.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +14,11 @@ from website.pictures.svg import Drawing
 
 WORKERS, SECONDS = 3, 12.0
 SLOW = {(2, 1): 3.0, (2, 2): 3.0}  # (worker, turn): seconds; all others take one
-BOUNDS = {0.0: "staleness=0: in lockstep", 2.0: "staleness=2: at most two turns ahead", inf: "staleness=inf: nobody waits"}
+BOUNDS = {
+    0.0: "staleness=0: in lockstep",
+    2.0: "staleness=2: at most two turns ahead",
+    inf: "staleness=inf: nobody waits",
+}
 UNIT, ROW = 48.0, 22.0  # pixels of a second, and of a row
 LEFT = 72.0
 
@@ -40,7 +46,9 @@ def picture() -> str:
 
 
 def turns(bound: float) -> list[Turn]:
-    """Return the turns that begin within the time, by the servers' own rule: a worker begins one if it is at most `bound` turns ahead."""
+    """Return the turns that begin within the time, by the servers' own rule: a worker begins one
+    if it is at most `bound` turns ahead.
+    """
     clocks = WorkerClocks(dict.fromkeys(range(WORKERS), 0))
     everyone, busy, found = range(WORKERS), dict[int, float](), list[Turn]()
     now = 0.0
@@ -65,5 +73,13 @@ def _rows(drawing: Drawing, found: list[Turn], top: float) -> None:
         for _, turn, start, end in (each for each in found if each[0] == worker):
             width = UNIT * (min(end, SECONDS) - start)
             slow = (worker, turn) in SLOW
-            drawing.box(LEFT + UNIT * start + 0.5, y, width - 1, ROW - 3, "orange" if slow else "blue")
-            drawing.say(LEFT + UNIT * start + width / 2, y + 14, str(turn), f"{'on-light' if slow else 'on-dark'} small", anchor="middle")
+            drawing.box(
+                LEFT + UNIT * start + 0.5, y, width - 1, ROW - 3, "orange" if slow else "blue"
+            )
+            drawing.say(
+                LEFT + UNIT * start + width / 2,
+                y + 14,
+                str(turn),
+                f"{'on-light' if slow else 'on-dark'} small",
+                anchor="middle",
+            )

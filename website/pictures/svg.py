@@ -1,4 +1,5 @@
-"""Pictures as SVG: boxes, arrows and words, in colours that colour-blind people tell apart, and that follow a page from light to dark.
+"""Pictures as SVG: boxes, arrows and words, in colours that colour-blind people tell apart, and
+that follow a page from light to dark.
 
 Coordinates are in pixels, from the upper left corner.
 """
@@ -19,7 +20,7 @@ STYLE = """
 .drawing .to-blue { stroke: #2a8fd0 } .drawing .to-green { stroke: #12a97f }
 .drawing .on-dark { fill: #ffffff } .drawing .on-light { fill: #1b1f24 }
 .drawing .bold { font-weight: 600 } .drawing .small { font-size: 11px }
-"""
+"""  # noqa: E501
 
 
 class Drawing:
@@ -29,17 +30,27 @@ class Drawing:
         self._title, self._parts = title, list[str]()
         self._width = self._height = 0.0
 
-    def box(self, x: float, y: float, width: float, height: float, look: str, *, part: float = 1.0) -> None:
+    def box(
+        self, x: float, y: float, width: float, height: float, look: str, *, part: float = 1.0
+    ) -> None:
         """Draw a box; `look` are its classes, `part` how opaque it is."""
         opacity = "" if part == 1.0 else f' opacity="{_number(part)}"'
-        place = f'x="{_number(x)}" y="{_number(y)}" width="{_number(width)}" height="{_number(height)}"'
+        place = (
+            f'x="{_number(x)}" y="{_number(y)}" width="{_number(width)}" height="{_number(height)}"'
+        )
         self._add(f'<rect {place} rx="2" class="{look}"{opacity}/>', x + width, y + height)
 
-    def say(self, x: float, y: float, text: str, look: str = "ink", *, anchor: Anchor = "start") -> None:
+    def say(
+        self, x: float, y: float, text: str, look: str = "ink", *, anchor: Anchor = "start"
+    ) -> None:
         """Write a line of text whose baseline is at `y`."""
         placed = "" if anchor == "start" else f' text-anchor="{anchor}"'
         wide = {"start": 7.2 * len(text), "middle": 3.6 * len(text), "end": 0.0}[anchor]
-        self._add(f'<text x="{_number(x)}" y="{_number(y)}"{placed} class="{look}">{escape(text)}</text>', x + wide, y + 4)
+        self._add(
+            f'<text x="{_number(x)}" y="{_number(y)}"{placed} class="{look}">{escape(text)}</text>',
+            x + wide,
+            y + 4,
+        )
 
     def arrow(self, start: tuple[float, float], end: tuple[float, float], look: str) -> None:
         """Draw an arrow between two points."""
@@ -49,18 +60,37 @@ class Drawing:
         left, right = (u - 6 * a + 3 * b, v - 6 * b - 3 * a), (u - 6 * a - 3 * b, v - 6 * b + 3 * a)
         route = " ".join(f"{_number(p)} {_number(q)}" for p, q in (left, end, right))
         path = f"M{_number(x)} {_number(y)}L{_number(u)} {_number(v)}M{route}"
-        self._add(f'<path d="{path}" fill="none" stroke-width="1.5" class="{look}"/>', max(x, u), max(y, v))
+        self._add(
+            f'<path d="{path}" fill="none" stroke-width="1.5" class="{look}"/>',
+            max(x, u),
+            max(y, v),
+        )
 
     def rule(self, start: tuple[float, float], end: tuple[float, float]) -> None:
         """Draw a thin line."""
-        points = f'x1="{_number(start[0])}" y1="{_number(start[1])}" x2="{_number(end[0])}" y2="{_number(end[1])}"'
+        points = (
+            f'x1="{_number(start[0])}" y1="{_number(start[1])}" x2="{_number(end[0])}" '
+            f'y2="{_number(end[1])}"'
+        )
         self._add(f'<line {points} class="line"/>', *end)
 
     def text(self) -> str:
         """Return the SVG."""
         size = f"0 0 {_number(self._width + 8)} {_number(self._height + 8)}"
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" width="{_number(self._width + 8)}" class="drawing" role="img">'
-        return "\n".join([head, f"<title>{escape(self._title)}</title>", f"<style>{STYLE}</style>", *self._parts, "</svg>", ""])
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" '
+            f'width="{_number(self._width + 8)}" class="drawing" role="img">'
+        )
+        return "\n".join(
+            [
+                head,
+                f"<title>{escape(self._title)}</title>",
+                f"<style>{STYLE}</style>",
+                *self._parts,
+                "</svg>",
+                "",
+            ]
+        )
 
     def _add(self, part: str, right: float, bottom: float) -> None:
         self._parts.append(part)

@@ -1,4 +1,6 @@
-"""Writes scikit-learn's digits (1,797 pictures of 8 x 8) as tensors, for environments that have only torch."""
+"""Writes scikit-learn's digits (1,797 pictures of 8 x 8) as tensors, for environments that have
+only torch.
+"""
 
 from __future__ import annotations
 

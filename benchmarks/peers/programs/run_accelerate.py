@@ -9,8 +9,12 @@ from accelerate.utils import DataLoaderConfiguration
 
 def main() -> None:
     job = workload.Job(workload.parser(__doc__).parse_args())
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
-    model, optimizer, loader = accelerator.prepare(job.model, job.optimizer(), job.loader(job.batch))
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True)
+    )
+    model, optimizer, loader = accelerator.prepare(
+        job.model, job.optimizer(), job.loader(job.batch)
+    )
     for x, y in job.turns(loader):
         loss = workload.loss_of(model(x), y)
         accelerator.backward(loss)

@@ -1,4 +1,6 @@
-"""torch's DistributedDataParallel: plain, with a bucket size given or tried out, with its fp16 and PowerSGD hooks, as post-local SGD."""
+"""torch's DistributedDataParallel: plain, with a bucket size given or tried out, with its fp16
+and PowerSGD hooks, as post-local SGD.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ from collections.abc import Callable
 import torch.distributed as dist
 import workload
 from torch import nn, optim
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -42,12 +48,18 @@ def powersgd(job: workload.Job, model: DistributedDataParallel) -> Pair:
 
 
 def local(job: workload.Job, model: DistributedDataParallel) -> Pair:
-    """The mean of the gradients while warming up, then of the parameters, every `PERIOD` steps; the last step is one of those."""
+    """The mean of the gradients while warming up, then of the parameters, every `PERIOD` steps;
+    the last step is one of those.
+    """
     warm = job.warm - 1
     mine = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    state = post_localSGD_hook.PostLocalSGDState(None, mine, warm, post_local_gradient_allreduce=False)
+    state = post_localSGD_hook.PostLocalSGDState(
+        None, mine, warm, post_local_gradient_allreduce=False
+    )
     model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-    return model, PostLocalSGDOptimizer(job.optimizer(model), PeriodicModelAverager(period=PERIOD, warmup_steps=warm))
+    return model, PostLocalSGDOptimizer(
+        job.optimizer(model), PeriodicModelAverager(period=PERIOD, warmup_steps=warm)
+    )
 
 
 HOOKS: dict[str, Callable[[workload.Job, DistributedDataParallel], Pair]] = {
@@ -59,7 +71,9 @@ HOOKS: dict[str, Callable[[workload.Job, DistributedDataParallel], Pair]] = {
 
 
 def try_sizes(job: workload.Job, sizes: list[float]) -> dict[float, float]:
-    """Median seconds of a step with each bucket size, all in turn, `steps` times; the slowest worker counts."""
+    """Median seconds of a step with each bucket size, all in turn, `steps` times; the slowest
+    worker counts.
+    """
     programs = []
     for size in sizes:
         model = DistributedDataParallel(copy.deepcopy(job.model), bucket_cap_mb=size)
@@ -77,15 +91,25 @@ def try_sizes(job: workload.Job, sizes: list[float]) -> dict[float, float]:
             if index >= 0:
                 taken[size].append(time.perf_counter() - start)
     answers: list[dict[float, float]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(answers, {size: statistics.median(seconds) for size, seconds in taken.items()})
+    dist.all_gather_object(
+        answers, {size: statistics.median(seconds) for size, seconds in taken.items()}
+    )
     return {size: max(answer[size] for answer in answers) for size in sizes}
 
 
 def options() -> argparse.Namespace:
     arguments = workload.parser(__doc__)
     arguments.add_argument("--hook", choices=list(HOOKS), default="plain")
-    arguments.add_argument("--bucket-mb", type=float, default=DEFAULT, help="size of the buckets (default %(default)s)")
-    arguments.add_argument("--try-buckets", type=float, nargs="+", metavar="MB", help="time these sizes, write OUT/buckets.json, and end")
+    arguments.add_argument(
+        "--bucket-mb", type=float, default=DEFAULT, help="size of the buckets (default %(default)s)"
+    )
+    arguments.add_argument(
+        "--try-buckets",
+        type=float,
+        nargs="+",
+        metavar="MB",
+        help="time these sizes, write OUT/buckets.json, and end",
+    )
     return arguments.parse_args()
 
 
@@ -98,7 +122,9 @@ def main() -> None:
         if dist.get_rank() == 0:
             (asked.out / "buckets.json").write_text(json.dumps(tried))
     else:
-        model, optimizer = HOOKS[asked.hook](job, DistributedDataParallel(job.model, bucket_cap_mb=asked.bucket_mb))
+        model, optimizer = HOOKS[asked.hook](
+            job, DistributedDataParallel(job.model, bucket_cap_mb=asked.bucket_mb)
+        )
         job.train(model, optimizer, job.dealt(dist.get_rank(), dist.get_world_size()))
         job.finish(dist.get_rank(), dist.get_world_size())
     dist.destroy_process_group()

@@ -1,4 +1,6 @@
-"""DeepSpeed on processors, ZeRO stage 1: every worker steps its own part of the parameters and gathers the others'."""
+"""DeepSpeed on processors, ZeRO stage 1: every worker steps its own part of the parameters and
+gathers the others'.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ import os
 
 import workload
 
-os.environ.setdefault("LOCAL_SIZE", os.environ["LOCAL_WORLD_SIZE"])  # without it the processors' backend dies
+# without it the processors' backend dies
+os.environ.setdefault("LOCAL_SIZE", os.environ["LOCAL_WORLD_SIZE"])
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed

@@ -11,7 +11,9 @@ from lightning_fabric import Fabric
 def main() -> None:
     job = workload.Job(workload.parser(__doc__).parse_args())
     here = int(os.environ["LOCAL_WORLD_SIZE"])
-    fabric = Fabric(accelerator="cpu", strategy="ddp", devices=here, num_nodes=job.options.workers // here)
+    fabric = Fabric(
+        accelerator="cpu", strategy="ddp", devices=here, num_nodes=job.options.workers // here
+    )
     fabric.launch()
     model, optimizer = fabric.setup(job.model, job.optimizer())
     loader = fabric.setup_dataloaders(job.loader(job.share))

@@ -1,4 +1,6 @@
-"""hivemind's averager, with gradients in it: every step all workers look for each other and average. torchrun only lets them meet."""
+"""hivemind's averager, with gradients in it: every step all workers look for each other and
+average. torchrun only lets them meet.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import torch.distributed as dist
 import workload
 from hivemind.averaging import DecentralizedAverager
 
-MATCHMAKING = 0.5  # seconds in which a group is formed, each step; with less, groups are often incomplete
+# seconds in which a group is formed, each step; with less, groups are often incomplete
+MATCHMAKING = 0.5
 
 
 def meet(address: str) -> hivemind.DHT:
@@ -50,7 +53,9 @@ def main() -> None:
                 tensor.copy_(parameter.grad)
         group = averager.step(timeout=300)
         if group is None or len(group) != size:
-            raise SystemExit(f"hivemind averaged {0 if group is None else len(group)} of {size} workers")
+            raise SystemExit(
+                f"hivemind averaged {0 if group is None else len(group)} of {size} workers"
+            )
         with torch.no_grad(), averager.get_tensors() as tensors:
             for tensor, parameter in zip(tensors, parameters, strict=True):
                 parameter.grad = tensor.clone()

@@ -9,7 +9,9 @@ import workload
 def main() -> None:
     job = workload.Job(workload.parser(__doc__).parse_args())
     hvd.init()
-    optimizer = hvd.DistributedOptimizer(job.optimizer(), named_parameters=job.model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        job.optimizer(), named_parameters=job.model.named_parameters()
+    )
     hvd.broadcast_parameters(job.model.state_dict(), root_rank=0)
     job.train(job.model, optimizer, job.dealt(hvd.rank(), hvd.size()))
     job.finish(hvd.rank(), hvd.size(), "horovod")

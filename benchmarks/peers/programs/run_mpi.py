@@ -1,4 +1,6 @@
-"""MPI by hand, through mpi4py: the gradients are views of one buffer, reduced in place after backward."""
+"""MPI by hand, through mpi4py: the gradients are views of one buffer, reduced in place after
+backward.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ def main() -> None:
     everybody = MPI.COMM_WORLD
     parameters = list(job.model.parameters())
     buffer = torch.zeros(sum(p.numel() for p in parameters))
-    for parameter, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
+    for parameter, part in zip(
+        parameters, buffer.split([p.numel() for p in parameters]), strict=True
+    ):
         parameter.grad = part.view_as(parameter)
     memory, optimizer = buffer.numpy(), job.optimizer()
     for x, y in job.turns(job.dealt(everybody.rank, everybody.size)):

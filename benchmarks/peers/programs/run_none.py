@@ -1,7 +1,7 @@
 """No peer: one process that trains on the whole global batch; what all others are checked against.
 
-With --save FILE it also writes its weights, and trains once more as a worker would that never exchanges anything: a check that can't tell
-such a worker from a right one is worth nothing.
+With --save FILE it also writes its weights, and trains once more as a worker would that never
+exchanges anything: a check that can't tell such a worker from a right one is worth nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ def main() -> None:
     moved = workload.distance(workload.flat(workload.build(options.model, options.seed)), weights)
     assert lone.warmed is not None
     alone_warmed = workload.distance(lone.warmed, job.warmed)
-    job.finish(0, 1, moved=moved, alone=workload.distance(workload.flat(lone.model), weights), alone_warmed=alone_warmed)
+    job.finish(
+        0,
+        1,
+        moved=moved,
+        alone=workload.distance(workload.flat(lone.model), weights),
+        alone_warmed=alone_warmed,
+    )
 
 
 if __name__ == "__main__":

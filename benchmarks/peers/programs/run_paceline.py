@@ -21,7 +21,8 @@ def main() -> None:
             optimizer.zero_grad()
             run.log(loss=loss)
             job.note(loss)
-    job.finish(run.rank, run.size, "paceline")  # replicas are equal, whatever the strategy, once the run has ended
+    # replicas are equal, whatever the strategy, once the run has ended
+    job.finish(run.rank, run.size, "paceline")
 
 
 if __name__ == "__main__":

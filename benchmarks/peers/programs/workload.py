@@ -1,7 +1,9 @@
-"""What all programs train, and how it is timed and checked; needs only torch, so that it can be imported in every peer's environment.
+"""What all programs train, and how it is timed and checked; needs only torch, so that it can be
+imported in every peer's environment.
 
-A program makes a `Job` from its arguments, trains on the batches that `Job.turns` hands it, and calls `Job.finish`, which writes what
-this worker saw to OUT/rank-R.json. A step lasts from one turn of the loader to the next.
+A program makes a `Job` from its arguments, trains on the batches that `Job.turns` hands it, and
+calls `Job.finish`, which writes what this worker saw to OUT/rank-R.json. A step lasts from one turn
+of the loader to the next.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ SAMPLES = 2048  # of the data sets that are made up
 
 @dataclass(frozen=True)
 class Work:
-    """A model to train: samples that each worker has of a step, and the learning rate of its SGD."""
+    """A model to train: samples that each worker has of a step, and the learning rate of its
+    SGD.
+    """
 
     batch: int
     rate: float
@@ -46,10 +50,25 @@ def build(name: str, seed: int) -> nn.Module:
     """The model, the same in every process that gives the same seed."""
     torch.manual_seed(seed)
     if name == "digits-cnn":
-        convolutions = (nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
-        return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10))
+        convolutions = (
+            nn.Conv2d(1, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        )
+        return nn.Sequential(
+            *convolutions, nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10)
+        )
     if name == "mlp-25m":
-        wide = (nn.Linear(1024, 3072), nn.ReLU(), nn.Linear(3072, 3072), nn.ReLU(), nn.Linear(3072, 3072), nn.ReLU())
+        wide = (
+            nn.Linear(1024, 3072),
+            nn.ReLU(),
+            nn.Linear(3072, 3072),
+            nn.ReLU(),
+            nn.Linear(3072, 3072),
+            nn.ReLU(),
+        )
         return nn.Sequential(*wide, nn.Linear(3072, 1024))
     from paceline.apps import gpt
 
@@ -62,12 +81,17 @@ def dataset(name: str, seed: int, digits: Path | None) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed + 1)
     if name == "digits-cnn":
         if digits is None:
-            raise SystemExit("digits-cnn needs --digits FILE, scikit-learn's digits as the driver wrote them")
+            raise SystemExit(
+                "digits-cnn needs --digits FILE, scikit-learn's digits as the driver wrote them"
+            )
         kept = torch.load(digits, weights_only=True)
         order = torch.randperm(len(kept["target"]), generator=generator)
         return TensorDataset((kept["images"][order] / 16).unsqueeze(1), kept["target"][order])
     if name == "mlp-25m":
-        return TensorDataset(torch.randn(SAMPLES, 1024, generator=generator), torch.randint(1024, (SAMPLES,), generator=generator))
+        return TensorDataset(
+            torch.randn(SAMPLES, 1024, generator=generator),
+            torch.randint(1024, (SAMPLES,), generator=generator),
+        )
     text = torch.randint(256, (SAMPLES, 65), generator=generator)
     return TensorDataset(text[:, :-1], text[:, 1:])
 
@@ -100,8 +124,9 @@ def sent() -> tuple[int, int]:
 def leave() -> None:
     """End this process here and now.
 
-    A Python that ends takes DDP's Gloo group down while it holds the interpreter, and may wait for ever for the group's thread, which
-    waits for the interpreter (torch 2.13, small models; the results are written by then).
+    A Python that ends takes DDP's Gloo group down while it holds the interpreter, and may wait for
+    ever for the group's thread, which waits for the interpreter (torch 2.13, small models; the
+    results are written by then).
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -112,12 +137,22 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     """The arguments that all programs take."""
     arguments = argparse.ArgumentParser(description=description)
     arguments.add_argument("--model", choices=list(WORKS), required=True)
-    arguments.add_argument("--workers", type=int, required=True, help="workers that should be there")
+    arguments.add_argument(
+        "--workers", type=int, required=True, help="workers that should be there"
+    )
     arguments.add_argument("--steps", type=int, default=8, help="timed steps (default %(default)s)")
-    arguments.add_argument("--warm", type=int, default=3, help="steps before those (default %(default)s)")
+    arguments.add_argument(
+        "--warm", type=int, default=3, help="steps before those (default %(default)s)"
+    )
     arguments.add_argument("--seed", type=int, default=0)
-    arguments.add_argument("--digits", type=Path, help="scikit-learn's digits, as the driver wrote them")
-    arguments.add_argument("--reference", type=Path, help="weights that one process has before and after the timed steps")
+    arguments.add_argument(
+        "--digits", type=Path, help="scikit-learn's digits, as the driver wrote them"
+    )
+    arguments.add_argument(
+        "--reference",
+        type=Path,
+        help="weights that one process has before and after the timed steps",
+    )
     arguments.add_argument("--out", type=Path, required=True, help="folder for rank-R.json")
     return arguments
 
@@ -133,7 +168,8 @@ class Job:
         self.steps, self.warm = options.steps, options.warm
         self.model = build(options.model, options.seed)
         data = dataset(options.model, options.seed, options.digits)
-        whole = len(data) // self.batch * self.batch  # no partial batch: peers differ in what they do with one
+        # no partial batch: peers differ in what they do with one
+        whole = len(data) // self.batch * self.batch
         self.data = TensorDataset(*(part[:whole] for part in data.tensors))
         self._times: list[float] = []
         self._losses: list[Tensor] = []
@@ -152,7 +188,9 @@ class Job:
         """A worker's shares of the global batches, as DistributedSampler deals them."""
         from torch.utils.data import DistributedSampler
 
-        sampler: DistributedSampler[Batch] = DistributedSampler(self.data, num_replicas=size, rank=rank, shuffle=False)
+        sampler: DistributedSampler[Batch] = DistributedSampler(
+            self.data, num_replicas=size, rank=rank, shuffle=False
+        )
         return DataLoader(self.data, batch_size=self.share, sampler=sampler)
 
     def turns(self, loader: Iterable[Batch]) -> Iterator[Batch]:
@@ -188,21 +226,41 @@ class Job:
         """Remember a step's loss."""
         self._losses.append(loss.detach())
 
-    def finish(self, rank: int, size: int, *packages: str, model: nn.Module | None = None, **more: object) -> None:
-        """Write what this worker saw; `model` where it isn't the job's own, `packages` whose versions are told."""
+    def finish(
+        self, rank: int, size: int, *packages: str, model: nn.Module | None = None, **more: object
+    ) -> None:
+        """Write what this worker saw; `model` where it isn't the job's own, `packages` whose
+        versions are told.
+        """
         weights = flat(model or self.model)
-        known = None if self.options.reference is None else torch.load(self.options.reference, weights_only=True)
+        known = (
+            None
+            if self.options.reference is None
+            else torch.load(self.options.reference, weights_only=True)
+        )
         seen = {
             "rank": rank,
             "size": size,
             "host": os.readlink("/proc/self/ns/net"),
-            "seconds": [b - a for a, b in zip(self._times[self.warm :], self._times[self.warm + 1 :], strict=False)],
+            "seconds": [
+                b - a
+                for a, b in zip(
+                    self._times[self.warm :], self._times[self.warm + 1 :], strict=False
+                )
+            ],
             "losses": [float(loss) for loss in self._losses],
-            "sent": {kind: after - before for kind, before, after in zip(("links", "loopback"), *self._sent, strict=True)},
+            "sent": {
+                kind: after - before
+                for kind, before, after in zip(("links", "loopback"), *self._sent, strict=True)
+            },
             "sha256": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
             "away": None if known is None else distance(weights, known["weights"]),
-            "away_warmed": None if known is None or self.warmed is None else distance(self.warmed, known["warmed"]),
-            "versions": {package: importlib.metadata.version(package) for package in ("torch", *packages)},
+            "away_warmed": None
+            if known is None or self.warmed is None
+            else distance(self.warmed, known["warmed"]),
+            "versions": {
+                package: importlib.metadata.version(package) for package in ("torch", *packages)
+            },
             **more,
         }
         written = self.options.out / f".rank-{rank}.{os.getpid()}"

@@ -1,4 +1,6 @@
-"""Background checkpoint writes: a thread writes while training goes on, in the time that training leaves over."""
+"""Background checkpoint writes: a thread writes while training goes on, in the time that
+training leaves over.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,16 @@ Moved = Callable[[int], None]  # gets the number of bytes, as they are written
 
 
 class BackgroundWrite:
-    """One write, under way from now on: `write`, in a thread of its own. `said` is called at once with a failure.
+    """One write, under way from now on: `write`, in a thread of its own.
+
+    `said` is called at once with a failure.
 
     `what` and `nbytes` describe the write in messages.
     """
 
-    def __init__(self, what: str, nbytes: int, write: Callable[[Moved], object], said: Callable[[str], None]) -> None:
+    def __init__(
+        self, what: str, nbytes: int, write: Callable[[Moved], object], said: Callable[[str], None]
+    ) -> None:
         self.nbytes = nbytes
         self.seconds = 0.0  # that the write took, once it has ended
         self._what, self._write, self._said = what, write, said
@@ -56,16 +62,23 @@ class BackgroundWrite:
         if self._thread.is_alive():
             done, whole = self._moved / 1e6, self.nbytes / 1e6
             return CheckpointError(
-                f"{self._what} has not come to the disk in time: {done:.1f} of {whole:.1f} MB are written. Save less often, or raise "
+                f"{self._what} has not come to the disk in time: {done:.1f} of {whole:.1f} MB are "
+                "written. Save less often, or raise "
                 "start(deadline=seconds) for a disk that is so slow"
             )
         if self._error is None and not self._whole:
-            return CheckpointError(f"{self._what} was not saved: the thread that wrote it has ended; its own traceback says more")
+            return CheckpointError(
+                f"{self._what} was not saved: the thread that wrote it has ended; "
+                "its own traceback says more"
+            )
         return self._error
 
 
 def _give_way() -> None:
-    """Let this thread have the processor only when no other wants it: training waits for each of its own threads."""
+    """Let this thread have the processor only when no other wants it: training waits for each of
+    its own threads.
+    """
     if sys.platform == "linux":  # elsewhere it would be the whole process
-        with contextlib.suppress(OSError):  # not in every sandbox; it is as quick as the others then
+        # not in every sandbox; it is as quick as the others then
+        with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)

@@ -1,6 +1,8 @@
-"""Files of blocks: each worker writes the rectangles it has of logical tensors, and any rectangle of any of them is read back.
+"""Files of blocks: each worker writes the rectangles it has of logical tensors, and any rectangle
+of any of them is read back.
 
-blocks.json                 each logical tensor: dtype, shape, and in which file which rectangle of it lies
+blocks.json                 each logical tensor: dtype, shape, and in which file which rectangle of
+                            it lies
 blocks-00000.safetensors    the rectangles of one worker
 tensors.safetensors         tensors that are not cut, each one block
 """
@@ -24,7 +26,17 @@ from paceline.checkpoint.files import disk
 from paceline.checkpoint.files.file_layout import NAMES, FileLayout, image
 from paceline.errors import CheckpointError
 from paceline.formatting import choices
-from paceline.state.blocks import BlockIndex, Box, StoredBlock, StoredTensor, form, overlap, sizes, whole, within
+from paceline.state.blocks import (
+    BlockIndex,
+    Box,
+    StoredBlock,
+    StoredTensor,
+    form,
+    overlap,
+    sizes,
+    whole,
+    within,
+)
 from paceline.state.snapshot import SAFE, Snapshot, lift
 from paceline.state.versioned import SHOWN
 
@@ -34,7 +46,9 @@ _STORED: Final = {name: dtype for dtype, name in NAMES.items()}
 
 @dataclass(frozen=True)
 class LocalBlocks:
-    """What a worker has of one logical tensor and is to write: rectangles of it, with where they are."""
+    """What a worker has of one logical tensor and is to write: rectangles of it, with where they
+    are.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -43,7 +57,9 @@ class LocalBlocks:
 
 @dataclass(frozen=True)
 class BlocksLayout:
-    """The file of one worker's blocks, planned; its tensors stay where they are until they are held or written."""
+    """The file of one worker's blocks, planned; its tensors stay where they are until they are
+    held or written.
+    """
 
     file: str
     layout: FileLayout
@@ -66,10 +82,11 @@ def plan(number: int, tensors: Mapping[str, LocalBlocks]) -> BlocksLayout:
 
 
 class BlockReader:
-    """Reads rectangles of the logical tensors in one checkpoint, and from the disk no more than those. Files stay open until `close`.
+    """Reads rectangles of the logical tensors in one checkpoint, and from the disk no more than
+    those. Files stay open until `close`.
 
-    `index` says which tensors there are. What lies in `folder` has been checked by hash, or isn't believed: what can't be read raises
-    `CheckpointError` with the tensor and the file.
+    `index` says which tensors there are. What lies in `folder` has been checked by hash, or isn't
+    believed: what can't be read raises `CheckpointError` with the tensor and the file.
     """
 
     def __init__(self, folder: Path, index: Mapping[str, StoredTensor]) -> None:
@@ -90,17 +107,27 @@ class BlockReader:
         self._files.clear()
 
     def stored(self, name: str) -> StoredTensor:
-        """Return where a tensor lies. Raises `CheckpointError` with the nearest name for one that isn't there."""
+        """Return where a tensor lies.
+
+        Raises `CheckpointError` with the nearest name for one that isn't there.
+        """
         if name not in self.index:
-            raise CheckpointError(f"{self._folder.name} has no tensor {name!r}; {_near(name, self.index)}")
+            raise CheckpointError(
+                f"{self._folder.name} has no tensor {name!r}; {_near(name, self.index)}"
+            )
         return self.index[name]
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """Read a rectangle of a logical tensor (None: all of it) into new memory."""
         stored = self.stored(name)
         wanted = whole(stored.shape) if box is None else box
-        if len(wanted) != len(stored.shape) or (0 not in sizes(wanted) and overlap(wanted, whole(stored.shape)) != wanted):
-            raise CheckpointError(f"{name} has the shape {list(stored.shape)} in {self._folder.name}; {wanted} was asked of it")
+        if len(wanted) != len(stored.shape) or (
+            0 not in sizes(wanted) and overlap(wanted, whole(stored.shape)) != wanted
+        ):
+            raise CheckpointError(
+                f"{name} has the shape {list(stored.shape)} in {self._folder.name}; "
+                f"{wanted} was asked of it"
+            )
         out = torch.empty(sizes(wanted), dtype=stored.dtype)
         if out.numel():
             for block, common in stored.overlapping(wanted):
@@ -111,10 +138,22 @@ class BlockReader:
         try:
             part = self._lifted(stored, block, box)
             if part.shape != sizes(box) or part.dtype != stored.dtype:
-                raise CheckpointError(f"it is {part.dtype}{list(part.shape)} there, {stored.dtype}{list(sizes(box))} in the index")
-        except (OSError, ValueError, LookupError, RuntimeError, safetensors.SafetensorError, CheckpointError) as error:
+                raise CheckpointError(
+                    f"it is {part.dtype}{list(part.shape)} there, {stored.dtype}{list(sizes(box))} "
+                    "in the index"
+                )
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            RuntimeError,
+            safetensors.SafetensorError,
+            CheckpointError,
+        ) as error:
             reason = " ".join(str(error).split())
-            raise CheckpointError(f"{name} can't be read from {block.file} in {self._folder.name}: {reason}") from error
+            raise CheckpointError(
+                f"{name} can't be read from {block.file} in {self._folder.name}: {reason}"
+            ) from error
         return part
 
     def _lifted(self, stored: StoredTensor, block: StoredBlock, box: Box) -> Tensor:
@@ -122,13 +161,18 @@ class BlockReader:
         part = within(box, block.box)
         dtype = str(stored.dtype).removeprefix("torch.")
         if dtype in SAFE:
-            return file.get_tensor(block.key) if box == block.box else file.get_slice(block.key)[part]  # type: ignore[no-any-return]
-        return lift({"": file.get_tensor(block.key)}, {"": [dtype, sizes(block.box)]})[""][part]  # bytes, or pairs of reals
+            return (
+                file.get_tensor(block.key) if box == block.box else file.get_slice(block.key)[part]
+            )  # type: ignore[no-any-return]
+        # bytes, or pairs of reals
+        return lift({"": file.get_tensor(block.key)}, {"": [dtype, sizes(block.box)]})[""][part]
 
     def _file(self, name: str) -> Any:
         if name not in self._files:
             disk.opened(self._folder / name).close()  # no link, no pipe
-            self._files[name] = self._open.enter_context(safetensors.safe_open(self._folder / name, "pt"))
+            self._files[name] = self._open.enter_context(
+                safetensors.safe_open(self._folder / name, "pt")
+            )
         return self._files[name]
 
 
@@ -152,7 +196,10 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def uncut(path: Path, notes: Mapping[str, list[Any]]) -> BlockIndex:
-    """Read the header of a file in which each tensor is one block. Raises OSError, or what comes of a file that is none."""
+    """Read the header of a file in which each tensor is one block.
+
+    Raises OSError, or what comes of a file that is none.
+    """
     with disk.opened(path) as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > path.stat().st_size:
@@ -162,14 +209,25 @@ def uncut(path: Path, notes: Mapping[str, list[Any]]) -> BlockIndex:
     for key, entry in head.items():
         if key == "__metadata__":
             continue
-        dtype, shape = form(*(notes[key] if key in notes else (str(_STORED[entry["dtype"]]).removeprefix("torch."), entry["shape"])))
+        dtype, shape = form(
+            *(
+                notes[key]
+                if key in notes
+                else (str(_STORED[entry["dtype"]]).removeprefix("torch."), entry["shape"])
+            )
+        )
         index[key] = StoredTensor(dtype, shape, (StoredBlock(whole(shape), path.name, key),))
     return index
 
 
 def logical(index: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """Make tensors without memory in place of those of an index, for a snapshot of which single parts are read."""
-    return {path: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for path, tensor in index.items()}
+    """Make tensors without memory in place of those of an index, for a snapshot of which single
+    parts are read.
+    """
+    return {
+        path: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for path, tensor in index.items()
+    }
 
 
 def _near(name: str, known: Collection[str]) -> str:

@@ -1,10 +1,13 @@
-"""The checkpoints of a folder, in order: which is the newest, which is the best, and which are too many.
+"""The checkpoints of a folder, in order: which is the newest, which is the best, and which are too
+many.
 
     serial      1         2         3         4         5
     metric     0.31      0.21                nan       0.24        best="min"
-                          best                         newest      with keep=2 the folders 2, 4 and 5 stay
+                          best                         newest      with keep=2 the folders 2, 4 and
+                                                                   5 stay
 
-All of it stands in the manifests: whoever looks at the folder, whatever was lost before, finds the same.
+All of it stands in the manifests: whoever looks at the folder, whatever was lost before, finds the
+same.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ from paceline.errors import CheckpointError
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """A checkpoint in its folder. `serial`: its place in the order of saving, None if that can't be read."""
+    """A checkpoint in its folder.
+
+    `serial`: its place in the order of saving, None if that can't be read.
+    """
 
     path: Path
     serial: int | None
@@ -48,8 +54,12 @@ class CheckpointEntry:
 
 
 def newest(folder: Path) -> list[Path]:
-    """List the checkpoints in `folder`, the one saved last first; those whose manifest can't be read count as newer than all others."""
-    return [entry.path for entry in sorted(entries(folder), key=lambda entry: entry.age, reverse=True)]
+    """List the checkpoints in `folder`, the one saved last first; those whose manifest can't be
+    read count as newer than all others.
+    """
+    return [
+        entry.path for entry in sorted(entries(folder), key=lambda entry: entry.age, reverse=True)
+    ]
 
 
 def best(folder: Path) -> list[CheckpointEntry]:
@@ -58,13 +68,21 @@ def best(folder: Path) -> list[CheckpointEntry]:
 
 
 def direction(found: Iterable[CheckpointEntry]) -> Best | None:
-    """Return whether the smallest or the largest metric is the best; None where nothing was saved with one."""
-    last = max((entry for entry in found if entry.metric is not None), key=lambda entry: entry.place, default=None)
+    """Return whether the smallest or the largest metric is the best; None where nothing was
+    saved with one.
+    """
+    last = max(
+        (entry for entry in found if entry.metric is not None),
+        key=lambda entry: entry.place,
+        default=None,
+    )
     return None if last is None or last.metric is None else last.metric.best
 
 
 def by_metric(found: Sequence[CheckpointEntry]) -> list[CheckpointEntry]:
-    """Return those that can be the best, the best first: among equals the one that was saved first."""
+    """Return those that can be the best, the best first: among equals the one that was saved
+    first.
+    """
     asked, ranked = direction(found), list[tuple[float, int, str, CheckpointEntry]]()
     for entry in found:
         if entry.metric is not None and entry.metric.counts and entry.metric.best == asked:
@@ -73,14 +91,24 @@ def by_metric(found: Sequence[CheckpointEntry]) -> list[CheckpointEntry]:
 
 
 def excess(found: Sequence[CheckpointEntry], latest: Path, keep: int) -> list[Path]:
-    """List what has to go: all but `latest`, the `keep` newest with it, and the best. What can't be read counts as the oldest."""
+    """List what has to go: all but `latest`, the `keep` newest with it, and the best.
+
+    What can't be read counts as the oldest.
+    """
     stay = {latest, *(entry.path for entry in by_metric(found)[:1])}
-    others = sorted((entry for entry in found if entry.path != latest and not entry.newer), key=lambda entry: entry.place, reverse=True)
+    others = sorted(
+        (entry for entry in found if entry.path != latest and not entry.newer),
+        key=lambda entry: entry.place,
+        reverse=True,
+    )
     return [entry.path for entry in others[keep - 1 :] if entry.path not in stay]
 
 
 def prune(folder: Path, latest: Path, keep: int) -> None:
-    """Remove what is too much beside `latest`; checkpoints of a newer paceline are left alone. Raises OSError."""
+    """Remove what is too much beside `latest`; checkpoints of a newer paceline are left alone.
+
+    Raises OSError.
+    """
     for path in excess(entries(folder), latest, keep):
         away = Path(tempfile.mkdtemp(prefix=pending.SAVING, dir=folder))
         path.rename(away / "old")  # so that one half removed is never taken for one half written
@@ -88,7 +116,9 @@ def prune(folder: Path, latest: Path, keep: int) -> None:
 
 
 def free(folder: Path, step: int) -> Path:
-    """Choose an unused name for the checkpoint of `step`: to replace one could lose it, if the process were killed in between."""
+    """Choose an unused name for the checkpoint of `step`: to replace one could lose it, if the
+    process were killed in between.
+    """
     name = f"step-{step:08d}"
     numbers = itertools.count(2)
     while os.path.lexists(folder / name):  # a link to nowhere is in the way, too
@@ -97,13 +127,20 @@ def free(folder: Path, step: int) -> Path:
 
 
 def entries(folder: Path) -> list[CheckpointEntry]:
-    """List the checkpoints in `folder` in no order. Raises `CheckpointError` where it can't be looked at."""
+    """List the checkpoints in `folder` in no order.
+
+    Raises `CheckpointError` where it can't be looked at.
+    """
     try:
-        return [_entry(path) for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
+        return [
+            _entry(path) for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()
+        ]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise CheckpointError(f"the checkpoints in {folder} can't be looked at ({error.strerror})") from error
+        raise CheckpointError(
+            f"the checkpoints in {folder} can't be looked at ({error.strerror})"
+        ) from error
 
 
 def _entry(path: Path) -> CheckpointEntry:

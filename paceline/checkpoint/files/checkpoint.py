@@ -1,20 +1,27 @@
-"""Checkpoints on disk: written whole or not at all, checked by hash when read, the one before used if the newest is broken.
+"""Checkpoints on disk: written whole or not at all, checked by hash when read, the one before used
+if the newest is broken.
 
     checkpoints/
       step-00000040/
-        manifest.json          format, step, serial, metric, and the SHA-256 of each file below; its last field is the hash of itself
-        state.json             the tree of the snapshot, and notes on tensors that safetensors can't keep as they are
+        manifest.json          format, step, serial, metric, and the SHA-256 of each file below; its
+                               last field is the hash of itself
+        state.json             the tree of the snapshot, and notes on tensors that safetensors can't
+                               keep as they are
         tensors.safetensors
         own-00001.json         what belongs to rank 1 alone (its random generators), and its tensors
         own-00001.safetensors
-        blocks.json            of tensors that workers have cut: which file has which rectangle of them
+        blocks.json            of tensors that workers have cut: which file has which rectangle of
+                               them
         blocks-00003.safetensors     what worker 3 has of those
-        table-...              rows of sparse tables, in parts that are written and read one after the other
+        table-...              rows of sparse tables, in parts that are written and read one after
+                               the other
       step-00000040.2/         step 40 once more, after a resume from an older one
-      .saving-...              being written; left behind only by a process that was killed, removed by the next save
+      .saving-...              being written; left behind only by a process that was killed, removed
+                               by the next save
 
-Nothing is pickled. The newest is the one saved last (the highest serial), which after going back to an older state is not the
-one of the highest step. The best is found by the metrics in the manifests.
+Nothing is pickled. The newest is the one saved last (the highest serial), which after going back to
+an older state is not the one of the highest step. The best is found by the metrics in the
+manifests.
 """
 
 from __future__ import annotations
@@ -38,7 +45,16 @@ from paceline.checkpoint.files import catalogue, disk, manifest, pending
 from paceline.checkpoint.files.block_files import INDEX, BlockReader, logical, uncut
 from paceline.checkpoint.files.disk import WrittenFile, block
 from paceline.checkpoint.files.file_layout import FileLayout, image
-from paceline.checkpoint.files.manifest import FORMAT, MANIFEST, NAME, UNCUT, Broken, Metric, state_files, step_of
+from paceline.checkpoint.files.manifest import (
+    FORMAT,
+    MANIFEST,
+    NAME,
+    UNCUT,
+    Broken,
+    Metric,
+    state_files,
+    step_of,
+)
 from paceline.checkpoint.files.pending import WrittenBlocks
 from paceline.errors import CheckpointError, UsageError
 from paceline.state.blocks import BlockIndex, from_json, merge, stored_bytes, to_json
@@ -53,7 +69,8 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 class Checkpoint:
     """A checkpoint that `load` has read: the state of all, and of single ranks.
 
-    `index` says where the tensors lie that were cut (all of them, where it was loaded so), for `BlockReader(found.path, found.index)`.
+    `index` says where the tensors lie that were cut (all of them, where it was loaded so), for
+    `BlockReader(found.path, found.index)`.
     """
 
     path: Path
@@ -64,7 +81,10 @@ class Checkpoint:
     index: BlockIndex = field(default_factory=dict)
 
     def part(self, name: str) -> Snapshot:
-        """Read one of `more`, whose hashes have been checked. Raises `CheckpointError` if it can't be read."""
+        """Read one of `more`, whose hashes have been checked.
+
+        Raises `CheckpointError` if it can't be read.
+        """
         try:
             return _state(self.path, name)
         except Broken as broken:
@@ -99,15 +119,18 @@ def write(
     blocks: Callable[[Path], Iterable[WrittenBlocks]] | None = None,
     metric: Metric | None = None,
 ) -> Path:
-    """Write the checkpoint of `step` under `folder` (as `target`, if that was promised), and return its path.
+    """Write the checkpoint of `step` under `folder` (as `target`, if that was promised), and return
+    its path.
 
-    All but the `keep` newest and the best by their metrics are removed; `metric` is that of this one.
+    All but the `keep` newest and the best by their metrics are removed; `metric` is that of this
+    one.
 
-    It is there in full or not at all, also after a loss of power. A full disk, or one that refuses, raises CheckpointError: what was
-    there before is untouched and nothing half-written stays. One process writes; two at once on one folder is a mistake. `more` is written
-    piece by piece: only one of them has to be there at a time. `moved` is called with the number of bytes as they are written. It is
-    written in `at`, if a folder was reserved for it. `blocks` is called with that folder, and returns what all workers have written
-    there of tensors that are cut.
+    It is there in full or not at all, also after a loss of power. A full disk, or one that refuses,
+    raises CheckpointError: what was there before is untouched and nothing half-written stays. One
+    process writes; two at once on one folder is a mistake. `more` is written piece by piece: only
+    one of them has to be there at a time. `moved` is called with the number of bytes as they are
+    written. It is written in `at`, if a folder was reserved for it. `blocks` is called with that
+    folder, and returns what all workers have written there of tensors that are cut.
     """
     check(step, keep)
     images = {"": state} | {f"own-{rank:05d}": own[rank] for rank in sorted(own)}
@@ -115,47 +138,70 @@ def write(
         with pending.ending(at or pending.reserve(folder)) as temporary:
             target = target or catalogue.free(folder, step)
             serial = max((entry.serial or 0 for entry in catalogue.entries(folder)), default=0) + 1
-            head = {"step": step, "serial": serial, "own": sorted(own)} | ({} if metric is None else {"metric": metric.fields()})
+            head = {"step": step, "serial": serial, "own": sorted(own)} | (
+                {} if metric is None else {"metric": metric.fields()}
+            )
             _write(temporary, itertools.chain(images.items(), more), head, moved, blocks)
             temporary.rename(target)
         disk.sync(folder)
     except OSError as error:
-        raise _refusal(folder, error, step, sum(state.nbytes for state in images.values())) from error
+        raise _refusal(
+            folder, error, step, sum(state.nbytes for state in images.values())
+        ) from error
     try:
         catalogue.prune(folder, target, keep)
     except OSError as error:
-        raise CheckpointError(f"step {step} is saved in {target}, but older ones could not be removed: {error}") from error
+        raise CheckpointError(
+            f"step {step} is saved in {target}, but older ones could not be removed: {error}"
+        ) from error
     return target
 
 
 def check(step: int, keep: int) -> None:
     """Raise `UsageError` for a step or a `keep` that makes no sense."""
     if keep < 1 or step < 0:
-        raise UsageError(f"a checkpoint needs keep >= 1 and step >= 0; found keep={keep}, step={step}")
+        raise UsageError(
+            f"a checkpoint needs keep >= 1 and step >= 0; found keep={keep}, step={step}"
+        )
 
 
 def load(
-    folder: Path, *, say: Callable[[str], None], step: int | None = None, best: bool = False, lazy: bool = False, own: bool = True
+    folder: Path,
+    *,
+    say: Callable[[str], None],
+    step: int | None = None,
+    best: bool = False,
+    lazy: bool = False,
+    own: bool = True,
 ) -> Checkpoint:
-    """Load the newest checkpoint in `folder` that is whole, or the one of `step`, or the `best`. Tensors that were cut are put together.
+    """Load the newest checkpoint in `folder` that is whole, or the one of `step`, or the `best`.
 
-    With `lazy` the state of all has tensors without memory (on the device "meta"), and a `BlockReader` reads what is needed of them.
-    Without `own` the states of single ranks are left out. Each checkpoint that is broken, or of another format, is named through `say`,
-    with what is wrong with it. If none can be used, `load` raises CheckpointError.
+    Tensors that were cut are put together.
+
+    With `lazy` the state of all has tensors without memory (on the device "meta"), and a
+    `BlockReader` reads what is needed of them. Without `own` the states of single ranks are left
+    out. Each checkpoint that is broken, or of another format, is named through `say`, with what is
+    wrong with it. If none can be used, `load` raises CheckpointError.
     """
     paths = catalogue.newest(folder)
     if step is not None:
         known = sorted({step_of(path) for path in paths})
         paths = [path for path in paths if step_of(path) == step]
         if not paths:
-            raise CheckpointError(f"no checkpoint of step {step} in {folder}; there are: {', '.join(map(str, known)) or 'none'}")
+            raise CheckpointError(
+                f"no checkpoint of step {step} in {folder}; there are: "
+                f"{', '.join(map(str, known)) or 'none'}"
+            )
     if not paths:
-        raise CheckpointError(f"no checkpoint in {folder}; save one first, or start without resuming")
+        raise CheckpointError(
+            f"no checkpoint in {folder}; save one first, or start without resuming"
+        )
     if best:
         paths = [entry.path for entry in catalogue.best(folder)]
         if not paths:
             raise CheckpointError(
-                f"no checkpoint in {folder} is the best: none was saved with a metric that is a number. run.save(metric=loss, best='min') "
+                f"no checkpoint in {folder} is the best: none was saved with a metric that is a "
+                "number. run.save(metric=loss, best='min') "
                 "does so; the newest is there without asking for the best"
             )
     reasons: list[str] = []
@@ -174,14 +220,17 @@ def load(
 def read(path: Path, *, lazy: bool = False, own: bool = True) -> Checkpoint:
     """Load this one checkpoint, as `load` does. Raises `CheckpointError` if it can't be used."""
     if not NAME.fullmatch(path.name):
-        raise CheckpointError(f"{path} is no checkpoint: those are called step-00000100 and the like")
+        raise CheckpointError(
+            f"{path} is no checkpoint: those are called step-00000100 and the like"
+        )
     try:
         return _read(path, lazy=lazy, own=own)
     except Broken as broken:
         raise CheckpointError(f"{path.name} can't be used: {broken}") from broken
 
 
-# Writing ----------------------------------------------------------------------------------------------------------------------
+# Writing
+# --------------------------------------------------------------------------------------------------
 
 
 def _write(
@@ -200,7 +249,10 @@ def _write(
         parts = list(blocks(folder))
         for part in parts:
             files.update(part.files)
-        files[INDEX] = disk.write(folder / INDEX, [block(json.dumps(to_json(merge(part.index for part in parts))).encode())])
+        files[INDEX] = disk.write(
+            folder / INDEX,
+            [block(json.dumps(to_json(merge(part.index for part in parts))).encode())],
+        )
     whole = {
         "format": UNCUT if blocks is None else FORMAT,
         **head,
@@ -212,23 +264,34 @@ def _write(
 
 def _refusal(folder: Path, error: OSError, step: int, nbytes: int) -> CheckpointError:
     kept = [path.name for path in catalogue.newest(folder)]
-    there = f"{', '.join(kept)} in {folder} {'is' if len(kept) == 1 else 'are'} untouched" if kept else f"there is none in {folder} yet"
+    there = (
+        f"{', '.join(kept)} in {folder} {'is' if len(kept) == 1 else 'are'} untouched"
+        if kept
+        else f"there is none in {folder} yet"
+    )
     free = _room(folder)
     if free < nbytes + _MARGIN or error.errno in _FULL:
         why = f"the disk is full: it takes {nbytes / 1e6:.1f} MB and {free / 1e6:.1f} MB are free"
-        return CheckpointError(f"step {step} was not saved, {why}. Free some space or keep fewer checkpoints; {there}")
-    return CheckpointError(f"step {step} was not saved: {error}. Check that {folder} can be written; {there}")
+        return CheckpointError(
+            f"step {step} was not saved, {why}. Free some space or keep fewer checkpoints; {there}"
+        )
+    return CheckpointError(
+        f"step {step} was not saved: {error}. Check that {folder} can be written; {there}"
+    )
 
 
 def _room(folder: Path) -> float:
-    """Return the number of bytes that are free on the folder's disk; infinite where that can't be found out."""
+    """Return the number of bytes that are free on the folder's disk; infinite where that can't
+    be found out.
+    """
     for place in (folder, *folder.parents):
         with contextlib.suppress(OSError):
             return shutil.disk_usage(place).free
     return math.inf
 
 
-# Reading ----------------------------------------------------------------------------------------------------------------------
+# Reading
+# --------------------------------------------------------------------------------------------------
 
 
 def _read(path: Path, *, lazy: bool, own: bool) -> Checkpoint:
@@ -244,18 +307,30 @@ def _read(path: Path, *, lazy: bool, own: bool) -> Checkpoint:
         raise Broken(str(error)) from error
     shared = _state(path, "", tensors, lazy=lazy)
     snapshots = {rank: _state(path, name) for rank, name in names.items()} if own else {}
-    states = (file.removesuffix(".json") for file in files if file.endswith(".json") and file != INDEX)
+    states = (
+        file.removesuffix(".json") for file in files if file.endswith(".json") and file != INDEX
+    )
     more = tuple(sorted(name for name in states if name != "state" and name not in names.values()))
     return Checkpoint(path, step, shared, snapshots, more, index)
 
 
 def _index(path: Path, files: Mapping[str, WrittenFile]) -> BlockIndex:
-    """Read where the tensors are that were cut; it names no file but those that have been checked."""
+    """Read where the tensors are that were cut; it names no file but those that have been
+    checked.
+    """
     try:
         index = from_json(json.loads((path / INDEX).read_bytes()))
     except (ValueError, OSError, RecursionError, CheckpointError) as error:
         raise Broken(f"{INDEX} can't be used: {error}") from error
-    odd = next((stored.file for tensor in index.values() for stored in tensor.blocks if stored.file not in files), None)
+    odd = next(
+        (
+            stored.file
+            for tensor in index.values()
+            for stored in tensor.blocks
+            if stored.file not in files
+        ),
+        None,
+    )
     if odd is not None:
         raise Broken(f"{INDEX} names {odd!r}, which {MANIFEST} doesn't")
     for name, nbytes in stored_bytes(index).items():
@@ -273,7 +348,9 @@ def _uncut(path: Path) -> BlockIndex:
         raise Broken(f"{tensors} can't be used: {error}") from error
 
 
-def _state(path: Path, name: str, given: Mapping[str, Tensor] | None = None, *, lazy: bool = False) -> Snapshot:
+def _state(
+    path: Path, name: str, given: Mapping[str, Tensor] | None = None, *, lazy: bool = False
+) -> Snapshot:
     """Read a state; `given` are tensors that lie elsewhere, or with `lazy` all of them."""
     tree, tensors = state_files(name)
     reading = tree
@@ -282,12 +359,19 @@ def _state(path: Path, name: str, given: Mapping[str, Tensor] | None = None, *, 
         reading = tensors
         kept = {} if lazy else safetensors.torch.load_file(path / tensors)
         reading = tree
-        snapshot = Snapshot(head["version"], head["tree"], {**lift(kept, {} if lazy else head["tensors"]), **(given or {})})
+        snapshot = Snapshot(
+            head["version"],
+            head["tree"],
+            {**lift(kept, {} if lazy else head["tensors"]), **(given or {})},
+        )
         snapshot.check()
     except (*UNREADABLE, OSError, safetensors.SafetensorError, CheckpointError) as error:
         # its hash is right, so it is what was written
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:_SHOWN]}"
-        raise Broken(f"{reading} can't be used: another version of paceline, or of torch, has written it ({what})") from error
+        raise Broken(
+            f"{reading} can't be used: another version of paceline, or of torch, has written it "
+            f"({what})"
+        ) from error
     return snapshot
 
 
@@ -297,6 +381,8 @@ def _check(path: Path, written: WrittenFile) -> None:
         if nbytes != written.nbytes:
             raise Broken(f"{path.name} has {nbytes} bytes instead of {written.nbytes}")
         if disk.sha256(path) != written.sha256:
-            raise Broken(f"{path.name} is damaged: its content doesn't have the hash it was written with")
+            raise Broken(
+                f"{path.name} is damaged: its content doesn't have the hash it was written with"
+            )
     except OSError as error:
         raise Broken(f"{path.name} can't be read ({error.strerror})") from error

@@ -1,7 +1,8 @@
-"""Files written once, from beginning to end: hashed on the way, and on the disk when `write` returns.
+"""Files written once, from beginning to end: hashed on the way, and on the disk when `write`
+returns.
 
-Bytes that lie on whole pages of memory go to the disk from there (O_DIRECT, where the file system takes it): no copy of them is made in
-the page cache, which keeps what the training reads instead.
+Bytes that lie on whole pages of memory go to the disk from there (O_DIRECT, where the file system
+takes it): no copy of them is made in the page cache, which keeps what the training reads instead.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ except ImportError:  # Windows
 
 PIECE: Final = 4 << 20  # bytes that are hashed and written in one go
 PAGE: Final = 4096
-_CAREFUL: Final = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+_CAREFUL: Final = (
+    getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+)
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
-_NOT_SO: Final = (errno.EINVAL, errno.EFAULT)  # what a file system, a disk, or memory that can't be lent to it refuses O_DIRECT with
+# what a file system, a disk, or memory that can't be lent to it refuses O_DIRECT with
+_NOT_SO: Final = (errno.EINVAL, errno.EFAULT)
 
 
 class WrittenFile(NamedTuple):
@@ -37,8 +41,11 @@ class WrittenFile(NamedTuple):
     sha256: str
 
 
-def write(path: Path, parts: Iterable[Tensor], *, moved: Callable[[int], None] = lambda nbytes: None) -> WrittenFile:
-    """Write `parts` (1-D uint8, on the CPU) one after the other to a new file, and wait until the disk has them.
+def write(
+    path: Path, parts: Iterable[Tensor], *, moved: Callable[[int], None] = lambda nbytes: None
+) -> WrittenFile:
+    """Write `parts` (1-D uint8, on the CPU) one after the other to a new file, and wait until the
+    disk has them.
 
     `moved` is called with the number of bytes as they are written. Raises OSError.
     """
@@ -63,7 +70,10 @@ def block(data: bytes) -> Tensor:
 
 
 def read(path: Path, most: int) -> bytes:
-    """Read all of a file. Raises OSError for one that has more than `most` bytes, and as `opened` does."""
+    """Read all of a file.
+
+    Raises OSError for one that has more than `most` bytes, and as `opened` does.
+    """
     with opened(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -78,7 +88,9 @@ def sha256(path: Path) -> str:
 
 
 def opened(path: Path) -> BufferedReader:
-    """Open a plain file for reading, nothing else: a link may lead to a stranger's file, and opening a pipe waits. Raises OSError."""
+    """Open a plain file for reading, nothing else: a link may lead to a stranger's file, and
+    opening a pipe waits. Raises OSError.
+    """
     if not stat.S_ISREG(path.lstat().st_mode):
         raise OSError(errno.EINVAL, "it is no file, but a link, a folder, a pipe or a device")
     return os.fdopen(os.open(path, os.O_RDONLY | _CAREFUL), "rb")

@@ -1,7 +1,9 @@
-"""The best checkpoint of an earlier run, taken along into the folder of the run that has resumed from it.
+"""The best checkpoint of an earlier run, taken along into the folder of the run that has resumed
+from it.
 
     runs/circle/checkpoints/step-00000300      the best so far, 0.21
-    runs/circle-2/checkpoints/step-00000300    the same files, by a second name where the file system has links, else copies of them
+    runs/circle-2/checkpoints/step-00000300    the same files, by a second name where the file
+                                               system has links, else copies of them
                               step-00000900    what circle-2 has saved: a worse one, 0.24
 
 Without it a run would call a checkpoint its best that is worse than the one it began with.
@@ -25,7 +27,8 @@ _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS
 
 
 def inherit(folder: Path, earlier: Path) -> Path | None:
-    """Bring the best checkpoint of the folder `earlier` to `folder`, which has newer ones; return its path there.
+    """Bring the best checkpoint of the folder `earlier` to `folder`, which has newer ones; return
+    its path there.
 
     None where no checkpoint of `earlier` is better than those of `folder`, or has another metric.
 
@@ -39,7 +42,11 @@ def inherit(folder: Path, earlier: Path) -> Path | None:
     if old.metric is None or (asked is not None and old.metric.best != asked):
         return None  # measured by something else
     known = catalogue.by_metric(here)
-    if known and known[0].metric is not None and (known[0].metric.rank, known[0].step) <= (old.metric.rank, old.step):
+    if (
+        known
+        and known[0].metric is not None
+        and (known[0].metric.rank, known[0].step) <= (old.metric.rank, old.step)
+    ):
         return None
     try:
         with pending.ending(pending.reserve(folder)) as place:
@@ -48,12 +55,16 @@ def inherit(folder: Path, earlier: Path) -> Path | None:
             place.rename(target)
         disk.sync(folder)
     except (OSError, Broken) as error:
-        raise CheckpointError(f"the best checkpoint so far, {old.path}, can't be taken along to {folder}: {error}") from error
+        raise CheckpointError(
+            f"the best checkpoint so far, {old.path}, can't be taken along to {folder}: {error}"
+        ) from error
     return target
 
 
 def _copy(path: Path, place: Path) -> None:
-    """Give all files of a checkpoint a second name in `place`, with a manifest that says it is the oldest. Raises `Broken`, `OSError`."""
+    """Give all files of a checkpoint a second name in `place`, with a manifest that says it is
+    the oldest. Raises `Broken`, `OSError`.
+    """
     head = manifest.read(path)
     _, _, files = manifest.contents(path, head)
     for file in files:
@@ -64,7 +75,9 @@ def _copy(path: Path, place: Path) -> None:
 
 def _link(source: Path, target: Path) -> None:
     if not stat.S_ISREG(source.lstat().st_mode):
-        raise OSError(errno.EINVAL, f"{source} is no file, but a link, a folder, a pipe or a device")
+        raise OSError(
+            errno.EINVAL, f"{source} is no file, but a link, a folder, a pipe or a device"
+        )
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError as error:

@@ -3,7 +3,8 @@
 Files are checked by hash before; of what is in them, no more than the model comes into memory.
 
 runs/NAME/checkpoints/step-00000100  -- state_dict -->  {"weight": ..., "bias": ...}
-                                     -- export ------>  out.safetensors               one tensor is in memory at a time
+                                     -- export ------>  out.safetensors               one tensor is
+                                                        in memory at a time
 """
 
 from __future__ import annotations
@@ -33,17 +34,22 @@ _MODEL: Final = re.compile(r"model\d*")
 Say = Callable[[str], None]
 
 
-def state_dict(folder: str | Path, part: str | None = None, *, best: bool = False) -> dict[str, Any]:
-    """Read a model from a checkpoint, as a dict for `model.load_state_dict`, however the run that wrote it had cut the model.
+def state_dict(
+    folder: str | Path, part: str | None = None, *, best: bool = False
+) -> dict[str, Any]:
+    """Read a model from a checkpoint, as a dict for `model.load_state_dict`, however the run that
+    wrote it had cut the model.
 
     >>> model.load_state_dict(pl.state_dict("runs/circle"))
 
-    `folder`: that of a run (its newest whole checkpoint is read), its checkpoints, or one checkpoint. `part`: which of the things that were
-    prepared or kept, where it isn't the only model: "model1", or what `run.keep` was told. `best`: the best checkpoint in the place of the
-    newest, where the run has saved with `run.save(metric=..., best=...)`. Needs no run, and no other workers. Nothing in a checkpoint is
-    unpickled.
+    `folder`: that of a run (its newest whole checkpoint is read), its checkpoints, or one
+    checkpoint. `part`: which of the things that were prepared or kept, where it isn't the only
+    model: "model1", or what `run.keep` was told. `best`: the best checkpoint in the place of the
+    newest, where the run has saved with `run.save(metric=..., best=...)`. Needs no run, and no
+    other workers. Nothing in a checkpoint is unpickled.
 
-    Raises `CheckpointError` where there is none that can be used, `UsageError` for a part that isn't in it, with those that are.
+    Raises `CheckpointError` where there is none that can be used, `UsageError` for a part that
+    isn't in it, with those that are.
     """
     found = locate(Path(folder), lambda text: warnings.warn(text, stacklevel=3), best=best)
     tree = model_tree(found, part)
@@ -52,14 +58,26 @@ def state_dict(folder: str | Path, part: str | None = None, *, best: bool = Fals
     return state
 
 
-def export(folder: Path, out: Path, part: str | None = None, *, best: bool = False, force: bool = False, say: Say) -> Checkpoint:
-    """Write a model from a checkpoint to one file of safetensors, and return the checkpoint. Arguments are those of `state_dict`.
+def export(
+    folder: Path,
+    out: Path,
+    part: str | None = None,
+    *,
+    best: bool = False,
+    force: bool = False,
+    say: Say,
+) -> Checkpoint:
+    """Write a model from a checkpoint to one file of safetensors, and return the checkpoint.
 
-    A file that is there is replaced with `force` only, and once the new one is whole. Tied weights are written under each of their names.
+    Arguments are those of `state_dict`.
+
+    A file that is there is replaced with `force` only, and once the new one is whole. Tied weights
+    are written under each of their names.
     """
     if out.suffix != SUFFIX:
         raise UsageError(
-            f"{out} doesn't end in {SUFFIX}, the only format that is written; for others use torch.save(paceline.state_dict(...))"
+            f"{out} doesn't end in {SUFFIX}, the only format that is written; "
+            "for others use torch.save(paceline.state_dict(...))"
         )
     if out.exists() and not force:
         raise UsageError(f"{out} is there already; choose another name, or replace it with --force")
@@ -69,9 +87,20 @@ def export(folder: Path, out: Path, part: str | None = None, *, best: bool = Fal
         tensors = LazyTensors(reader)
         with _readable(found):
             forms = {name: decode(node, found.snapshot.tensors) for name, node in nodes.items()}
-        if odd := [name for name, form in forms.items() if not isinstance(form, Tensor) or form.dtype not in NAMES]:
-            kind = forms[odd[0]].dtype if isinstance(forms[odd[0]], Tensor) else type(forms[odd[0]]).__qualname__
-            raise CheckpointError(f"{odd[0]} is a {kind}, which {SUFFIX} can't keep; use paceline.state_dict, and save what it gives")
+        if odd := [
+            name
+            for name, form in forms.items()
+            if not isinstance(form, Tensor) or form.dtype not in NAMES
+        ]:
+            kind = (
+                forms[odd[0]].dtype
+                if isinstance(forms[odd[0]], Tensor)
+                else type(forms[odd[0]]).__qualname__
+            )
+            raise CheckpointError(
+                f"{odd[0]} is a {kind}, which {SUFFIX} can't keep; use paceline.state_dict, and "
+                "save what it gives"
+            )
 
         def parts() -> Iterator[Tensor]:
             yield block(header(forms, notes={"format": "pt"}))
@@ -83,29 +112,44 @@ def export(folder: Path, out: Path, part: str | None = None, *, best: bool = Fal
 
 
 def locate(folder: Path, say: Say, *, best: bool = False) -> Checkpoint:
-    """Find the checkpoint that is meant by a folder, and check it; its tensors have no memory, and states of single ranks are left out.
+    """Find the checkpoint that is meant by a folder, and check it; its tensors have no memory, and
+    states of single ranks are left out.
 
-    Raises `CheckpointError` if there is none, or none that can be used; those that are passed over are named through `say`.
+    Raises `CheckpointError` if there is none, or none that can be used; those that are passed over
+    are named through `say`.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {folder}; give that of a run, such as runs/NAME, or of one of its checkpoints")
+        raise CheckpointError(
+            f"there is no folder {folder}; give that of a run, such as runs/NAME, or of one of its "
+            "checkpoints"
+        )
     if (folder / MANIFEST).exists():
         if best:
-            raise UsageError(f"{folder} is one checkpoint: give the folder of its run to get the best, or leave out best")
+            raise UsageError(
+                f"{folder} is one checkpoint: give the folder of its run to get the best, or leave "
+                "out best"
+            )
         return checkpoint.read(folder, lazy=True, own=False)
     inner = folder / "checkpoints"
-    return checkpoint.load(inner if inner.is_dir() else folder, say=say, best=best, lazy=True, own=False)
+    return checkpoint.load(
+        inner if inner.is_dir() else folder, say=say, best=best, lazy=True, own=False
+    )
 
 
 def model_tree(found: Checkpoint, asked: str | None) -> Json:
-    """Return the tree of the model that is meant: the only one, or the part that is asked for. Raises `UsageError` where there is none."""
+    """Return the tree of the model that is meant: the only one, or the part that is asked for.
+
+    Raises `UsageError` where there is none.
+    """
     tree = found.snapshot.tree
     if not isinstance(tree, dict) or "$" in tree:
         raise CheckpointError(f"{found.path.name} is not what a run saves; use another one")
     models = [name for name in tree if _MODEL.fullmatch(name)]
     if asked is None and len(models) != 1:
         count = f"{len(models)} models" if models else "no model"
-        raise UsageError(f"{found.path.name} has {count}: say which part is meant; {choices('', tree)}")
+        raise UsageError(
+            f"{found.path.name} has {count}: say which part is meant; {choices('', tree)}"
+        )
     name = models[0] if asked is None else asked
     if name not in tree:
         raise UsageError(f"{found.path.name} has no part {name!r}; {choices(name, tree)}")
@@ -116,17 +160,24 @@ def _entries(tree: Json) -> dict[str, Json]:
     """Return the trees of the entries of a state dict, by name."""
     found = entries(tree)
     if not found:
-        raise CheckpointError("this part is no dict of tensors: use paceline.state_dict, which reads any state")
+        raise CheckpointError(
+            "this part is no dict of tensors: use paceline.state_dict, which reads any state"
+        )
     return {str(name): node for name, node in found.items()}
 
 
 @contextlib.contextmanager
 def _readable(found: Checkpoint) -> Iterator[None]:
-    """Raise `CheckpointError` for what comes of a tree that is none: its hash is right, but anybody may have written it."""
+    """Raise `CheckpointError` for what comes of a tree that is none: its hash is right, but
+    anybody may have written it.
+    """
     try:
         yield
     except UNREADABLE as error:
-        raise CheckpointError(f"{found.path.name} is not what a run saves ({type(error).__name__}: {error}); use another one") from error
+        raise CheckpointError(
+            f"{found.path.name} is not what a run saves ({type(error).__name__}: {error}); "
+            "use another one"
+        ) from error
 
 
 def _replace(out: Path, parts: Iterator[Tensor]) -> None:

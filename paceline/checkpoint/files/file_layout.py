@@ -1,7 +1,9 @@
 """The layout of a snapshot as two files: planned first, so that its bytes are copied once at most.
 
-NAME.json          {"version": ..., "tree": ..., "tensors": notes on those that safetensors can't keep as they are}
-NAME.safetensors   | length of the header | header: {"model/weight": {"dtype", "shape", "data_offsets"}, ...} | all tensors' bytes |
+NAME.json          {"version": ..., "tree": ..., "tensors": notes on those that safetensors can't
+                   keep as they are}
+NAME.safetensors   | length of the header | header: {"model/weight": {"dtype", "shape",
+                   "data_offsets"}, ...} | all tensors' bytes |
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ NAMES: Final = {
 
 @dataclass(frozen=True)
 class FileLayout:
-    """One state on its way to the disk: `tree` is the content of the first file, `head` and the bytes of `tensors` that of the second."""
+    """One state on its way to the disk: `tree` is the content of the first file, `head` and the
+    bytes of `tensors` that of the second.
+    """
 
     tree: dict[str, Json]
     head: bytes
@@ -52,21 +56,27 @@ class FileLayout:
         return len(self.head) + sum(tensor.nbytes for tensor in self.tensors)
 
     def parts(self) -> Iterator[Tensor]:
-        """Yield the bytes of the second file, in order (1-D, uint8); tensors come from their device one by one."""
+        """Yield the bytes of the second file, in order (1-D, uint8); tensors come from their
+        device one by one.
+        """
         if self.head:
             yield block(self.head)
         for tensor in self.tensors:
             yield raw(tensor)
 
     def hold(self, room: CopyMemory, number: int) -> FileLayout:
-        """Copy all bytes into `room`, at the place `number`, in place of what it held; return the layout of the copy."""
+        """Copy all bytes into `room`, at the place `number`, in place of what it held; return
+        the layout of the copy.
+        """
         whole = room.place(number, self.nbytes)
         end = len(self.head)
         whole[:end].copy_(block(self.head))
         for tensor in self.tensors:
             begin, end = end, end + tensor.nbytes
             if begin < end:
-                whole[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=room.pinned)
+                whole[begin:end].view(tensor.dtype).view(tensor.shape).copy_(
+                    tensor, non_blocking=room.pinned
+                )
         for device in {tensor.device for tensor in self.tensors if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return FileLayout(self.tree, b"", (whole,))
@@ -83,11 +93,18 @@ class FileLayout:
 
 
 def image(snapshot: Snapshot) -> FileLayout:
-    """Lay `snapshot` out; its tensors stay where they are, and must not change before they are held or written."""
+    """Lay `snapshot` out; its tensors stay where they are, and must not change before they are
+    held or written.
+    """
     tensors, notes = plain(snapshot.tensors)
-    order = sorted(tensors, key=lambda path: (-tensors[path].element_size(), path))  # so that each is aligned for its dtype
+    # so that each is aligned for its dtype
+    order = sorted(tensors, key=lambda path: (-tensors[path].element_size(), path))
     tree = {"version": snapshot.version, "tree": snapshot.tree, "tensors": notes}
-    return FileLayout(tree, header({path: tensors[path] for path in order}), tuple(tensors[path] for path in order))
+    return FileLayout(
+        tree,
+        header({path: tensors[path] for path in order}),
+        tuple(tensors[path] for path in order),
+    )
 
 
 def received(whole: Tensor) -> FileLayout:
@@ -99,7 +116,8 @@ def received(whole: Tensor) -> FileLayout:
 
 
 def header(tensors: Mapping[str, Tensor], *, notes: Mapping[str, str] | None = None) -> bytes:
-    """Write the beginning of a file of safetensors, whose bytes follow in this order; `notes` is what such files say of themselves.
+    """Write the beginning of a file of safetensors, whose bytes follow in this order; `notes` is
+    what such files say of themselves.
 
     Only dtypes and shapes are looked at: tensors may be on the device "meta".
     """
@@ -107,16 +125,22 @@ def header(tensors: Mapping[str, Tensor], *, notes: Mapping[str, str] | None = N
     end = 0
     for path, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
-        entries[path] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        entries[path] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNED)
     return _LENGTH.pack(len(text)) + text
 
 
 class CopyMemory:
-    """Memory for copies that is used again and again: most of the time of a copy to fresh memory goes into getting it.
+    """Memory for copies that is used again and again: most of the time of a copy to fresh memory
+    goes into getting it.
 
-    `pinned`: for copies from a GPU. Children that are forked don't have it, so that it needn't be copied once more after they were.
+    `pinned`: for copies from a GPU. Children that are forked don't have it, so that it needn't be
+    copied once more after they were.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
@@ -140,7 +164,8 @@ def _mapped(nbytes: int) -> Tensor:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise CheckpointError(
-            f"{nbytes / 1e6:.1f} MB for a copy of the state can't be had ({error.strerror}): save without background=True"
+            f"{nbytes / 1e6:.1f} MB for a copy of the state can't be had ({error.strerror}): "
+            "save without background=True"
         ) from error
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         with contextlib.suppress(OSError, AttributeError):  # not every system knows them

@@ -1,4 +1,5 @@
-"""Checkpoints that are being written: a folder of their own until they are whole, into which several workers may write.
+"""Checkpoints that are being written: a folder of their own until they are whole, into which
+several workers may write.
 
     .saving-x1y2/new/    blocks-00000.safetensors     worker 0 has written its part
                          blocks-00002.safetensors     worker 2 is writing
@@ -27,21 +28,26 @@ from paceline.errors import CheckpointError
 from paceline.state.blocks import BlockIndex, from_json, to_json
 
 SAVING: Final = ".saving-"
-_ALIVE: Final = (errno.ENOENT, errno.ENOTEMPTY)  # what removing fails with while a process that is about to end still writes there
+# what removing fails with while a process that is about to end still writes there
+_ALIVE: Final = (errno.ENOENT, errno.ENOTEMPTY)
 _NAP: Final = 0.01  # seconds between two looks at the folder
 _MOST: Final = 1 << 30  # bytes of what a worker says
 
 
 @dataclass(frozen=True)
 class WrittenBlocks:
-    """What one worker has written into a checkpoint: its files, and where the tensors are that it has blocks of."""
+    """What one worker has written into a checkpoint: its files, and where the tensors are that
+    it has blocks of.
+    """
 
     files: dict[str, WrittenFile]
     index: BlockIndex
 
 
 def reserve(folder: Path) -> Path:
-    """Make an empty folder for a checkpoint that is to come, and remove the leftovers of killed processes. Raises OSError."""
+    """Make an empty folder for a checkpoint that is to come, and remove the leftovers of killed
+    processes. Raises OSError.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     _sweep(folder)
     inner = Path(tempfile.mkdtemp(prefix=SAVING, dir=folder)) / "new"
@@ -53,7 +59,8 @@ def reserve(folder: Path) -> Path:
 def ending(place: Path) -> Iterator[Path]:
     """Remove what `reserve` has made, after the checkpoint was given its name, or an error.
 
-    After an error other workers may still be writing. The folder gets another name first, so that they can't add files while it is removed.
+    After an error other workers may still be writing. The folder gets another name first, so that
+    they can't add files while it is removed.
     """
     try:
         yield place
@@ -73,7 +80,12 @@ def _sweep(folder: Path) -> None:
                 raise
 
 
-def leave(place: Path, number: int, layout: BlocksLayout, moved: Callable[[int], None] = lambda nbytes: None) -> None:
+def leave(
+    place: Path,
+    number: int,
+    layout: BlocksLayout,
+    moved: Callable[[int], None] = lambda nbytes: None,
+) -> None:
     """Write the part of worker `number` into a checkpoint that is being written, and say so there.
 
     Raises `CheckpointError` where that fails, and leaves the reason for the first worker if it can.
@@ -86,13 +98,22 @@ def leave(place: Path, number: int, layout: BlocksLayout, moved: Callable[[int],
             _say(place, number, {"error": reason})
         raise CheckpointError(reason) from error
     try:
-        _say(place, number, {"file": layout.file, "written": written._asdict(), "index": to_json(layout.index)})
+        _say(
+            place,
+            number,
+            {"file": layout.file, "written": written._asdict(), "index": to_json(layout.index)},
+        )
     except OSError as error:
-        raise CheckpointError(f"worker {number} can't say that it has written its part: {error}") from error
+        raise CheckpointError(
+            f"worker {number} can't say that it has written its part: {error}"
+        ) from error
 
 
 def collect(place: Path, numbers: Sequence[int], seconds: float) -> list[WrittenBlocks]:
-    """Wait until these workers have left their parts, so many seconds at most. Raises `CheckpointError` with the first that can't."""
+    """Wait until these workers have left their parts, so many seconds at most.
+
+    Raises `CheckpointError` with the first that can't.
+    """
     end = time.monotonic() + seconds
     found = []
     for number in numbers:
@@ -100,7 +121,8 @@ def collect(place: Path, numbers: Sequence[int], seconds: float) -> list[Written
         while not said.exists():
             if time.monotonic() > end:
                 raise CheckpointError(
-                    f"worker {number} has not written its part of the checkpoint within {seconds:g} s; see what it does, or raise "
+                    f"worker {number} has not written its part of the checkpoint within "
+                    f"{seconds:g} s; see what it does, or raise "
                     "start(deadline=seconds) for a disk that is so slow"
                 )
             time.sleep(_NAP)
@@ -122,7 +144,9 @@ def _heard(sign: Path) -> WrittenBlocks:
         sign.unlink()
         if "error" in said:
             raise CheckpointError(said["error"])
-        return WrittenBlocks({said["file"]: WrittenFile(**said["written"])}, from_json(said["index"], partial=True))
+        return WrittenBlocks(
+            {said["file"]: WrittenFile(**said["written"])}, from_json(said["index"], partial=True)
+        )
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"what {sign.stem} says of itself can't be read: {error}") from error
 

@@ -1,15 +1,20 @@
-"""The channel of a call by `pl.launch`: what its workers, and their launcher, tell the process that has made it.
+"""The channel of a call by `pl.launch`: what its workers, and their launcher, tell the process that
+has made it.
 
 caller                            launcher                    workers
   socketpair, one end -- inherited --> . -------- inherited ----> .
-  "called"  <---------------------------------------------------- each worker, before it calls the function
-  "status"  <---------------------------------------------------- the first worker: how far its run is
-  "result"  <---------------------------------------------------- each worker: what the function has returned
-  "failed"  <---------------------------------------------------- a worker: the traceback of what the function has raised
+  "called"  <---------------------------------------------------- each worker, before it calls the
+            function
+  "status"  <---------------------------------------------------- the first worker: how far its run
+            is
+  "result"  <---------------------------------------------------- each worker: what the function has
+            returned
+  "failed"  <---------------------------------------------------- a worker: the traceback of what
+            the function has raised
   "verdict" <------------------------ who failed first
 
-A message is JSON, and a file without a name for what is long: its descriptor travels with the message. The channel has no name and
-no port: only processes that have inherited it can write to it.
+A message is JSON, and a file without a name for what is long: its descriptor travels with the
+message. The channel has no name and no port: only processes that have inherited it can write to it.
 """
 
 from __future__ import annotations
@@ -30,7 +35,10 @@ _LONGEST = 1 << 16  # bytes of a message without its file
 
 
 class CallMessage(NamedTuple):
-    """A message of a call. `body` is an open file, at its beginning, where the message has one; who reads it closes it."""
+    """A message of a call.
+
+    `body` is an open file, at its beginning, where the message has one; who reads it closes it.
+    """
 
     kind: str
     fields: dict[str, Any]
@@ -57,10 +65,20 @@ class CallChannel:
         """Close this end. Twice is harmless."""
         self._wire.close()
 
-    def send(self, kind: str, fields: Mapping[str, Any], write: Callable[[BinaryIO], object] | None = None, *, waits: bool = True) -> bool:
-        """Send a message; `write` is called with the file that goes with it. Returns whether it is on its way.
+    def send(
+        self,
+        kind: str,
+        fields: Mapping[str, Any],
+        write: Callable[[BinaryIO], object] | None = None,
+        *,
+        waits: bool = True,
+    ) -> bool:
+        """Send a message; `write` is called with the file that goes with it.
 
-        Without `waits` a message is dropped where the other end has not read for long. Nothing is sent to a caller that has ended.
+        Returns whether it is on its way.
+
+        Without `waits` a message is dropped where the other end has not read for long. Nothing is
+        sent to a caller that has ended.
         """
         descriptor = None if write is None else os.memfd_create("paceline-call", os.MFD_CLOEXEC)
         try:
@@ -79,9 +97,13 @@ class CallChannel:
                 os.close(descriptor)
 
     def receive(self) -> CallMessage | None:
-        """Take the next message that has come; None while there is none, and when all other ends are closed."""
+        """Take the next message that has come; None while there is none, and when all other ends
+        are closed.
+        """
         try:
-            data, ancillary, _, _ = self._wire.recvmsg(_LONGEST, socket.CMSG_SPACE(4), socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+            data, ancillary, _, _ = self._wire.recvmsg(
+                _LONGEST, socket.CMSG_SPACE(4), socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+            )
         except (BlockingIOError, ConnectionResetError):
             return None
         given = array.array("i")
@@ -103,7 +125,10 @@ def channel() -> tuple[CallChannel, socket.socket]:
 
 
 def judge(call: tuple[int, int] | None) -> Callable[[Failure], None] | None:
-    """Return what tells the caller who failed first; None where there is no call. `call`: the descriptors of a `LaunchRequest`."""
+    """Return what tells the caller who failed first; None where there is no call.
+
+    `call`: the descriptors of a `LaunchRequest`.
+    """
     return None if call is None else partial(_tell, CallChannel.inherited(call[1]))
 
 

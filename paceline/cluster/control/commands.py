@@ -1,12 +1,16 @@
-"""Commands from a launcher to its running workers: above all the view, each time that it changes. Lines of JSON through a pipe.
+"""Commands from a launcher to its running workers: above all the view, each time that it changes.
 
-    launcher   {"number": 3, "members": [[worker, host, name, address], ...], "broken": false}  --->  thread of the worker
+Lines of JSON through a pipe.
+
+    launcher   {"number": 3, "members": [[worker, host, name, address], ...], "broken": false}  --->
+               thread of the worker
                {"ask": true}                                                                    --->  (it says where it is)
                {"leave": true}                                                                  --->  (it goes after its turn)
                STACK, a signal                                                                  --->  (it writes what it does)
 
-A worker that is missing in the new view won't answer any more: the thread at once ends the waits of this worker.
-"""
+A worker that is missing in the new view won't answer any more: the thread at once ends the waits of
+this worker.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -23,8 +27,8 @@ from typing import NamedTuple
 
 PORTS = 1 << 16
 ASK = b'{"ask": true}\n'
-# Scripts have handlers of their own for SIGUSR1 and SIGUSR2 (Slurm sends them, too); nobody uses this one. Only a worker that has said
-# that it shows its stack may be sent it: it ends any other.
+# Scripts have handlers of their own for SIGUSR1 and SIGUSR2 (Slurm sends them, too); nobody uses
+# this one. Only a worker that has said that it shows its stack may be sent it: it ends any other.
 STACK = signal.SIGRTMAX - 1 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR1
 
 
@@ -49,7 +53,10 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Roster:
-    """A view as workers get it. `broken`: groups of an earlier view can't be used, though the members may be the same."""
+    """A view as workers get it.
+
+    `broken`: groups of an earlier view can't be used, though the members may be the same.
+    """
 
     number: int
     members: tuple[Member, ...]
@@ -62,22 +69,35 @@ class Roster:
 
     @property
     def mark(self) -> str:
-        """A mark that tells this view of this start of the job from all others: half of a worker's number is drawn by chance."""
+        """A mark that tells this view of this start of the job from all others: half of a
+        worker's number is drawn by chance.
+        """
         return f"view {self.number} of {' '.join(map(str, self.workers))}"
 
     def dump(self) -> bytes:
         """Write as a line."""
-        return json.dumps({"number": self.number, "members": self.members, "broken": self.broken}).encode() + b"\n"
+        return (
+            json.dumps(
+                {"number": self.number, "members": self.members, "broken": self.broken}
+            ).encode()
+            + b"\n"
+        )
 
     @classmethod
     def load(cls, line: bytes) -> Roster:
         """Read from a line."""
         fields = json.loads(line)
-        return cls(int(fields["number"]), tuple(Member(*member) for member in fields["members"]), bool(fields["broken"]))
+        return cls(
+            int(fields["number"]),
+            tuple(Member(*member) for member in fields["members"]),
+            bool(fields["broken"]),
+        )
 
 
 def asked(descriptor: int, seconds: float) -> bool:
-    """Whether the launcher asks within so many seconds where this worker is; for workers that get no other commands."""
+    """Whether the launcher asks within so many seconds where this worker is; for workers that
+    get no other commands.
+    """
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     if not poll.poll(1000 * seconds):
@@ -89,7 +109,10 @@ def asked(descriptor: int, seconds: float) -> bool:
 
 
 class CommandPipe:
-    """The worker's end of the pipe. `latest` is the last view that came; `answer` says where this worker is when its launcher asks."""
+    """The worker's end of the pipe.
+
+    `latest` is the last view that came; `answer` says where this worker is when its launcher asks.
+    """
 
     def __init__(self, descriptor: int, answer: Callable[[], None] = lambda: None) -> None:
         self._descriptor, self._answer = descriptor, answer
@@ -111,7 +134,9 @@ class CommandPipe:
         return self._rosters[number]
 
     def arm(self, number: int, needed: frozenset[int], trip: Callable[[], None]) -> None:
-        """Call `trip`, once, when a view later than `number` leaves out one of those that are `needed`, or says that groups are broken."""
+        """Call `trip`, once, when a view later than `number` leaves out one of those that are
+        `needed`, or says that groups are broken.
+        """
         with self._changed:
             self._needed, self._since, self._trip = needed, number, trip
             late = any(self._breaks(roster) for roster in self._rosters.values())
@@ -119,16 +144,21 @@ class CommandPipe:
             trip()
 
     def _breaks(self, roster: Roster) -> bool:
-        return roster.number > self._since and (roster.broken or not self._needed <= {*roster.workers})
+        return roster.number > self._since and (
+            roster.broken or not self._needed <= {*roster.workers}
+        )
 
     def newer(self, number: int, seconds: float) -> Roster | None:
-        """Return the newest view, once there is one after `number`; None when none has come in time."""
+        """Return the newest view, once there is one after `number`; None when none has come in
+        time.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self.latest > number, seconds)
             return self._rosters[self.latest] if self.latest > number else None
 
     def breaking(self, seconds: float, known: float = math.inf) -> Roster | None:
-        """Return the newest view, once one has come since `arm` that breaks the groups; None when none has come in time.
+        """Return the newest view, once one has come since `arm` that breaks the groups; None when
+        none has come in time.
 
         `known`: None also once any view has come after that one.
         """
@@ -154,7 +184,9 @@ class CommandPipe:
                 with self._changed:
                     trip = self._trip if self._breaks(roster) else None
                 if trip is not None:
-                    trip()  # first: a worker that sees the new view makes new connections, which have to stay
+                    # first: a worker that sees the new view makes new connections, which have to
+                    # stay
+                    trip()
                 with self._changed:
                     self._rosters[roster.number] = roster
                     self._changed.notify_all()

@@ -1,11 +1,13 @@
-"""The progress page of a worker, for observers outside: a few numbers in a mapped file, with a breakpoint before a step.
+"""The progress page of a worker, for observers outside: a few numbers in a mapped file, with a
+breakpoint before a step.
 
     launcher   who: rank, host, pid, threads ---+
     session    where: began, step, holding -----+--> FOLDER/rank-N (mapped by all three)
     watcher    hold: the step to wait before ---+
 
-Each number has one writer. A page may be there before its worker is: a watcher that writes `hold` into it first misses no step.
-`paceline run` makes a page for each of its workers where PACELINE_PROGRESS names a folder; a step costs two accesses to memory then.
+Each number has one writer. A page may be there before its worker is: a watcher that writes `hold`
+into it first misses no step. `paceline run` makes a page for each of its workers where
+PACELINE_PROGRESS names a folder; a step costs two accesses to memory then.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from paceline.errors import DeadlineExceeded, ResourceError
 
 _POLL_SECONDS = 0.001  # a worker that waits looks this often whether it may go on
 _SILENT_SECONDS = 1.0  # a wait that is longer is announced
-_RANK, _HOST, _THREADS, _PID, _BORN, _BEGAN, _STEP, _HOLD, _HOLDING = range(9)  # 64-bit numbers, each plus one: 0 is "unset"
+# 64-bit numbers, each plus one: 0 is "unset"
+_RANK, _HOST, _THREADS, _PID, _BORN, _BEGAN, _STEP, _HOLD, _HOLDING = range(9)
 _NBYTES: Final = 8 * 9
 
 
@@ -31,7 +34,9 @@ def path(folder: str | Path, rank: int) -> Path:
 
 
 def birth(pid: int) -> int | None:
-    """Return when a process was started, in the kernel's ticks since boot: with its number unique for ever. None: it is gone."""
+    """Return when a process was started, in the kernel's ticks since boot: with its number
+    unique for ever. None: it is gone.
+    """
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (FileNotFoundError, ProcessLookupError):
@@ -39,7 +44,9 @@ def birth(pid: int) -> int | None:
 
 
 def enter(file: str | None, began: float, *, deadline: float) -> Page | None:
-    """Open the page that this worker was given, if any: its run began at this `time.time()`, and no wait lasts longer than `deadline`."""
+    """Open the page that this worker was given, if any: its run began at this `time.time()`, and
+    no wait lasts longer than `deadline`.
+    """
     if file is None:
         return None
     page = Page(Path(file), deadline=deadline)
@@ -74,7 +81,8 @@ class Page:
                 os.close(descriptor)
         except OSError as error:
             raise ResourceError(
-                f"the page {file} for a worker's progress can't be made ({error.strerror}); let PACELINE_PROGRESS name a folder "
+                f"the page {file} for a worker's progress can't be made ({error.strerror}); "
+                "let PACELINE_PROGRESS name a folder "
                 "that is there and can be written, or unset it"
             ) from error
         self._cells = memoryview(self._memory).cast("q")
@@ -87,10 +95,16 @@ class Page:
     # ---- written by the launcher
 
     def describe(self, rank: int, host: int, threads: int) -> None:
-        """Write the rank of a worker about to be started, the number of its host in the job, and its threads. `hold` stays."""
+        """Write the rank of a worker about to be started, the number of its host in the job, and
+        its threads. `hold` stays.
+        """
         for cell in (_PID, _BORN, _BEGAN, _STEP, _HOLDING):
             self._cells[cell] = 0
-        self._cells[_RANK], self._cells[_HOST], self._cells[_THREADS] = rank + 1, host + 1, threads + 1
+        self._cells[_RANK], self._cells[_HOST], self._cells[_THREADS] = (
+            rank + 1,
+            host + 1,
+            threads + 1,
+        )
 
     def started(self, pid: int) -> None:
         """Write the number of the worker's process."""
@@ -109,7 +123,8 @@ class Page:
         _beside(self.file).write_text(str(folder.absolute()), encoding="utf-8")
 
     def reach(self, step: int) -> float:
-        """Write that this many steps are taken and the next is about to begin; wait here if asked to. Returns the seconds spent waiting.
+        """Write that this many steps are taken and the next is about to begin; wait here if asked
+        to. Returns the seconds spent waiting.
 
         Raises `DeadlineExceeded` when nobody lets the worker go on.
         """
@@ -129,10 +144,18 @@ class Page:
                 waited = time.monotonic() - began
                 if waited > _SILENT_SECONDS and not said:
                     said = True
-                    print(f"paceline: rank {self.rank} is held before step {step}, as {self.file} asks", file=sys.stderr, flush=True)
+                    print(
+                        (
+                            f"paceline: rank {self.rank} is held before step {step}, as "
+                            f"{self.file} asks"
+                        ),
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 if waited > self._deadline:
                     raise DeadlineExceeded(
-                        f"rank {self.rank} was held before step {step} for {self._deadline:g} s by {self.file}, and nobody let it go on; "
+                        f"rank {self.rank} was held before step {step} for {self._deadline:g} s by "
+                        f"{self.file}, and nobody let it go on; "
                         "whoever holds a worker has to call release() on its page"
                     )
                 time.sleep(_POLL_SECONDS)
@@ -143,7 +166,9 @@ class Page:
     # ---- written by observers
 
     def hold(self, step: int) -> None:
-        """Let the worker wait before it begins this step (counted from 0), or the next it comes to if it is past that."""
+        """Let the worker wait before it begins this step (counted from 0), or the next it comes
+        to if it is past that.
+        """
         self._cells[_HOLD] = step + 1
 
     def release(self) -> None:
@@ -184,7 +209,9 @@ class Page:
 
     @property
     def step(self) -> int:
-        """Steps taken; -1 before the first is begun, and for scripts that don't use paceline's loader."""
+        """Steps taken; -1 before the first is begun, and for scripts that don't use paceline's
+        loader.
+        """
         return self._cells[_STEP] - 1
 
     @property

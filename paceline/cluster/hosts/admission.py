@@ -1,13 +1,15 @@
-"""Admits a host to a running job: any launcher of the job takes it in, once all have agreed on a view that includes it.
+"""Admits a host to a running job: any launcher of the job takes it in, once all have agreed on a
+view that includes it.
 
 newcomer               a launcher of the job
   offer        ->        waits until the run can be joined, and a view with the newcomer is decided
                <-        running: that view, its number there, and the run
   host n       ->        this one and all others, as at the start
 
-Launchers listen at a port of their own and, where its address is theirs, at the job's meeting point: the command that started the job
-joins it later. When the host of the meeting point is gone, newcomers may be waiting there for others: the launcher that leads looks
-now and then, and invites them.
+Launchers listen at a port of their own and, where its address is theirs, at the job's meeting
+point: the command that started the job joins it later. When the host of the meeting point is gone,
+newcomers may be waiting there for others: the launcher that leads looks now and then, and invites
+them.
 """
 
 from __future__ import annotations
@@ -30,23 +32,42 @@ Point = tuple[str, int]
 
 
 class MeetingPoint:
-    """The sockets on which a launcher accepts calls. `listening`: its own port; `point`: the job's meeting point."""
+    """The sockets on which a launcher accepts calls.
 
-    def __init__(self, listening: socket.socket, secret: bytes, point: Point | None = None, *, timings: Timings = DEFAULTS) -> None:
+    `listening`: its own port; `point`: the job's meeting point.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        secret: bytes,
+        point: Point | None = None,
+        *,
+        timings: Timings = DEFAULTS,
+    ) -> None:
         self._sockets, self._point = [listening], point
-        mine = [] if point is None else [*filter(network.local, network.resolve(point[0])), listening.getsockname()[0]]
-        self._addresses = list(dict.fromkeys(mine))  # names are looked up once: that may take long when a network is cut
+        mine = (
+            []
+            if point is None
+            else [*filter(network.local, network.resolve(point[0])), listening.getsockname()[0]]
+        )
+        # names are looked up once: that may take long when a network is cut
+        self._addresses = list(dict.fromkeys(mine))
         self._handshakes = Handshakes(secret, timings=timings.channel)
         self._timings = timings.membership
         self._tried_at = 0.0
-        self._inviting = None if point is None else Inviter(point, secret, timings=timings.membership)
+        self._inviting = (
+            None if point is None else Inviter(point, secret, timings=timings.membership)
+        )
         listening.setblocking(False)
 
     def descriptors(self) -> list[int]:
         return [*(each.fileno() for each in self._sockets), *self._handshakes.descriptors()]
 
     def hear(self, descriptor: int) -> tuple[Channel, dict[str, Any]] | None:
-        """Accept a connection, or read a caller's first message, once the caller has proved to know the secret."""
+        """Accept a connection, or read a caller's first message, once the caller has proved to
+        know the secret.
+        """
         for listening in self._sockets:
             if listening.fileno() == descriptor:
                 self._handshakes.let_in(listening)
@@ -55,19 +76,30 @@ class MeetingPoint:
     def tick(self, now: float) -> None:
         """Drop silent callers, and listen at the meeting point as soon as that is possible."""
         self._handshakes.tick(now)
-        if self._point is None or len(self._sockets) > 1 or now - self._tried_at < self._timings.visit:
+        if (
+            self._point is None
+            or len(self._sockets) > 1
+            or now - self._tried_at < self._timings.visit
+        ):
             return
         self._tried_at = now
         for address in self._addresses:
-            with contextlib.suppress(OSError):  # a stranger's, or another launcher of this machine listens there
+            # a stranger's, or another launcher of this machine listens there
+            with contextlib.suppress(OSError):
                 self._sockets.append(network.listen(address, self._point[1]))
                 self._sockets[-1].setblocking(False)
                 return
 
     def invite(self, view: View, now: float) -> None:
-        """Look for newcomers that wait at the meeting point, unless a host of the job listens there."""
+        """Look for newcomers that wait at the meeting point, unless a host of the job listens
+        there.
+        """
         mine = [listening.getsockname()[0] for listening in self._sockets[1:]]
-        others = [seat.facts["address"] for seat in view.seats if seat.facts["address"] not in self._addresses]
+        others = [
+            seat.facts["address"]
+            for seat in view.seats
+            if seat.facts["address"] not in self._addresses
+        ]
         if self._inviting is not None:
             self._inviting.tick(view, now, taken=[*mine, *others])
 
@@ -89,7 +121,9 @@ class _JoiningHost:
 
 
 class JoiningHosts:
-    """The hosts that wait here to be taken in, each with a word of its own by which a view names it."""
+    """The hosts that wait here to be taken in, each with a word of its own by which a view names
+    it.
+    """
 
     def __init__(self, *, timings: ChannelTimings = DEFAULTS.channel) -> None:
         self._hosts: dict[str, _JoiningHost] = {}
@@ -105,14 +139,18 @@ class JoiningHosts:
 
     def hear(self, descriptor: int) -> None:
         """Notice that one of them has hung up; it has nothing more to say."""
-        word = next(word for word, host in self._hosts.items() if host.channel.fileno() == descriptor)
+        word = next(
+            word for word, host in self._hosts.items() if host.channel.fileno() == descriptor
+        )
         try:
             self._hosts[word].channel.hear()
         except ChannelBroken:
             self._hosts.pop(word).channel.close()
 
     def take(self) -> list[tuple[str, dict[str, Any]]]:
-        """Take the words and facts of those that have not been proposed to the others, once each."""
+        """Take the words and facts of those that have not been proposed to the others, once
+        each.
+        """
         found = [(word, host) for word, host in self._hosts.items() if not host.proposed]
         for _, host in found:
             host.proposed = True
@@ -122,7 +160,9 @@ class JoiningHosts:
         """Tell those that a view has taken in; they call again, as they call the others."""
         for seat in view.seats:
             if (host := self._hosts.pop(seat.facts.get("word", ""), None)) is not None:
-                host.channel.send({"kind": "running", "view": view.dump(), "host": seat.host, "run": run})
+                host.channel.send(
+                    {"kind": "running", "view": view.dump(), "host": seat.host, "run": run}
+                )
                 host.channel.flush(self._timings.flush)
                 host.channel.close()
 
@@ -141,7 +181,10 @@ def refuse(channel: Channel, why: str, seconds: float) -> None:
 
 
 class Inviter:
-    """Tells newcomers at the meeting point where the launchers of the job are. Never blocks for longer than a second."""
+    """Tells newcomers at the meeting point where the launchers of the job are.
+
+    Never blocks for longer than a second.
+    """
 
     def __init__(self, point: Point, secret: bytes, *, timings: MembershipTimings) -> None:
         self._point, self._secret, self._timings = point, secret, timings
@@ -155,7 +198,10 @@ class Inviter:
             return
         self._at = now
         if self._connection is not None:
-            self._invite(self._connection, [(str(seat.facts["address"]), int(seat.facts["port"])) for seat in view.seats])
+            self._invite(
+                self._connection,
+                [(str(seat.facts["address"]), int(seat.facts["port"])) for seat in view.seats],
+            )
             self._connection = None
         elif self._address not in taken:
             self._connection = socket.socket(network.family(self._address), socket.SOCK_STREAM)
@@ -164,9 +210,17 @@ class Inviter:
 
     def _invite(self, connection: socket.socket, points: Sequence[Point]) -> None:
         with connection:
-            there = bool(ready((), 0.0, writing=[connection.fileno()])) and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            with contextlib.suppress(PacelineError, OSError):  # it isn't a launcher that waits, or isn't of this job
+            there = bool(
+                ready((), 0.0, writing=[connection.fileno()])
+            ) and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            # it isn't a launcher that waits, or isn't of this job
+            with contextlib.suppress(PacelineError, OSError):
                 if there:
-                    channel = call(connection, self._secret, f"{self._point[0]}:{self._point[1]}", self._timings.visited)
+                    channel = call(
+                        connection,
+                        self._secret,
+                        f"{self._point[0]}:{self._point[1]}",
+                        self._timings.visited,
+                    )
                     channel.send({"kind": "invitation", "points": points})
                     channel.flush(self._timings.visited)

@@ -1,10 +1,12 @@
-"""The authenticated channel between two launchers: JSON lines of bounded size, each signed; both ends prove that they know the secret.
+"""The authenticated channel between two launchers: JSON lines of bounded size, each signed; both
+ends prove that they know the secret.
 
 server                               client
   hello, nonce_s              ->
                               <-      hello, nonce_c, MAC(secret; client, nonce_s, nonce_c)
   MAC(secret; server, ...)    ->
-from then on: MAC(session; side, number of the line, line), line; session = MAC(secret; session, nonce_s, nonce_c)
+from then on: MAC(session; side, number of the line, line), line; session = MAC(secret; session,
+nonce_s, nonce_c)
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ PROTOCOL = 1
 _LONGEST_HELLO = 1 << 12  # bytes of a line before the other side has proved anything
 _LONGEST = 1 << 17
 _NONCE = re.compile(r"[0-9a-f]{32}")
-SENSELESS = LookupError, TypeError, ValueError, ArithmeticError, AttributeError  # what comes of a message that makes no sense
+# what comes of a message that makes no sense
+SENSELESS = LookupError, TypeError, ValueError, ArithmeticError, AttributeError
 
 
 class ChannelBroken(PacelineError):
@@ -39,7 +42,10 @@ class HungUp(ChannelBroken):
 
 
 def ready(reading: Iterable[int], seconds: float, *, writing: Iterable[int] = ()) -> set[int]:
-    """Wait at most so long until some of the descriptors are ready; return those. Unlike with `select`, their numbers may be any."""
+    """Wait at most so long until some of the descriptors are ready; return those.
+
+    Unlike with `select`, their numbers may be any.
+    """
     poll = select.poll()
     for descriptor in reading:
         poll.register(descriptor, select.POLLIN)
@@ -49,7 +55,11 @@ def ready(reading: Iterable[int], seconds: float, *, writing: Iterable[int] = ()
 
 
 class Channel:
-    """A connection that never blocks. `hear` gives the messages that have come; `send` writes what the network takes, `flush` the rest."""
+    """A connection that never blocks.
+
+    `hear` gives the messages that have come; `send` writes what the network takes, `flush` the
+    rest.
+    """
 
     def __init__(self, connection: socket.socket, side: str) -> None:
         connection.setblocking(False)
@@ -73,7 +83,10 @@ class Channel:
         return secrets.sign(secret, self.side.encode(), *self._nonces(other)).hex()
 
     def trust(self, secret: bytes, other: str, proof: str) -> bool:
-        """Whether the other side knows the secret; from then on lines are signed. A server answers with its own proof, still unsigned."""
+        """Whether the other side knows the secret; from then on lines are signed.
+
+        A server answers with its own proof, still unsigned.
+        """
         if not secrets.verify(secret, _unhex(proof), self._opposite(), *self._nonces(other)):
             return False
         if self.side == "server":
@@ -82,13 +95,22 @@ class Channel:
         return True
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send one message, as soon as the network takes it. Raises `PlaceError` for one that tells of too many hosts."""
+        """Send one message, as soon as the network takes it.
+
+        Raises `PlaceError` for one that tells of too many hosts.
+        """
         line = json.dumps(message).encode()
         if self._session is not None:
-            line = secrets.sign(self._session, self.side.encode(), str(self._sent).encode(), line).hex().encode() + line
+            line = (
+                secrets.sign(self._session, self.side.encode(), str(self._sent).encode(), line)
+                .hex()
+                .encode()
+                + line
+            )
         if len(line) >= _LONGEST:
             raise PlaceError(
-                f"a launcher has {len(line):,} bytes to tell another one, and {_LONGEST - 1:,} is the most: the job has too many hosts "
+                f"a launcher has {len(line):,} bytes to tell another one, and {_LONGEST - 1:,} is "
+                "the most: the job has too many hosts "
                 "(some 500 can take part) or workers; start fewer hosts with more workers each"
             )
         self._sent += self._session is not None
@@ -96,7 +118,10 @@ class Channel:
         self.flush()
 
     def flush(self, seconds: float = 0.0) -> None:
-        """Write what is left, waiting at most so long. A broken connection shows itself in `hear`."""
+        """Write what is left, waiting at most so long.
+
+        A broken connection shows itself in `hear`.
+        """
         end = time.monotonic() + seconds
         while self._out:
             try:
@@ -109,7 +134,10 @@ class Channel:
                 self._out = b""
 
     def hear(self) -> dict[str, Any] | None:
-        """Return the next message, if it has come whole. Raises `ChannelBroken` when there won't be any."""
+        """Return the next message, if it has come whole.
+
+        Raises `ChannelBroken` when there won't be any.
+        """
         if not self._lines:
             self._read()
         if not self._lines:
@@ -119,7 +147,11 @@ class Channel:
         if self._session is not None:
             mac, line = line[: 2 * secrets.MAC_BYTES], line[2 * secrets.MAC_BYTES :]
             if not secrets.verify(
-                self._session, _unhex(mac.decode("ascii", "replace")), self._opposite(), str(self._received).encode(), line
+                self._session,
+                _unhex(mac.decode("ascii", "replace")),
+                self._opposite(),
+                str(self._received).encode(),
+                line,
             ):
                 raise ChannelBroken("a line isn't signed by the other launcher")
             self._received += 1
@@ -132,7 +164,10 @@ class Channel:
         return message
 
     def wait(self, end: float, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """Wait for the next message; `ChannelBroken` if none has come by `end` (time.monotonic()). `meanwhile` is called twice a second."""
+        """Wait for the next message; `ChannelBroken` if none has come by `end` (time.monotonic()).
+
+        `meanwhile` is called twice a second.
+        """
         while (message := self.hear()) is None:
             left = end - time.monotonic()
             if left <= 0:
@@ -146,7 +181,9 @@ class Channel:
         self.connection.close()
 
     def drain(self) -> bool:
-        """Drop what has come; return whether the other side's system has all that was sent from here, or has hung up."""
+        """Drop what has come; return whether the other side's system has all that was sent from
+        here, or has hung up.
+        """
         self.flush()
         try:
             while self.connection.recv(1 << 16):
@@ -183,7 +220,9 @@ class Channel:
 def hear_from(
     channels: dict[int, Channel], descriptor: int, take: Callable[[int, dict[str, Any]], None]
 ) -> tuple[int, ChannelBroken] | None:
-    """Hand on messages from the channel with this descriptor; return the host at its other end, and why, if that one has hung up."""
+    """Hand on messages from the channel with this descriptor; return the host at its other end,
+    and why, if that one has hung up.
+    """
     for host, channel in list(channels.items()):
         if channel.fileno() != descriptor:
             continue
@@ -193,14 +232,18 @@ def hear_from(
         except ChannelBroken as reason:
             return host, reason
         except SENSELESS as error:
-            return host, ChannelBroken(f"it says what makes no sense ({type(error).__name__}: {error})")
+            return host, ChannelBroken(
+                f"it says what makes no sense ({type(error).__name__}: {error})"
+            )
     return None
 
 
 def hang_up(channels: Iterable[Channel], seconds: float) -> None:
-    """Close channels as soon as the other sides have what was sent last, and after so many seconds in any case.
+    """Close channels as soon as the other sides have what was sent last, and after so many seconds
+    in any case.
 
-    A system that closes a connection with unread bytes resets it, and drops what is still on its way to the other side.
+    A system that closes a connection with unread bytes resets it, and drops what is still on its
+    way to the other side.
     """
     end, left = time.monotonic() + seconds, [*channels]
     while left:
@@ -212,10 +255,12 @@ def hang_up(channels: Iterable[Channel], seconds: float) -> None:
 
 
 def call(connection: socket.socket, secret: bytes, point: str, seconds: float) -> Channel:
-    """Connect to a launcher: the client's side of the introduction, which may take so many `seconds`.
+    """Connect to a launcher: the client's side of the introduction, which may take so many
+    `seconds`.
 
-    `PlaceError` if what answers there isn't a launcher, `SecretError` if it has another secret, `ConnectionResetError` if it
-    hangs up without a word, as forwarders of ports do before a server listens behind them, and launchers with too many callers at a time.
+    `PlaceError` if what answers there isn't a launcher, `SecretError` if it has another secret,
+    `ConnectionResetError` if it hangs up without a word, as forwarders of ports do before a server
+    listens behind them, and launchers with too many callers at a time.
     """
     channel = Channel(connection, "client")
     end = time.monotonic() + seconds
@@ -223,29 +268,39 @@ def call(connection: socket.socket, secret: bytes, point: str, seconds: float) -
     try:
         greeting = channel.wait(end)
         if greeting.get("paceline") != PROTOCOL:
-            raise ChannelBroken(f"it speaks version {str(greeting.get('paceline'))[:20]!r} and we {PROTOCOL}")
+            raise ChannelBroken(
+                f"it speaks version {str(greeting.get('paceline'))[:20]!r} and we {PROTOCOL}"
+            )
         other = _nonce(greeting)
-        channel.send({"paceline": PROTOCOL, "nonce": channel.nonce, "proof": channel.prove(secret, other)})
+        channel.send(
+            {"paceline": PROTOCOL, "nonce": channel.nonce, "proof": channel.prove(secret, other)}
+        )
         answer = channel.wait(end)
     except ChannelBroken as error:
         channel.close()
         if isinstance(error, HungUp):
             raise ConnectionResetError(errno.ECONNRESET, "it hangs up at once") from error
         raise PlaceError(
-            f"what answers at {point} isn't a launcher of paceline that waits for hosts ({error}): is the port in use?"
+            f"what answers at {point} isn't a launcher of paceline that waits for hosts ({error}): "
+            "is the port in use?"
         ) from error
     if not channel.trust(secret, other, str(answer.get("proof"))):
         channel.close()
         raise SecretError(
-            f"the launcher at {point} has another secret than this host: give all hosts the same --secret-file or PACELINE_SECRET"
+            f"the launcher at {point} has another secret than this host: "
+            "give all hosts the same --secret-file or PACELINE_SECRET"
         )
     return channel
 
 
 class Introduction:
-    """The server's side of the introduction of a caller, which may take so many `seconds`; `step` goes on with what has come."""
+    """The server's side of the introduction of a caller, which may take so many `seconds`;
+    `step` goes on with what has come.
+    """
 
-    def __init__(self, connection: socket.socket, secret: bytes, address: str, seconds: float) -> None:
+    def __init__(
+        self, connection: socket.socket, secret: bytes, address: str, seconds: float
+    ) -> None:
         self.channel = Channel(connection, "server")
         self.address = address
         self.trusted = False
@@ -254,7 +309,10 @@ class Introduction:
         self.channel.send({"paceline": PROTOCOL, "nonce": self.channel.nonce})
 
     def step(self) -> dict[str, Any] | None:
-        """Read on; give the first message of a caller that has proved itself. Raises `ChannelBroken`; `SecretError` for another secret."""
+        """Read on; give the first message of a caller that has proved itself.
+
+        Raises `ChannelBroken`; `SecretError` for another secret.
+        """
         message = self.channel.hear()
         if message is None or self.trusted:
             return message
@@ -264,7 +322,8 @@ class Introduction:
         if not self.channel.trust(self._secret, other, str(message.get("proof"))):
             self.channel.send({"refused": "secret"})
             raise SecretError(
-                f"a launcher at {self.address} came with another secret: give all hosts the same --secret-file or PACELINE_SECRET"
+                f"a launcher at {self.address} came with another secret: "
+                "give all hosts the same --secret-file or PACELINE_SECRET"
             )
         self.trusted = True
         return self.step()

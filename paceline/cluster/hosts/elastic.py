@@ -1,8 +1,11 @@
-"""The launchers of an elastic job, which survives losses: they agree on its members, and announce each view to their workers.
+"""The launchers of an elastic job, which survives losses: they agree on its members, and announce
+each view to their workers.
 
-launcher 0 ------ launcher 1      connections between all of them; `membership` decides over these, by majorities
+launcher 0 ------ launcher 1      connections between all of them; `membership` decides over these,
+                                  by majorities
      \\              /
-      launcher 2 --               each hears of its own workers at once, and of others when nothing is heard of their launcher
+      launcher 2 --               each hears of its own workers at once, and of others when nothing
+                                  is heard of their launcher
 """
 
 from __future__ import annotations
@@ -26,7 +29,10 @@ from paceline.errors import DeadlineExceeded, PacelineError
 from paceline.timings import DEFAULTS, ChannelTimings, Timings
 
 _LONGEST_TAIL = 8_000  # characters
-_OTHERWISE = "a job that survives losses runs there: join it with the command that it was started with (--min-workers)"
+_OTHERWISE = (
+    "a job that survives losses runs there: join it with the command that it was started with "
+    "(--min-workers)"
+)
 
 
 def connect_all(
@@ -38,7 +44,8 @@ def connect_all(
     *,
     timings: ChannelTimings = DEFAULTS.channel,
 ) -> dict[int, Channel]:
-    """Connect to the launchers of all hosts: each calls those before it, and is called by those after it.
+    """Connect to the launchers of all hosts: each calls those before it, and is called by those
+    after it.
 
     Raises `DeadlineExceeded` naming the missing hosts.
     """
@@ -46,23 +53,47 @@ def connect_all(
     channels: dict[int, Channel] = {}
     for other, offer in enumerate(table[:host]):
         try:
-            connection = socket.create_connection((offer.address, offer.agent_port), timeout=max(0.1, end - time.monotonic()))
-            channels[other] = call(connection, secret, f"{offer.address}:{offer.agent_port}", timings.hello)
+            connection = socket.create_connection(
+                (offer.address, offer.agent_port), timeout=max(0.1, end - time.monotonic())
+            )
+            channels[other] = call(
+                connection, secret, f"{offer.address}:{offer.agent_port}", timings.hello
+            )
         except OSError as error:
             raise DeadlineExceeded(
-                f"the launcher on {offer.name} can't be reached at {offer.address}:{offer.agent_port}: {error}"
+                f"the launcher on {offer.name} can't be reached at "
+                f"{offer.address}:{offer.agent_port}: {error}"
             ) from error
         channels[other].send({"kind": "host", "host": host})
     listening.setblocking(False)
     with contextlib.closing(Handshakes(secret, timings=timings)) as handshakes:
         while len(channels) < len(table) - 1:
-            descriptors = ready([listening.fileno(), *handshakes.descriptors()], min(timings.look, end - time.monotonic()))
+            descriptors = ready(
+                [listening.fileno(), *handshakes.descriptors()],
+                min(timings.look, end - time.monotonic()),
+            )
             if time.monotonic() > end:
-                absent = ", ".join(offer.name for other, offer in enumerate(table) if other not in {*channels, host})
-                raise DeadlineExceeded(f"{absent} did not call {table[host].name} within {deadline:g} s: is a firewall between them?")
-            for channel, message in [came for descriptor in descriptors if (came := handshakes.hear(descriptor)) is not None]:
+                absent = ", ".join(
+                    offer.name
+                    for other, offer in enumerate(table)
+                    if other not in {*channels, host}
+                )
+                raise DeadlineExceeded(
+                    f"{absent} did not call {table[host].name} within {deadline:g} s: "
+                    "is a firewall between them?"
+                )
+            for channel, message in [
+                came
+                for descriptor in descriptors
+                if (came := handshakes.hear(descriptor)) is not None
+            ]:
                 later = message.get("host")
-                if message.get("kind") == "host" and type(later) is int and host < later < len(table) and later not in channels:
+                if (
+                    message.get("kind") == "host"
+                    and type(later) is int
+                    and host < later < len(table)
+                    and later not in channels
+                ):
                     channels[later] = channel
                 else:
                     channel.close()
@@ -72,8 +103,13 @@ def connect_all(
     return channels
 
 
-def enter(view: View, host: int, secret: bytes, *, timings: Timings = DEFAULTS) -> dict[int, Channel]:
-    """Connect to the launchers of a view in which this host is new. An unreachable one is noticed later, as silent."""
+def enter(
+    view: View, host: int, secret: bytes, *, timings: Timings = DEFAULTS
+) -> dict[int, Channel]:
+    """Connect to the launchers of a view in which this host is new.
+
+    An unreachable one is noticed later, as silent.
+    """
     channels: dict[int, Channel] = {}
     for seat in view.seats:
         if seat.host == host:
@@ -81,7 +117,9 @@ def enter(view: View, host: int, secret: bytes, *, timings: Timings = DEFAULTS) 
         point = (str(seat.facts["address"]), int(seat.facts["port"]))
         with contextlib.suppress(OSError, PacelineError):
             connection = socket.create_connection(point, timeout=timings.membership.silence)
-            channels[seat.host] = call(connection, secret, f"{point[0]}:{point[1]}", timings.channel.hello)
+            channels[seat.host] = call(
+                connection, secret, f"{point[0]}:{point[1]}", timings.channel.hello
+            )
             channels[seat.host].send({"kind": "host", "host": host})
     return channels
 
@@ -89,8 +127,9 @@ def enter(view: View, host: int, secret: bytes, *, timings: Timings = DEFAULTS) 
 class ElasticPeers:
     """One launcher's part in an elastic job: `Peers` that go on when hosts are lost.
 
-    `channels`: the connections to the other launchers, by host number. `rosters` are the views as workers are to get them. `run`
-    is what the workers have said of it, as JSON, once it can be joined; `cut_off` whether this host stopped as it reached too few others.
+    `channels`: the connections to the other launchers, by host number. `rosters` are the views as
+    workers are to get them. `run` is what the workers have said of it, as JSON, once it can be
+    joined; `cut_off` whether this host stopped as it reached too few others.
     """
 
     def __init__(
@@ -114,7 +153,11 @@ class ElasticPeers:
         self.rosters: list[Roster] = []
         self.late: dict[int, LateCall] = {}
         self.membership = Membership(host, view, now=time.monotonic(), timings=timings.membership)
-        self._timings, self._flush_seconds, self._linger = timings.membership, timings.channel.flush, timings.channel.linger
+        self._timings, self._flush_seconds, self._linger = (
+            timings.membership,
+            timings.channel.flush,
+            timings.channel.linger,
+        )
         self._channels, self._point = channels, point
         for channel in channels.values():
             channel.count_silence()  # nobody has sent anything while the last hosts were waited for
@@ -122,7 +165,8 @@ class ElasticPeers:
         self._awaited: dict[int, float] = {}  # hosts that have not called, and since when
         self._finished: set[int] = set()
         self._leavers: set[int] = set()  # hosts that have said that they go
-        self._excused: set[int] = set()  # those of the others that know that this one has left: what it says last may be lost
+        # those of the others that know that this one has left: what it says last may be lost
+        self._excused: set[int] = set()
         self._beat_at = 0.0
 
     @property
@@ -164,7 +208,11 @@ class ElasticPeers:
     @property
     def points(self) -> list[Point]:
         """The points where the launchers of the other hosts accept calls."""
-        return [(str(seat.facts["address"]), int(seat.facts["port"])) for seat in self.view.seats if seat.host != self.host]
+        return [
+            (str(seat.facts["address"]), int(seat.facts["port"]))
+            for seat in self.view.seats
+            if seat.host != self.host
+        ]
 
     def tell_closing(self) -> None:
         """Tell the others that workers of this host have ended their run."""
@@ -181,7 +229,11 @@ class ElasticPeers:
 
     def descriptors(self) -> list[int]:
         own = [] if self._point is None else self._point.descriptors()
-        return [*own, *self._newcomers.descriptors(), *(channel.fileno() for channel in self._channels.values())]
+        return [
+            *own,
+            *self._newcomers.descriptors(),
+            *(channel.fileno() for channel in self._channels.values()),
+        ]
 
     def hear(self, descriptor: int) -> None:
         """Read the messages of one of the others."""
@@ -211,12 +263,23 @@ class ElasticPeers:
         self._admit(now)
         self.membership.tick(now)
         self._send()
-        if self.membership.stranded and not self.all_finished and not self.leaving and self.verdict is None:
+        if (
+            self.membership.stranded
+            and not self.all_finished
+            and not self.leaving
+            and self.verdict is None
+        ):
             seat = self.view.seat(self.host)
             name = "this host" if seat is None else seat.facts["name"]
             self.cut_off = True
-            why = "the others went on without it" if self.membership.expelled else "fewer than half of the hosts are within reach"
-            self.verdict = Failure(None, name, 1, f"was cut off from the other hosts: {why}, so it stops here")
+            why = (
+                "the others went on without it"
+                if self.membership.expelled
+                else "fewer than half of the hosts are within reach"
+            )
+            self.verdict = Failure(
+                None, name, 1, f"was cut off from the other hosts: {why}, so it stops here"
+            )
 
     def _send(self) -> None:
         """Send the outbox of membership, and take out the views that it has decided."""
@@ -262,7 +325,9 @@ class ElasticPeers:
         elif message.get("kind") == "offer" and message["offer"].get("numbers"):
             self._newcomers.add(channel, Offer.load(message["offer"]).facts)
         else:
-            refuse(channel, _OTHERWISE, self._flush_seconds) if message.get("kind") == "offer" else channel.close()
+            refuse(channel, _OTHERWISE, self._flush_seconds) if message.get(
+                "kind"
+            ) == "offer" else channel.close()
 
     def _admit(self, now: float) -> None:
         """Have joining hosts taken into the view, and notice members that don't call."""
@@ -317,7 +382,13 @@ class ElasticPeers:
     def tell_stopped(self, number: int) -> None:
         """Tell the others that this launcher was asked to end the job."""
         seat = self.view.seat(self.host)
-        self._tell_all({"kind": "stopped", "number": number, "host": seat.facts["name"] if seat else signal.Signals(number).name})
+        self._tell_all(
+            {
+                "kind": "stopped",
+                "number": number,
+                "host": seat.facts["name"] if seat else signal.Signals(number).name,
+            }
+        )
 
     def tell_finished(self) -> None:
         """Tell the others that the workers of this host have ended well."""
@@ -340,17 +411,25 @@ class ElasticPeers:
 
 def _roster(view: View) -> Roster:
     """Write a view as workers get it."""
-    members = [Member(worker, seat.host, seat.facts["name"], seat.facts["address"]) for seat in view.seats for worker in seat.workers]
+    members = [
+        Member(worker, seat.host, seat.facts["name"], seat.facts["address"])
+        for seat in view.seats
+        for worker in seat.workers
+    ]
     return Roster(view.number, tuple(members), view.renewed)
 
 
 def _sound(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message if what it says of hosts can be used, perhaps much later; else raise one of `channel.SENSELESS`."""
+    """Return the message if what it says of hosts can be used, perhaps much later; else raise
+    one of `channel.SENSELESS`.
+    """
     views = [View.load(value) for value in (message.get("view"), message.get("value")) if value]
     facts = [seat.facts for view in views for seat in view.seats]
     facts += [found for _, found in message.get("wishes", {}).get("joining", {}).values()]
     for each in facts:
         ipaddress.ip_address(str(each["address"]).partition("%")[0])
-        if not (type(each["name"]) is type(each.get("word", "")) is str and type(each["port"]) is int):
+        if not (
+            type(each["name"]) is type(each.get("word", "")) is str and type(each["port"]) is int
+        ):
             raise TypeError("a host has a name, an address and a port")
     return message

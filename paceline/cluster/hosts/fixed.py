@@ -1,4 +1,6 @@
-"""The launchers of a job of fixed size while it runs: each knows when another fails, ends or is gone, and all end together."""
+"""The launchers of a job of fixed size while it runs: each knows when another fails, ends or is
+gone, and all end together.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,12 @@ _LONGEST_TAIL = 8_000  # characters
 
 
 class FixedPeers:
-    """The launchers of a job of fixed size while it runs. The one that listened decides which failure was first; the others ask it.
+    """The launchers of a job of fixed size while it runs.
 
-    It also decides, once all have ended their workers, whether the job starts again; if it is gone, each decides for itself.
+    The one that listened decides which failure was first; the others ask it.
+
+    It also decides, once all have ended their workers, whether the job starts again; if it is gone,
+    each decides for itself.
     """
 
     def __init__(
@@ -69,10 +74,15 @@ class FixedPeers:
                 channel.send({"kind": "beat"})
             channel.flush()
             if now - channel.heard > self._timings.silence:
-                self._lose(host, f"is gone: nothing was heard of its launcher for {self._timings.silence:g} s")
+                self._lose(
+                    host,
+                    f"is gone: nothing was heard of its launcher for {self._timings.silence:g} s",
+                )
         if self._serves and self._reports and self.verdict is None:
             _, first = min(self._reports, key=lambda report: (report[1].is_echo, report[0]))
-            if now - self._reported_at > (self._timings.echo if first.is_echo else self._timings.culprit):
+            if now - self._reported_at > (
+                self._timings.echo if first.is_echo else self._timings.culprit
+            ):
                 self.verdict = first
                 self._tell_all({"kind": "end", "failure": asdict(first)})
 
@@ -85,7 +95,9 @@ class FixedPeers:
 
     def tell_stopped(self, number: int) -> None:
         self._stops = True
-        self._tell_all({"kind": "stopped", "number": number, "host": self.table[self.host_rank].name})
+        self._tell_all(
+            {"kind": "stopped", "number": number, "host": self.table[self.host_rank].name}
+        )
 
     def tell_finished(self) -> None:
         if self.host_rank in self._finished:

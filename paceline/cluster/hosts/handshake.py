@@ -1,6 +1,8 @@
-"""Callers that have not yet proved that they know the secret: few at a time, none for long, and all they can do is be dropped.
+"""Callers that have not yet proved that they know the secret: few at a time, none for long, and all
+they can do is be dropped.
 
-accept ---> [ caller caller caller ... ]  at most `MOST`; too many: the oldest goes, of the address that holds most of them
+accept ---> [ caller caller caller ... ]  at most `MOST`; too many: the oldest goes, of the address
+                                          that holds most of them
                  |            |
             says nonsense   proves itself, and says something: it is handed on
 """
@@ -27,12 +29,22 @@ def _nothing(text: str) -> None:
 
 
 class Handshakes:
-    """Accepts callers, and hands on those that know the secret. `say` is called, once, with news of a caller with another one."""
+    """Accepts callers, and hands on those that know the secret.
 
-    def __init__(self, secret: bytes, say: Callable[[str], None] = _nothing, *, timings: ChannelTimings = DEFAULTS.channel) -> None:
+    `say` is called, once, with news of a caller with another one.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        say: Callable[[str], None] = _nothing,
+        *,
+        timings: ChannelTimings = DEFAULTS.channel,
+    ) -> None:
         self.wrong = ""  # the refusal that the last caller with another secret got
         self._secret, self._say, self._timings = secret, say, timings
-        self._callers: dict[int, Introduction] = {}  # by descriptor, in the order in which they came
+        # by descriptor, in the order in which they came
+        self._callers: dict[int, Introduction] = {}
 
     def descriptors(self) -> list[int]:
         """Return the descriptors on which callers may send."""
@@ -54,7 +66,9 @@ class Handshakes:
             self._make_room(MOST)
 
     def hear(self, descriptor: int) -> tuple[Channel, dict[str, Any]] | None:
-        """Return this caller's first message once it has proved itself, with its channel, which is no longer held here."""
+        """Return this caller's first message once it has proved itself, with its channel, which
+        is no longer held here.
+        """
         caller = self._callers.get(descriptor)
         if caller is None:
             return None
@@ -90,7 +104,9 @@ class Handshakes:
             self._drop(caller)
 
     def _make_room(self, most: int) -> None:
-        """Drop the oldest caller when there are too many, of the address that most are from: one stranger can't keep the others out."""
+        """Drop the oldest caller when there are too many, of the address that most are from: one
+        stranger can't keep the others out.
+        """
         unproved = [caller for caller in self._callers.values() if not caller.trusted]
         if len(unproved) > most:
             ((crowd, _),) = Counter(caller.address for caller in unproved).most_common(1)

@@ -1,4 +1,6 @@
-"""Group membership: a numbered view of the living, which a majority of the last one agrees on. No host decides alone, none is needed.
+"""Group membership: a numbered view of the living, which a majority of the last one agrees on.
+
+No host decides alone, none is needed.
 
     view 3: hosts 0 1 2       0 falls silent
     2 --wish: 0 is gone--> 1  the first of the view that is still heard leads
@@ -8,9 +10,10 @@
     2 --accepted---------> 1  two of three: view 4 is 1 2
     1 --decided----------> 2
 
-Each number is decided once, by single-decree Paxos (Lamport 2001, "Paxos Made Simple") among the hosts of the view before it. There is
-no input or output here: `hear`, `tick` and the wishes take what happened, `outbox` has what is to be sent, and nothing is lost
-if a message is: all that is open is said again by `tick`.
+Each number is decided once, by single-decree Paxos (Lamport 2001, "Paxos Made Simple") among the
+hosts of the view before it. There is no input or output here: `hear`, `tick` and the wishes take
+what happened, `outbox` has what is to be sent, and nothing is lost if a message is: all that is
+open is said again by `tick`.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ LOWEST: Ballot = (-1, -1)
 
 @dataclass(frozen=True)
 class HostSeat:
-    """A host of a view: its number, its workers (numbers that are never used twice), and facts that others need of it."""
+    """A host of a view: its number, its workers (numbers that are never used twice), and facts
+    that others need of it.
+    """
 
     host: int
     workers: tuple[int, ...]
@@ -36,7 +41,10 @@ class HostSeat:
 
 @dataclass(frozen=True)
 class View:
-    """The living: hosts in the order in which they came. `fresh` is the number of the next host that joins."""
+    """The living: hosts in the order in which they came.
+
+    `fresh` is the number of the next host that joins.
+    """
 
     number: int
     seats: tuple[HostSeat, ...]
@@ -58,9 +66,13 @@ class View:
         return next((seat for seat in self.seats if seat.host == host), None)
 
     def carried(self, hosts: Collection[int]) -> bool:
-        """Whether these hosts may decide what follows: more than half of all, or half of them with the first."""
+        """Whether these hosts may decide what follows: more than half of all, or half of them
+        with the first.
+        """
         count = sum(host in hosts for host in self.hosts)
-        return 2 * count > len(self.seats) or (0 < 2 * count == len(self.seats) and self.hosts[0] in hosts)
+        return 2 * count > len(self.seats) or (
+            0 < 2 * count == len(self.seats) and self.hosts[0] in hosts
+        )
 
     def dump(self) -> dict[str, Any]:
         """Write as JSON that `load` reads."""
@@ -70,7 +82,10 @@ class View:
     @classmethod
     def load(cls, value: dict[str, Any]) -> View:
         """Read what `dump` has written."""
-        seats = tuple(HostSeat(int(host), tuple(map(int, workers)), dict(facts)) for host, workers, facts in value["seats"])
+        seats = tuple(
+            HostSeat(int(host), tuple(map(int, workers)), dict(facts))
+            for host, workers, facts in value["seats"]
+        )
         return cls(int(value["number"]), seats, int(value["fresh"]), bool(value["renewed"]))
 
 
@@ -82,13 +97,19 @@ class PendingChanges:
     gone: set[int] = field(default_factory=set)  # hosts that are not heard any more
     left: set[int] = field(default_factory=set)  # hosts that have said so themselves
     come: dict[int, int] = field(default_factory=dict)  # worker: its host, which is in the view
-    joining: dict[str, HostSeat] = field(default_factory=dict)  # by a word of the host's own: it has no number yet
+    # by a word of the host's own: it has no number yet
+    joining: dict[str, HostSeat] = field(default_factory=dict)
     broken: bool = False  # connections of workers have broken that live
 
     def dump(self) -> dict[str, Any]:
         """Write as JSON that `merge` reads."""
         joining = {word: [list(seat.workers), seat.facts] for word, seat in self.joining.items()}
-        return {"lost": sorted(self.lost), "gone": sorted(self.gone), "come": [*map(list, self.come.items())], "joining": joining} | {
+        return {
+            "lost": sorted(self.lost),
+            "gone": sorted(self.gone),
+            "come": [*map(list, self.come.items())],
+            "joining": joining,
+        } | {
             "broken": self.broken,
             "left": sorted(self.left),
         }
@@ -101,16 +122,21 @@ class PendingChanges:
         self.broken = self.broken or bool(said["broken"])
         self.come |= {int(worker): int(host) for worker, host in said["come"]}
         self.joining |= {
-            str(word): HostSeat(-1, tuple(map(int, workers)), dict(facts)) for word, (workers, facts) in said["joining"].items()
+            str(word): HostSeat(-1, tuple(map(int, workers)), dict(facts))
+            for word, (workers, facts) in said["joining"].items()
         }
 
     def forget(self, view: View) -> None:
         """Drop the changes that this view shows, or that can't come about any more."""
-        self.lost &= set(view.workers) | {worker for worker in self.come if view.seat(self.come[worker]) is not None}
+        self.lost &= set(view.workers) | {
+            worker for worker in self.come if view.seat(self.come[worker]) is not None
+        }
         self.gone &= set(view.hosts)
         self.left &= set(view.hosts)
         self.come = {
-            worker: host for worker, host in self.come.items() if worker not in view.workers and view.seat(host) and worker not in self.lost
+            worker: host
+            for worker, host in self.come.items()
+            if worker not in view.workers and view.seat(host) and worker not in self.lost
         }
         here = {seat.facts.get("word") for seat in view.seats}
         self.joining = {word: seat for word, seat in self.joining.items() if word not in here}
@@ -120,13 +146,26 @@ class PendingChanges:
 
 
 def follow(view: View, wishes: PendingChanges) -> View:
-    """Make the view after this one, in which the wishes are fulfilled. A host without workers stays, as it may get some."""
+    """Make the view after this one, in which the wishes are fulfilled.
+
+    A host without workers stays, as it may get some.
+    """
     seats = []
     for seat in view.seats:
         if seat.host in wishes.gone | wishes.left:
             continue
-        come = [worker for worker, host in wishes.come.items() if host == seat.host and worker not in seat.workers]
-        seats.append(HostSeat(seat.host, tuple(worker for worker in (*seat.workers, *come) if worker not in wishes.lost), seat.facts))
+        come = [
+            worker
+            for worker, host in wishes.come.items()
+            if host == seat.host and worker not in seat.workers
+        ]
+        seats.append(
+            HostSeat(
+                seat.host,
+                tuple(worker for worker in (*seat.workers, *come) if worker not in wishes.lost),
+                seat.facts,
+            )
+        )
     fresh = view.fresh
     for word, seat in sorted(wishes.joining.items()):
         seats.append(HostSeat(fresh, seat.workers, {**seat.facts, "word": word}))
@@ -137,15 +176,24 @@ def follow(view: View, wishes: PendingChanges) -> View:
 class Membership:
     """One host's part in agreeing on views.
 
-    `view` is the last one known to be decided, `expelled` whether it leaves this host out, `stranded` whether those that are heard are
-    too few to decide anything. `outbox` holds (host, message) to be sent; messages are JSON, and may get lost or come twice.
+    `view` is the last one known to be decided, `expelled` whether it leaves this host out,
+    `stranded` whether those that are heard are too few to decide anything. `outbox` holds (host,
+    message) to be sent; messages are JSON, and may get lost or come twice.
     """
 
-    def __init__(self, host: int, view: View, *, now: float = 0.0, timings: MembershipTimings = DEFAULTS.membership) -> None:
+    def __init__(
+        self,
+        host: int,
+        view: View,
+        *,
+        now: float = 0.0,
+        timings: MembershipTimings = DEFAULTS.membership,
+    ) -> None:
         self.host, self.view = host, view
         self.expelled = False
         self.outbox: list[tuple[int, dict[str, Any]]] = []
-        self.decided: list[View] = []  # in the order in which they became known here; the caller takes them out
+        # in the order in which they became known here; the caller takes them out
+        self.decided: list[View] = []
         self._wishes = PendingChanges()
         self._silent: set[int] = set()
         self._said_at, self._timings = now, timings
@@ -184,7 +232,9 @@ class Membership:
         self._press(now)
 
     def renew(self, number: int, now: float) -> None:
-        """Note that living workers have lost a connection in the view `number`: they need another view to make new groups in."""
+        """Note that living workers have lost a connection in the view `number`: they need
+        another view to make new groups in.
+        """
         if number == self.view.number:
             self._wishes.broken = True
             self._press(now)
@@ -195,7 +245,9 @@ class Membership:
         self._press(now)
 
     def leave(self, now: float) -> None:
-        """Announce that this host goes, once the others have decided to do without it: it needn't hear what follows."""
+        """Announce that this host goes, once the others have decided to do without it: it
+        needn't hear what follows.
+        """
         self._wishes.left |= {self.host}
         self._press(now)
 
@@ -214,7 +266,9 @@ class Membership:
     # ---- the protocol
 
     def tick(self, now: float) -> None:
-        """Repeat what has had no answer, and announce the number of this view: a host that is behind hears of the next."""
+        """Repeat what has had no answer, and announce the number of this view: a host that is
+        behind hears of the next.
+        """
         if now - self._said_at >= self._timings.repeat:
             for host in self.view.hosts if not self.expelled else ():
                 if host != self.host:
@@ -241,7 +295,11 @@ class Membership:
             self._answer(sender, message)
         elif kind == "refused":
             self._round = max(self._round, int(message["ballot"][0]))
-        elif kind in ("promise", "accepted") and self._mine is not None and _ballot(message["ballot"]) == self._mine:
+        elif (
+            kind in ("promise", "accepted")
+            and self._mine is not None
+            and _ballot(message["ballot"]) == self._mine
+        ):
             if kind == "promise":
                 self._promises[sender] = (_ballot(message["accepted"]), message["value"])
                 self._propose(now)
@@ -256,7 +314,10 @@ class Membership:
         if self.expelled or not (self._wishes or self._mine):
             return
         if self.leader != self.host:
-            self._send(self.leader, {"kind": "wish", "number": self.view.number + 1, "wishes": self._wishes.dump()})
+            self._send(
+                self.leader,
+                {"kind": "wish", "number": self.view.number + 1, "wishes": self._wishes.dump()},
+            )
         elif self._mine is None or now - self._led_at >= self._patience:
             self._lead(now)
         else:
@@ -279,13 +340,18 @@ class Membership:
     def _repeat(self) -> None:
         """Send the state of this host's ballot again."""
         assert self._mine is not None
-        said: dict[str, Any] = {"kind": "accept", "value": self._proposed} if self._proposed else {"kind": "prepare"}
+        said: dict[str, Any] = (
+            {"kind": "accept", "value": self._proposed} if self._proposed else {"kind": "prepare"}
+        )
         said |= {"number": self.view.number + 1, "ballot": list(self._mine)}
-        for host in [host for host in self.view.hosts if host not in self._votes]:  # this host's own answer may decide it
+        # this host's own answer may decide it
+        for host in [host for host in self.view.hosts if host not in self._votes]:
             self._send(host, said)
 
     def _propose(self, now: float) -> None:
-        """Put a value to the vote: one that may have been decided already, or else what is wished for."""
+        """Put a value to the vote: one that may have been decided already, or else what is
+        wished for.
+        """
         assert self._mine is not None
         if self._proposed or (self._mine[0] > 0 and not self.view.carried(self._promises)):
             return
@@ -302,7 +368,10 @@ class Membership:
             return
         self._promised = ballot
         if message["kind"] == "prepare":
-            self._send(sender, {**head, "kind": "promise", "accepted": list(self._accepted), "value": self._value})
+            self._send(
+                sender,
+                {**head, "kind": "promise", "accepted": list(self._accepted), "value": self._value},
+            )
         else:
             self._accepted, self._value = ballot, message["value"]
             self._send(sender, {**head, "kind": "accepted"})

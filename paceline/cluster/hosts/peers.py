@@ -1,4 +1,6 @@
-"""Messages between launchers: what a host offers, what failed, in which calls workers wait, and what each must hear of the others."""
+"""Messages between launchers: what a host offers, what failed, in which calls workers wait, and
+what each must hear of the others.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _MOST_WORKERS = 1 << 16  # of one host
 
 @dataclass(frozen=True)
 class Offer:
-    """The offer of one host: its workers, the address they are reached at, and two ports that are free there."""
+    """The offer of one host: its workers, the address they are reached at, and two ports that
+    are free there.
+    """
 
     name: str
     workers: int
@@ -38,7 +42,10 @@ class Offer:
         offer = cls(**{**value, "numbers": tuple(value.get("numbers", ()))})
         ports = offer.store_port, offer.master_port, offer.agent_port
         whole = all(type(number) is int for number in (offer.workers, *ports, *offer.numbers))
-        if not whole or not all(type(text) is str for text in (offer.name, offer.address, offer.machine, offer.placement)):
+        if not whole or not all(
+            type(text) is str
+            for text in (offer.name, offer.address, offer.machine, offer.placement)
+        ):
             raise TypeError("it is no offer of a host")
         if (
             not 0 < offer.workers <= _MOST_WORKERS
@@ -52,7 +59,10 @@ class Offer:
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure that ended the job: who, where, how. `rank` is None when a whole host is gone; `age` are seconds since it happened."""
+    """The failure that ended the job: who, where, how.
+
+    `rank` is None when a whole host is gone; `age` are seconds since it happened.
+    """
 
     rank: int | None
     host: str
@@ -66,7 +76,10 @@ class Failure:
     def load(cls, value: Any) -> Failure:
         """Read from a message. Raises `TypeError` or `ValueError` for what is none."""
         failure = cls(**value)
-        texts, numbers = (failure.host, failure.words, failure.tail), (failure.code, 0 if failure.rank is None else failure.rank)
+        texts, numbers = (
+            (failure.host, failure.words, failure.tail),
+            (failure.code, 0 if failure.rank is None else failure.rank),
+        )
         if (
             not all(type(text) is str for text in texts)
             or not all(type(number) is int for number in numbers)
@@ -83,7 +96,9 @@ class Failure:
 
 
 class LateCall(NamedTuple):
-    """A call in which workers wait for others far longer than usual: its number, its name, and whether they are about to give up."""
+    """A call in which workers wait for others far longer than usual: its number, its name, and
+    whether they are about to give up.
+    """
 
     call: int
     what: str
@@ -99,7 +114,10 @@ def said_late(value: Any) -> LateCall:
 
 
 def said_stopped(message: dict[str, Any]) -> tuple[int, str]:
-    """Read from a message the signal by which a launcher was asked to end the job, and its host. Raises `ValueError` for what is none."""
+    """Read from a message the signal by which a launcher was asked to end the job, and its host.
+
+    Raises `ValueError` for what is none.
+    """
     return signal.Signals(message["number"]).value, str(message["host"])
 
 
@@ -113,7 +131,8 @@ class Peers(Protocol):
     """The launchers of the other hosts, as the workers here see them."""
 
     verdict: Failure | None  # what ended the job, once all hosts know it
-    stopped: tuple[int, str] | None  # the signal by which a launcher was asked to end the job, and its host
+    # the signal by which a launcher was asked to end the job, and its host
+    stopped: tuple[int, str] | None
     all_finished: bool  # every worker of every host has ended well
     late: dict[int, LateCall]  # calls in which workers of any host wait for others
 
@@ -130,7 +149,8 @@ class Peers(Protocol):
 class RestartPeers(Peers, Protocol):
     """The launchers of the other hosts, where all may start again together after a failure.
 
-    `state` is how far restarts have come, as the latest of those who met knows; `sequel` what follows on the failure, once that is decided.
+    `state` is how far restarts have come, as the latest of those who met knows; `sequel` what
+    follows on the failure, once that is decided.
     """
 
     state: RestartState | None
@@ -138,12 +158,16 @@ class RestartPeers(Peers, Protocol):
 
     @property
     def ended(self) -> Mapping[int, HostReport] | None:
-        """The reports of all hosts that are still there, by number, if this one is to decide and all have come; else None."""
+        """The reports of all hosts that are still there, by number, if this one is to decide and
+        all have come; else None.
+        """
 
     def tell_ended(self, report: HostReport) -> None: ...
     def tell_sequel(self, sequel: Sequel) -> None: ...
     def links(self) -> Links | None:
-        """Hand over the connections, which `close` keeps where the job starts again; None where there are none."""
+        """Hand over the connections, which `close` keeps where the job starts again; None where
+        there are none.
+        """
 
 
 class NoPeers:

@@ -1,6 +1,9 @@
-"""Messages between the launchers of a job that may start again: how each host saw the end of a start, what follows, who comes to the next.
+"""Messages between the launchers of a job that may start again: how each host saw the end of a
+start, what follows, who comes to the next.
 
-every host   -- HostReport -->    the one that decides   -- Sequel -->   every host   -- RestartState, with its offer -->   the next meeting
+every host   -- HostReport -->    the one that decides   -- Sequel -->   every host   --
+                                                         RestartState, with its offer -->   the next
+                                                         meeting
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from paceline.cluster.hosts.channel import Channel, hang_up
 
 
 class Cause(NamedTuple):
-    """An error that ended a worker: its kind, its message, and whether every start would end in it."""
+    """An error that ended a worker: its kind, its message, and whether every start would end in
+    it.
+    """
 
     kind: str
     message: str
@@ -26,9 +31,10 @@ class Cause(NamedTuple):
 class HostReport:
     """What one host has seen of a start that has failed.
 
-    `folder`, `seed` and `began` are those of the run that its workers have opened, of which there are `runs`; `checkpoint` is the newest
-    that it sees there. `failure` says how the worker ended that failed first, on the host that had it; `cause` is its error, and None for
-    a worker that was killed.
+    `folder`, `seed` and `began` are those of the run that its workers have opened, of which there
+    are `runs`; `checkpoint` is the newest that it sees there. `failure` says how the worker ended
+    that failed first, on the host that had it; `cause` is its error, and None for a worker that was
+    killed.
     """
 
     folder: str | None = None
@@ -49,17 +55,26 @@ class HostReport:
         report = cls(**value)
         cause = None if report.cause is None else Cause(*report.cause)
         texts = (report.folder, report.checkpoint, report.failure)
-        right = all(text is None or type(text) is str for text in texts) and type(report.seed) is type(report.runs) is int
+        right = (
+            all(text is None or type(text) is str for text in texts)
+            and type(report.seed) is type(report.runs) is int
+        )
         if not right or type(report.began) not in (int, float):
             raise TypeError("it is no report of a host")
-        if cause is not None and (type(cause.kind), type(cause.message), type(cause.is_final)) != (str, str, bool):
+        if cause is not None and (type(cause.kind), type(cause.message), type(cause.is_final)) != (
+            str,
+            str,
+            bool,
+        ):
             raise TypeError("it is no report of a host")
         return cls(**{**value, "cause": cause})
 
 
 @dataclass(frozen=True)
 class RestartState:
-    """How far the restarts of a job have come: how many are `allowed`, what the next start has to know, and digests of earlier errors."""
+    """How far the restarts of a job have come: how many are `allowed`, what the next start has
+    to know, and digests of earlier errors.
+    """
 
     allowed: int
     start: JobStart = field(default_factory=JobStart)
@@ -78,9 +93,15 @@ class RestartState:
     def load(cls, value: Any) -> Self:
         """Read from a message. Raises one of `channel.SENSELESS` for what is none."""
         start, causes = JobStart.load(json.dumps(value["start"])), tuple(value["causes"])
-        texts = [*causes, *(what for _, what in start.events), "" if start.folder is None else start.folder]
+        texts = [
+            *causes,
+            *(what for _, what in start.events),
+            "" if start.folder is None else start.folder,
+        ]
         times = [start.began, *(when for when, _ in start.events)]
-        if not all(type(text) is str for text in texts) or not all(type(time) in (int, float) for time in times):
+        if not all(type(text) is str for text in texts) or not all(
+            type(time) in (int, float) for time in times
+        ):
             raise TypeError("it is no state of restarts")
         if type(value["allowed"]) is not int or type(start.seed) is not int:
             raise TypeError("it is no state of restarts")
@@ -89,7 +110,9 @@ class RestartState:
 
 @dataclass(frozen=True)
 class Sequel:
-    """What follows on the end of a start, in words; with the state of the next start, if there is one."""
+    """What follows on the end of a start, in words; with the state of the next start, if there
+    is one.
+    """
 
     words: str
     state: RestartState | None = None
@@ -103,14 +126,20 @@ class Sequel:
         """Read from a message. Raises one of `channel.SENSELESS` for what is none."""
         if {*value} != {each.name for each in fields(cls)} or type(value["words"]) is not str:
             raise TypeError("it is no sequel")
-        return cls(value["words"], None if value["state"] is None else RestartState.load(value["state"]))
+        return cls(
+            value["words"], None if value["state"] is None else RestartState.load(value["state"])
+        )
 
 
 class JobStopped(KeyboardInterrupt):
-    """The launcher on `host` was asked to end the job, by a signal of this number, while launchers met. `here`: it is this one."""
+    """The launcher on `host` was asked to end the job, by a signal of this number, while
+    launchers met. `here`: it is this one.
+    """
 
     def __init__(self, number: int, host: str, *, here: bool = False) -> None:
-        super().__init__(f"the launcher on {host} was asked to end the job ({signal.Signals(number).name})")
+        super().__init__(
+            f"the launcher on {host} was asked to end the job ({signal.Signals(number).name})"
+        )
         self.number, self.host, self.here = number, host, here
 
     def dump(self) -> dict[str, Any]:
@@ -122,7 +151,8 @@ class JobStopped(KeyboardInterrupt):
 class Links:
     """Connections that stay between the launchers of a job while it starts again.
 
-    `host` is the number that this one had, `server` that of the one that all are connected with, and `hosts` how many there were.
+    `host` is the number that this one had, `server` that of the one that all are connected with,
+    and `hosts` how many there were.
     """
 
     host: int

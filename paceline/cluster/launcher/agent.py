@@ -1,10 +1,12 @@
-"""A launcher in a process of its own, for a process that has other things to do: a notebook's kernel, or any Python.
+"""A launcher in a process of its own, for a process that has other things to do: a notebook's
+kernel, or any Python.
 
 kernel --- a request as JSON, descriptors ---> agent --- paceline.cluster.launcher.launch ---> workers
        --- SIGHUP when it ends, however ----->
 
-The kernel may have threads, and handles signals as it likes; a launcher forks, and handles them itself.
-"""
+The kernel may have threads, and handles signals as it likes; a launcher forks, and handles them
+itself.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -18,20 +20,33 @@ from dataclasses import asdict
 from paceline.cluster.launcher import launch, output
 from paceline.cluster.launcher.request import LaunchRequest
 
-END = signal.SIGHUP  # asks an agent to end its workers and itself: within seconds; a second one at once
+# asks an agent to end its workers and itself: within seconds; a second one at once
+END = signal.SIGHUP
 _PR_SET_PDEATHSIG = 1
 
 
 def command(job: LaunchRequest, parent: int) -> list[str]:
-    """Return the command that starts an agent for this process, its parent. The agent inherits what `job.call` names."""
-    return [sys.executable, "-P", "-m", "paceline.cluster.launcher.agent", str(parent), json.dumps(asdict(job))]
+    """Return the command that starts an agent for this process, its parent.
+
+    The agent inherits what `job.call` names.
+    """
+    return [
+        sys.executable,
+        "-P",
+        "-m",
+        "paceline.cluster.launcher.agent",
+        str(parent),
+        json.dumps(asdict(job)),
+    ]
 
 
 def read(text: str) -> LaunchRequest:
     """Read the request that `command` has written."""
     fields = json.loads(text)
     call = fields["call"]
-    return LaunchRequest(**{**fields, "args": tuple(fields["args"]), "call": None if call is None else tuple(call)})
+    return LaunchRequest(
+        **{**fields, "args": tuple(fields["args"]), "call": None if call is None else tuple(call)}
+    )
 
 
 def main(arguments: list[str]) -> int:

@@ -1,4 +1,6 @@
-"""The bar of a job on the launcher's terminal: below all that workers write, as the worker that writes the run down tells of its steps."""
+"""The bar of a job on the launcher's terminal: below all that workers write, as the worker that
+writes the run down tells of its steps.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def is_there(environ: Mapping[str, str], *, bare: bool = False) -> bool:
 
 
 def screens(environ: Mapping[str, str], *, bare: bool = False) -> tuple[Screen, Screen]:
-    """Make the screens of standard output and error (`output.screens`), with a bar where there is to be one."""
+    """Make the screens of standard output and error (`output.screens`), with a bar where there
+    is to be one.
+    """
     bar = bar_on(sys.stderr, breaks=reflows(environ)) if is_there(environ, bare=bare) else None
     return output.screens(bare=bare, bar=bar)
 

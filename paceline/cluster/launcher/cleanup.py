@@ -1,6 +1,8 @@
-"""The cleanup of a job on this host: what its processes may leave is noted while they live, and removed when the job is over.
+"""The cleanup of a job on this host: what its processes may leave is noted while they live, and
+removed when the job is over.
 
-launcher --"+N", "-N"--> janitor     a process of its own, which does the same if the launcher is killed
+launcher --"+N", "-N"--> janitor     a process of its own, which does the same if the launcher is
+                                     killed
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class JobCleanup:
     def __init__(self, mark: str, *, timings: JanitorTimings = DEFAULTS.janitor) -> None:
         self._mark, self._timings = mark, timings
         self._process: subprocess.Popen[bytes] | None = None
-        self._litter: dict[int, list[Path]] = {}  # by process: what a child that is killed can't remove
+        # by process: what a child that is killed can't remove
+        self._litter: dict[int, list[Path]] = {}
         self._known: set[int] = set()  # workers and their children
         self._held: set[int] = set()  # semaphores that they had in hand when they were ended
         self._began = time.time()
@@ -32,7 +35,14 @@ class JobCleanup:
     def start(self) -> None:
         """Start the janitor."""
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(janitor.__file__)), self._mark, json.dumps(asdict(self._timings))],
+            [
+                sys.executable,
+                "-I",
+                "-S",
+                str(Path(janitor.__file__)),
+                self._mark,
+                json.dumps(asdict(self._timings)),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -46,7 +56,9 @@ class JobCleanup:
         self._inform(f"+{group}")
 
     def end_group(self, group: int) -> None:
-        """End what is left of a worker's process group, before the worker is reaped: until then no other process gets its number."""
+        """End what is left of a worker's process group, before the worker is reaped: until then
+        no other process gets its number.
+        """
         self._known |= janitor.end_group(group, self._held)
 
     def drop(self, group: int) -> None:
@@ -54,7 +66,9 @@ class JobCleanup:
         self._inform(f"-{group}")
 
     def collect(self, workers: Sequence[WorkerProcess]) -> None:
-        """Note where the workers' children listen: a worker that ends in haste kills them before they can clean up."""
+        """Note where the workers' children listen: a worker that ends in haste kills them before
+        they can clean up.
+        """
         for worker in workers:
             for child in janitor.children(worker.process.pid) if worker.ended is None else ():
                 self._known.add(child)
@@ -63,11 +77,15 @@ class JobCleanup:
 
     def sweep(self, left: Sequence[subprocess.Popen[bytes]]) -> None:
         """End these workers and all else that is left of the job, and remove what they leave."""
-        self._known |= janitor.sweep(self._mark, [process.pid for process in left], self._held, seconds=self._timings.ending)
+        self._known |= janitor.sweep(
+            self._mark, [process.pid for process in left], self._held, seconds=self._timings.ending
+        )
         for process in left:
             process.wait()
         janitor.clear([folder for folders in self._litter.values() for folder in folders])
-        janitor.reclaim(self._mark, self._known, self._held, self._began, seconds=self._timings.unlinking)
+        janitor.reclaim(
+            self._mark, self._known, self._held, self._began, seconds=self._timings.unlinking
+        )
 
     def conclude(self) -> None:
         """Let the janitor go: nothing is left for it."""
@@ -81,4 +99,5 @@ class JobCleanup:
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            return  # the janitor was killed; workers still die with their launcher, by PR_SET_PDEATHSIG
+            # the janitor was killed; workers still die with their launcher, by PR_SET_PDEATHSIG
+            return

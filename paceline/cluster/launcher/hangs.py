@@ -1,11 +1,14 @@
-"""Hang detection: when workers wait for others far longer than usual, launchers ask theirs where they are, and show their stacks.
+"""Hang detection: when workers wait for others far longer than usual, launchers ask theirs where
+they are, and show their stacks.
 
 worker 1: late in call 71  -->  launcher 0  -->  all launchers: where are yours?
-worker 2: waits, too                             worker 3: computes since 8 s  -->  its stack is shown
+worker 2: waits, too                             worker 3: computes since 8 s  -->  its stack is
+                                                 shown
                                                  worker 4: says nothing         -->  the same, as far as it answers
 
-They are asked once more when the waiting ones are about to give up: where losses are survived, a worker that is still late is ended then.
-"""
+They are asked once more when the waiting ones are about to give up: where losses are survived, a
+worker that is still late is ended then.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ from paceline.cluster.launcher import janitor
 from paceline.cluster.launcher.worker import WorkerProcess
 from paceline.timings import DEFAULTS, HangTimings
 
-_INNERMOST, _OUTERMOST = 10, 5  # lines of a long stack: where it hangs, and how the script got there
+# lines of a long stack: where it hangs, and how the script got there
+_INNERMOST, _OUTERMOST = 10, 5
 _STATES = {  # of a process that says nothing, as the kernel calls them
     "T": "it was stopped by a signal (SIGSTOP); `kill -CONT {pid}` there lets it go on",
     "t": "a debugger holds it",
@@ -32,7 +36,9 @@ _SILENT = "it doesn't answer"
 
 @dataclass(frozen=True)
 class _Whereabouts:
-    """Where a worker is: how many calls it has made, the name of the last, how long ago it ended, and whether it waits in another."""
+    """Where a worker is: how many calls it has made, the name of the last, how long ago it
+    ended, and whether it waits in another.
+    """
 
     done: int
     what: str
@@ -41,7 +47,12 @@ class _Whereabouts:
 
     @classmethod
     def of(cls, record: dict[str, object]) -> _Whereabouts:
-        return cls(int(str(record["call"])), str(record["what"]), float(str(record["seconds"])), bool(record["waits"]))
+        return cls(
+            int(str(record["call"])),
+            str(record["what"]),
+            float(str(record["seconds"])),
+            bool(record["waits"]),
+        )
 
     def line(self) -> str:
         """Return the whereabouts in words."""
@@ -70,15 +81,24 @@ class HangSearch:
     host: str
     say: Callable[[str], None]
     timings: HangTimings = field(default=DEFAULTS.hangs, kw_only=True)
-    _cases: dict[tuple[int, bool], _LateCase] = field(default_factory=dict)  # by call, and whether the waiting ones are about to give up
-    _told: set[tuple[int, int]] = field(default_factory=set)  # already reported: the worker, and its number of calls
+    # by call, and whether the waiting ones are about to give up
+    _cases: dict[tuple[int, bool], _LateCase] = field(default_factory=dict)
+    # already reported: the worker, and its number of calls
+    _told: set[tuple[int, int]] = field(default_factory=set)
 
     def turn(self, members: Sequence[WorkerProcess], *, ends: bool) -> None:
-        """Handle the messages of workers and other launchers. `ends`: the others can go on without a worker that doesn't come."""
+        """Handle the messages of workers and other launchers.
+
+        `ends`: the others can go on without a worker that doesn't come.
+        """
         now = time.monotonic()
         for worker in members:
             for record in worker.take("late"):
-                self.peers.tell_late(LateCall(int(str(record["call"])), str(record["what"]), bool(record["given_up"])))
+                self.peers.tell_late(
+                    LateCall(
+                        int(str(record["call"])), str(record["what"]), bool(record["given_up"])
+                    )
+                )
             for record in worker.take("where"):
                 for case in self._cases.values():
                     case.answers[worker.process.pid] = _Whereabouts.of(record)
@@ -95,9 +115,15 @@ class HangSearch:
         now = time.monotonic()
         members = [worker for worker in case.members if worker.ended is None]
         if case.shown is None:
-            if now - case.asked < self.timings.answer and any(worker.process.pid not in case.answers for worker in members):
+            if now - case.asked < self.timings.answer and any(
+                worker.process.pid not in case.answers for worker in members
+            ):
                 return
-            case.culprits = [worker for worker in members if not _comes(case.answers.get(worker.process.pid), late.call, strict=ends)]
+            case.culprits = [
+                worker
+                for worker in members
+                if not _comes(case.answers.get(worker.process.pid), late.call, strict=ends)
+            ]
             case.shown = now
             for worker in case.culprits:
                 worker.stack()  # what was written before is of no interest
@@ -109,24 +135,36 @@ class HangSearch:
                 self._tell(worker, late, case.answers.get(worker.process.pid))
                 if ends:
                     self.say(f"paceline: rank {worker.rank} is given up, and ended")
-                    os.kill(worker.process.pid, signal.SIGKILL)  # not `send`: nobody asked it to end, so it counts as a failure
+                    # not `send`: nobody asked it to end, so it counts as a failure
+                    os.kill(worker.process.pid, signal.SIGKILL)
 
     def _tell(self, worker: WorkerProcess, late: LateCall, answer: _Whereabouts | None) -> None:
-        """Name a worker and show its stack, unless that has been done, and the worker hasn't moved since."""
+        """Name a worker and show its stack, unless that has been done, and the worker hasn't
+        moved since.
+        """
         place = (worker.process.pid, late.call if answer is None else answer.done)
         if place in self._told:
             return
         self._told.add(place)
         pid = worker.process.pid
-        where = _STATES.get(janitor.state(pid), _SILENT).format(pid=pid) if answer is None else answer.line()
+        where = (
+            _STATES.get(janitor.state(pid), _SILENT).format(pid=pid)
+            if answer is None
+            else answer.line()
+        )
         lines = _ends(worker.stack())
-        self.say(f"paceline: others wait for rank {worker.rank} on {self.host} ({late.what}): {where}{'; its stack:' if lines else ''}")
+        self.say(
+            f"paceline: others wait for rank {worker.rank} on {self.host} ({late.what}): "
+            f"{where}{'; its stack:' if lines else ''}"
+        )
         for line in lines:
             self.say(f"paceline:   {line.strip()}")
 
 
 def _comes(answer: _Whereabouts | None, call: int, *, strict: bool) -> bool:
-    """Whether a worker is past this call, or in it; unless `strict`, a worker that waits for others is taken for one that comes."""
+    """Whether a worker is past this call, or in it; unless `strict`, a worker that waits for
+    others is taken for one that comes.
+    """
     if answer is None:
         return False
     return answer.done > call or (answer.waits and (answer.done == call or not strict))
@@ -135,4 +173,8 @@ def _comes(answer: _Whereabouts | None, call: int, *, strict: bool) -> bool:
 def _ends(stack: str) -> list[str]:
     """Return the lines of a stack, without the middle of a long one."""
     lines = [line for line in stack.splitlines()[1:] if "<frozen importlib" not in line]
-    return lines if len(lines) <= _INNERMOST + _OUTERMOST else [*lines[:_INNERMOST], "...", *lines[-_OUTERMOST:]]
+    return (
+        lines
+        if len(lines) <= _INNERMOST + _OUTERMOST
+        else [*lines[:_INNERMOST], "...", *lines[-_OUTERMOST:]]
+    )

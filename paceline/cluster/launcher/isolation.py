@@ -1,4 +1,6 @@
-"""Runs a function in a forked copy of this process, for side effects that this one shouldn't keep; only an error comes back."""
+"""Runs a function in a forked copy of this process, for side effects that this one shouldn't
+keep; only an error comes back.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ class AttemptFailed(PacelineError):
 
 
 def attempt(do: Callable[[], object]) -> None:
-    """Call `do` in a copy of this process, which has one thread. Raises `AttemptFailed` if `do` raises an error of ours."""
+    """Call `do` in a copy of this process, which has one thread.
+
+    Raises `AttemptFailed` if `do` raises an error of ours.
+    """
     reader, writer = os.pipe()
     prepare = preparation(os.getpid())
     process = os.fork()

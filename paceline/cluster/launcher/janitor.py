@@ -1,8 +1,9 @@
-"""The janitor of a launcher: a process that outlives it by a moment, and ends and removes what it left behind.
+"""The janitor of a launcher: a process that outlives it by a moment, and ends and removes what it
+left behind.
 
-Started as a script of its own, with the standard library only; its arguments are the job's mark, and its timings as JSON. Its input is a
-pipe from the launcher: `+N` and `-N` name the process groups that live. The end of input without `done` means that the launcher was
-killed.
+Started as a script of its own, with the standard library only; its arguments are the job's mark,
+and its timings as JSON. Its input is a pipe from the launcher: `+N` and `-N` name the process
+groups that live. The end of input without `done` means that the launcher was killed.
 """
 
 from __future__ import annotations
@@ -26,21 +27,28 @@ _PROC = Path("/proc")
 _SHARED = Path("/dev/shm")
 _SERVERS = "paceline-sockets-"
 _READERS = "pymp-"
-_SHORT = 107 - len(f"/{_SERVERS}123456789012-12345678/server")  # bytes that the path of a socket leaves for their folder
-_FOLDERS = (_READERS, _SERVERS)  # how multiprocessing and our servers call the folders that they listen in
+# bytes that the path of a socket leaves for their folder
+_SHORT = 107 - len(f"/{_SERVERS}123456789012-12345678/server")
+# how multiprocessing and our servers call the folders that they listen in
+_FOLDERS = (_READERS, _SERVERS)
 _MARKED = 8  # letters of a job's mark that are in the names of its semaphores
-_UNBRANDED = re.compile(r"sem\.([A-Za-z0-9]{6}|mp-[a-z0-9_]{8})")  # those that are being made, or were before `brand`
+# those that are being made, or were before `brand`
+_UNBRANDED = re.compile(r"sem\.([A-Za-z0-9]{6}|mp-[a-z0-9_]{8})")
 _CLOCK_SECONDS = 0.1  # which the clock of files may be behind
 _ROUNDS = 20  # sweeps: a process may fork between two looks
 
 
 def sockets(mark: str) -> str:
-    """Return the prefix of the folders where a job's servers listen: a killed one's are found by name, as nobody may have seen it."""
+    """Return the prefix of the folders where a job's servers listen: a killed one's are found by
+    name, as nobody may have seen it.
+    """
     return f"{_SERVERS}{mark[:12]}-"  # not longer: the path of a socket has 107 bytes
 
 
 def place_of_sockets() -> str:
-    """Return where those folders are: /tmp, if the path of the temporary folder leaves no room for the name of a socket."""
+    """Return where those folders are: /tmp, if the path of the temporary folder leaves no room
+    for the name of a socket.
+    """
     temporary = tempfile.gettempdir()
     return temporary if len(os.fsencode(temporary)) <= _SHORT else "/tmp"
 
@@ -51,9 +59,11 @@ def folders_of_answers(mark: str) -> str:
 
 
 def brand(mark: str) -> None:
-    """Let semaphores that multiprocessing makes in this process, and in its children, have the job's mark in their names from now on.
+    """Let semaphores that multiprocessing makes in this process, and in its children, have the
+    job's mark in their names from now on.
 
-    The janitor finds them by it where their makers were killed: a file doesn't tell which process has made it.
+    The janitor finds them by it where their makers were killed: a file doesn't tell which process
+    has made it.
     """
     from multiprocessing import current_process  # here: the janitor does without
 
@@ -61,7 +71,9 @@ def brand(mark: str) -> None:
 
 
 def end_group(group: int, held: set[int]) -> set[int]:
-    """Kill all processes of a group, and remove the files that they leave behind. An empty group is no error.
+    """Kill all processes of a group, and remove the files that they leave behind.
+
+    An empty group is no error.
 
     Args:
         group: Number of the process group.
@@ -81,7 +93,9 @@ def end_group(group: int, held: set[int]) -> set[int]:
 
 
 def state(pid: int) -> str:
-    """Return the state of a process, as the kernel writes it: "T" was stopped by a signal and waits for SIGCONT; "" if unknown."""
+    """Return the state of a process, as the kernel writes it: "T" was stopped by a signal and
+    waits for SIGCONT; "" if unknown.
+    """
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -109,20 +123,33 @@ def members(group: int) -> list[int]:
 
 
 def children(process: int) -> list[int]:
-    """Return the child processes that the main thread of a process has forked; empty where the kernel doesn't say."""
+    """Return the child processes that the main thread of a process has forked; empty where the
+    kernel doesn't say.
+    """
     try:
-        return [int(pid) for pid in (_PROC / str(process) / "task" / str(process) / "children").read_text().split()]
+        return [
+            int(pid)
+            for pid in (_PROC / str(process) / "task" / str(process) / "children")
+            .read_text()
+            .split()
+        ]
     except OSError:
         return []
 
 
 def processes() -> list[int]:
     """Return all processes that this one can see."""
-    return [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()] if _PROC.is_dir() else []
+    return (
+        [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()]
+        if _PROC.is_dir()
+        else []
+    )
 
 
 def marked(mark: str) -> list[int]:
-    """Return the processes that were started with the mark of a job in their environment (this one never counts)."""
+    """Return the processes that were started with the mark of a job in their environment (this
+    one never counts).
+    """
     wanted = f"PACELINE_JOB={mark}".encode()
     pids = []
     for process in processes():
@@ -136,19 +163,26 @@ def marked(mark: str) -> list[int]:
 
 
 def litter(suspects: list[int]) -> list[Path]:
-    """Return the temporary folders where these processes listen (readers, servers); a killed process can't remove its own."""
+    """Return the temporary folders where these processes listen (readers, servers); a killed
+    process can't remove its own.
+    """
     folders = []
     for process in suspects:
         try:
             table = (_PROC / str(process) / "net" / "unix").read_text()
-            if not any(name in table for name in _FOLDERS):  # nobody on this host listens in one: most often
+            # nobody on this host listens in one: most often
+            if not any(name in table for name in _FOLDERS):
                 continue
             held = set(_opened(process))
         except OSError:
             continue
         for line in table.splitlines()[1:]:
             match = re.fullmatch(r"(?:\S+\s+){6}(\d+)\s+(\S+)", line.strip())
-            if match and f"socket:[{match[1]}]" in held and os.path.basename(os.path.dirname(match[2])).startswith(_FOLDERS):
+            if (
+                match
+                and f"socket:[{match[1]}]" in held
+                and os.path.basename(os.path.dirname(match[2])).startswith(_FOLDERS)
+            ):
                 folders.append(Path(match[2]).parent)
     return folders
 
@@ -163,12 +197,18 @@ def _opened(process: int) -> Iterator[str]:
 
 
 def semaphores(suspects: list[int]) -> set[int]:
-    """Return the named semaphores that these processes have open or mapped, by inode: they may never come to take the name away."""
+    """Return the named semaphores that these processes have open or mapped, by inode: they may
+    never come to take the name away.
+    """
     inodes: set[int] = set()
     start = str(_SHARED / "sem.")
     for process in suspects:
         with suppress(OSError):
-            mapped = [line for line in (_PROC / str(process) / "maps").read_text().splitlines() if start in line]
+            mapped = [
+                line
+                for line in (_PROC / str(process) / "maps").read_text().splitlines()
+                if start in line
+            ]
             inodes |= {int(line.split(maxsplit=5)[4]) for line in mapped}
             for link in (_PROC / str(process) / "fd").iterdir():
                 with suppress(FileNotFoundError):  # closed since
@@ -180,8 +220,8 @@ def semaphores(suspects: list[int]) -> set[int]:
 def sweep(mark: str, groups: list[int], held: set[int], *, seconds: float) -> set[int]:
     """End these groups and every process with the job's mark, then remove their temporary files.
 
-    A killed process that is about to end has no environment any more, but still has its files. So this waits until
-    all of them have ended.
+    A killed process that is about to end has no environment any more, but still has its files. So
+    this waits until all of them have ended.
 
     Args:
         mark: The job's mark, which is in the environment of its processes.
@@ -205,7 +245,13 @@ def sweep(mark: str, groups: list[int], held: set[int], *, seconds: float) -> se
         clear(folders)
         time.sleep(0.002 * (attempt + 1))
     for place in {tempfile.gettempdir(), place_of_sockets()}:
-        clear([found for prefix in (sockets(mark), folders_of_answers(mark)) for found in Path(place).glob(prefix + "*")])
+        clear(
+            [
+                found
+                for prefix in (sockets(mark), folders_of_answers(mark))
+                for found in Path(place).glob(prefix + "*")
+            ]
+        )
     until = time.monotonic() + seconds
     while not all(map(_ended, ended)) and time.monotonic() < until:
         time.sleep(0.002)
@@ -227,11 +273,13 @@ def clear(folders: list[Path]) -> None:
 
 
 def reclaim(mark: str, killed: set[int], held: set[int], since: float, *, seconds: float) -> None:
-    """Remove what the processes of a job had made and not removed yet in the moment when they were killed: shared memory, and folders.
+    """Remove what the processes of a job had made and not removed yet in the moment when they were
+    killed: shared memory, and folders.
 
-    `killed` are all processes that may have been (numbers), `held` the semaphores that they had in hand (`semaphores`); `since` is when
-    the first of them was started (time.time()). What others may have made stays: they get so many `seconds` to unlink it. A folder whose
-    listeners are all dead doesn't tell who made it, and goes.
+    `killed` are all processes that may have been (numbers), `held` the semaphores that they had in
+    hand (`semaphores`); `since` is when the first of them was started (time.time()). What others
+    may have made stays: they get so many `seconds` to unlink it. A folder whose listeners are all
+    dead doesn't tell who made it, and goes.
     """
 
     def left() -> set[Path]:
@@ -244,13 +292,19 @@ def reclaim(mark: str, killed: set[int], held: set[int], since: float, *, second
 
 
 def _deserted(since: float) -> Iterator[Path]:
-    """Find the folders of multiprocessing that have come since then, in which processes have listened and none does any more.
+    """Find the folders of multiprocessing that have come since then, in which processes have
+    listened and none does any more.
 
-    A reader that is killed soon after it has begun to listen may never have been looked at (`litter`).
+    A reader that is killed soon after it has begun to listen may never have been looked at
+    (`litter`).
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{_READERS}*"):
         with suppress(OSError):  # removed meanwhile, or another user's
-            if _new(folder, since) and (found := [*folder.iterdir()]) and not any(map(_listened_to, found)):
+            if (
+                _new(folder, since)
+                and (found := [*folder.iterdir()])
+                and not any(map(_listened_to, found))
+            ):
                 yield folder
 
 
@@ -264,19 +318,26 @@ def _listened_to(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as caller:
         caller.setblocking(False)
         try:
-            caller.connect(str(path))  # in another network than this, maybe: there are containers that share a folder
+            # in another network than this, maybe: there are containers that share a folder
+            caller.connect(str(path))
         except OSError as error:
             return not isinstance(error, ConnectionRefusedError)
     return True
 
 
 def _abandoned(mark: str, killed: set[int], held: set[int], since: float) -> Iterator[Path]:
-    """Find files of torch, which have their maker's number in their names; and semaphores of multiprocessing with the job's mark (`brand`).
+    """Find files of torch, which have their maker's number in their names; and semaphores of
+    multiprocessing with the job's mark (`brand`).
 
-    The maker of a semaphore opens it under a name of six letters, then gives it its own too, and takes the first away, at once, and the
-    other where it can: it may be killed in between. Others' look the same: without the mark it has to be one that was held.
+    The maker of a semaphore opens it under a name of six letters, then gives it its own too, and
+    takes the first away, at once, and the other where it can: it may be killed in between. Others'
+    look the same: without the mark it has to be one that was held.
     """
-    states = {path: state for path in (_SHARED.iterdir() if _SHARED.is_dir() else ()) if (state := _new(path, since))}
+    states = {
+        path: state
+        for path in (_SHARED.iterdir() if _SHARED.is_dir() else ())
+        if (state := _new(path, since))
+    }
     branded = re.compile(rf"sem\.mp-{re.escape(mark[:_MARKED])}-\w{{8}}")
     ours = {state.st_ino for path, state in states.items() if branded.fullmatch(path.name)}
     for path, state in states.items():
@@ -288,12 +349,16 @@ def _abandoned(mark: str, killed: set[int], held: set[int], since: float) -> Ite
 
 
 def _new(path: Path, since: float) -> os.stat_result | None:
-    """Return the status of a file of this user that has come or changed its names since then; None for others."""
+    """Return the status of a file of this user that has come or changed its names since then;
+    None for others.
+    """
     try:
         state = path.lstat()
     except FileNotFoundError:
         return None
-    return state if state.st_uid == os.getuid() and state.st_ctime >= since - _CLOCK_SECONDS else None
+    return (
+        state if state.st_uid == os.getuid() and state.st_ctime >= since - _CLOCK_SECONDS else None
+    )
 
 
 def _ended(process: int) -> bool:
@@ -304,31 +369,44 @@ def in_use(path: Path) -> bool:
     """Whether a process that this one can see has the file open or mapped."""
     for process in processes():
         try:
-            if str(path) in _opened(process) or str(path) in (_PROC / str(process) / "maps").read_text():
+            if (
+                str(path) in _opened(process)
+                or str(path) in (_PROC / str(process) / "maps").read_text()
+            ):
                 return True
         except OSError:
             continue
     return False
 
 
-def watch(mark: str, *, look: float, close_look: float, young: float, ending: float, unlinking: float) -> None:
-    """Read from standard input which groups live, until the launcher is done or dead. The seconds are those of `JanitorTimings`."""
+def watch(
+    mark: str, *, look: float, close_look: float, young: float, ending: float, unlinking: float
+) -> None:
+    """Read from standard input which groups live, until the launcher is done or dead.
+
+    The seconds are those of `JanitorTimings`.
+    """
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     began = time.time()
     groups: set[int] = set()
     known: set[int] = set()
-    folders: dict[int, list[Path]] = {}  # readers whose worker was killed may end before they are looked at
+    # readers whose worker was killed may end before they are looked at
+    folders: dict[int, list[Path]] = {}
     born: dict[int, float] = {}  # when a process was first seen
     rest = b""
     poll = select.poll()
     poll.register(0, select.POLLIN)
     while True:
         present = {child for group in groups for child in (group, *children(group))}
-        folders |= {child: found for child in present - folders.keys() if (found := litter([child]))}
+        folders |= {
+            child: found for child in present - folders.keys() if (found := litter([child]))
+        }
         known |= present
         now = time.monotonic()
-        close = any(now - born.setdefault(process, now) < young for process in present - folders.keys())
+        close = any(
+            now - born.setdefault(process, now) < young for process in present - folders.keys()
+        )
         if not poll.poll(1000 * (close_look if close else look)):
             continue
         data = os.read(0, 1 << 16)

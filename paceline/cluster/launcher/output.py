@@ -1,4 +1,6 @@
-"""The output of many workers on one screen: whole lines, each prefixed with the rank that wrote it, else the script's own bytes."""
+"""The output of many workers on one screen: whole lines, each prefixed with the rank that wrote
+it, else the script's own bytes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ _FULL_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 16
 _COMPLAINT = b"TCPStoreLibUvBackend.cpp:"  # where torch's store reads what clients send
 _STACK, _STACK_LINES = (b"Exception raised from ", b"frame #"), 64
-_NOT_SHOWN = b" (somebody sends to torch's store what no worker does: that ends its connection; more of the kind is not shown)"
+_NOT_SHOWN = (
+    b" (somebody sends to torch's store what no worker does: that ends its connection; "
+    b"more of the kind is not shown)"
+)
 _TRACEBACK, _IGNORED = TRACEBACK.encode(), b"Exception ignored "
 _CHAINED = tuple(line.encode() for line in CHAINED)
 _IDLE_SECONDS = 0.25  # a line without an end is shown after this time (prompts, dots)
@@ -36,10 +41,13 @@ def _nothing(rank: Hashable) -> bytes:
 
 
 class Screen:
-    """One output of the launcher: its standard output or error. Never blocks; `full` asks its writers to wait.
+    """One output of the launcher: its standard output or error.
 
-    `prefix` gives the beginning of each writer's lines, `copy` is called with all that is shown. `at_once`: parts of lines are shown as
-    soon as they are there, and lines of several writers may mix. `bar`: what is drawn below all that, where this is a terminal.
+    Never blocks; `full` asks its writers to wait.
+
+    `prefix` gives the beginning of each writer's lines, `copy` is called with all that is shown.
+    `at_once`: parts of lines are shown as soon as they are there, and lines of several writers may
+    mix. `bar`: what is drawn below all that, where this is a terminal.
     """
 
     def __init__(
@@ -57,7 +65,8 @@ class Screen:
         self._prefix, self._copy = prefix, copy
         self._pending: deque[bytes] = deque()
         self._size = 0
-        self._ending = b"\n"  # the last byte that was put: a line is under way unless it is a newline
+        # the last byte that was put: a line is under way unless it is a newline
+        self._ending = b"\n"
 
     @property
     def full(self) -> bool:
@@ -71,10 +80,13 @@ class Screen:
         """Show a line, or a part of one, of this writer: a worker by its rank."""
         if self._ending != b"\n" and rank != self.last:
             self._add(b"\n")
-        # A carriage return goes back to the start of the line: what follows it needs the prefix again, itself needs none.
+        # A carriage return goes back to the start of the line: what follows it needs the prefix
+        # again, itself needs none.
         bare = piece == b"\r" or (piece == b"\n" and self._ending == b"\r")
         fresh = self._ending == b"\n"
-        self._add((b"" if bare or self._ending not in {b"\n", b"\r"} else self._prefix(rank)) + piece)
+        self._add(
+            (b"" if bare or self._ending not in {b"\n", b"\r"} else self._prefix(rank)) + piece
+        )
         if bare and fresh:
             self._ending = b"\n"  # nothing is on the line yet
         self.last = rank
@@ -110,7 +122,8 @@ class Screen:
         except BlockingIOError:
             written = 0
         except OSError:
-            # Nobody reads any more (a closed pipe or terminal): the rest goes nowhere, and the launcher learns of it.
+            # Nobody reads any more (a closed pipe or terminal): the rest goes nowhere, and the
+            # launcher learns of it.
             self.broken = True
             self.drop()
             return
@@ -145,7 +158,9 @@ class Screen:
 
 
 class _StoreNoiseFilter:
-    """Removes torch's long complaints, each with a stack, of what strangers send to its store; but for the first line of the first."""
+    """Removes torch's long complaints, each with a stack, of what strangers send to its store;
+    but for the first line of the first.
+    """
 
     def __init__(self) -> None:
         self._said = False
@@ -162,17 +177,21 @@ class _StoreNoiseFilter:
 
 
 class _InterruptFilter:
-    """Leaves out tracebacks of `KeyboardInterrupt`. One that names another exception is passed on whole, once its end is known.
+    """Leaves out tracebacks of `KeyboardInterrupt`.
+
+    One that names another exception is passed on whole, once its end is known.
 
     Exception ignored in: ...               which may come before it
     Traceback (most recent call last):
       File ...                              indented: more of it
-    KeyboardInterrupt                       the last line; a blank one and "During handling of ..." may bring another traceback
+    KeyboardInterrupt                       the last line; a blank one and "During handling of ..."
+                                            may bring another traceback
     """
 
     def __init__(self) -> None:
         self._held: list[bytes] = []
-        self._inside = self._foreign = False  # between the first line of a traceback and the last; one of another exception
+        # between the first line of a traceback and the last; one of another exception
+        self._inside = self._foreign = False
         self._last = b""  # line that was passed on, but for blank ones
 
     def __call__(self, piece: bytes) -> list[bytes]:
@@ -202,7 +221,12 @@ class _InterruptFilter:
     def rest(self) -> list[bytes]:
         """Decide on what is held: no more of it comes."""
         whole = self._inside or self._foreign or len(self._held) == 1
-        held, self._held, self._inside, self._foreign = self._held if whole else [], [], False, False
+        held, self._held, self._inside, self._foreign = (
+            self._held if whole else [],
+            [],
+            False,
+            False,
+        )
         self._last = b"" if held else self._last
         return held
 
@@ -221,7 +245,9 @@ class OutputStream:
         self._interrupts: _InterruptFilter | None = None
 
     def hush_interrupts(self) -> None:
-        """Show no traceback of a `KeyboardInterrupt` from now on: the worker gets one that it was meant to get."""
+        """Show no traceback of a `KeyboardInterrupt` from now on: the worker gets one that it
+        was meant to get.
+        """
         self._interrupts = self._interrupts or _InterruptFilter()
 
     def read(self) -> bool:
@@ -233,8 +259,11 @@ class OutputStream:
         if not data:
             self.close()
             return False
-        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1  # only what is new is searched: a line may come in many parts
-        lines, self._held = (self._held + data[:end], data[end:]) if end else (b"", self._held + data)
+        # only what is new is searched: a line may come in many parts
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        lines, self._held = (
+            (self._held + data[:end], data[end:]) if end else (b"", self._held + data)
+        )
         for match in _PIECES.finditer(lines):
             if piece := self._hush(match[0]):
                 self._pass_on(piece)
@@ -287,7 +316,8 @@ class OutputStream:
 
 
 def stand_in() -> None:
-    """Open /dev/null as standard input, output or error where that is closed, as under cron: sockets would get these numbers else.
+    """Open /dev/null as standard input, output or error where that is closed, as under cron:
+    sockets would get these numbers else.
 
     To be called before anything is opened. What is started from here has all three then.
     """
@@ -295,15 +325,19 @@ def stand_in() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+            # the lowest number that is free: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         if getattr(sys, name) is None:
-            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 (for as long as this process lives)
+            # (for as long as this process lives)
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def screens(*, bare: bool = False, bar: LiveBar | None = None) -> tuple[Screen, Screen]:
-    """Make the screens of standard output and error; one when both are the same file, so that their lines don't mix.
+    """Make the screens of standard output and error; one when both are the same file, so that their
+    lines don't mix.
 
-    `bare`: what is written is shown at once and as it is, without the rank that wrote it. `bar`: what is drawn below standard error.
+    `bare`: what is written is shown at once and as it is, without the rank that wrote it. `bar`:
+    what is drawn below standard error.
     """
     out, err = os.fstat(1), os.fstat(2)
     prefix = _nothing if bare else _by_rank

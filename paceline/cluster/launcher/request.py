@@ -1,4 +1,6 @@
-"""The request of one `paceline run`, and what is wrong with it: that is said before anything is started."""
+"""The request of one `paceline run`, and what is wrong with it: that is said before anything is
+started.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,25 @@ _MOST_RESTARTS = 200  # of a whole job: each of its starts is told of all earlie
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """The request of one `paceline run`. `workers` are those of this host; `deadline` is how long hosts wait for each other (seconds).
+    """The request of one `paceline run`.
 
-    `join` is HOST:PORT, the same on all hosts; `threads` is the number of threads of each worker (None: cores / workers, or
-    OMP_NUM_THREADS where it is set); `sync`, `mesh`, `cut`, `shares`, `name`, `straggler`, `cluster`, `report_to` and `servers` reach
-    `start()` as PACELINE_SYNC and so on.
-    `placement` says how ranks are dealt to hosts (see `deal`). With `min_workers` the job goes on when workers die, as long as there are
-    so many; up to `restarts` of them are started again on this host. With fewer it saves, and waits so many seconds (`patience`) for
-    others to come. Without `min_workers` the whole job starts again, up to `restarts` times, and waits so long for another host in the
-    place of one that is gone. `progress`: seconds between two lines on the run's progress where that is no bar; with `QUIET` there are
-    none, and none of the launcher's own but on what goes wrong. `backend`: what scripts that use torch.distributed by themselves get in the
-    place of Gloo ("paceline"; None: Gloo). `bare`: what workers write is shown at once and as it is, without the ranks that wrote it, for
-    commands of which one worker alone speaks. `call`: two descriptors that workers inherit, of the file with what they are to call and of
-    the channel to who has asked.
+    `workers` are those of this host; `deadline` is how long hosts wait for each other (seconds).
+
+    `join` is HOST:PORT, the same on all hosts; `threads` is the number of threads of each worker
+    (None: cores / workers, or OMP_NUM_THREADS where it is set); `sync`, `mesh`, `cut`, `shares`,
+    `name`, `straggler`, `cluster`, `report_to` and `servers` reach `start()` as PACELINE_SYNC and
+    so on.
+    `placement` says how ranks are dealt to hosts (see `deal`). With `min_workers` the job goes on
+    when workers die, as long as there are so many; up to `restarts` of them are started again on
+    this host. With fewer it saves, and waits so many seconds (`patience`) for others to come.
+    Without `min_workers` the whole job starts again, up to `restarts` times, and waits so long for
+    another host in the place of one that is gone. `progress`: seconds between two lines on the
+    run's progress where that is no bar; with `QUIET` there are none, and none of the launcher's own
+    but on what goes wrong. `backend`: what scripts that use torch.distributed by themselves get in
+    the place of Gloo ("paceline"; None: Gloo). `bare`: what workers write is shown at once and as
+    it is, without the ranks that wrote it, for commands of which one worker alone speaks. `call`:
+    two descriptors that workers inherit, of the file with what they are to call and of the channel
+    to who has asked.
     """
 
     script: str
@@ -85,7 +93,12 @@ class LaunchRequest:
 def check(job: LaunchRequest) -> None:
     """Raise `UsageError` for a request that makes no sense, before anything is started."""
     _check_script(job)
-    counts = (("--workers", job.workers), ("--hosts", job.hosts), ("--threads", job.threads), ("--servers", job.servers))
+    counts = (
+        ("--workers", job.workers),
+        ("--hosts", job.hosts),
+        ("--threads", job.threads),
+        ("--servers", job.servers),
+    )
     for option, value in (*counts, ("--progress", job.progress)):
         if value is not None and value < 1:
             raise UsageError(f"{option} is {value}, and has to be at least 1")
@@ -94,15 +107,26 @@ def check(job: LaunchRequest) -> None:
     if job.straggler is not None and job.straggler not in STRAGGLERS:
         raise UsageError(f"--straggler is {job.straggler}; {choices(job.straggler, STRAGGLERS)}")
     if job.straggler == "evict" and job.min_workers is None:
-        raise UsageError("--straggler evict has slow workers leave, so say how many workers the job needs: --min-workers N")
+        raise UsageError(
+            "--straggler evict has slow workers leave, so say how many workers the job needs: "
+            "--min-workers N"
+        )
     if job.cluster is not None:
         check_cluster(job.cluster, job.min_workers)
     if job.host_rank is not None and not 0 <= job.host_rank < job.hosts:
-        raise UsageError(f"--host-rank is {job.host_rank}, and has to be 0 to {job.hosts - 1} (--hosts {job.hosts})")
+        raise UsageError(
+            f"--host-rank is {job.host_rank}, and has to be 0 to {job.hosts - 1} (--hosts "
+            f"{job.hosts})"
+        )
     if job.hosts > 1 and job.join is None:
-        raise UsageError(f"--hosts {job.hosts} needs --join HOST:PORT: an address of one of them that all reach, and a free port there")
+        raise UsageError(
+            f"--hosts {job.hosts} needs --join HOST:PORT: an address of one of them that all "
+            "reach, and a free port there"
+        )
     if job.min_workers is not None and not 1 <= job.min_workers <= job.workers * job.hosts:
-        raise UsageError(f"--min-workers is {job.min_workers}, and has to be 1 to {job.workers * job.hosts}")
+        raise UsageError(
+            f"--min-workers is {job.min_workers}, and has to be 1 to {job.workers * job.hosts}"
+        )
     if job.mesh is not None and job.hosts == 1:
         everyone = Topology((HostRanks("here", tuple(range(job.workers)), "127.0.0.1"),))
         mesh.choose(job.mesh, everyone, survives=job.min_workers is not None)
@@ -110,13 +134,20 @@ def check(job: LaunchRequest) -> None:
         raise UsageError(f"--patience is {job.patience:g}: give seconds, 0 or more")
     if job.backend is not None and job.backend not in BACKENDS:
         raise UsageError(
-            f"--backend is {job.backend}; {choices(job.backend, BACKENDS)}, which scripts get that ask torch.distributed for Gloo"
+            f"--backend is {job.backend}; {choices(job.backend, BACKENDS)}, which scripts get that "
+            "ask torch.distributed for Gloo"
         )
     if job.backend is not None and job.min_workers is not None:
-        raise UsageError("--backend is for scripts that use torch.distributed, which survives no losses: leave out --min-workers")
+        raise UsageError(
+            "--backend is for scripts that use torch.distributed, which survives no losses: "
+            "leave out --min-workers"
+        )
     _check_restarts(job)
     if job.hosts == 1 and job.join is not None and job.min_workers is None:
-        raise UsageError(f"--join {job.join} needs --hosts N: how many hosts are to meet there (with --min-workers 1 will do)")
+        raise UsageError(
+            f"--join {job.join} needs --hosts N: how many hosts are to meet there (with "
+            "--min-workers 1 will do)"
+        )
 
 
 def check_cluster(cluster: str | Path, min_workers: int | None) -> None:
@@ -124,14 +155,18 @@ def check_cluster(cluster: str | Path, min_workers: int | None) -> None:
     topology_file.read(Path(cluster))
     if min_workers is not None:
         raise UsageError(
-            f"--cluster {cluster} says how fast the links of fixed hosts are, and with --min-workers hosts change: leave one out"
+            f"--cluster {cluster} says how fast the links of fixed hosts are, and with "
+            "--min-workers hosts change: leave one out"
         )
 
 
 def _check_script(job: LaunchRequest) -> None:
     script = Path(job.script)
     if not script.exists():
-        raise UsageError(f"the script {job.script} doesn't exist (looked in {Path.cwd()}){hints.leftover(job.script, job.args)}")
+        raise UsageError(
+            f"the script {job.script} doesn't exist (looked in "
+            f"{Path.cwd()}){hints.leftover(job.script, job.args)}"
+        )
     if script.is_dir() and not (script / "__main__.py").exists():
         raise UsageError(f"the script {job.script} is a folder without a __main__.py")
     if not os.access(script, os.R_OK):
@@ -143,13 +178,15 @@ def _check_restarts(job: LaunchRequest) -> None:
         raise UsageError(f"--restarts is {job.restarts}, and has to be 0 or more")
     if job.restarts > _MOST_RESTARTS and job.min_workers is None:
         raise UsageError(
-            f"--restarts is {job.restarts}, and a whole job starts again {_MOST_RESTARTS} times at most: what ends it so often "
+            f"--restarts is {job.restarts}, and a whole job starts again {_MOST_RESTARTS} times at "
+            "most: what ends it so often "
             "has a cause; with --min-workers single workers start again as often as you like"
         )
 
 
 def deal(workers: Sequence[int], placement: str) -> list[list[int]]:
-    """Deal ranks to hosts, given the number of workers of each: in blocks, or one to each host in turn while it has workers left.
+    """Deal ranks to hosts, given the number of workers of each: in blocks, or one to each host in
+    turn while it has workers left.
 
     Example: 2 and 1 workers are [[0, 1], [2]] in blocks, [[0, 2], [1]] round-robin.
     """

@@ -1,9 +1,11 @@
-"""Restarts of a whole job: whether all workers start again after a failure that nobody can go on after, and what they have to know then.
+"""Restarts of a whole job: whether all workers start again after a failure that nobody can go on
+after, and what they have to know then.
 
 worker 1 is killed --> all others end --> judge: restart 1 of 3 --> all workers start, with the run's folder and seed, and resume
 
-With several hosts each reports what it has seen of the failure, and the launcher that all are connected with judges for all of them.
-"""
+With several hosts each reports what it has seen of the failure, and the launcher that all are
+connected with judges for all of them.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -22,17 +24,20 @@ _LONGEST = 300  # characters of an error that launchers tell each other
 
 
 class JobRestarts:
-    """The restarts of one job, of which there are at most `allowed`, as one launcher takes part in them.
+    """The restarts of one job, of which there are at most `allowed`, as one launcher takes part in
+    them.
 
-    For `patience` seconds hosts wait for another one in the place of one that is gone. `start` is what the workers of the present start are
-    told; `words` say what follows on its failure, once that is known.
+    For `patience` seconds hosts wait for another one in the place of one that is gone. `start` is
+    what the workers of the present start are told; `words` say what follows on its failure, once
+    that is known.
     """
 
     def __init__(self, allowed: int, *, patience: float = 0.0) -> None:
         self.state = RestartState(allowed)
         self.words = ""
         self._patience = patience
-        self._folder: str | None = None  # of the run, where workers of this host have opened it: other hosts may have it elsewhere
+        # of the run, where workers of this host have opened it: other hosts may have it elsewhere
+        self._folder: str | None = None
         self._peers: RestartPeers | None = None  # of the present start
         self._reported = self._due = False
 
@@ -40,7 +45,11 @@ class JobRestarts:
     def start(self) -> JobStart:
         """The present start."""
         start = self.state.start
-        return start if start.folder is None or self._folder is None else replace(start, folder=self._folder)
+        return (
+            start
+            if start.folder is None or self._folder is None
+            else replace(start, folder=self._folder)
+        )
 
     @property
     def due(self) -> bool:
@@ -58,7 +67,10 @@ class JobRestarts:
         return due
 
     def settle(self, failure: Failure, workers: Sequence[WorkerProcess]) -> bool:
-        """Whether all hosts know what follows on the failure that has ended this start. To be called again until they do."""
+        """Whether all hosts know what follows on the failure that has ended this start.
+
+        To be called again until they do.
+        """
         peers = self._peers
         assert peers is not None
         if not self._reported:
@@ -75,26 +87,46 @@ class JobRestarts:
 
     def report(self, failure: Failure, workers: Sequence[WorkerProcess]) -> HostReport:
         """Report what this host has seen of the start that this failure has ended."""
-        records = [record for worker in workers for record in worker.records if record["event"] == "opened"]
+        records = [
+            record for worker in workers for record in worker.records if record["event"] == "opened"
+        ]
         report = HostReport(runs=len({record["folder"] for record in records}))
         if records:
             self._folder = self._folder or str(records[0]["folder"])
-            report = replace(report, folder=self._folder, seed=int(str(records[0]["seed"])), began=float(str(records[0]["began"])))
+            report = replace(
+                report,
+                folder=self._folder,
+                seed=int(str(records[0]["seed"])),
+                began=float(str(records[0]["began"])),
+            )
         folder = self._folder or self.start.folder
-        report = replace(report, checkpoint=None if folder is None else newest(Path(folder) / "checkpoints"))
+        report = replace(
+            report, checkpoint=None if folder is None else newest(Path(folder) / "checkpoints")
+        )
         if failure.rank is None or all(worker.rank != failure.rank for worker in workers):
             return report
-        return replace(report, failure=failure.line().removeprefix("paceline: "), cause=_cause(failure, workers))
+        return replace(
+            report,
+            failure=failure.line().removeprefix("paceline: "),
+            cause=_cause(failure, workers),
+        )
 
     def judge(self, failure: Failure, reports: Mapping[int, HostReport]) -> Sequel:
-        """Decide what follows on the failure that ended this start; without words where no restart is left."""
+        """Decide what follows on the failure that ended this start; without words where no
+        restart is left.
+        """
         state = self._learnt(reports)
         used, folder = len(state.start.events), state.start.folder
         if used == state.allowed:
             return Sequel("")
         first = reports[min(reports)]
-        checkpoint = first.checkpoint or next((report.checkpoint for report in reports.values() if report.checkpoint is not None), None)
-        own = next((report for report in reports.values() if report.failure is not None), HostReport())
+        checkpoint = first.checkpoint or next(
+            (report.checkpoint for report in reports.values() if report.checkpoint is not None),
+            None,
+        )
+        own = next(
+            (report for report in reports.values() if report.failure is not None), HostReport()
+        )
         refusal = self._refusal(failure, own, reports)
         cause = None if own.cause is None else _digest(own.cause, checkpoint)
         if cause is not None and cause in state.causes:
@@ -104,25 +136,57 @@ class JobRestarts:
         if folder is None or (checkpoint is None and min(reports) > 0):
             origin = ""  # nothing is known of what the first host has saved
         else:
-            origin = " from where the run began, as it has saved nothing" if checkpoint is None else f" from {checkpoint}"
-        waits = f" once another host has come in its place, for which they wait {self._patience:g} s" if failure.rank is None else ""
+            origin = (
+                " from where the run began, as it has saved nothing"
+                if checkpoint is None
+                else f" from {checkpoint}"
+            )
+        waits = (
+            f" once another host has come in its place, for which they wait {self._patience:g} s"
+            if failure.rank is None
+            else ""
+        )
         words = f"all start again{origin}{waits} (restart {used + 1} of {state.allowed})"
         what = f"{own.failure or failure.line().removeprefix('paceline: ')}; {words}"
         start = replace(state.start, events=(*state.start.events, (time.time(), what)))
-        return Sequel(words, replace(state, start=start, causes=state.causes if cause is None else (*state.causes, cause)))
+        return Sequel(
+            words,
+            replace(
+                state, start=start, causes=state.causes if cause is None else (*state.causes, cause)
+            ),
+        )
 
     def _learnt(self, reports: Mapping[int, HostReport]) -> RestartState:
-        """Return the state with the run that workers have opened, as the first of the hosts knows it."""
-        opened = next((reports[host] for host in sorted(reports) if reports[host].folder is not None and reports[host].runs), None)
+        """Return the state with the run that workers have opened, as the first of the hosts
+        knows it.
+        """
+        opened = next(
+            (
+                reports[host]
+                for host in sorted(reports)
+                if reports[host].folder is not None and reports[host].runs
+            ),
+            None,
+        )
         if opened is None or self.state.start.folder is not None:
             return self.state
-        return replace(self.state, start=replace(self.state.start, folder=opened.folder, seed=opened.seed, began=opened.began))
+        return replace(
+            self.state,
+            start=replace(
+                self.state.start, folder=opened.folder, seed=opened.seed, began=opened.began
+            ),
+        )
 
-    def _refusal(self, failure: Failure, own: HostReport, reports: Mapping[int, HostReport]) -> str | None:
+    def _refusal(
+        self, failure: Failure, own: HostReport, reports: Mapping[int, HostReport]
+    ) -> str | None:
         """Return why another start would come to the same end; None if it may not."""
         runs = max(report.runs for report in reports.values())
         if runs > 1:
-            return f"its script has opened {runs} runs, and only a job of one run can go on; start each with a command of its own"
+            return (
+                f"its script has opened {runs} runs, and only a job of one run can go on; "
+                "start each with a command of its own"
+            )
         if own.cause is not None and own.cause.is_final:
             return f"every start would end in this {own.cause.kind}"
         if failure.rank is None and not self._patience:
@@ -131,8 +195,16 @@ class JobRestarts:
 
 
 def _cause(failure: Failure, workers: Sequence[WorkerProcess]) -> Cause | None:
-    """Return the error of the worker that failed, in its own words if it had some; None for one that was killed."""
-    own = [record for worker in workers if worker.rank == failure.rank for record in worker.records if record["event"] == "failed"]
+    """Return the error of the worker that failed, in its own words if it had some; None for one
+    that was killed.
+    """
+    own = [
+        record
+        for worker in workers
+        if worker.rank == failure.rank
+        for record in worker.records
+        if record["event"] == "failed"
+    ]
     if own:
         return Cause(str(own[0]["type"]), str(own[0]["message"]), bool(own[0]["is_final"]))
     if failure.code > 128 and failure.words == ending(failure.code):
@@ -142,11 +214,15 @@ def _cause(failure: Failure, workers: Sequence[WorkerProcess]) -> Cause | None:
 
 def _digest(cause: Cause, checkpoint: str | None) -> str:
     """Return a short text that is equal for an error that comes again, from the same checkpoint."""
-    return hashlib.sha256(repr((cause.kind, cause.message, checkpoint)).encode(errors="replace")).hexdigest()[:16]
+    return hashlib.sha256(
+        repr((cause.kind, cause.message, checkpoint)).encode(errors="replace")
+    ).hexdigest()[:16]
 
 
 def newest(checkpoints: Path) -> str | None:
-    """Return the name of the checkpoint in this folder that was written last; None if there is none."""
+    """Return the name of the checkpoint in this folder that was written last; None if there is
+    none.
+    """
     found = []
     for manifest in checkpoints.glob("step-*/manifest.json"):
         try:

@@ -1,4 +1,7 @@
-"""Supervises the workers of this host: starts, watches and ends them together. The first failure is found and named."""
+"""Supervises the workers of this host: starts, watches and ends them together.
+
+The first failure is found and named.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,27 @@ from paceline.cluster.launcher.output import Screen, screens
 from paceline.cluster.launcher.replacement import Replacement
 from paceline.cluster.launcher.restarts import JobRestarts
 from paceline.cluster.launcher.verdict import FailureSearch
-from paceline.cluster.launcher.worker import WorkerCommand, WorkerProcess, preparation, readable, start
+from paceline.cluster.launcher.worker import (
+    WorkerCommand,
+    WorkerProcess,
+    preparation,
+    readable,
+    start,
+)
 from paceline.timings import DEFAULTS, SupervisorTimings, Timings
 
 
 class RunWatcher(Protocol):
-    """What shows a run to people while it is under way, beside its workers. It raises nothing once they have begun."""
+    """What shows a run to people while it is under way, beside its workers.
+
+    It raises nothing once they have begun.
+    """
 
     def begin(self) -> None:
-        """Begin, as the first worker will be one of this host. Raises `UsageError` where that can't be."""
+        """Begin, as the first worker will be one of this host.
+
+        Raises `UsageError` where that can't be.
+        """
         ...
 
     def follow(self, folder: Path) -> None:
@@ -73,19 +88,27 @@ class Supervisor:
         self._collected_at = 0.0
         self._job_end = JobEnd(self._workers)
         self._cleanup = JobCleanup(mark, timings=timings.janitor)
-        self._search = FailureSearch(host, self._workers, lambda: self._verdict() is not None, timings=timings.supervisor)
+        self._search = FailureSearch(
+            host, self._workers, lambda: self._verdict() is not None, timings=timings.supervisor
+        )
         self._mending = None if mending is None else mending(self)
         self._lateness = HangSearch(peers, host, self.say, timings=timings.hangs)
 
-    def run(self, tasks: Sequence[WorkerCommand], started: Callable[[], None] = lambda: None) -> int:
-        """Start these workers, watch them until the last is gone, and give the exit code of the job.
+    def run(
+        self, tasks: Sequence[WorkerCommand], started: Callable[[], None] = lambda: None
+    ) -> int:
+        """Start these workers, watch them until the last is gone, and give the exit code of the
+        job.
 
         `started` is called when all of them have what they inherit.
         """
         wake, waker = os.pipe()
         for descriptor in (wake, waker):
             os.set_blocking(descriptor, False)
-        before = {signum: signal.signal(signum, self._note) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)}
+        before = {
+            signum: signal.signal(signum, self._note)
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
+        }
         old_wakeup = signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         self._cleanup.start()
         try:
@@ -96,7 +119,9 @@ class Supervisor:
                 self._turn(wake)
             self._conclude(wake)
         finally:
-            self._cleanup.sweep([worker.process for worker in self._workers if worker.ended is None])
+            self._cleanup.sweep(
+                [worker.process for worker in self._workers if worker.ended is None]
+            )
             self._peers.close()
             self._cleanup.conclude()
             signal.set_wakeup_fd(old_wakeup)
@@ -133,7 +158,12 @@ class Supervisor:
     def _over(self) -> bool:
         if any(worker.ended is None for worker in self._workers):
             return False
-        if self._mending is not None and self._mending.waiting and self._asked is None and self._verdict() is None:
+        if (
+            self._mending is not None
+            and self._mending.waiting
+            and self._asked is None
+            and self._verdict() is None
+        ):
             return False
         if self._asked is not None or self._peers.all_finished:
             return True
@@ -141,13 +171,22 @@ class Supervisor:
             return self._settled()
         if self._leaving:
             return self._mending is not None and self._mending.parted()
-        # Where the job may start again no host goes by itself: one that says nothing is lost, and that is a verdict.
-        return self._restarts is None and self._failure is not None and time.monotonic() - self._told_at > self._timings.verdict
+        # Where the job may start again no host goes by itself: one that says nothing is lost, and
+        # that is a verdict.
+        return (
+            self._restarts is None
+            and self._failure is not None
+            and time.monotonic() - self._told_at > self._timings.verdict
+        )
 
     def _settled(self) -> bool:
         """Whether it is known what follows on the end of all workers."""
         verdict = self._final()
-        return self._restarts is None or verdict is None or self._restarts.settle(verdict, self._workers)
+        return (
+            self._restarts is None
+            or verdict is None
+            or self._restarts.settle(verdict, self._workers)
+        )
 
     def _turn(self, wake: int) -> None:
         """Wait for something to happen, and handle it."""
@@ -156,7 +195,11 @@ class Supervisor:
         for worker in self._workers:
             if worker.records_fd >= 0:
                 callbacks[worker.records_fd] = worker.listen
-            callbacks |= {stream.descriptor: stream.read for stream in worker.streams if stream.open and not stream.screen.full}
+            callbacks |= {
+                stream.descriptor: stream.read
+                for stream in worker.streams
+                if stream.open and not stream.screen.full
+            }
         for descriptor in self._peers.descriptors():
             callbacks[descriptor] = partial(self._peers.hear, descriptor)
         for descriptor in callbacks:
@@ -169,7 +212,8 @@ class Supervisor:
             callbacks[descriptor]()
         now = time.monotonic()
         for worker in self._workers:
-            worker.look()  # all of them before one is reaped, which takes time: the order tells the culprit
+            # all of them before one is reaped, which takes time: the order tells the culprit
+            worker.look()
         mends = self._mending is not None and self._mending.active(self._workers)
         if self._mending is not None and mends:
             self._mending.look(self._workers)
@@ -196,7 +240,9 @@ class Supervisor:
             self._cleanup.collect(self._workers)
 
     def _decide(self, now: float) -> None:
-        """Go from running to failed to ended, as the workers, the other hosts and the user's signals ask."""
+        """Go from running to failed to ended, as the workers, the other hosts and the user's
+        signals ask.
+        """
         if self._out.broken:
             self._signals.append(signal.SIGPIPE)
         for signum in self._signals:
@@ -204,12 +250,19 @@ class Supervisor:
         self._signals.clear()
         if self._asked is None and self._peers.stopped is not None:
             signum, host = self._peers.stopped
-            self._err.say(f"paceline: the launcher on {host} was asked to end the job ({signal.Signals(signum).name})")
+            self._err.say(
+                f"paceline: the launcher on {host} was asked to end the job "
+                f"({signal.Signals(signum).name})"
+            )
             self._ask(signum, now)
         if self._asked is not None:
             self._end(now, signal.SIGINT, self._timings.asked_term, self._timings.asked_kill)
             return
-        if self._verdict() is None and self._mending is not None and self._mending.active(self._workers):
+        if (
+            self._verdict() is None
+            and self._mending is not None
+            and self._mending.active(self._workers)
+        ):
             self._condemn(self._mending.turn(self._workers, self._search.suspect), now)
         elif self._verdict() is None:
             self._condemn(self._search.judge(now), now)
@@ -220,7 +273,12 @@ class Supervisor:
             self._peers.tell_finished()
 
     def _ask(self, signum: int, now: float) -> None:
-        if signum == signal.SIGTERM and self._mending is not None and not self._leaving and self._mending.leave(self._workers):
+        if (
+            signum == signal.SIGTERM
+            and self._mending is not None
+            and not self._leaving
+            and self._mending.leave(self._workers)
+        ):
             self._leaving = True  # asked again, it ends the job
         elif self._asked is None:
             self._asked, self._ending_at = signum, now
@@ -237,7 +295,11 @@ class Supervisor:
         for worker in self._workers:
             if first is not None:
                 worker.send(first)
-            if since >= term + (self._timings.last_words if verdict is not None and verdict.rank == worker.rank else 0.0):
+            if since >= term + (
+                self._timings.last_words
+                if verdict is not None and verdict.rank == worker.rank
+                else 0.0
+            ):
                 worker.send(signal.SIGTERM)
             if since > kill:
                 worker.send(signal.SIGKILL)
@@ -262,41 +324,72 @@ class Supervisor:
             sequel = "" if self._restarts is None else self._restarts.words
             alone = self._restarts is None and self._mending is None and self._told is None
             left = self._job_end.left(verdict, alone=alone) if not sequel else ""
-            last = [verdict.line(), left, "its last words are above" if verdict.tail else "", sequel]
+            last = [
+                verdict.line(),
+                left,
+                "its last words are above" if verdict.tail else "",
+                sequel,
+            ]
             self._err.say("; ".join(filter(None, last)))
             _tell(self._watcher, verdict.line().removeprefix("paceline: "), sequel)
         elif verdict is None and self._asked is None and not self._leaving and self._finished:
             self._err.say(f"paceline: {self._finished}")
         if self._job_end.line is not None:
             self._err.say(self._job_end.line)
-        _flush({self._out, self._err}, wake, self._timings, lambda: self._asked is not None or bool(self._signals))
+        _flush(
+            {self._out, self._err},
+            wake,
+            self._timings,
+            lambda: self._asked is not None or bool(self._signals),
+        )
 
     def _repeat(self, verdict: Failure) -> None:
-        """Say at the end what the worker that failed said last: of one of this host, whose words were shown, the error alone."""
+        """Say at the end what the worker that failed said last: of one of this host, whose words
+        were shown, the error alone.
+        """
         here = any(worker.rank == verdict.rank for worker in self._workers)
         words = error_lines(verdict.tail) if here else verdict.tail.splitlines()
         if words and not self._said_last(verdict):
             self._err.say(f"paceline: what rank {verdict.rank} said last:")
             for line in words:
-                self._err.put(-1 if verdict.rank is None else verdict.rank, line.encode(errors="replace") + b"\n")
+                self._err.put(
+                    -1 if verdict.rank is None else verdict.rank,
+                    line.encode(errors="replace") + b"\n",
+                )
 
     def _said_last(self, verdict: Failure) -> bool:
         """Whether the last words of the worker that failed are the last that is shown."""
-        said = [worker.streams[1].tail().splitlines() for worker in self._workers if worker.rank == verdict.rank]
+        said = [
+            worker.streams[1].tail().splitlines()
+            for worker in self._workers
+            if worker.rank == verdict.rank
+        ]
         words = verdict.tail.splitlines()
-        return self._err.last == verdict.rank and all(lines[-len(words) :] == words for lines in said)
+        return self._err.last == verdict.rank and all(
+            lines[-len(words) :] == words for lines in said
+        )
 
     def _final(self) -> Failure | None:
-        """Return the verdict, with the exit code and the last output of the worker now that it has ended."""
+        """Return the verdict, with the exit code and the last output of the worker now that it
+        has ended.
+        """
         verdict = self._verdict()
-        own = next((worker for worker in self._workers if verdict is not None and worker.rank == verdict.rank), None)
+        own = next(
+            (
+                worker
+                for worker in self._workers
+                if verdict is not None and worker.rank == verdict.rank
+            ),
+            None,
+        )
         return verdict if own is None else self._search.suspect(own) or verdict
 
     def _code(self) -> int:
         if self._asked is not None or self._leaving:
             return 128 + (self._asked or signal.SIGTERM)
         if self._restarts is not None and self._signals and self._restarts.take():
-            return 128 + self._signals[0]  # asked to end after the workers had ended: the job doesn't start again
+            # asked to end after the workers had ended: the job doesn't start again
+            return 128 + self._signals[0]
         verdict = self._final()
         return 0 if verdict is None else verdict.code
 
@@ -308,7 +401,9 @@ def _begin(tasks: Sequence[WorkerCommand], watcher: RunWatcher | None) -> None:
 
 
 def _read_out(workers: Sequence[WorkerProcess], bar: JobBar) -> None:
-    """Leave the bar of workers that have ended as it is, and read what they have left in their pipes."""
+    """Leave the bar of workers that have ended as it is, and read what they have left in their
+    pipes.
+    """
     bar.follow(workers)
     for stream in (stream for worker in workers for stream in worker.streams):
         while stream.open and readable(stream.descriptor, 0) and stream.read():
@@ -316,7 +411,9 @@ def _read_out(workers: Sequence[WorkerProcess], bar: JobBar) -> None:
         stream.close()
 
 
-def _show(workers: Sequence[WorkerProcess], watcher: RunWatcher | None, bar: JobBar, end: JobEnd) -> None:
+def _show(
+    workers: Sequence[WorkerProcess], watcher: RunWatcher | None, bar: JobBar, end: JobEnd
+) -> None:
     """Tell who watches the run where it is, and show on the terminal how far."""
     for record in (record for worker in workers for record in worker.take("writes")):
         folder = Path(str(record["folder"]))
@@ -326,7 +423,9 @@ def _show(workers: Sequence[WorkerProcess], watcher: RunWatcher | None, bar: Job
     bar.follow(workers)
 
 
-def _flush(screens: set[Screen], wake: int, timings: SupervisorTimings, hurried: Callable[[], bool]) -> None:
+def _flush(
+    screens: set[Screen], wake: int, timings: SupervisorTimings, hurried: Callable[[], bool]
+) -> None:
     """Write out what is left; not for long where nobody reads and the end is asked for."""
     end = time.monotonic() + timings.flush
     for screen in screens:

@@ -22,7 +22,9 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass
 class WorkerCommand:
-    """The start of one worker: its rank, command, environment, the descriptors that it inherits, and its page if it has one."""
+    """The start of one worker: its rank, command, environment, the descriptors that it inherits,
+    and its page if it has one.
+    """
 
     rank: int
     command: Sequence[str]
@@ -104,11 +106,17 @@ class WorkerProcess:
 
     def look(self) -> None:
         """Find out whether the worker has ended."""
-        if self.ended is None and os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+        if (
+            self.ended is None
+            and os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            is not None
+        ):
             self.ended = time.time()
 
     def reap(self, seconds: float) -> None:
-        """Reap the worker, which has ended, with its last output; a process that escaped may hold that open for so many `seconds`."""
+        """Reap the worker, which has ended, with its last output; a process that escaped may
+        hold that open for so many `seconds`.
+        """
         self.reaped = True
         status = self.process.wait()
         self.code = status if status >= 0 else 128 - status
@@ -116,7 +124,11 @@ class WorkerProcess:
         while self.records_fd >= 0 and readable(self.records_fd, 0):
             self.listen()
         for stream in self.streams:
-            while stream.open and not stream.screen.full and readable(stream.descriptor, end - time.monotonic()):
+            while (
+                stream.open
+                and not stream.screen.full
+                and readable(stream.descriptor, end - time.monotonic())
+            ):
                 stream.read()
         if self.records_fd >= 0:
             os.close(self.records_fd)
@@ -140,12 +152,18 @@ def readable(descriptor: int, seconds: float) -> bool:
     return bool(poll.poll(max(0.0, 1000 * seconds)))
 
 
-def start(task: WorkerCommand, prepare: Callable[[], None] | None, screens: tuple[Screen, Screen]) -> WorkerProcess:
+def start(
+    task: WorkerCommand, prepare: Callable[[], None] | None, screens: tuple[Screen, Screen]
+) -> WorkerProcess:
     """Start a worker that leads a process group of its own; its output goes to these screens."""
     ours, theirs = os.pipe()
     heard, orders = os.pipe()
     stack, shown = os.pipe()
-    own = {"PACELINE_REPORT_FD": str(theirs), "PACELINE_ORDERS_FD": str(heard), "PACELINE_STACK_FD": str(shown)}
+    own = {
+        "PACELINE_REPORT_FD": str(theirs),
+        "PACELINE_ORDERS_FD": str(heard),
+        "PACELINE_STACK_FD": str(shown),
+    }
     os.set_blocking(shown, False)  # nothing may hold a worker up when nobody reads
     own |= {} if task.number is None else {"PACELINE_WORKER": str(task.number)}
     try:
@@ -170,9 +188,14 @@ def start(task: WorkerCommand, prepare: Callable[[], None] | None, screens: tupl
     process.stderr.close()
     for descriptor in (ours, *pipes, orders, stack):
         os.set_blocking(descriptor, False)
-    streams = (OutputStream(task.rank, pipes[0], screens[0]), OutputStream(task.rank, pipes[1], screens[1]))
+    streams = (
+        OutputStream(task.rank, pipes[0], screens[0]),
+        OutputStream(task.rank, pipes[1], screens[1]),
+    )
     number = -1 if task.number is None else task.number
-    return WorkerProcess(task.rank, process, streams, ours, orders, stack, number=number, joining=task.joining)
+    return WorkerProcess(
+        task.rank, process, streams, ours, orders, stack, number=number, joining=task.joining
+    )
 
 
 def ending(code: int) -> str:
@@ -186,7 +209,9 @@ def ending(code: int) -> str:
 
 
 def preparation(launcher: int) -> Callable[[], None] | None:
-    """Make what a worker runs between fork and exec: it dies with its launcher, and hears Ctrl-C even if the launcher's shell didn't."""
+    """Make what a worker runs between fork and exec: it dies with its launcher, and hears Ctrl-C
+    even if the launcher's shell didn't.
+    """
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl

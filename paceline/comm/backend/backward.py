@@ -1,6 +1,8 @@
-"""Backward passes in which operations begin: what is left to the end of a pass, and whether the thread of one still computes.
+"""Backward passes in which operations begin: what is left to the end of a pass, and whether the
+thread of one still computes.
 
-    thread of the pass    backward: bucket 0 begun . bucket 1 begun . bucket 2 begun | their ends, in order | what waits for them (DDP)
+    thread of the pass    backward: bucket 0 begun . bucket 1 begun . bucket 2 begun | their ends,
+                          in order | what waits for them (DDP)
 
 Where every core has a worker that computes, a thread beside would only take turns with that.
 """
@@ -14,7 +16,8 @@ from collections.abc import Callable
 import torch
 from torch.autograd import Variable
 
-REST = 20e-3  # seconds without a use of the processor after which a thread is taken to wait for something
+# seconds without a use of the processor after which a thread is taken to wait for something
+REST = 20e-3
 
 
 def inside() -> bool:
@@ -23,7 +26,9 @@ def inside() -> bool:
 
 
 def at_end(act: Callable[[], None]) -> None:
-    """Call `act` in this thread once its backward pass has been through the graph, after what was asked for earlier."""
+    """Call `act` in this thread once its backward pass has been through the graph, after what
+    was asked for earlier.
+    """
     Variable._execution_engine.queue_callback(act)
 
 

@@ -1,4 +1,6 @@
-"""What torch.distributed asks of every process group, and how an operation begins: on the group that ranks make when they first meet."""
+"""What torch.distributed asks of every process group, and how an operation begins: on the group
+that ranks make when they first meet.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,21 @@ Finish = Callable[[Any], Any]
 class BackendBase(ProcessGroup):
     """A process group of torch.distributed without its operations.
 
-    `ranks`: what its members are called among all workers. `meet` makes its group, when they first exchange something. `pairs`: what sends
-    and receives between two ranks, a group of Gloo.
+    `ranks`: what its members are called among all workers. `meet` makes its group, when they first
+    exchange something. `pairs`: what sends and receives between two ranks, a group of Gloo.
     """
 
-    def __init__(self, rank: int, ranks: Sequence[int], meet: Callable[[], Members], store: Store, *, pairs: Any) -> None:
-        super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # the one that can be subclassed
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        meet: Callable[[], Members],
+        store: Store,
+        *,
+        pairs: Any,
+    ) -> None:
+        # the one that can be subclassed
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg]
         self._rank, self._size, self._ranks = rank, len(ranks), tuple(ranks)
         self._pairs, self._store = pairs, store
         self._timeout: timedelta | None = None  # other than that of the group
@@ -77,7 +88,10 @@ class BackendBase(ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> BackendBase:  # type: ignore[override]
         if torch.device(device).type != "cpu":
-            raise UsageError(f"the backend paceline moves tensors in the processor's memory, and was asked for one on {device}")
+            raise UsageError(
+                "the backend paceline moves tensors in the processor's memory, and was asked for "
+                f"one on {device}"
+            )
         return self
 
     def _set_sequence_number_for_group(self) -> None:
@@ -112,11 +126,16 @@ class BackendBase(ProcessGroup):
     # ---- operations
 
     def _begin(self, call: Call, finish: Finish | None, opts: Any, outputs: Any) -> BackendWork:
-        """Begin `call` on the group, after all that was begun before. `finish` takes its result to where the caller wants it."""
+        """Begin `call` on the group, after all that was begun before.
+
+        `finish` takes its result to where the caller wants it.
+        """
         self._sequence += 1
         return self._follow(self._issuer.begin(call), finish, opts, outputs)
 
-    def _follow(self, work: Work[Any], finish: Finish | None, opts: Any, outputs: Any) -> BackendWork:
+    def _follow(
+        self, work: Work[Any], finish: Finish | None, opts: Any, outputs: Any
+    ) -> BackendWork:
         """Make a work of torch's of one of ours, which goes on even where nobody waits for it."""
         begun = self._work(work, finish, opts, outputs, self._completer)
         if self._coalesced is not None:
@@ -132,14 +151,27 @@ class BackendBase(ProcessGroup):
             self._coalesced.append(begun)
         return begun
 
-    def _join(self, works: list[BackendWork], opts: Any, outputs: Any, finish: Finish | None = None) -> BackendWork:
+    def _join(
+        self, works: list[BackendWork], opts: Any, outputs: Any, finish: Finish | None = None
+    ) -> BackendWork:
         """Make one work of several."""
         messages = any(work.completer is self._message_completer for work in works)
         completer = self._message_completer if messages else self._completer
-        return self._work(JoinedWork(works) if works else Finished(), finish, opts, outputs, completer)
+        return self._work(
+            JoinedWork(works) if works else Finished(), finish, opts, outputs, completer
+        )
 
-    def _work(self, work: Work[Any], finish: Finish | None, opts: Any, outputs: Any, completer: Completer) -> BackendWork:
-        return BackendWork(work, finish, outputs, self._seconds(opts), completer=completer, locate=self._issuer.locate)
+    def _work(
+        self, work: Work[Any], finish: Finish | None, opts: Any, outputs: Any, completer: Completer
+    ) -> BackendWork:
+        return BackendWork(
+            work,
+            finish,
+            outputs,
+            self._seconds(opts),
+            completer=completer,
+            locate=self._issuer.locate,
+        )
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
@@ -152,21 +184,29 @@ class BackendBase(ProcessGroup):
         return self._join(works, None, [])
 
     def _seconds(self, opts: Any) -> float | None:
-        """Return how long an operation may take; None: the deadline that the group was made with, after which it names who is missing."""
+        """Return how long an operation may take; None: the deadline that the group was made
+        with, after which it names who is missing.
+        """
         timeout = getattr(opts, "timeout", None)
         own = timeout if timeout is not None and timeout.total_seconds() > 0 else self._timeout
         return None if own is None else own.total_seconds()
 
 
 def one(tensors: Any, what: str) -> Any:
-    """Return the one of `tensors`: torch gives a list, from when a process had several GPUs; some callers give the tensor itself."""
+    """Return the one of `tensors`: torch gives a list, from when a process had several GPUs;
+    some callers give the tensor itself.
+    """
     if isinstance(tensors, Tensor):
         return tensors
     if len(tensors) != 1:
-        raise UsageError(f"{what}: {len(tensors)} tensors, and the backend paceline takes one on each rank")
+        raise UsageError(
+            f"{what}: {len(tensors)} tensors, and the backend paceline takes one on each rank"
+        )
     return tensors[0]
 
 
 def root_of(opts: Any) -> int:
-    """Return the rank that an operation begins or ends at: that of torch's options, or the options themselves; the first without any."""
+    """Return the rank that an operation begins or ends at: that of torch's options, or the
+    options themselves; the first without any.
+    """
     return int(getattr(opts, "rootRank", 0 if opts is None else opts))

@@ -1,10 +1,12 @@
 """Begins the operations of a process group in their order, without waiting for other ranks.
 
     group in shared memory      its calls return at once: they are made by whoever asks
-    other groups                compare a call with the other ranks first: a thread makes it, and the caller goes on
+    other groups                compare a call with the other ranks first: a thread makes it, and
+                                the caller goes on
     no group yet                the thread makes that, too
 
-Callers of torch.distributed may begin an operation and do something else that other ranks need before they come to it.
+Callers of torch.distributed may begin an operation and do something else that other ranks need
+before they come to it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ FAREWELL = 1.0  # seconds that the thread may take to end
 
 
 class Members(NamedTuple):
-    """What ranks have once they have met: their group, the host of each, and how many cores of its host there are for each worker."""
+    """What ranks have once they have met: their group, the host of each, and how many cores of
+    its host there are for each worker.
+    """
 
     group: Group
     hosts: tuple[str, ...] = ()
@@ -38,7 +42,10 @@ class Members(NamedTuple):
 
 
 class Issuer:
-    """Begins operations on the group that `meet` makes at the first of them. `ranks`: what members are called among all workers."""
+    """Begins operations on the group that `meet` makes at the first of them.
+
+    `ranks`: what members are called among all workers.
+    """
 
     def __init__(self, meet: Callable[[], Members], ranks: Sequence[int]) -> None:
         self._meet, self._ranks = meet, tuple(ranks)
@@ -62,27 +69,43 @@ class Issuer:
                 raise self._broken
             self._behind += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._issue, name="paceline backend", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._issue, name="paceline backend", daemon=True
+                )
                 self._thread.start()
-                self._unregister = at_exit(self._close)  # a thread that is inside torch while Python ends takes the process down with it
+                # a thread that is inside torch while Python ends takes the process down with it
+                self._unregister = at_exit(self._close)
         self._waiting.put(issued)
         return issued
 
     def crowded(self) -> bool:
-        """Whether calls are made by whoever asks, on a host whose cores all have a worker that computes."""
+        """Whether calls are made by whoever asks, on a host whose cores all have a worker that
+        computes.
+        """
         return self._direct and self._met is not None and self._met.cores <= torch.get_num_threads()
 
     def locate(self, error: BaseException) -> None:
         """Add to an error on which hosts the ranks are that it names."""
-        absent = error.missing if isinstance(error, DeadlineExceeded) else error.ranks if isinstance(error, WorkerLost) else ()
-        hosts = dict(zip(self._ranks, self._met.hosts if self._met is not None else (), strict=False))
+        absent = (
+            error.missing
+            if isinstance(error, DeadlineExceeded)
+            else error.ranks
+            if isinstance(error, WorkerLost)
+            else ()
+        )
+        hosts = dict(
+            zip(self._ranks, self._met.hosts if self._met is not None else (), strict=False)
+        )
         if known := [f"rank {rank} is on host {hosts[rank]}" for rank in absent if rank in hosts]:
             error.add_note(f"Of these, {', '.join(known)}.")
 
     def end(self, act: Callable[[Group], None]) -> None:
         """Begin nothing more, and let `act` end the group."""
         with self._lock:
-            self._direct, self._broken = False, self._broken or ViewChanged("this process group has been destroyed")
+            self._direct, self._broken = (
+                False,
+                self._broken or ViewChanged("this process group has been destroyed"),
+            )
         if self._met is not None:
             with contextlib.suppress(PacelineError):  # what others have ended already
                 act(self._met.group)
@@ -107,7 +130,12 @@ class Issuer:
                 issued.fail(error)
             with self._lock:
                 self._behind -= 1
-                self._direct = not self._behind and self._broken is None and self._met is not None and isinstance(self._met.group, AT_ONCE)
+                self._direct = (
+                    not self._behind
+                    and self._broken is None
+                    and self._met is not None
+                    and isinstance(self._met.group, AT_ONCE)
+                )
 
 
 class IssuedWork:
@@ -135,11 +163,16 @@ class IssuedWork:
     def wait(self, timeout: float | None = None) -> Any:
         began = time.monotonic()
         if not self._begun.wait(timeout):
-            raise DeadlineExceeded(f"not all ranks of this process group came to this operation within {timeout:g} s; they may still")
+            raise DeadlineExceeded(
+                f"not all ranks of this process group came to this operation within {timeout:g} s; "
+                "they may still"
+            )
         if self._error is not None:
             raise self._error
         assert self._work is not None
-        return self._work.wait(None if timeout is None else max(0.001, timeout - (time.monotonic() - began)))
+        return self._work.wait(
+            None if timeout is None else max(0.001, timeout - (time.monotonic() - began))
+        )
 
     def done(self) -> bool:
         return self._begun.is_set() and (self._work is None or self._work.done())

@@ -1,11 +1,13 @@
-"""paceline as a backend of torch.distributed: a process group whose collectives are those of our groups.
+"""paceline as a backend of torch.distributed: a process group whose collectives are those of our
+groups.
 
     dist.init_process_group("paceline")
         dist.all_reduce, DDP, fully_shard, DTensor, pipelining     call a `GroupBackend`
             collectives     a Group: shared memory inside a host, one copy per host between hosts
             send, recv      Gloo, connected when they are first used
 
-An operation is checked before anything moves: workers that call different things get a `Mismatch` with both sides named.
+An operation is checked before anything moves: workers that call different things get a `Mismatch`
+with both sides named.
 """
 
 from __future__ import annotations
@@ -30,95 +32,172 @@ SHORTEST = 1e-3  # seconds of a wait that was given none
 
 @uncompiled
 class GroupBackend(ReducingBackend):
-    """A process group of torch.distributed over the `Group` that its ranks make when they first exchange something."""
+    """A process group of torch.distributed over the `Group` that its ranks make when they first
+    exchange something.
+    """
 
     # ---- gathering and dealing
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
+    # torch calls one of the overloads
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> BackendWork:  # type: ignore[override]
         """Gather the tensors of all ranks, which may differ in the first dim, into a list."""
         x, outs = one(inputs, "all_gather"), one(outputs, "all_gather")
         if len(outs) != self._size:
-            raise UsageError(f"all_gather: {len(outs)} tensors for the results of {self._size} ranks; give one for each rank")
+            raise UsageError(
+                f"all_gather: {len(outs)} tensors for the results of {self._size} ranks; "
+                "give one for each rank"
+            )
         return self._all_gather(outs, x, opts, outs)
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> BackendWork:
+    def allgather_coalesced(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> BackendWork:
         """Gather several tensors, each into a list; `outputs` has a list for each rank."""
-        works = [self._all_gather([outs[i] for outs in outputs], x, opts, outputs) for i, x in enumerate(inputs)]
+        works = [
+            self._all_gather([outs[i] for outs in outputs], x, opts, outputs)
+            for i, x in enumerate(inputs)
+        ]
         return self._join(works, opts, outputs)
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> BackendWork:
         """Gather the tensors of all ranks one after another into one."""
         if output.numel() != source.numel() * self._size or output.dtype != source.dtype:
             sizes = f"{source.dtype} {list(source.shape)} into {output.dtype} {list(output.shape)}"
-            raise UsageError(f"all_gather over {self._size} ranks can't put {sizes}: the output holds the inputs of all ranks")
+            raise UsageError(
+                f"all_gather over {self._size} ranks can't put {sizes}: "
+                "the output holds the inputs of all ranks"
+            )
         if output.is_contiguous():
-            return self._all_gather(list(output.view(self._size, *source.shape).unbind()), source, opts, [output])
+            return self._all_gather(
+                list(output.view(self._size, *source.shape).unbind()), source, opts, [output]
+            )
 
         def finish(parts: list[Tensor]) -> None:
             output.copy_(torch.stack(parts).view(output.shape))
 
         return self._begin(lambda group: group.all_gather(source), finish, opts, [output])
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> BackendWork:
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> BackendWork:
         """Gather several tensors as `all_gather_single` does."""
-        return self._join([self.all_gather_single(out, x, opts) for out, x in zip(outputs, inputs, strict=True)], opts, outputs)
+        return self._join(
+            [self.all_gather_single(out, x, opts) for out, x in zip(outputs, inputs, strict=True)],
+            opts,
+            outputs,
+        )
 
-    _allgather_base = all_gather_single  # type: ignore[assignment]  # the names of torch before 2.13
+    # the names of torch before 2.13
+    _allgather_base = all_gather_single  # type: ignore[assignment]
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
-    def _all_gather(self, outs: Sequence[Tensor], x: Tensor, opts: Any, outputs: Any) -> BackendWork:
-        fit = all(out.shape == x.shape and out.dtype == x.dtype and out.is_contiguous() for out in outs) and not x.is_complex()
+    def _all_gather(
+        self, outs: Sequence[Tensor], x: Tensor, opts: Any, outputs: Any
+    ) -> BackendWork:
+        fit = (
+            all(
+                out.shape == x.shape and out.dtype == x.dtype and out.is_contiguous()
+                for out in outs
+            )
+            and not x.is_complex()
+        )
 
         def call(group: Group) -> Work[Any]:
             return gather_into(group, x, outs) if fit else group.all_gather(x)
 
         return self._begin(call, lambda parts: _copy_all(outs, parts), opts, outputs)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
+    # torch calls one of the overloads
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]
         """Give all ranks the values of one, in place."""
         x, root = one(tensors, "broadcast"), root_of(opts)
         return self._begin(lambda group: group.broadcast(x, root=root), None, opts, [x])
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
+    # torch calls one of the overloads
+    def gather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> BackendWork:  # type: ignore[override]
         """Gather the tensors of all ranks at one."""
         x, root, me = one(inputs, "gather"), root_of(opts), self._rank
         if me != root:
             return self._begin(lambda group: group.exchange([(root, x)], []), None, opts, outputs)
         outs = one(outputs, "gather")
         if len(outs) != self._size:
-            raise UsageError(f"gather: {len(outs)} tensors for the results of {self._size} ranks; give one for each rank")
+            raise UsageError(
+                f"gather: {len(outs)} tensors for the results of {self._size} ranks; "
+                "give one for each rank"
+            )
         outs[me].copy_(x)
-        return self._begin(lambda group: group.exchange([], [(r, out) for r, out in enumerate(outs) if r != me]), None, opts, outs)
+        return self._begin(
+            lambda group: group.exchange([], [(r, out) for r, out in enumerate(outs) if r != me]),
+            None,
+            opts,
+            outs,
+        )
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
+    # torch calls one of the overloads
+    def scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> BackendWork:  # type: ignore[override]
         """Give each rank its tensor of a list that one rank has."""
         out, root, me = one(outputs, "scatter"), root_of(opts), self._rank
         if me != root:
             return self._begin(lambda group: group.exchange([], [(root, out)]), None, opts, outputs)
         parts = one(inputs, "scatter")
         if len(parts) != self._size:
-            raise UsageError(f"scatter: {len(parts)} tensors for {self._size} ranks; give one for each rank")
+            raise UsageError(
+                f"scatter: {len(parts)} tensors for {self._size} ranks; give one for each rank"
+            )
         out.copy_(parts[me])
-        return self._begin(lambda group: group.exchange([(r, part) for r, part in enumerate(parts) if r != me], []), None, opts, outputs)
+        return self._begin(
+            lambda group: group.exchange(
+                [(r, part) for r, part in enumerate(parts) if r != me], []
+            ),
+            None,
+            opts,
+            outputs,
+        )
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> BackendWork:
+    def alltoall(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> BackendWork:
         """Deal a list of tensors, one to each rank; shapes may differ."""
         return self._all_to_all(outputs, inputs, opts, outputs)
 
     def all_to_all_single(
-        self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
     ) -> BackendWork:
         """Deal a tensor, cut in its first dim as the splits say, or evenly."""
-        outs, parts = _split(output, output_splits, self._size), _split(source, input_splits, self._size)
+        outs, parts = (
+            _split(output, output_splits, self._size),
+            _split(source, input_splits, self._size),
+        )
         return self._all_to_all(outs, parts, opts, [output])
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]  # the name of torch before 2.13
 
-    def _all_to_all(self, outs: list[Tensor], parts: list[Tensor], opts: Any, outputs: Any) -> BackendWork:
+    def _all_to_all(
+        self, outs: list[Tensor], parts: list[Tensor], opts: Any, outputs: Any
+    ) -> BackendWork:
         if len(parts) != self._size or len(outs) != self._size:
-            raise UsageError(f"all_to_all: {len(parts)} tensors into {len(outs)}, and there are {self._size} ranks; give one for each rank")
+            raise UsageError(
+                f"all_to_all: {len(parts)} tensors into {len(outs)}, and there are {self._size} "
+                "ranks; give one for each rank"
+            )
         flat = [part.reshape(-1) for part in parts]
-        return self._begin(lambda group: group.all_to_all(flat), lambda found: _copy_all(outs, found), opts, outputs)
+        return self._begin(
+            lambda group: group.all_to_all(flat),
+            lambda found: _copy_all(outs, found),
+            opts,
+            outputs,
+        )
 
     # ---- waiting for all
 
@@ -126,11 +205,17 @@ class GroupBackend(ReducingBackend):
         """Wait for all ranks."""
         return self._begin(lambda group: group.barrier(), None, opts, [])
 
-    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks, at most `timeout` (a float: seconds); `DeadlineExceeded` names those that didn't come, always all."""
+    def monitored_barrier(
+        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait for all ranks, at most `timeout` (a float: seconds); `DeadlineExceeded` names
+        those that didn't come, always all.
+        """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         waited = dist.BarrierOptions()
-        waited.asyncOp = False  # who completes it in the background can't be interrupted after `seconds` to say who is missing
+        # who completes it in the background can't be interrupted after `seconds` to say who is
+        # missing
+        waited.asyncOp = False
         barrier = self.barrier(waited)
         try:
             barrier.complete(None if seconds is None else max(seconds, SHORTEST))
@@ -143,17 +228,27 @@ class GroupBackend(ReducingBackend):
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> BackendWork:
         """Send a tensor to one rank."""
         name = self._ranks[to]
-        work = PairWork(self._pairs.send(tensors, to, tag), f"rank {name} has not received what was sent to it", name)
+        work = PairWork(
+            self._pairs.send(tensors, to, tag),
+            f"rank {name} has not received what was sent to it",
+            name,
+        )
         return self._message(work, tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> BackendWork:
         """Receive a tensor from one rank."""
         name = self._ranks[source]
-        work = PairWork(self._pairs.recv(tensors, source, tag), f"rank {name} has not sent what is awaited from it", name)
+        work = PairWork(
+            self._pairs.recv(tensors, source, tag),
+            f"rank {name} has not sent what is awaited from it",
+            name,
+        )
         return self._message(work, tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
-        """Receive a tensor from the rank that sends first; the work knows from which one it came."""
+        """Receive a tensor from the rank that sends first; the work knows from which one it
+        came.
+        """
         return self._pairs.recv_anysource(tensors, tag)
 
 
@@ -162,7 +257,9 @@ def _split(x: Tensor, splits: list[int], size: int) -> list[Tensor]:
     if splits:
         return list(x.split(splits))
     if x.shape[0] % size:
-        raise UsageError(f"all_to_all: {x.shape[0]} rows can't be dealt evenly to {size} ranks; give splits")
+        raise UsageError(
+            f"all_to_all: {x.shape[0]} rows can't be dealt evenly to {size} ranks; give splits"
+        )
     return list(x.split(x.shape[0] // size)) if x.shape[0] else [x] * size
 
 

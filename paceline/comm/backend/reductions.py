@@ -36,7 +36,8 @@ BITWISE: dict[Any, Fold] = {
 class ReducingBackend(BackendBase):
     """A process group of torch.distributed that reduces."""
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
+    # torch calls one of the overloads
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]
         """Reduce the one tensor given, in place."""
         x = one(tensors, "all_reduce")
         if x.is_sparse:
@@ -77,9 +78,15 @@ class ReducingBackend(BackendBase):
             for x, parts in zip(tensors, gathered, strict=True):
                 x.copy_(fold(parts))
 
-        return self._begin(lambda group: CompositeWork([group.all_gather(x) for x in tensors]), finish, opts, outputs)
+        return self._begin(
+            lambda group: CompositeWork([group.all_gather(x) for x in tensors]),
+            finish,
+            opts,
+            outputs,
+        )
 
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
+    # torch calls one of the overloads
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]
         """Reduce to one rank, in place there; the tensors of others stay."""
         x, root = one(tensors, "reduce"), root_of(opts)
         op = reduction(opts, x)
@@ -88,24 +95,44 @@ class ReducingBackend(BackendBase):
         if callable(op):
             held = x if self._rank == root else x.clone()
             return self._fold([held], op, opts, tensors)
-        out = real(x) if self._rank == root else torch.empty_like(real(x), memory_format=torch.contiguous_format)
-        return self._begin(lambda group: group.all_reduce(real(x), op=op, out=out), None, opts, tensors)
+        out = (
+            real(x)
+            if self._rank == root
+            else torch.empty_like(real(x), memory_format=torch.contiguous_format)
+        )
+        return self._begin(
+            lambda group: group.all_reduce(real(x), op=op, out=out), None, opts, tensors
+        )
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
-        """Reduce lists of tensors, one for each rank, and keep the one of this rank; sizes may differ between ranks."""
+    # torch calls one of the overloads
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> BackendWork:  # type: ignore[override]
+        """Reduce lists of tensors, one for each rank, and keep the one of this rank; sizes may
+        differ between ranks.
+        """
         out, parts = one(outputs, "reduce_scatter"), inputs[0]
         if len(parts) != self._size:
-            raise UsageError(f"reduce_scatter: {len(parts)} tensors for {self._size} ranks; give one for each rank")
+            raise UsageError(
+                f"reduce_scatter: {len(parts)} tensors for {self._size} ranks; "
+                "give one for each rank"
+            )
         whole = torch.cat([part.reshape(-1) for part in parts])
         if all(part.numel() == parts[0].numel() for part in parts):
             return self._reduce_scatter(out, whole, opts, outputs)
         op = reduction(opts, whole)
         if callable(op):
-            raise UsageError("reduce_scatter: bitwise operations and averages of integers need tensors of one size")
+            raise UsageError(
+                "reduce_scatter: bitwise operations and averages of integers need tensors of one "
+                "size"
+            )
         mine = parts[self._rank]
         if out.numel() != mine.numel() or out.dtype != whole.dtype:
             sizes = f"{out.dtype} {list(out.shape)} of {whole.dtype} {list(mine.shape)}"
-            raise UsageError(f"reduce_scatter: rank {self._rank} can't get {sizes}: its output has the size and dtype of its own input")
+            raise UsageError(
+                f"reduce_scatter: rank {self._rank} can't get {sizes}: its output has the size and "
+                "dtype of its own input"
+            )
         start = sum(part.numel() for part in parts[: self._rank])
         stop = start + out.numel()
         return self._begin(
@@ -115,22 +142,39 @@ class ReducingBackend(BackendBase):
             outputs,
         )
 
-    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> BackendWork:
-        """Reduce a tensor that holds the parts of all ranks one after another, and keep that of this rank."""
+    def reduce_scatter_single(
+        self, output: Tensor, source: Tensor, opts: Any = None
+    ) -> BackendWork:
+        """Reduce a tensor that holds the parts of all ranks one after another, and keep that of
+        this rank.
+        """
         return self._reduce_scatter(output, source, opts, [output])
 
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> BackendWork:
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> BackendWork:
         """Reduce several tensors as `reduce_scatter_single` does."""
-        return self._join([self._reduce_scatter(out, x, opts, [out]) for out, x in zip(outputs, inputs, strict=True)], opts, outputs)
+        return self._join(
+            [
+                self._reduce_scatter(out, x, opts, [out])
+                for out, x in zip(outputs, inputs, strict=True)
+            ],
+            opts,
+            outputs,
+        )
 
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # the names of torch before 2.13
+    # the names of torch before 2.13
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, opts: Any, outputs: Any) -> BackendWork:
         op = reduction(opts, x)
         if out.numel() * self._size != x.numel() or out.dtype != x.dtype:
             sizes = f"{out.dtype} {list(out.shape)} of {x.dtype} {list(x.shape)}"
-            raise UsageError(f"reduce_scatter over {self._size} ranks can't give {sizes}: its output has that part of the input")
+            raise UsageError(
+                f"reduce_scatter over {self._size} ranks can't give {sizes}: "
+                "its output has that part of the input"
+            )
         if callable(op):
             held, rank = x.clone(), self._rank
 
@@ -153,7 +197,9 @@ class ReducingBackend(BackendBase):
 
 
 def reduction(opts: Any, *tensors: Tensor) -> Op | Fold:
-    """Return which reduction of `tensors` torch asks for: one that groups have, or a function of the tensors of all ranks."""
+    """Return which reduction of `tensors` torch asks for: one that groups have, or a function of
+    the tensors of all ranks.
+    """
     op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
     if op == dist.ReduceOp.AVG and all(_whole(x) for x in tensors):
         return _average_integers
@@ -163,7 +209,10 @@ def reduction(opts: Any, *tensors: Tensor) -> Op | Fold:
     for known, function in BITWISE.items():
         if op == known:
             return function
-    raise UsageError(f"{op} is not a reduction of the backend paceline; there are {', '.join(map(str, (*REDUCTIONS, *BITWISE)))}")
+    raise UsageError(
+        f"{op} is not a reduction of the backend paceline; "
+        f"there are {', '.join(map(str, (*REDUCTIONS, *BITWISE)))}"
+    )
 
 
 def _whole(x: Tensor) -> bool:

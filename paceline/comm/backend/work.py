@@ -1,4 +1,6 @@
-"""Operations of the backend under way, as torch.distributed knows them: works with futures, completed in the background where asked for."""
+"""Operations of the backend under way, as torch.distributed knows them: works with futures,
+completed in the background where asked for.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,13 @@ FAREWELL = 1.0  # seconds that the thread may take to end
 
 @uncompiled
 class BackendWork(TorchWork):
-    """A work of torch.distributed over one of ours. `finish` takes the result of ours to where the caller wants it, once.
+    """A work of torch.distributed over one of ours.
 
-    Who needs the end pushes the operation: `wait` in the caller, and where the caller has gone on, what the `completer` chooses.
-    `seconds`: how long to wait (None: the deadline of the group). `locate` adds to an error where the ranks are that it names.
+    `finish` takes the result of ours to where the caller wants it, once.
+
+    Who needs the end pushes the operation: `wait` in the caller, and where the caller has gone on,
+    what the `completer` chooses. `seconds`: how long to wait (None: the deadline of the group).
+    `locate` adds to an error where the ranks are that it names.
     """
 
     def __init__(
@@ -57,7 +62,9 @@ class BackendWork(TorchWork):
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the operation has ended; at most `timeout` (None or nothing: the deadline of the group). Raises what ended it."""
+        """Wait until the operation has ended; at most `timeout` (None or nothing: the deadline
+        of the group). Raises what ended it.
+        """
         self.complete(timeout.total_seconds() if timeout else None)
         return True
 
@@ -69,9 +76,13 @@ class BackendWork(TorchWork):
             raise self._error
 
     def end(self, seconds: float | None = None) -> None:
-        """Bring the operation to its end, without raising what ended it; a wait of `seconds` that passes raises and ends nothing."""
+        """Bring the operation to its end, without raising what ended it; a wait of `seconds`
+        that passes raises and ends nothing.
+        """
         if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
-            raise DeadlineExceeded(f"the operation has not ended within {seconds:g} s; it may still")
+            raise DeadlineExceeded(
+                f"the operation has not ended within {seconds:g} s; it may still"
+            )
         try:
             if self.ended:
                 return
@@ -93,7 +104,9 @@ class BackendWork(TorchWork):
             _settle(future, self._error, self._outputs)
 
     def conclude(self) -> None:
-        """Bring the operation to its end in a backward pass, which goes on: the error of an operation is raised by who waits for it."""
+        """Bring the operation to its end in a backward pass, which goes on: the error of an
+        operation is raised by who waits for it.
+        """
         self.end()
         if self._error is not None and not isinstance(self._error, Exception):
             raise self._error  # an interrupt
@@ -126,7 +139,9 @@ class BackendWork(TorchWork):
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of the tensors that the operation fills; the thread of the completer brings it to its end."""
+        """Return a future of the tensors that the operation fills; the thread of the completer
+        brings it to its end.
+        """
         with self._lock:
             if self._future is None:
                 self._future = _Future(self.end)
@@ -168,7 +183,9 @@ class _Several:
         self._works = list(works)
 
     def _within(self, timeout: float | None) -> Iterator[tuple[Any, float | None]]:
-        """Yield each work, and for how many seconds to wait for it, so that all of them have `timeout` together."""
+        """Yield each work, and for how many seconds to wait for it, so that all of them have
+        `timeout` together.
+        """
         end = None if timeout is None else time.monotonic() + timeout
         for work in self._works:
             yield work, None if end is None else max(SHORTEST, end - time.monotonic())
@@ -177,7 +194,9 @@ class _Several:
         return all(work.done() for work in self._works)
 
     def exception(self) -> BaseException | None:
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
+        return next(
+            (error for work in self._works if (error := work.exception()) is not None), None
+        )
 
 
 class CompositeWork(_Several):
@@ -210,9 +229,14 @@ class _GlooWork:
             except RuntimeError as error:
                 passed = time.monotonic() - began
                 if timeout is not None and passed >= timeout:
-                    self._error = DeadlineExceeded(f"{self._what} within {timeout:g} s", self._ranks)
+                    self._error = DeadlineExceeded(
+                        f"{self._what} within {timeout:g} s", self._ranks
+                    )
                 else:
-                    self._error = WorkerLost(f"{self._what}, {passed:.1f} s later: {str(error).splitlines()[0]}", self._ranks)
+                    self._error = WorkerLost(
+                        f"{self._what}, {passed:.1f} s later: {str(error).splitlines()[0]}",
+                        self._ranks,
+                    )
         if self._error is not None:
             raise self._error
 
@@ -231,7 +255,9 @@ class PairWork(_GlooWork):
 
 
 class GlooResult(_GlooWork):
-    """A reduction of Gloo's (a `Work`) that gives its result instead of writing it: of sparse tensors. `tensors` get it."""
+    """A reduction of Gloo's (a `Work`) that gives its result instead of writing it: of sparse
+    tensors. `tensors` get it.
+    """
 
     def __init__(self, work: Any, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(work, "a sparse all_reduce has not ended", ())
@@ -245,10 +271,12 @@ class GlooResult(_GlooWork):
 
 
 class Completer:
-    """Brings operations to their end where their callers have gone on: other ranks need this one for them.
+    """Brings operations to their end where their callers have gone on: other ranks need this one
+    for them.
 
-    A thread looks for them every few milliseconds, so that operations which are waited for right away cost nothing here. While the host is
-    `crowded`, what begins in a backward pass is left to the end of the pass, unless the thread of that comes to wait for something before.
+    A thread looks for them every few milliseconds, so that operations which are waited for right
+    away cost nothing here. While the host is `crowded`, what begins in a backward pass is left to
+    the end of the pass, unless the thread of that comes to wait for something before.
     """
 
     def __init__(self, crowded: Callable[[], bool] = lambda: False) -> None:
@@ -260,7 +288,9 @@ class Completer:
         self._unregister: Callable[[], object] = lambda: None
 
     def add(self, work: BackendWork, *, soon: bool = False) -> None:
-        """Complete a work, after those that were added before; `soon`: at once, as a future of it is waited for."""
+        """Complete a work, after those that were added before; `soon`: at once, as a future of
+        it is waited for.
+        """
         thread = None
         if backward.inside() and self._crowded():
             thread = backward.PassThread()
@@ -268,9 +298,12 @@ class Completer:
                 backward.at_end(work.conclude)
         self._works.append((work, thread))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="paceline completer", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, name="paceline completer", daemon=True
+            )
             self._thread.start()
-            self._unregister = at_exit(self.close)  # a thread that is inside torch while Python ends takes the process down with it
+            # a thread that is inside torch while Python ends takes the process down with it
+            self._unregister = at_exit(self.close)
         if (soon and thread is None) or self._idle:
             self._wake.set()
 
@@ -293,7 +326,10 @@ class Completer:
                 work.end()
 
     def close(self) -> None:
-        """Stop; wait for that at most a second. Works whose group has ended end, too, as somebody may wait for their futures."""
+        """Stop; wait for that at most a second.
+
+        Works whose group has ended end, too, as somebody may wait for their futures.
+        """
         if self._thread is not None:
             self._unregister()
             self._closed = True

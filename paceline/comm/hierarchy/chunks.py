@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-WIDTH = 2 << 20  # elements that go through the stages together, at most: a bucket of 8 MB is one, as every chunk costs some waits
+# elements that go through the stages together, at most: a bucket of 8 MB is one, as every chunk
+# costs some waits
+WIDTH = 2 << 20
 
 
 def cut(numel: int) -> list[tuple[int, int]]:
-    """Cut into (start, stop) of as few chunks as WIDTH allows, whose lengths differ by one element at most."""
+    """Cut into (start, stop) of as few chunks as WIDTH allows, whose lengths differ by one
+    element at most.
+    """
     count = -(-numel // WIDTH)
     edges = [numel * at // count for at in range(count + 1)] if count else []
     return list(pairwise(edges))

@@ -1,7 +1,9 @@
-"""All-reduce over several hosts by messages that a codec makes: exact sums inside a host, coded messages between hosts.
+"""All-reduce over several hosts by messages that a codec makes: exact sums inside a host, coded
+messages between hosts.
 
     host 0   ranks 0 1   sum ─┐ leader 0 ──┐
-    host 1   ranks 2 3   sum ─┘ leader 2 ──┴─ the way, stage after stage      and each leader hands the total out on its host
+    host 1   ranks 2 3   sum ─┘ leader 2 ──┴─ the way, stage after stage      and each leader hands
+                         the total out on its host
 
 Where every worker has a host of its own, or all share one, all of them are leaders and go the way.
 """
@@ -21,13 +23,19 @@ from paceline.comm.hierarchy.group import EndsTogether, HostsGroup
 from paceline.errors import PacelineError, ViewChanged
 from paceline.trace import Trace
 
-Way = Callable[[Tensor, tuple[Group, ...]], Generator[Work[Any], Any, Tensor]]  # from this rank's part (float32, 1-D) to the total of all
+# from this rank's part (float32, 1-D) to the total of all
+Way = Callable[[Tensor, tuple[Group, ...]], Generator[Work[Any], Any, Tensor]]
 
 
 class CodedAllReduce:
-    """Sums flat tensors over `group`, for ways that yield at most `stages` times; collective. It sends through groups of its own."""
+    """Sums flat tensors over `group`, for ways that yield at most `stages` times; collective.
 
-    def __init__(self, group: Group, stages: int, *, trace: Trace | None = None, deadline: float = 240.0) -> None:
+    It sends through groups of its own.
+    """
+
+    def __init__(
+        self, group: Group, stages: int, *, trace: Trace | None = None, deadline: float = 240.0
+    ) -> None:
         self._group, self._stages, self._deadline = group, stages, deadline
         self.trace = Trace(0) if trace is None else trace
         self._inner: Group | None = None
@@ -39,9 +47,11 @@ class CodedAllReduce:
                 self._inner, self._hands = (_again(group.inner) for _ in range(2))
         self.place = leaders  # the group of the leaders; None on the others
         self._ways = () if leaders is None else tuple(_again(leaders) for _ in range(stages))
-        self.beside = None if leaders is None else _again(leaders)  # another group of the leaders, for messages outside the executor
+        # another group of the leaders, for messages outside the executor
+        self.beside = None if leaders is None else _again(leaders)
         self._line = StagedExecutor("relay", stages + 1, self._spread)
-        self._unregister = at_exit(self.close)  # a thread that is inside torch while Python ends takes the process down with it
+        # a thread that is inside torch while Python ends takes the process down with it
+        self._unregister = at_exit(self.close)
 
     @property
     def leads(self) -> bool:
@@ -50,7 +60,11 @@ class CodedAllReduce:
 
     @property
     def _all(self) -> list[Group]:
-        return [group for group in (self._inner, self._hands, *self._ways, self.beside) if group is not None]
+        return [
+            group
+            for group in (self._inner, self._hands, *self._ways, self.beside)
+            if group is not None
+        ]
 
     @property
     def crossed(self) -> int:
@@ -60,7 +74,10 @@ class CodedAllReduce:
     @property
     def traffic(self) -> Traffic:
         """Bytes sent through all groups of this object."""
-        return Traffic(sum(group.traffic.within for group in self._all), sum(group.traffic.between for group in self._all))
+        return Traffic(
+            sum(group.traffic.within for group in self._all),
+            sum(group.traffic.between for group in self._all),
+        )
 
     @property
     def waited(self) -> float:
@@ -68,8 +85,15 @@ class CodedAllReduce:
         return 0.0
 
     def all_reduce(self, flat: Tensor, way: Way, name: str) -> Work[Tensor]:
-        """Start summing `flat` (floating, 1-D, the same layout on all ranks) in place; leaders go `way`. All ranks call it."""
-        job = StagedJob(lambda: [Flow(self._steps(flat, way, name), flat.numel())], lambda: flat, name, self._deadline)
+        """Start summing `flat` (floating, 1-D, the same layout on all ranks) in place; leaders
+        go `way`. All ranks call it.
+        """
+        job = StagedJob(
+            lambda: [Flow(self._steps(flat, way, name), flat.numel())],
+            lambda: flat,
+            name,
+            self._deadline,
+        )
         return self._line.start(job)
 
     def _steps(self, flat: Tensor, way: Way, name: str) -> Steps:

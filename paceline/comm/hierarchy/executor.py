@@ -1,14 +1,18 @@
-"""A staged pipeline executor: each stage is a thread, and tensors pass through the stages in the order in which they came.
+"""A staged pipeline executor: each stage is a thread, and tensors pass through the stages in the
+order in which they came.
 
-    stage 0   sum 0 | sum 1 | sum 2 | sum 3                      a flow is a generator: what it yields is waited for
-    stage 1           net 0 | net 1 | net 2 | net 3              before it goes on, one stage further
+    stage 0   sum 0 | sum 1 | sum 2 | sum 3                      a flow is a generator: what it
+                                                                 yields is waited for
+    stage 1           net 0 | net 1 | net 2 | net 3              before it goes on, one stage
+                                                                 further
     stage 2                   out 0 | out 1 | out 2 | out 3
 
-Every rank has the same flows in the same order, so each stage launches its operations in the same order everywhere, as long as it has a
-group (or groups) that no other stage uses. What is between two stages is bounded.
+Every rank has the same flows in the same order, so each stage launches its operations in the same
+order everywhere, as long as it has a group (or groups) that no other stage uses. What is between
+two stages is bounded.
 
-A job that is waited for as soon as it is started goes through all stages in the thread that waits, if no other is under way: threads that
-hand a small tensor to each other take longer than its sum.
+A job that is waited for as soon as it is started goes through all stages in the thread that waits,
+if no other is under way: threads that hand a small tensor to each other take longer than its sum.
 """
 
 from __future__ import annotations
@@ -36,27 +40,36 @@ Steps = Generator[Work[Any] | None, Any, Any]
 
 
 class Flow(NamedTuple):
-    """The way of one piece through the stages: a generator that yields at each change of the stage, and the piece's number of elements."""
+    """The way of one piece through the stages: a generator that yields at each change of the
+    stage, and the piece's number of elements.
+    """
 
     steps: Steps
     elements: int
 
 
 class StagedJob:
-    """The Work of one request: its flows, made as the first stage comes to them, and what is done after the last one's end.
+    """The Work of one request: its flows, made as the first stage comes to them, and what is done
+    after the last one's end.
 
     They write to `written`.
     """
 
     def __init__(
-        self, flows: Callable[[], Iterable[Flow]], conclude: Callable[[], Any], what: str, deadline: float, written: Sequence[Tensor] = ()
+        self,
+        flows: Callable[[], Iterable[Flow]],
+        conclude: Callable[[], Any],
+        what: str,
+        deadline: float,
+        written: Sequence[Tensor] = (),
     ) -> None:
         self.flows, self.conclude, self.what, self.deadline = flows, conclude, what, deadline
         self.inference = begun(*written)
         self._ended = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
-        self.take: Callable[[], None] = lambda: None  # do it in this thread, if it was kept for that
+        # do it in this thread, if it was kept for that
+        self.take: Callable[[], None] = lambda: None
         self.give: Callable[[], None] = lambda: None  # let the threads do it then
 
     def end(self, result: Any) -> None:
@@ -111,7 +124,9 @@ class _FlowInTransit(NamedTuple):
 
 
 class _StageQueue:
-    """The queue between two stages, in order: at most AHEAD elements, or one piece that has more."""
+    """The queue between two stages, in order: at most AHEAD elements, or one piece that has
+    more.
+    """
 
     def __init__(self) -> None:
         self._pieces = deque[_FlowInTransit | None]()
@@ -122,7 +137,9 @@ class _StageQueue:
         """Wait for room, and append; None is the end."""
         elements = 0 if piece is None else piece.elements
         with self._changed:
-            self._changed.wait_for(lambda: not elements or not self._elements or self._elements + elements <= AHEAD)
+            self._changed.wait_for(
+                lambda: not elements or not self._elements or self._elements + elements <= AHEAD
+            )
             self._elements += elements
             self._pieces.append(piece)
             self._changed.notify_all()
@@ -142,9 +159,14 @@ class _StageQueue:
 
 
 class StagedExecutor:
-    """Passes jobs through `stages` threads. `spread` is called with an error that ends all, and gives the one that jobs end with."""
+    """Passes jobs through `stages` threads.
 
-    def __init__(self, name: str, stages: int, spread: Callable[[PacelineError], BaseException]) -> None:
+    `spread` is called with an error that ends all, and gives the one that jobs end with.
+    """
+
+    def __init__(
+        self, name: str, stages: int, spread: Callable[[PacelineError], BaseException]
+    ) -> None:
         self.broken: BaseException | None = None
         self._finished = False
         self._spread = spread
@@ -156,7 +178,12 @@ class StagedExecutor:
         self._free = threading.Event()  # no such thread is at it
         self._free.set()
         self._threads = [
-            threading.Thread(target=self._begin if not stage else self._go_on, args=(stage,), name=f"paceline {name} {stage}", daemon=True)
+            threading.Thread(
+                target=self._begin if not stage else self._go_on,
+                args=(stage,),
+                name=f"paceline {name} {stage}",
+                daemon=True,
+            )
             for stage in range(stages)
         ]
         for thread in self._threads:
@@ -179,13 +206,17 @@ class StagedExecutor:
         return job
 
     def _give_away(self) -> None:
-        """Let the threads do a job that was kept for the thread that waits for it, and has not come."""
+        """Let the threads do a job that was kept for the thread that waits for it, and has not
+        come.
+        """
         if self._kept is not None:
             self._jobs.put(self._kept)
             self._kept = None
 
     def _give(self, job: StagedJob) -> None:
-        """Let the threads do a job if it was kept: whoever started it does something else before it waits."""
+        """Let the threads do a job if it was kept: whoever started it does something else before
+        it waits.
+        """
         with self._turn:
             if self._kept is job:
                 self._give_away()
@@ -225,7 +256,9 @@ class StagedExecutor:
             job.cancel(error)
 
     def finish(self, error: ViewChanged, let_go: Callable[[], None]) -> bool:
-        """End with `error`; `let_go` of the groups is called once threads are out of them, or to get them out. False if over already."""
+        """End with `error`; `let_go` of the groups is called once threads are out of them, or to
+        get them out. False if over already.
+        """
         if self._finished:
             return False
         self._finished = True
@@ -291,7 +324,9 @@ class StagedExecutor:
             self._attempt(end.job, lambda job: job.end(job.conclude()), end.job)
 
     def _attempt(self, job: StagedJob, act: Callable[[Any], None], subject: Any) -> None:
-        """Do a part of a job; its error is kept for the job's waiters: one that ends all as `spread` gives it, the same on all ranks."""
+        """Do a part of a job; its error is kept for the job's waiters: one that ends all as
+        `spread` gives it, the same on all ranks.
+        """
         if self.broken is not None:
             job.cancel(self.broken)
         if job.ended:

@@ -1,10 +1,15 @@
-"""Small messages between the ranks of a group: one TCP connection for each pair, read and written by whoever waits.
+"""Small messages between the ranks of a group: one TCP connection for each pair, read and written
+by whoever waits.
 
-    rank 2  -- calls, and both prove the job's secret -->  ranks 0 and 1        each rank calls those before it, and answers those after it
-    a frame:  length of the payload | channel | key | payload                   frames of all channels share the connection
+    rank 2  -- calls, and both prove the job's secret -->  ranks 0 and 1        each rank calls
+                                                           those before it, and answers those after
+                                                           it
+    a frame:  length of the payload | channel | key | payload                   frames of all
+              channels share the connection
 
-Workers agree with such messages, and sum what is small, in every training step. Gloo could carry them, and takes ten times the processor
-time for it. What the network doesn't take at once is written by a thread.
+Workers agree with such messages, and sum what is small, in every training step. Gloo could carry
+them, and takes ten times the processor time for it. What the network doesn't take at once is
+written by a thread.
 """
 
 from __future__ import annotations
@@ -30,11 +35,14 @@ FRAME = struct.Struct("<IBQ")  # bytes of payload, channel, key
 CHUNK = 1 << 18  # bytes that are read at a time
 TICK = 0.1  # seconds in which a wait for callers looks up
 Payload: TypeAlias = bytes | memoryview
-Key: TypeAlias = tuple[int, int, int]  # sender, channel, key: messages that have the same keep their order
+# sender, channel, key: messages that have the same keep their order
+Key: TypeAlias = tuple[int, int, int]
 
 
 class ControlLink:
-    """The connection to one rank: what has come of the next frame, and what the network has not taken yet."""
+    """The connection to one rank: what has come of the next frame, and what the network has not
+    taken yet.
+    """
 
     def __init__(self, connection: socket.socket, peer: int) -> None:
         connection.setblocking(False)
@@ -48,7 +56,9 @@ class ControlLink:
         return bool(self._unsent)
 
     def send(self, *parts: Payload) -> None:
-        """Send what is left, and these parts, as far as the network takes it; the rest is kept as a copy."""
+        """Send what is left, and these parts, as far as the network takes it; the rest is kept
+        as a copy.
+        """
         waiting = (self._unsent, *parts) if self._unsent else parts
         sent = 0
         try:
@@ -89,10 +99,19 @@ class ControlLink:
 
 
 class ControlExchange:
-    """Messages to and from other ranks: it ends when all that is awaited has come, and all is sent."""
+    """Messages to and from other ranks: it ends when all that is awaited has come, and all is
+    sent.
+    """
 
-    def __init__(self, end: ControlNetwork, targets: Sequence[int], awaited: Sequence[Key], places: Sequence[memoryview]) -> None:
-        self.answers = [b""] * len(awaited)  # what has come, in the order of `awaited`, where no places were given for it
+    def __init__(
+        self,
+        end: ControlNetwork,
+        targets: Sequence[int],
+        awaited: Sequence[Key],
+        places: Sequence[memoryview],
+    ) -> None:
+        # what has come, in the order of `awaited`, where no places were given for it
+        self.answers = [b""] * len(awaited)
         self._end, self._targets, self._awaited, self._places = end, {*targets}, awaited, places
         self._missing = set(range(len(awaited)))
         self._flaw = ""
@@ -110,27 +129,48 @@ class ControlExchange:
             self._places[index][:] = payload
         else:
             source = self._end.names[self._awaited[index][0]]
-            self._flaw = f"{len(payload)} bytes came from rank {source} where {self._places[index].nbytes} were awaited"
+            self._flaw = (
+                f"{len(payload)} bytes came from rank {source} where {self._places[index].nbytes} "
+                "were awaited"
+            )
         self._missing.discard(index)
 
     @property
     def complete(self) -> bool:
         """Whether the exchange has ended well."""
-        return not (self._missing or self._flaw or self._targets & self._end.sending or self._targets & self._end.unreached)
+        return not (
+            self._missing
+            or self._flaw
+            or self._targets & self._end.sending
+            or self._targets & self._end.unreached
+        )
 
     @property
     def failure(self) -> str:
         """Why it can't end well, if so."""
         if self._flaw or not self._end.ended or self.complete:
             return self._flaw
-        broken = next((rank for rank, *_ in map(self._awaited.__getitem__, self._missing) if rank in self._end.ended), None)
+        broken = next(
+            (
+                rank
+                for rank, *_ in map(self._awaited.__getitem__, self._missing)
+                if rank in self._end.ended
+            ),
+            None,
+        )
         broken = next(iter(self._targets & self._end.unreached), None) if broken is None else broken
         if broken is None:
             return ""
-        return f"the connection to rank {self._end.names[broken]} has ended: {self._end.links[broken].ended}"
+        return (
+            f"the connection to rank {self._end.names[broken]} has ended: "
+            f"{self._end.links[broken].ended}"
+        )
 
     def within(self, seconds: float) -> bool:
-        """Wait at most so long; whether the exchange has ended well. Raises `RuntimeError` when it has failed."""
+        """Wait at most so long; whether the exchange has ended well.
+
+        Raises `RuntimeError` when it has failed.
+        """
         self._end.run(lambda: self.complete or bool(self.failure), seconds)
         if failure := self.failure:
             raise RuntimeError(failure)
@@ -143,7 +183,10 @@ class ControlExchange:
 
 
 class ControlNetwork:
-    """The end of rank `rank`, which listens on the local `address`. `names`: what the ranks are called in errors."""
+    """The end of rank `rank`, which listens on the local `address`.
+
+    `names`: what the ranks are called in errors.
+    """
 
     def __init__(self, address: str, rank: int, names: Sequence[int]) -> None:
         self.rank, self.size, self.names = rank, len(names), tuple(names)
@@ -151,13 +194,18 @@ class ControlNetwork:
         try:
             self._listener = network.listen(address)
         except OSError as error:
-            raise PlaceError(f"can't listen on {address} ({error.strerror or error}): choose an address of this machine") from error
+            raise PlaceError(
+                f"can't listen on {address} ({error.strerror or error}): choose an address of this "
+                "machine"
+            ) from error
         self.listening = Listening(address, self._listener.getsockname()[1], random.token_hex(16))
         self._early: dict[Key, deque[bytes]] = {}  # what has come before this rank asked for it
-        self._awaited: dict[Key, deque[tuple[ControlExchange, int]]] = {}  # what this rank has asked for: whose it is, and which of those
+        # what this rank has asked for: whose it is, and which of those
+        self._awaited: dict[Key, deque[tuple[ControlExchange, int]]] = {}
         self._poll = select.poll()
         self._by_descriptor: dict[int, ControlLink] = {}
-        self._waker, self._woken = socket.socketpair()  # a thread that looks at the connections learns of it when there is more to look at
+        # a thread that looks at the connections learns of it when there is more to look at
+        self._waker, self._woken = socket.socketpair()
         for side in (self._waker, self._woken):
             side.setblocking(False)
         self._poll.register(self._woken, select.POLLIN)
@@ -169,20 +217,31 @@ class ControlNetwork:
         self._closed = False
         self._polling = False  # a thread looks at the connections; others wait for what it finds
 
-    def connect(self, store: Store, others: Sequence[Listening], deadline: float, check: Callable[[], None]) -> None:
-        """Connect to all other ranks, which do so, too. `others`: where each rank listens. `check` raises to give up.
+    def connect(
+        self, store: Store, others: Sequence[Listening], deadline: float, check: Callable[[], None]
+    ) -> None:
+        """Connect to all other ranks, which do so, too.
 
-        Raises `DeadlineExceeded` that names the ranks which don't come, `WorkerLost` for one that has gone.
+        `others`: where each rank listens. `check` raises to give up.
+
+        Raises `DeadlineExceeded` that names the ranks which don't come, `WorkerLost` for one that
+        has gone.
         """
         end = time.monotonic() + deadline
         for peer in range(self.rank):
             name, key = self.names[peer], store.derive(f"control {others[peer].token}")
             left = max(0.0, end - time.monotonic())
             ranks = (self.rank, peer)
-            connection = call(others[peer], key, ranks, who=f"rank {name}", name=name, deadline=left, check=check)
+            connection = call(
+                others[peer], key, ranks, who=f"rank {name}", name=name, deadline=left, check=check
+            )
             self._enter(connection, peer, deadline)
-        key, known = store.derive(f"control {self.listening.token}"), range(self.rank + 1, self.size)
-        crowd, news = CallerCrowd(STRANGERS), select.poll()  # callers prove themselves side by side: some may say nothing
+        key, known = (
+            store.derive(f"control {self.listening.token}"),
+            range(self.rank + 1, self.size),
+        )
+        # callers prove themselves side by side: some may say nothing
+        crowd, news = CallerCrowd(STRANGERS), select.poll()
         self._listener.settimeout(TICK)
         news.register(self._listener, select.POLLIN)
         news.register(self._woken, select.POLLIN)
@@ -191,7 +250,11 @@ class ControlNetwork:
             if time.monotonic() > end:
                 missing = tuple(self.names[peer] for peer in absent)
                 raise DeadlineExceeded(
-                    f"ranks {list(missing)} have not connected to rank {self.names[self.rank]} in {deadline:g} s", missing
+                    (
+                        f"ranks {list(missing)} have not connected to rank {self.names[self.rank]} "
+                        f"in {deadline:g} s"
+                    ),
+                    missing,
                 )
             for descriptor, _ in news.poll(1000 * TICK):
                 if descriptor == self._woken.fileno():
@@ -200,9 +263,20 @@ class ControlNetwork:
                 with contextlib.suppress(OSError):  # the caller has hung up
                     connection = self._listener.accept()[0]
                     crowd.enter(connection)
-                    threading.Thread(target=self._answer, args=(connection, key, absent, deadline, crowd), daemon=True).start()
+                    threading.Thread(
+                        target=self._answer,
+                        args=(connection, key, absent, deadline, crowd),
+                        daemon=True,
+                    ).start()
 
-    def _answer(self, connection: socket.socket, key: bytes, awaited: Sequence[int], deadline: float, crowd: CallerCrowd) -> None:
+    def _answer(
+        self,
+        connection: socket.socket,
+        key: bytes,
+        awaited: Sequence[int],
+        deadline: float,
+        crowd: CallerCrowd,
+    ) -> None:
         """Let a caller in, if it proves soon that it is one of the awaited ranks."""
         try:
             peer = admit(connection, key, self.rank, awaited)
@@ -218,20 +292,32 @@ class ControlNetwork:
                 self._waker.send(b"x")
 
     def _enter(self, connection: socket.socket, peer: int, deadline: float) -> None:
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # a link that is down may come back until the deadline
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * deadline))
+        # a link that is down may come back until the deadline
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            connection.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * deadline)
+            )
         self.links[peer] = self._by_descriptor[connection.fileno()] = ControlLink(connection, peer)
         self._poll.register(connection, select.POLLIN)
 
     def gather(self, channel: int, number: int, payload: bytes) -> ControlExchange:
-        """Begin call `number`, from 0 on, of those on a channel in which each rank tells all others something of any length."""
+        """Begin call `number`, from 0 on, of those on a channel in which each rank tells all
+        others something of any length.
+        """
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         return self.start(channel, number, [(peer, payload) for peer in peers], sorted(peers))
 
     def start(
-        self, channel: int, key: int, sends: Sequence[tuple[int, Payload]], sources: Sequence[int], places: Sequence[memoryview] = ()
+        self,
+        channel: int,
+        key: int,
+        sends: Sequence[tuple[int, Payload]],
+        sources: Sequence[int],
+        places: Sequence[memoryview] = (),
     ) -> ControlExchange:
-        """Send messages, and await one from each of `sources`. `places`: memory for each, of exactly its size (none: made for them).
+        """Send messages, and await one from each of `sources`.
+
+        `places`: memory for each, of exactly its size (none: made for them).
 
         Payloads may be written to again when this returns.
         """
@@ -251,12 +337,16 @@ class ControlNetwork:
         return exchange
 
     def push(self) -> None:
-        """Let a thread write what the network has not taken, if there is something: this rank may not wait for long."""
+        """Let a thread write what the network has not taken, if there is something: this rank
+        may not wait for long.
+        """
         if not self.sending:
             return
         with self._changed:
             if self._writer is None and not self._closed:
-                self._writer = threading.Thread(target=self._write, name="paceline writer", daemon=True)
+                self._writer = threading.Thread(
+                    target=self._write, name="paceline writer", daemon=True
+                )
                 self._writer.start()
             self._changed.notify_all()
 
@@ -278,7 +368,9 @@ class ControlNetwork:
             self._drop(link)
         elif link.sending != (link.peer in self.sending):
             (self.sending.add if link.sending else self.sending.remove)(link.peer)
-            self._poll.modify(link.connection, select.POLLIN | (select.POLLOUT if link.sending else 0))
+            self._poll.modify(
+                link.connection, select.POLLIN | (select.POLLOUT if link.sending else 0)
+            )
             if self._polling and link.sending:
                 with contextlib.suppress(BlockingIOError):  # it has been told often enough
                     self._waker.send(b"x")
@@ -293,7 +385,10 @@ class ControlNetwork:
             self._poll.unregister(link.connection)
 
     def run(self, done: Callable[[], bool], seconds: float) -> None:
-        """Send and receive until `done`, at most so long. Threads that wait at a time take turns."""
+        """Send and receive until `done`, at most so long.
+
+        Threads that wait at a time take turns.
+        """
         end = time.monotonic() + seconds
         while True:
             with self._changed:

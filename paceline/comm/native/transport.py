@@ -1,8 +1,12 @@
-"""A Gloo group, a network of small messages, and the waits on them: a wait ends with the result, or with an error of ours that names ranks.
+"""A Gloo group, a network of small messages, and the waits on them: a wait ends with the result, or
+with an error of ours that names ranks.
 
-data      Gloo: collectives, and messages with tags of their own    a wait of more than a second is told to the others through the
-control   small messages: what is about to be called, agreements    store; it ends when a connection is severed, when ranks turn out
-          (`control`)                                               to wait for each other, or at the deadline
+data      Gloo: collectives, and messages with tags of their own    a wait of more than a second is
+                                                                    told to the others through the
+control   small messages: what is about to be called, agreements    store; it ends when a connection
+                                                                    is severed, when ranks turn out
+          (`control`)                                               to wait for each other, or at
+                                                                    the deadline
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ else:
 TICK = 0.1  # seconds that a wait may not hear signals
 FAREWELL = 0.08  # seconds that pending operations are given to end once their connections are cut
 CHANNELS, MAIL = {"calls": 1, "agree": 2}, 3  # of control messages
-SMALL_MESSAGE = 512 << 10  # bytes of a tensor that goes by control messages: more is better moved by Gloo's threads
+# bytes of a tensor that goes by control messages: more is better moved by Gloo's threads
+SMALL_MESSAGE = 512 << 10
 MESSAGES = 16  # tags of messages between ranks begin here
 
 
@@ -49,7 +54,10 @@ class TorchWait(Protocol):
     """An operation of torch's that ends at some time."""
 
     def within(self, seconds: float) -> bool:
-        """Wait at most so long; whether the operation has ended well. RuntimeError when it has failed."""
+        """Wait at most so long; whether the operation has ended well.
+
+        RuntimeError when it has failed.
+        """
         ...
 
     def now(self) -> bool:
@@ -65,11 +73,13 @@ class GlooWait:
 
     def within(self, seconds: float) -> bool:
         try:
-            self._work.wait(timedelta(seconds=max(seconds, 0.002)))  # torch counts milliseconds, and takes 0 for no limit
+            # torch counts milliseconds, and takes 0 for no limit
+            self._work.wait(timedelta(seconds=max(seconds, 0.002)))
         except RuntimeError:
             if not self._work.is_completed():
                 return False
-            self._work.wait(timedelta(seconds=1))  # raises if it has failed, not if it ended just now
+            # raises if it has failed, not if it ended just now
+            self._work.wait(timedelta(seconds=1))
         return True
 
     def now(self) -> bool:
@@ -77,7 +87,9 @@ class GlooWait:
 
 
 class StreamWait:
-    """An operation in a CUDA stream: waiting orders the current stream behind it, and never stops the host."""
+    """An operation in a CUDA stream: waiting orders the current stream behind it, and never
+    stops the host.
+    """
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -91,7 +103,10 @@ class StreamWait:
 
 
 class MessagesWait:
-    """Messages under way. Torch's wait for a message can't be left without breaking the connection, so a thread makes it."""
+    """Messages under way.
+
+    Torch's wait for a message can't be left without breaking the connection, so a thread makes it.
+    """
 
     def __init__(self, works: list[Any], tensors: list[Tensor]) -> None:
         self.works, self._tensors = works, tensors
@@ -124,7 +139,9 @@ class WaitForAll:
 
 
 def is_small(x: Tensor) -> bool:
-    """Whether a message is of the size that goes by control messages: the same on both sides, as they agree on what travels."""
+    """Whether a message is of the size that goes by control messages: the same on both sides, as
+    they agree on what travels.
+    """
     return x.numel() * x.element_size() <= SMALL_MESSAGE
 
 
@@ -161,14 +178,17 @@ def _needed(size: int) -> Iterator[None]:
     try:
         yield
     except WorkerLost as error:
-        raise WorkerLost(f"the store is gone while a group of {size} ranks is made ({error})") from error
+        raise WorkerLost(
+            f"the store is gone while a group of {size} ranks is made ({error})"
+        ) from error
 
 
 class GlooTransport:
-    """The connections of rank `rank` with the other ranks of one group, made over a store; collective.
+    """The connections of rank `rank` with the other ranks of one group, made over a store;
+    collective.
 
-    `address`: the local address to listen on. `names`: what the ranks are called in messages and errors. `made` counts the calls
-    on each channel; `waited` the seconds spent in tables.
+    `address`: the local address to listen on. `names`: what the ranks are called in messages and
+    errors. `made` counts the calls on each channel; `waited` the seconds spent in tables.
     """
 
     def __init__(
@@ -196,7 +216,8 @@ class GlooTransport:
         if size == 1:
             return
         self._control, sealed = ControlNetwork(address, rank, names), over(store)
-        self._unregister = at_exit(self.close)  # a thread that is inside torch while Python ends takes the process down with it
+        # a thread that is inside torch while Python ends takes the process down with it
+        self._unregister = at_exit(self.close)
         try:
             self._connect(sealed, address)
         except BaseException:
@@ -210,15 +231,21 @@ class GlooTransport:
             self._lookout = waitposts.Waitposts(sealed.sub("lookout"), rank, size)
             others = self._wires.announce(sealed, rank, size, deadline, self._control.listening)
         self.cancel_scope.add(self.interrupt)
-        self._control.connect(sealed, [Listening(*other) for other in others], deadline, self._check)
-        self.data = sockets.connect(self._wires.devices[0], sealed.sub("data").torch, rank, size, deadline)
+        self._control.connect(
+            sealed, [Listening(*other) for other in others], deadline, self._check
+        )
+        self.data = sockets.connect(
+            self._wires.devices[0], sealed.sub("data").torch, rank, size, deadline
+        )
         with _needed(size):
             self._wires.trace(sealed, deadline)
 
     # ---- operations
 
     def count(self, channel: str) -> int:
-        """Return the number of the next call on `channel`; raises if nothing can be called any more."""
+        """Return the number of the next call on `channel`; raises if nothing can be called any
+        more.
+        """
         self._check()
         call_number = self.made.get(channel, 0)
         self.made[channel] = call_number + 1
@@ -235,22 +262,36 @@ class GlooTransport:
         self._pending.append(awaited)
         return awaited
 
-    def messages(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int) -> TorchWait:
-        """Start sending and receiving contiguous CPU tensors; none to or from this rank itself. Small ones go by control messages."""
+    def messages(
+        self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int
+    ) -> TorchWait:
+        """Start sending and receiving contiguous CPU tensors; none to or from this rank itself.
+
+        Small ones go by control messages.
+        """
         if any(is_small(x) for _, x in (*sends, *recvs)):
-            out, into = [pair for pair in sends if is_small(pair[1])], [pair for pair in recvs if is_small(pair[1])]
+            out, into = (
+                [pair for pair in sends if is_small(pair[1])],
+                [pair for pair in recvs if is_small(pair[1])],
+            )
             parcels = [(to, _memory(x)) for to, x in out]
-            small = self._control.start(MAIL, tag, parcels, [source for source, _ in into], [_memory(x) for _, x in into])
+            small = self._control.start(
+                MAIL, tag, parcels, [source for source, _ in into], [_memory(x) for _, x in into]
+            )
             small.keep([x for _, x in into])
             self._control.push()
             self.track(small)
             if len(out) + len(into) == len(sends) + len(recvs):
                 return small
-            sends, recvs = ([pair for pair in side if not is_small(pair[1])] for side in (sends, recvs))
+            sends, recvs = (
+                [pair for pair in side if not is_small(pair[1])] for side in (sends, recvs)
+            )
             return WaitForAll((small, self._gloo_messages(sends, recvs, tag)))
         return self._gloo_messages(sends, recvs, tag)
 
-    def _gloo_messages(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int) -> MessagesWait:
+    def _gloo_messages(
+        self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int
+    ) -> MessagesWait:
         try:
             works = [self.data.recv([_raw(x)], source, tag) for source, x in recvs]
             works += [self.data.send([_raw(x)], to, tag) for to, x in sends]
@@ -280,7 +321,10 @@ class GlooTransport:
     # ---- waiting
 
     def wait(self, awaited: TorchWait, wait: tuple[str, int, str], timeout: float | None) -> None:
-        """Return when `awaited` has ended well. `wait`: the channel, the number of the call on it, and the call as text."""
+        """Return when `awaited` has ended well.
+
+        `wait`: the channel, the number of the call on it, and the call as text.
+        """
         start = time.monotonic()
         limit = start + (self.deadline if timeout is None else timeout)
         grace = start + min(GRACE, self.deadline / 4)
@@ -291,7 +335,9 @@ class GlooTransport:
                 if now >= grace:
                     place = place if watched else callsite.place()
                     watched = True
-                    self._lookout.enter(RankWait(wait[0], wait[1], wait[2] + place, dict(self.made)))
+                    self._lookout.enter(
+                        RankWait(wait[0], wait[1], wait[2] + place, dict(self.made))
+                    )
                     self._look(wait[2])
                 if now >= limit:
                     raise self._late(wait, now - start)
@@ -316,27 +362,49 @@ class GlooTransport:
 
     def _late(self, wait: tuple[str, int, str], seconds: float) -> DeadlineExceeded:
         others = dict(self._lookout.others)
-        absent = {self.names[r]: others.get(r) for r in missing(RankWait(*wait, {}), others, self.rank, self.size)}
+        absent = {
+            self.names[r]: others.get(r)
+            for r in missing(RankWait(*wait, {}), others, self.rank, self.size)
+        }
         self._late_error = DeadlineExceeded(late(wait[2], seconds, absent), tuple(absent))
         return self._late_error
 
     # ---- ends
 
     def fail(self, text: str, cause: RuntimeError | None) -> PacelineError:
-        """Handle a failed operation: find out which ranks are gone, tell the others, and end everything. Returns the error to raise."""
+        """Handle a failed operation: find out which ranks are gone, tell the others, and end
+        everything. Returns the error to raise.
+        """
         if self.broken is None:
             ranks = tuple(self.names[rank] for rank in self._wires.severed())
-            who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'are' if len(ranks) > 1 else 'is'} gone"
+            who = (
+                f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} "
+                f"{'are' if len(ranks) > 1 else 'is'} gone"
+            )
             why = f" ({str(cause).splitlines()[0]})" if cause is not None and not ranks else ""
-            self.end(WorkerLost(f"{who if ranks else 'a worker is gone'}{why}, found by rank {self.names[self.rank]} in {text}", ranks))
+            self.end(
+                WorkerLost(
+                    (
+                        f"{who if ranks else 'a worker is gone'}{why}, found by rank "
+                        f"{self.names[self.rank]} in {text}"
+                    ),
+                    ranks,
+                )
+            )
         assert self.broken is not None
         return copy.copy(self.broken)
 
     def end(self, error: PacelineError, seconds: float = SILENCE) -> PacelineError:
-        """End every operation under way, here and at the others, with `error`, or with that of the rank that was first."""
+        """End every operation under way, here and at the others, with `error`, or with that of
+        the rank that was first.
+        """
         if self.broken is None:
             if self.size > 1:
-                ranks = error.missing if isinstance(error, DeadlineExceeded) else getattr(error, "ranks", ())
+                ranks = (
+                    error.missing
+                    if isinstance(error, DeadlineExceeded)
+                    else getattr(error, "ranks", ())
+                )
                 verdict = GroupEnd(type(error).__name__, str(error), ranks)
                 error = _judged(self._lookout.verdict(verdict, seconds))
             self.broken = error
@@ -345,7 +413,9 @@ class GlooTransport:
         return copy.copy(self.broken)
 
     def interrupt(self, error: PacelineError) -> None:
-        """End every operation under way with `error`, from any thread; the others are not told, though their connections end."""
+        """End every operation under way with `error`, from any thread; the others are not told,
+        though their connections end.
+        """
         if self.broken is None and not self._closed:
             self.broken = error
             self._wires.cut()
@@ -361,7 +431,11 @@ class GlooTransport:
             return  # the group was never complete
         if any(not awaited.now() for awaited in self._pending) or self.broken is not None:
             me = self.names[self.rank]
-            self.end(self._late_error or WorkerLost(f"rank {me} has left the group in the middle of an operation", (me,)), seconds=0.2)
+            self.end(
+                self._late_error
+                or WorkerLost(f"rank {me} has left the group in the middle of an operation", (me,)),
+                seconds=0.2,
+            )
             end = time.monotonic() + FAREWELL
             while any(not awaited.now() for awaited in self._pending) and time.monotonic() < end:
                 time.sleep(0.001)
@@ -372,9 +446,12 @@ class GlooTransport:
             self._postman.close()
         left = [awaited for awaited in self._pending if not awaited.now()]
         if left:
-            # Gloo may lose the wake-up of an operation, and its group can't be deleted before that has ended
+            # Gloo may lose the wake-up of an operation, and its group can't be deleted before that
+            # has ended
             parked = (left, self.data)
-            threading.Thread(target=_park, args=(parked,), name="paceline reaper", daemon=True).start()
+            threading.Thread(
+                target=_park, args=(parked,), name="paceline reaper", daemon=True
+            ).start()
         self._pending.clear()
         self.data = None
         self._wires.devices.clear()
@@ -394,8 +471,12 @@ def _park(parked: tuple[list[TorchWait], Any]) -> None:
 
 
 def _memory(x: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor, which has to outlive that: torch doesn't resize what an array of numpy looks into."""
-    return memoryview((ctypes.c_ubyte * (x.numel() * x.element_size())).from_address(x.data_ptr())).cast("B")
+    """Return the memory of a contiguous tensor, which has to outlive that: torch doesn't resize
+    what an array of numpy looks into.
+    """
+    return memoryview(
+        (ctypes.c_ubyte * (x.numel() * x.element_size())).from_address(x.data_ptr())
+    ).cast("B")
 
 
 def _raw(x: Tensor) -> Tensor:
@@ -404,7 +485,9 @@ def _raw(x: Tensor) -> Tensor:
 
 
 class TransportWork:
-    """A Work over a transport: waits for one operation of torch's, then finishes the result, which writes to `written`, once."""
+    """A Work over a transport: waits for one operation of torch's, then finishes the result,
+    which writes to `written`, once.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,6 @@
-"""Publishes in the store what this rank waits for, and reads what the others wait for; in a thread, as a store may hang."""
+"""Publishes in the store what this rank waits for, and reads what the others wait for; in a
+thread, as a store may hang.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class GroupEnd(NamedTuple):
 
 
 class Waitposts:
-    """The waits of all ranks of one group. `stuck` holds ranks that wait for each other for ever, once there are some.
+    """The waits of all ranks of one group.
+
+    `stuck` holds ranks that wait for each other for ever, once there are some.
 
     Nothing is posted, and no thread runs, before the first `enter`.
     """
@@ -49,7 +53,9 @@ class Waitposts:
                 return
             self._wait = wait
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._watch, name="paceline lookout", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._watch, name="paceline lookout", daemon=True
+                )
                 self._thread.start()
             self._changed.notify_all()
 
@@ -61,7 +67,9 @@ class Waitposts:
             self._changed.notify_all()
 
     def verdict(self, mine: GroupEnd, seconds: float = SILENCE) -> GroupEnd:
-        """Return why this group has ended: the reason that the first rank published, if `seconds` are enough to learn it; else `mine`."""
+        """Return why this group has ended: the reason that the first rank published, if
+        `seconds` are enough to learn it; else `mine`.
+        """
         answers: list[GroupEnd] = []
 
         def ask() -> None:
@@ -97,7 +105,8 @@ class Waitposts:
                 return  # without a store nothing can be announced
             with self._changed:
                 if wait is not None and wait == self._wait:
-                    # waits that were all there at the end of one look and at the beginning of the next were there together
+                    # waits that were all there at the end of one look and at the beginning of the
+                    # next were there together
                     self.stuck = stuck if stuck and stuck == suspects else {}
                     suspects = stuck
                 if not self._closed and self._wait == posted:
@@ -106,14 +115,20 @@ class Waitposts:
     def _look(self, mine: RankWait) -> dict[int, RankWait]:
         ranks = [rank for rank in range(self._size) if rank != self._rank]
         posts = self._store.look([f"wait/{rank}" for rank in ranks])
-        waits = {rank: wait for rank, post in zip(ranks, posts, strict=True) if (wait := _wait(post)) is not None}
+        waits = {
+            rank: wait
+            for rank, post in zip(ranks, posts, strict=True)
+            if (wait := _wait(post)) is not None
+        }
         with self._changed:
             self.others = waits
         return apart({**waits, self._rank: mine})
 
 
 def _wait(post: Any) -> RankWait | None:
-    """Parse another rank's announcement; None if that rank waits for nothing, or if the announcement is no wait."""
+    """Parse another rank's announcement; None if that rank waits for nothing, or if the
+    announcement is no wait.
+    """
     try:
         return None if post is None else RankWait(*post)
     except TypeError:

@@ -1,9 +1,11 @@
-"""Memory in which messages wait for their receiver, on one host: the sender copies a message in, the receiver's tensors lie in it.
+"""Memory in which messages wait for their receiver, on one host: the sender copies a message in,
+the receiver's tensors lie in it.
 
 segment   | block 0                             | block 1 ...
           | use | header | tensor | tensor |    |
              ^
-the receiver writes here which use of the block is over, once no tensor lies in it any more: then the sender uses it again
+the receiver writes here which use of the block is over, once no tensor lies in it any more: then
+the sender uses it again
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from paceline.comm.shm.messages import plain
 
 LINE = 64  # bytes to which everything in a block is aligned
 SLAB = 1 << 20  # bytes of a segment of small blocks
-COPIED = 1 << 14  # bytes of a message up to which its tensors are copied out: they may be kept for long
+# bytes of a message up to which its tensors are copied out: they may be kept for long
+COPIED = 1 << 14
 TRIES = 8  # blocks in use that are looked at before another is made
 
 
@@ -57,7 +60,9 @@ class BlockPool:
             _copy(block.segment, block.offset + at, x.detach())
         segment = block.segment
         address = segment.address if block.number in self._unknown else ""
-        return RingEntry(block.number, segment.nbytes, block.offset, block.uses, len(header), address)
+        return RingEntry(
+            block.number, segment.nbytes, block.offset, block.uses, len(header), address
+        )
 
     def told(self, entry: RingEntry) -> None:
         """Note that an entry is on its way, and with it the address of its segment."""
@@ -78,7 +83,9 @@ class BlockPool:
         return block
 
     def _reclaim(self, size: int) -> None:
-        """Find blocks that the receiver has done with, from the one that is used for the longest on."""
+        """Find blocks that the receiver has done with, from the one that is used for the longest
+        on.
+        """
         used = self._used[size]
         for _ in range(min(TRIES, len(used))):
             block = used.popleft()
@@ -95,7 +102,9 @@ class BlockPool:
         self._segments.append(segment)
         self._unknown.add(number)
         cells = segment.cells().cast("q")
-        self._free[size] += [MessageBlock(segment, number, at * size, cells) for at in reversed(range(count))]
+        self._free[size] += [
+            MessageBlock(segment, number, at * size, cells) for at in reversed(range(count))
+        ]
 
     def close(self) -> None:
         """Let go of the descriptors: the receiver has mapped the segments, or never will."""
@@ -128,7 +137,9 @@ class MessageReader:
         self._segments: dict[int, tuple[SharedSegment, memoryview]] = {}
 
     def read(self, entry: RingEntry) -> tuple[int, PairMessage]:
-        """Return the lane and the message that an entry tells of; its tensors lie where the sender has put them, if they are large."""
+        """Return the lane and the message that an entry tells of; its tensors lie where the
+        sender has put them, if they are large.
+        """
         if entry.address:
             segment = SharedSegment.open(entry.address, entry.nbytes, alone=True)
             self._segments[entry.segment] = segment, segment.cells().cast("q")
@@ -137,12 +148,19 @@ class MessageReader:
         header = unpack(ctypes.string_at(start + LINE, entry.header))
         layout = header.layout
         places, total = _places(entry.header, layout.lengths)
-        memory = lend(start, capacity(total), _release, segment, cells, entry.offset // 8, entry.use)
+        memory = lend(
+            start, capacity(total), _release, segment, cells, entry.offset // 8, entry.use
+        )
         parts = zip(places, layout.lengths, layout.forms, strict=True)
-        tensors = tuple(tensor(memory, at, length, *form, alone=total <= COPIED) for at, length, form in parts)
+        tensors = tuple(
+            tensor(memory, at, length, *form, alone=total <= COPIED) for at, length, form in parts
+        )
         return header.lane, PairMessage(header.head, tensors)
 
 
 def _release(segment: SharedSegment, cells: memoryview, at: int, use: int) -> None:
-    """Tell the sender that a use of a block is over. The segment is an argument as it has to be mapped until then."""
+    """Tell the sender that a use of a block is over.
+
+    The segment is an argument as it has to be mapped until then.
+    """
     cells[at] = use

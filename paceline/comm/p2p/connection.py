@@ -1,4 +1,5 @@
-"""A TCP connection that carries messages one way between two workers, and the proof with which it begins.
+"""A TCP connection that carries messages one way between two workers, and the proof with which it
+begins.
 
     sender      its rank, nonce a                                      -->
                                     <--   nonce b, MAC(receiver, ranks, a, b)
@@ -6,7 +7,8 @@
                                     <--   a byte: it is let in
                 length | header | tensor | tensor | length | header ...
 
-Both prove that they know a key: it comes of the job's secret, and of a number that the receiver has put, signed, into the store.
+Both prove that they know a key: it comes of the job's secret, and of a number that the receiver has
+put, signed, into the store.
 """
 
 from __future__ import annotations
@@ -54,13 +56,17 @@ class Listening(NamedTuple):
 
 
 class CallerCrowd:
-    """Connections that each hold a thread, at most `most`: strangers who keep theirs open make no room for others, and are hung up on."""
+    """Connections that each hold a thread, at most `most`: strangers who keep theirs open make
+    no room for others, and are hung up on.
+    """
 
     def __init__(self, most: int) -> None:
         self._most, self._open, self._changed = most, list[socket.socket](), threading.Condition()
 
     def enter(self, connection: socket.socket) -> None:
-        """Count a connection, once there is room: if none has left for a moment, all the others are hung up on."""
+        """Count a connection, once there is room: if none has left for a moment, all the others
+        are hung up on.
+        """
         with self._changed:
             if not self._changed.wait_for(self._has_room, ROOM):
                 for other in self._open:
@@ -80,9 +86,18 @@ class CallerCrowd:
 
 
 def call(
-    listening: Listening, key: bytes, ranks: tuple[int, int], *, who: str, name: int, deadline: float, check: Callable[[], None]
+    listening: Listening,
+    key: bytes,
+    ranks: tuple[int, int],
+    *,
+    who: str,
+    name: int,
+    deadline: float,
+    check: Callable[[], None],
 ) -> socket.socket:
-    """Connect to another worker, and prove to each other who is who. Tries for `deadline` seconds; `check` raises to give up.
+    """Connect to another worker, and prove to each other who is who.
+
+    Tries for `deadline` seconds; `check` raises to give up.
 
     `ranks`: of the caller, and of `who`, which is called `name` in errors.
     """
@@ -90,12 +105,17 @@ def call(
     while True:
         connection = None
         try:
-            connection = socket.create_connection((listening.address, listening.port), max(0.1, min(PROOF, last - time.monotonic())))
+            connection = socket.create_connection(
+                (listening.address, listening.port), max(0.1, min(PROOF, last - time.monotonic()))
+            )
             introduce(connection, key, ranks, who)
             _enter(connection, last, check)
             return connection
         except ConnectionRefusedError as error:
-            raise WorkerLost(f"{who} is gone: nobody listens at {listening.address}:{listening.port} any more", (name,)) from error
+            raise WorkerLost(
+                f"{who} is gone: nobody listens at {listening.address}:{listening.port} any more",
+                (name,),
+            ) from error
         except (OSError, PacelineError) as error:
             if connection is not None:
                 connection.close()
@@ -103,26 +123,38 @@ def call(
                 raise
             check()
             if time.monotonic() + nap > last:
-                text = f"{who} can't be reached at {listening.address}:{listening.port} within {deadline:g} s ({error})"
+                text = (
+                    f"{who} can't be reached at {listening.address}:{listening.port} within "
+                    f"{deadline:g} s ({error})"
+                )
                 raise DeadlineExceeded(text, (name,)) from error
         time.sleep(nap)
         nap = min(2 * nap, LONGEST_RETRY)
 
 
 def introduce(connection: socket.socket, key: bytes, ranks: tuple[int, int], who: str) -> None:
-    """Prove, as a sender, to the receiver, and have it prove itself. Raises `OSError`, and `SecretError` for a stranger."""
+    """Prove, as a sender, to the receiver, and have it prove itself.
+
+    Raises `OSError`, and `SecretError` for a stranger.
+    """
     _tune(connection)
     end, nonce = time.monotonic() + PROOF, random.token_bytes(NONCE)
     connection.sendall(HELLO.pack(MAGIC, ranks[0], nonce))
     answer = _exactly(connection, NONCE + secrets.MAC_BYTES, end)
     nonces = nonce + answer[:NONCE]
     if not hmac.compare_digest(answer[NONCE:], _proof(key, "receiver", ranks, nonces)):
-        raise SecretError(f"who answers in the place of {who} doesn't know the secret of this job: another program listens there")
+        raise SecretError(
+            f"who answers in the place of {who} doesn't know the secret of this job: "
+            "another program listens there"
+        )
     connection.sendall(_proof(key, "sender", ranks, nonces))
 
 
 def _enter(connection: socket.socket, last: float, check: Callable[[], None]) -> None:
-    """Wait until the receiver has let this sender in. Raises `OSError`: a receiver to which the proof came too late has hung up."""
+    """Wait until the receiver has let this sender in.
+
+    Raises `OSError`: a receiver to which the proof came too late has hung up.
+    """
     while True:
         try:
             _exactly(connection, len(WELCOME), min(last, time.monotonic() + PROOF))
@@ -135,7 +167,10 @@ def _enter(connection: socket.socket, last: float, check: Callable[[], None]) ->
 
 
 def admit(connection: socket.socket, key: bytes, rank: int, known: Collection[int]) -> int | None:
-    """Return the rank of a sender that has called and proved itself; None for anybody else. Raises `OSError`."""
+    """Return the rank of a sender that has called and proved itself; None for anybody else.
+
+    Raises `OSError`.
+    """
     end = time.monotonic() + PROOF
     _tune(connection)
     magic, source, nonce = HELLO.unpack(_exactly(connection, HELLO.size, end))
@@ -159,7 +194,12 @@ def _proof(key: bytes, side: str, ranks: tuple[int, int], nonces: bytes) -> byte
 def _tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 1000 * SILENCE)):
+    for option, value in (
+        ("TCP_KEEPIDLE", 5),
+        ("TCP_KEEPINTVL", 2),
+        ("TCP_KEEPCNT", 5),
+        ("TCP_USER_TIMEOUT", 1000 * SILENCE),
+    ):
         if hasattr(socket, option):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
@@ -185,7 +225,10 @@ def _fill(connection: socket.socket, into: memoryview) -> int:
 
 
 def read(connection: socket.socket, pool: MemoryPool) -> tuple[int, PairMessage] | None:
-    """Read the next message, with its lane, into memory of `pool`; None at the end of all. Raises `OSError`, and `MalformedMessage`."""
+    """Read the next message, with its lane, into memory of `pool`; None at the end of all.
+
+    Raises `OSError`, and `MalformedMessage`.
+    """
     length = bytearray(LENGTH.size)
     came = _fill(connection, memoryview(length))
     if not came:
@@ -197,11 +240,20 @@ def read(connection: socket.socket, pool: MemoryPool) -> tuple[int, PairMessage]
     _whole(connection, memoryview(text))
     header = unpack(bytes(text))
     layout = header.layout
-    tensors = [_tensor(connection, pool, size, *form) for size, form in zip(layout.lengths, layout.forms, strict=True)]
+    tensors = [
+        _tensor(connection, pool, size, *form)
+        for size, form in zip(layout.lengths, layout.forms, strict=True)
+    ]
     return header.lane, PairMessage(header.head, tuple(tensors))
 
 
-def _tensor(connection: socket.socket, pool: MemoryPool, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _tensor(
+    connection: socket.socket,
+    pool: MemoryPool,
+    nbytes: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> Tensor:
     buffer = pool.take(nbytes)
     _whole(connection, memoryview(buffer).cast("B")[:nbytes])
     return tensor(buffer, 0, nbytes, dtype, shape, alone=nbytes < SMALLEST)
@@ -213,12 +265,20 @@ def _whole(connection: socket.socket, into: memoryview) -> None:
 
 
 def frames(header: bytes, tensors: Sequence[Tensor]) -> list[memoryview]:
-    """Return the memory of a message, in the order in which it is sent; that of the tensors as they lie, where it can be."""
-    return [memoryview(LENGTH.pack(len(header)) + header), *(raw(x).numpy().data for x in tensors if x.numel())]
+    """Return the memory of a message, in the order in which it is sent; that of the tensors as
+    they lie, where it can be.
+    """
+    return [
+        memoryview(LENGTH.pack(len(header)) + header),
+        *(raw(x).numpy().data for x in tensors if x.numel()),
+    ]
 
 
 def send_some(connection: socket.socket, parts: list[memoryview]) -> list[memoryview]:
-    """Send what the network takes at once; return the rest. A broken connection shows itself to the thread that writes the rest."""
+    """Send what the network takes at once; return the rest.
+
+    A broken connection shows itself to the thread that writes the rest.
+    """
     try:
         return _after(parts, connection.sendmsg(parts[:MOST], (), socket.MSG_DONTWAIT))
     except OSError:
@@ -251,6 +311,9 @@ def has_hung_up(connection: socket.socket) -> bool:
 
 
 def cut(connection: socket.socket) -> None:
-    """End a connection, or a listener, at once: whoever waits at it returns. Its descriptor stays, as a thread may be using it."""
+    """End a connection, or a listener, at once: whoever waits at it returns.
+
+    Its descriptor stays, as a thread may be using it.
+    """
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

@@ -25,11 +25,16 @@ class PairLink(Protocol):
     host: str
 
     def look(self, *, last: bool = False) -> None:
-        """Take in what has come. If another thread does so, go on without, unless this is the `last` look."""
+        """Take in what has come.
+
+        If another thread does so, go on without, unless this is the `last` look.
+        """
         ...
 
     def rest(self, work: ReceiveWork, seconds: float) -> None:
-        """Return when `work` has its message, or may have it after another `look`; after so many seconds in any case."""
+        """Return when `work` has its message, or may have it after another `look`; after so many
+        seconds in any case.
+        """
         ...
 
     def gone(self) -> PacelineError | None:
@@ -38,7 +43,10 @@ class PairLink(Protocol):
 
 
 class PairInbox:
-    """The messages that have come to one worker: first in, first out, for each source and lane. For any thread."""
+    """The messages that have come to one worker: first in, first out, for each source and lane.
+
+    For any thread.
+    """
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -66,8 +74,12 @@ class PairInbox:
             else:
                 self._wanted[place].append(work)
 
-    def rest(self, work: ReceiveWork, seconds: float, needed: Callable[[], bool] = lambda: True) -> None:
-        """Wait until `work` has its message, or something has changed, if that is `needed`; at most so long."""
+    def rest(
+        self, work: ReceiveWork, seconds: float, needed: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Wait until `work` has its message, or something has changed, if that is `needed`; at
+        most so long.
+        """
         with self.changed:
             if not work.came and needed():
                 self.changed.wait(seconds)
@@ -85,7 +97,9 @@ def _tidy(places: dict[tuple[int, int], deque[Any]], place: tuple[int, int]) -> 
 
 
 class ReceiveTerms(NamedTuple):
-    """What all receives of one worker share: what it is called, how long a wait may take, where tensors are to lie, and what ends them."""
+    """What all receives of one worker share: what it is called, how long a wait may take, where
+    tensors are to lie, and what ends them.
+    """
 
     me: str
     deadline: float  # seconds
@@ -118,7 +132,9 @@ class ReceiveWork:
         while not self.done():
             left = began + seconds - time.monotonic()
             if left <= 0:
-                raise DeadlineExceeded(f"{self._missing()} within {seconds:g} s", (self._link.name,))
+                raise DeadlineExceeded(
+                    f"{self._missing()} within {seconds:g} s", (self._link.name,)
+                )
             self._link.rest(self, min(left, TICK))
         if self._error is not None:
             raise copy.copy(self._error)
@@ -150,4 +166,7 @@ class ReceiveWork:
         return told
 
     def _missing(self) -> str:
-        return f"{self._terms.me} has not received {self._what} from rank {self._link.name} on {self._link.host}"
+        return (
+            f"{self._terms.me} has not received {self._what} from rank {self._link.name} on "
+            f"{self._link.host}"
+        )

@@ -1,4 +1,6 @@
-"""Memory that messages come into: used again once no tensor lies in it any more, as fresh memory costs as much as receiving into it."""
+"""Memory that messages come into: used again once no tensor lies in it any more, as fresh memory
+costs as much as receiving into it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ KEPT = 1 << 28  # bytes that a pool keeps unused
 
 
 def capacity(nbytes: int) -> int:
-    """Return the bytes of the blocks that messages of so many bytes take: few sizes, so that they are used again, and little lost."""
+    """Return the bytes of the blocks that messages of so many bytes take: few sizes, so that
+    they are used again, and little lost.
+    """
     if nbytes <= SMALL:
         return SMALLEST if nbytes <= SMALLEST else SMALL
     step = 1 << (nbytes - 1).bit_length() - 3
@@ -26,21 +30,36 @@ def capacity(nbytes: int) -> int:
 
 
 def lend(address: int, nbytes: int, done: Callable[..., None], *arguments: Any) -> Any:
-    """Return a buffer at this address, for `tensor`. Calls `done` with these arguments once it, and all tensors in it, are gone."""
+    """Return a buffer at this address, for `tensor`.
+
+    Calls `done` with these arguments once it, and all tensors in it, are gone.
+    """
     buffer = (ctypes.c_char * nbytes).from_address(address)
     finalizer = weakref.finalize(buffer, done, *arguments)
     finalizer.atexit = False
     return buffer
 
 
-def tensor(buffer: Any, at: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...], *, alone: bool = False) -> Tensor:
-    """Return the tensor whose bytes lie in a buffer from byte `at` on; it keeps the buffer, unless it is copied to memory `alone`."""
+def tensor(
+    buffer: Any,
+    at: int,
+    nbytes: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    *,
+    alone: bool = False,
+) -> Tensor:
+    """Return the tensor whose bytes lie in a buffer from byte `at` on; it keeps the buffer,
+    unless it is copied to memory `alone`.
+    """
     if torch.is_inference_mode_enabled():  # it may outlive the evaluation during which it comes
         with torch.inference_mode(False):
             return tensor(buffer, at, nbytes, dtype, shape, alone=alone)
     if not nbytes:
         return torch.empty(shape, dtype=dtype)
-    found = torch.frombuffer(buffer, dtype=dtype, count=nbytes // dtype.itemsize, offset=at).view(shape)
+    found = torch.frombuffer(buffer, dtype=dtype, count=nbytes // dtype.itemsize, offset=at).view(
+        shape
+    )
     return found.clone() if alone else found
 
 
@@ -49,7 +68,8 @@ class MemoryPool:
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
-        self._kept = 0  # bytes, about: nothing is locked, as memory may come back in the middle of anything
+        # bytes, about: nothing is locked, as memory may come back in the middle of anything
+        self._kept = 0
 
     def take(self, nbytes: int) -> Any:
         """Return a buffer of at least so many bytes."""

@@ -1,7 +1,9 @@
-"""Messages between workers of several hosts, over TCP: one connection for each directed pair, made when it is first needed.
+"""Messages between workers of several hosts, over TCP: one connection for each directed pair, made
+when it is first needed.
 
     sender                                    receiver
-    send() --> queue --> a thread writes  --> a thread reads, and puts messages into the inbox, whether they are waited for or not
+    send() --> queue --> a thread writes  --> a thread reads, and puts messages into the inbox,
+                                          whether they are waited for or not
 
 `connection` is what each begins with, and what travels.
 """
@@ -21,12 +23,25 @@ from torch import Tensor
 from paceline.cluster import network
 from paceline.cluster.store import Store
 from paceline.comm.group import Finished, Work
-from paceline.comm.p2p.connection import STRANGERS, CallerCrowd, Listening, admit, call, cut, frames, has_hung_up, read, send_all, send_some
+from paceline.comm.p2p.connection import (
+    STRANGERS,
+    CallerCrowd,
+    Listening,
+    admit,
+    call,
+    cut,
+    frames,
+    has_hung_up,
+    read,
+    send_all,
+    send_some,
+)
 from paceline.comm.p2p.inbox import SLICE, PairInbox, ReceiveWork
 from paceline.comm.p2p.memory import MemoryPool
 from paceline.errors import DeadlineExceeded, PacelineError, ViewChanged, WorkerLost
 
-INLINE = 1 << 18  # bytes of a message that its sender writes itself, if the network takes them at once
+# bytes of a message that its sender writes itself, if the network takes them at once
+INLINE = 1 << 18
 RETRY = 0.02  # seconds until the next caller is let in, where no descriptors are left
 GRACE = 1.0  # seconds for a connection of a worker that has left to come to its turn
 
@@ -46,7 +61,10 @@ class _Outgoing:
     def wait(self, timeout: float | None = None) -> None:
         seconds = self._deadline if timeout is None else timeout
         if not self._ended.wait(seconds):
-            raise DeadlineExceeded(f"{self._way} could not be sent within {seconds:g} s: the network, or that host, takes nothing")
+            raise DeadlineExceeded(
+                f"{self._way} could not be sent within {seconds:g} s: the network, or that host, "
+                "takes nothing"
+            )
         if self._error is not None:
             raise copy.copy(self._error)
 
@@ -60,7 +78,9 @@ class _Outgoing:
 class NetworkWay:
     """The way to a worker on another host, and from it."""
 
-    def __init__(self, end: PairNetwork, peer: int, listening: Listening, *, name: int, host: str) -> None:
+    def __init__(
+        self, end: PairNetwork, peer: int, listening: Listening, *, name: int, host: str
+    ) -> None:
         self.name, self.host = name, host
         self._end, self._peer, self._listening = end, peer, listening
         self._pool = MemoryPool()
@@ -77,16 +97,24 @@ class NetworkWay:
     # ---- sending
 
     def send(self, header: bytes, tensors: Sequence[Tensor], what: str) -> Work[None]:
-        """Send a message: right away if it is small and nothing is before it, else from a thread."""
+        """Send a message: right away if it is small and nothing is before it, else from a
+        thread.
+        """
         parts = frames(header, tensors)
         with self._lock:
             if self._error is not None:
                 return Finished(error=copy.copy(self._error))
-            if self._out is not None and not self._waiting and sum(part.nbytes for part in parts) <= INLINE:
+            if (
+                self._out is not None
+                and not self._waiting
+                and sum(part.nbytes for part in parts) <= INLINE
+            ):
                 parts = send_some(self._out, parts)
                 if not parts:
                     return Finished()
-            work = _Outgoing(parts, f"{what} to rank {self.name} on {self.host}", self._end.deadline)
+            work = _Outgoing(
+                parts, f"{what} to rank {self.name} on {self.host}", self._end.deadline
+            )
             self._waiting += 1
             self._queue.put(work)
         self.open()
@@ -96,7 +124,9 @@ class NetworkWay:
         """Begin to connect to the other, unless that was begun."""
         with self._lock:
             if self._writer is None and not self._end.closed:
-                self._writer = threading.Thread(target=self._write, name=f"paceline to rank {self.name}", daemon=True)
+                self._writer = threading.Thread(
+                    target=self._write, name=f"paceline to rank {self.name}", daemon=True
+                )
                 self._writer.start()
 
     def _write(self) -> None:
@@ -111,7 +141,9 @@ class NetworkWay:
                 if self._error is None and self._out is not None:
                     send_all(self._out, work.parts)
             except OSError as error:
-                self._fail(self._lost(f"the connection to it has ended ({error.strerror or error})"))
+                self._fail(
+                    self._lost(f"the connection to it has ended ({error.strerror or error})")
+                )
             work.end(self._error)
             with self._lock:
                 self._waiting -= 1
@@ -121,7 +153,15 @@ class NetworkWay:
     def _call(self) -> socket.socket:
         end, ranks = self._end, (self._end.rank, self._peer)
         who, key = f"rank {self.name} on {self.host}", end.key(self._listening.token)
-        return call(self._listening, key, ranks, who=who, name=self.name, deadline=end.deadline, check=end.check)
+        return call(
+            self._listening,
+            key,
+            ranks,
+            who=who,
+            name=self.name,
+            deadline=end.deadline,
+            check=end.check,
+        )
 
     def _fail(self, error: PacelineError) -> None:
         with self._lock:
@@ -167,7 +207,11 @@ class NetworkWay:
         if self._error is not None or self._out is None or not has_hung_up(self._out):
             return self._error
         self._hung_up = self._hung_up or time.monotonic()
-        return self._lost("it has closed its end") if time.monotonic() - self._hung_up > GRACE else None
+        return (
+            self._lost("it has closed its end")
+            if time.monotonic() - self._hung_up > GRACE
+            else None
+        )
 
     # ---- the end
 
@@ -188,7 +232,14 @@ class PairNetwork:
     """The end of one worker of a network of pairs: its listener, and its ways to the others."""
 
     def __init__(
-        self, store: Store, address: str, rank: int, inbox: PairInbox, *, deadline: float, busy: Callable[[], object] | None
+        self,
+        store: Store,
+        address: str,
+        rank: int,
+        inbox: PairInbox,
+        *,
+        deadline: float,
+        busy: Callable[[], object] | None,
     ) -> None:
         self.rank, self.inbox, self.deadline, self._busy = rank, inbox, deadline, busy
         self.closed = False
@@ -200,7 +251,10 @@ class PairNetwork:
         store.put(f"listen/{rank}", self.listening)
 
     def connect(self, names: Mapping[int, int], hosts: Sequence[str]) -> None:
-        """Learn where others listen, and begin to answer them. `names`: what each is called, by its rank in the group."""
+        """Learn where others listen, and begin to answer them.
+
+        `names`: what each is called, by its rank in the group.
+        """
         for peer, name in names.items():
             listening = Listening(*self._store.take(f"listen/{peer}", self.deadline))
             self.ways[peer] = NetworkWay(self, peer, listening, name=name, host=hosts[peer])
@@ -229,10 +283,16 @@ class PairNetwork:
                 try:
                     connection, _ = self._listener.accept()
                 except OSError:
-                    time.sleep(0 if self.closed else RETRY)  # no descriptors are left, or the caller has hung up
+                    # no descriptors are left, or the caller has hung up
+                    time.sleep(0 if self.closed else RETRY)
                     continue
                 self._strangers.enter(connection)
-                threading.Thread(target=self._welcome, args=(connection,), name="paceline from a rank", daemon=True).start()
+                threading.Thread(
+                    target=self._welcome,
+                    args=(connection,),
+                    name="paceline from a rank",
+                    daemon=True,
+                ).start()
 
     def _welcome(self, connection: socket.socket) -> None:
         try:

@@ -38,9 +38,11 @@ class PairWay(PairLink, Protocol):
 class PairSetting:
     """What pairs are made of. Ranks count in the group.
 
-    `names`: what the ranks are called among all workers; `hosts`, `hostnames`: the host of each. `meet` takes this rank's word, and gives
-    every rank's. `broken` says why the group has ended, if it has; `busy` is called while a receive waits. `shares`: whether memory may be
-    shared inside hosts. `meeting`: a part of the store, and the address of this worker; None where all are known to share memory.
+    `names`: what the ranks are called among all workers; `hosts`, `hostnames`: the host of each.
+    `meet` takes this rank's word, and gives every rank's. `broken` says why the group has ended, if
+    it has; `busy` is called while a receive waits. `shares`: whether memory may be shared inside
+    hosts. `meeting`: a part of the store, and the address of this worker; None where all are known
+    to share memory.
     """
 
     rank: int
@@ -61,7 +63,10 @@ class ProcessPairs:
     def __init__(self, setting: PairSetting, device: torch.device) -> None:
         self.rank, self.size = setting.rank, len(setting.names)
         me = f"rank {setting.names[self.rank]} on {setting.hostnames[self.rank]}"
-        self._setting, self._terms = setting, ReceiveTerms(me, setting.deadline, device, self._broken)
+        self._setting, self._terms = (
+            setting,
+            ReceiveTerms(me, setting.deadline, device, self._broken),
+        )
         self._inbox = PairInbox()
         self._meter = TrafficMeter(setting.rank, self.size, setting.hosts)
         self._counting = threading.Lock()
@@ -69,20 +74,37 @@ class ProcessPairs:
         self._table = _table(setting)
         near = () if self._table is None else self._table.ranks
         self._shared = {rank: self._share(rank) for rank in near if rank != self.rank}
-        self._network = self._connect() if len(set(setting.hosts)) > 1 or (self._table is None and self.size > 1) else None
+        self._network = (
+            self._connect()
+            if len(set(setting.hosts)) > 1 or (self._table is None and self.size > 1)
+            else None
+        )
         remote = {} if self._network is None else self._network.ways
-        self._ways: dict[int, PairWay] = {self.rank: _OwnWay(setting, self._inbox), **self._shared, **remote}
+        self._ways: dict[int, PairWay] = {
+            self.rank: _OwnWay(setting, self._inbox),
+            **self._shared,
+            **remote,
+        }
         self._unregister = at_exit(self.close)
 
     def _share(self, rank: int) -> SharedWay:
         setting = self._setting
         assert self._table is not None
-        return SharedWay(self._table, rank, self._inbox, name=setting.names[rank], host=setting.hostnames[rank], busy=setting.busy)
+        return SharedWay(
+            self._table,
+            rank,
+            self._inbox,
+            name=setting.names[rank],
+            host=setting.hostnames[rank],
+            busy=setting.busy,
+        )
 
     def _connect(self) -> PairNetwork:
         setting = self._setting
         assert setting.meeting is not None
-        made = PairNetwork(*setting.meeting, self.rank, self._inbox, deadline=setting.deadline, busy=setting.busy)
+        made = PairNetwork(
+            *setting.meeting, self.rank, self._inbox, deadline=setting.deadline, busy=setting.busy
+        )
         far = [rank for rank in range(self.size) if rank != self.rank and rank not in self._shared]
         made.connect({rank: setting.names[rank] for rank in far}, setting.hostnames)
         return made
@@ -91,7 +113,15 @@ class ProcessPairs:
     def traffic(self) -> Traffic:
         return self._meter.traffic
 
-    def send(self, to: int, lane: int, head: Mapping[str, Any], tensors: Sequence[Tensor] = (), *, what: str = "") -> Work[None]:
+    def send(
+        self,
+        to: int,
+        lane: int,
+        head: Mapping[str, Any],
+        tensors: Sequence[Tensor] = (),
+        *,
+        what: str = "",
+    ) -> Work[None]:
         way = self._way(to)
         header = pack(lane, head, tensors)
         with self._counting:
@@ -129,7 +159,12 @@ class ProcessPairs:
         if self._ended is None:
             if self._table is not None:
                 self._table.leave(ABORTED)
-            self._end(ViewChanged(f"these pairs have been aborted by rank {self._setting.names[self.rank]}"), 0)
+            self._end(
+                ViewChanged(
+                    f"these pairs have been aborted by rank {self._setting.names[self.rank]}"
+                ),
+                0,
+            )
 
     def _end(self, error: PacelineError, end: float) -> None:
         self._ended = error
@@ -144,7 +179,9 @@ class ProcessPairs:
 
 
 def _table(setting: PairSetting) -> SharedTable | None:
-    """Make the memory that the workers of each host share; None where none do, or, if there is a network, where it can't be had."""
+    """Make the memory that the workers of each host share; None where none do, or, if there is a
+    network, where it can't be had.
+    """
     if not setting.shares or len(set(setting.hosts)) == len(setting.hosts):
         return None
     here = [rank for rank, host in enumerate(setting.hosts) if host == setting.hosts[setting.rank]]

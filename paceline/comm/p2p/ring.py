@@ -1,9 +1,12 @@
-"""A queue of short entries in shared memory, from one process to another: it grows, so that posting never waits.
+"""A queue of short entries in shared memory, from one process to another: it grows, so that posting
+never waits.
 
-the pair's cells    | posted | taken | address of the first ring |         posted is written by one side, taken by the other
-ring                | 0 | 1 | 2 | ... | 63 |                               entry k lies at (k - start) % capacity
+the pair's cells    | posted | taken | address of the first ring |         posted is written by one
+                    side, taken by the other
+ring                | 0 | 1 | 2 | ... | 63 |                               entry k lies at (k -
+                    start) % capacity
                                    | moved: address of a larger ring |     once nearly full: the next entries lie there
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -23,9 +26,11 @@ _ENTRY = 256  # bytes
 
 
 class RingEntry(NamedTuple):
-    """Where a message lies: in which segment of its sender, at which byte; the `use` of that place; the length of its header.
+    """Where a message lies: in which segment of its sender, at which byte; the `use` of that place;
+    the length of its header.
 
-    `address` says where a segment of `nbytes` is found, when it is told of for the first time; else it is empty.
+    `address` says where a segment of `nbytes` is found, when it is told of for the first time; else
+    it is empty.
     """
 
     segment: int
@@ -37,7 +42,10 @@ class RingEntry(NamedTuple):
 
 
 class RingWriter:
-    """The end of one pair at which entries are posted. `table` has the pair's cells from byte `at` on; `make` makes a segment."""
+    """The end of one pair at which entries are posted.
+
+    `table` has the pair's cells from byte `at` on; `make` makes a segment.
+    """
 
     def __init__(self, table: SharedSegment, at: int, make: Callable[[int], SharedSegment]) -> None:
         self._bytes = table.cells()
@@ -79,12 +87,19 @@ class RingWriter:
         return ring
 
     def _write(self, entry: RingEntry) -> None:
-        _LAYOUT.pack_into(self._view, (self._posted - self._start) % self._capacity * _ENTRY, *entry[:5], entry.address.encode())
+        _LAYOUT.pack_into(
+            self._view,
+            (self._posted - self._start) % self._capacity * _ENTRY,
+            *entry[:5],
+            entry.address.encode(),
+        )
         self._posted += 1
         self._cells[(self._at + POSTED) // 8] = self._posted
 
     def close(self) -> None:
-        """Let go of rings that the other side has left, and of the descriptors of all: it has mapped them, or never will."""
+        """Let go of rings that the other side has left, and of the descriptors of all: it has
+        mapped them, or never will.
+        """
         for ring in self._old:
             ring.seal()
         self._old.clear()
@@ -112,10 +127,17 @@ class RingReader:
         while self._taken < self._cells[(self._at + POSTED) // 8]:
             if self._ring is None:
                 length = self._cells[(self._at + FIRST) // 8]
-                self._map(bytes(self._bytes[self._at + FIRST + 8 : self._at + FIRST + 8 + length]).decode(), CAPACITY * _ENTRY)
+                self._map(
+                    bytes(
+                        self._bytes[self._at + FIRST + 8 : self._at + FIRST + 8 + length]
+                    ).decode(),
+                    CAPACITY * _ENTRY,
+                )
             at = (self._taken - self._start) % self._capacity * _ENTRY
             segment, length, offset, use, header, text = _LAYOUT.unpack_from(self._view, at)
-            entry = RingEntry(segment, length, offset, use, header, text.rstrip(b"\0").decode() if text[0] else "")
+            entry = RingEntry(
+                segment, length, offset, use, header, text.rstrip(b"\0").decode() if text[0] else ""
+            )
             if entry.segment != MOVED:
                 return entry
             self._map(entry.address, entry.nbytes)
@@ -124,7 +146,9 @@ class RingReader:
         return None
 
     def confirm(self) -> None:
-        """Tell the sender that an entry was taken, and what it tells of is mapped: until then the sender keeps that open."""
+        """Tell the sender that an entry was taken, and what it tells of is mapped: until then
+        the sender keeps that open.
+        """
         self._taken += 1
         self._cells[(self._at + TAKEN) // 8] = self._taken
 

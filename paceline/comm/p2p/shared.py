@@ -1,7 +1,10 @@
-"""Messages between two workers of one host, through shared memory: no thread, and no help of the sender once it has sent.
+"""Messages between two workers of one host, through shared memory: no thread, and no help of the
+sender once it has sent.
 
-table   | rank 0: pid, state | rank 1 ... | cells of pair 0 -> 0 | 0 -> 1 | 1 -> 0 | 1 -> 1 |       one for all workers of the host
-each pair has a ring of entries (`ring`) and blocks with messages (`blocks`), which its sender makes when it first sends
+table   | rank 0: pid, state | rank 1 ... | cells of pair 0 -> 0 | 0 -> 1 | 1 -> 0 | 1 -> 1 |
+        one for all workers of the host
+each pair has a ring of entries (`ring`) and blocks with messages (`blocks`), which its sender makes
+when it first sends
 """
 
 from __future__ import annotations
@@ -23,19 +26,28 @@ from paceline.errors import PacelineError, ResourceError, ViewChanged, WorkerLos
 
 PID, STATE = 0, 64  # bytes of a rank's cells
 CLOSED, ABORTED = 1, 2
-SPIN = 100e-6  # seconds that a receiver looks before it sleeps, if its last wait was about as short: else others may need the core
+# seconds that a receiver looks before it sleeps, if its last wait was about as short: else others
+# may need the core
+SPIN = 100e-6
 
 
 class SharedTable:
-    """The cells of all workers of one host. `names` is what they are called among all workers, `rank` which of them this one is.
+    """The cells of all workers of one host.
 
-    `meet` takes this worker's word and gives that of every worker of the group, of which those of this host are `ranks`. Collective over
-    the group: raises `ResourceError` on all ranks where one of them can't share memory.
+    `names` is what they are called among all workers, `rank` which of them this one is.
+
+    `meet` takes this worker's word and gives that of every worker of the group, of which those of
+    this host are `ranks`. Collective over the group: raises `ResourceError` on all ranks where one
+    of them can't share memory.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, meet: Callable[[str], Sequence[str]]) -> None:
+    def __init__(
+        self, ranks: Sequence[int], rank: int, meet: Callable[[str], Sequence[str]]
+    ) -> None:
         self.ranks, self.place, size = tuple(ranks), list(ranks).index(rank), len(ranks)
-        segment = share((size + size * size) * CELLS, rank, ranks[0], meet, inside=True, folder=None)
+        segment = share(
+            (size + size * size) * CELLS, rank, ranks[0], meet, inside=True, folder=None
+        )
         assert segment is not None
         self.segment = segment
         self._cells = segment.cells().cast("q")
@@ -56,7 +68,9 @@ class SharedTable:
         return (size + source * size + to) * CELLS
 
     def make(self, nbytes: int) -> SharedSegment:
-        """Make a segment that the others can map, by the means by which they have mapped this table."""
+        """Make a segment that the others can map, by the means by which they have mapped this
+        table.
+        """
         return SharedSegment.create(nbytes, folder=SHM if self.segment.named else None)
 
     def leave(self, state: int) -> None:
@@ -86,18 +100,38 @@ class SharedTable:
 
 
 class SharedWay:
-    """The way to another worker of this host, and from it. `source` is its rank in the group, `busy` is called while a receive sleeps."""
+    """The way to another worker of this host, and from it.
+
+    `source` is its rank in the group, `busy` is called while a receive sleeps.
+    """
 
     def __init__(
-        self, table: SharedTable, source: int, inbox: PairInbox, *, name: int, host: str, busy: Callable[[], object] | None = None
+        self,
+        table: SharedTable,
+        source: int,
+        inbox: PairInbox,
+        *,
+        name: int,
+        host: str,
+        busy: Callable[[], object] | None = None,
     ) -> None:
         self.name, self.host = name, host
-        self._table, self._place, self._source, self._inbox, self._busy = table, table.ranks.index(source), source, inbox, busy
+        self._table, self._place, self._source, self._inbox, self._busy = (
+            table,
+            table.ranks.index(source),
+            source,
+            inbox,
+            busy,
+        )
         self._pool = BlockPool(table.make)
         self._writer = RingWriter(table.segment, table.pair(table.place, self._place), table.make)
         self._blocks = MessageReader()
         self._reader = RingReader(table.segment, table.pair(self._place, table.place))
-        self._sending, self._looking, self._resting = threading.Lock(), threading.Lock(), threading.Lock()
+        self._sending, self._looking, self._resting = (
+            threading.Lock(),
+            threading.Lock(),
+            threading.Lock(),
+        )
         self._unreadable: PacelineError | None = None
         self._brief = True  # whether the last wait was
 
@@ -121,7 +155,9 @@ class SharedWay:
                 self._reader.confirm()
                 self._inbox.put(self._source, lane, message)
         except ResourceError as error:  # its memory went with it
-            self._unreadable = WorkerLost(f"what rank {self.name} has sent can't be read ({error})", (self.name,))
+            self._unreadable = WorkerLost(
+                f"what rank {self.name} has sent can't be read ({error})", (self.name,)
+            )
         except PacelineError as error:
             self._unreadable = error
         finally:
@@ -157,7 +193,11 @@ class SharedWay:
         state = self._table.state(self._place)
         if state:
             return self._left(state)
-        return WorkerLost(f"rank {self.name} has died", (self.name,)) if self._table.dead(self._place) else None
+        return (
+            WorkerLost(f"rank {self.name} has died", (self.name,))
+            if self._table.dead(self._place)
+            else None
+        )
 
     def _left(self, state: int, more: str = "") -> PacelineError:
         if state == ABORTED:

@@ -1,9 +1,12 @@
-"""Wakes the ranks of a segment that sleep: each has a number of its own there, and whoever posts changes it for those that sleep.
+"""Wakes the ranks of a segment that sleep: each has a number of its own there, and whoever posts
+changes it for those that sleep.
 
-    rank 0 sleeps:  sleeps = 1, reads its bell, looks once more whether it has to    | sleeps until the bell changes, or a short time
+    rank 0 sleeps:  sleeps = 1, reads its bell, looks once more whether it has to    | sleeps until
+                    the bell changes, or a short time
     rank 1 posts:   its counter, then looks who sleeps: rank 0's bell + 1, and wakes it
 
-A wake-up may be lost where both look at the same moment, as stores and loads of a processor may pass each other: so sleeps are short.
+A wake-up may be lost where both look at the same moment, as stores and loads of a processor may
+pass each other: so sleeps are short.
 """
 
 from __future__ import annotations
@@ -15,11 +18,17 @@ from paceline.comm.shm import futex
 
 
 class Bell:
-    """The bell of one rank. `cells`: the segment as int64; `places`: where each rank's two cells (sleeps, bell) begin; `start`: address."""
+    """The bell of one rank.
+
+    `cells`: the segment as int64; `places`: where each rank's two cells (sleeps, bell) begin;
+    `start`: address.
+    """
 
     def __init__(self, cells: memoryview, start: int, places: Sequence[int], rank: int) -> None:
         self._cells, self._mine, self._address = cells, places[rank], start + 8 * (places[rank] + 1)
-        self._others = [(place, start + 8 * (place + 1)) for other, place in enumerate(places) if other != rank]
+        self._others = [
+            (place, start + 8 * (place + 1)) for other, place in enumerate(places) if other != rank
+        ]
         self._asleep = 0  # threads of this rank
         self._lock = threading.Lock()
 

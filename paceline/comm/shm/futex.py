@@ -1,4 +1,6 @@
-"""Sleeps until a number in shared memory changes (futex(2)): whoever changes it wakes the sleepers, of all processes."""
+"""Sleeps until a number in shared memory changes (futex(2)): whoever changes it wakes the
+sleepers, of all processes.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ import ctypes
 import platform
 
 _WAIT, _WAKE, _ALL = 0, 1, 2**31 - 1
-_CALL = {"x86_64": 202, "AMD64": 202, "aarch64": 98}.get(platform.machine())  # the number of the system call
+# the number of the system call
+_CALL = {"x86_64": 202, "AMD64": 202, "aarch64": 98}.get(platform.machine())
 _system = ctypes.CDLL(None).syscall
 _system.restype = ctypes.c_long
 _system.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_void_p)
@@ -22,7 +25,9 @@ def available() -> bool:
 
 
 def wait(address: int, value: int, seconds: float) -> None:
-    """Return when the 32 bits at `address` may differ from `value` (its low 32 bits count); after so many seconds in any case."""
+    """Return when the 32 bits at `address` may differ from `value` (its low 32 bits count);
+    after so many seconds in any case.
+    """
     span = _Timespec(int(seconds), int(seconds % 1 * 1e9))
     _system(_CALL, address, _WAIT, value & 0xFFFFFFFF, ctypes.addressof(span))
 

@@ -1,7 +1,8 @@
-"""The group inside one host: CPU tensors through shared memory, a barrier of counters, torch's own vector operations on slices.
+"""The group inside one host: CPU tensors through shared memory, a barrier of counters, torch's own
+vector operations on slices.
 
-`segment` has the memory and the counters, `waiting` the waits, `queue` the operations under way, `reductions` the sums, `messages` what is
-sent from one rank to another.
+`segment` has the memory and the counters, `waiting` the waits, `queue` the operations under way,
+`reductions` the sums, `messages` what is sent from one rank to another.
 """
 
 from __future__ import annotations
@@ -47,13 +48,19 @@ from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged
 class SharedGroup:
     """The workers of one host, exchanging CPU tensors through shared memory (a `Group`).
 
-    A `Mismatch` or `UsageError` is raised by all ranks at the same call, and the group goes on. After any other error it is broken:
-    that call and all later ones raise it, on all ranks; a `Work.wait` with a timeout of its own may be tried again.
-    `segment` is the mapped control segment of this group; `SharedGroup.from_store` makes it.
+    A `Mismatch` or `UsageError` is raised by all ranks at the same call, and the group goes on.
+    After any other error it is broken: that call and all later ones raise it, on all ranks; a
+    `Work.wait` with a timeout of its own may be tried again. `segment` is the mapped control
+    segment of this group; `SharedGroup.from_store` makes it.
     """
 
     def __init__(
-        self, segment: ControlSegment, *, view: int = 0, relatives: Relatives | None = None, registered: MemoryRegistry | None = None
+        self,
+        segment: ControlSegment,
+        *,
+        view: int = 0,
+        relatives: Relatives | None = None,
+        registered: MemoryRegistry | None = None,
     ) -> None:
         self.segment = segment
         self.rank, self.size, self.view = segment.rank, segment.size, view
@@ -78,10 +85,16 @@ class SharedGroup:
     ) -> SharedGroup:
         """Meet over a store (`put(key, obj)`, `take(key, timeout)`); rank 0 makes the segment.
 
-        `folder`: files there instead of memfd. `ranks`: our ranks in the group of all workers, by which messages name them.
+        `folder`: files there instead of memfd. `ranks`: our ranks in the group of all workers, by
+        which messages name them.
         """
         names = tuple(range(size)) if ranks is None else ranks
-        return cls(ControlSegment.from_store(store, rank, names, deadline=deadline, folder=folder, cancel_scope=cancel_scope), view=view)
+        return cls(
+            ControlSegment.from_store(
+                store, rank, names, deadline=deadline, folder=folder, cancel_scope=cancel_scope
+            ),
+            view=view,
+        )
 
     @property
     def waited(self) -> float:
@@ -90,23 +103,50 @@ class SharedGroup:
 
     # ---- reductions
 
-    def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
+    def all_reduce(
+        self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None
+    ) -> Work[Tensor]:
         call = _here(reducing("all_reduce", x, op, name, out), x)
         nbytes = x.numel() * x.element_size()
         self._count_all_reduce(nbytes)
-        if out is not None and not call.flaw and nbytes > SMALL and out.data_ptr() == x.data_ptr() and plain(x) and plain(out):
+        if (
+            out is not None
+            and not call.flaw
+            and nbytes > SMALL
+            and out.data_ptr() == x.data_ptr()
+            and plain(x)
+            and plain(out)
+        ):
             place = self._registered.place(x)
             if place is not None or self._registered.aside(x):
                 # In place on every rank, if it is the same place everywhere.
-                where = OWN if place is None else f"in registered memory {place.number} at {x.data_ptr() - place.start}"
-                return self._queue.start(call, self._reduce_in_place(x, out, place, op, call._replace(place=where)), [out])
+                where = (
+                    OWN
+                    if place is None
+                    else f"in registered memory {place.number} at {x.data_ptr() - place.start}"
+                )
+                return self._queue.start(
+                    call,
+                    self._reduce_in_place(x, out, place, op, call._replace(place=where)),
+                    [out],
+                )
         return self._queue.start(call, self._reduce(x, out, op, call), () if out is None else [out])
 
     def _count_all_reduce(self, nbytes: int) -> None:
         self.traffic.within += 2 * nbytes * (self.size - 1) // self.size
 
-    def _reduce(self, x: Tensor, out: Tensor | None, op: Op, call: CallFingerprint, meeting: Steps | None = None) -> Steps:
-        """Reduce through stages. `meeting`: how ranks meet for it, where they have more to tell than the call."""
+    def _reduce(
+        self,
+        x: Tensor,
+        out: Tensor | None,
+        op: Op,
+        call: CallFingerprint,
+        meeting: Steps | None = None,
+    ) -> Steps:
+        """Reduce through stages.
+
+        `meeting`: how ranks meet for it, where they have more to tell than the call.
+        """
         meeting = self.segment.meet(call) if meeting is None else meeting
         if call.flaw:
             yield from meeting
@@ -114,13 +154,19 @@ class SharedGroup:
         source = flat(x)
         direct = plain(result) and not crossing(source, result)
         target = result.detach().view(-1) if direct else fresh(source.shape, source.dtype)
-        reduce = reductions.all_reduce_small if x.numel() * x.element_size() <= SMALL else reductions.all_reduce
+        reduce = (
+            reductions.all_reduce_small
+            if x.numel() * x.element_size() <= SMALL
+            else reductions.all_reduce
+        )
         yield from reduce(self.segment, source, target, op, meeting)
         if not direct:
             result.detach().copy_(target.view(result.shape))
         return result
 
-    def _reduce_in_place(self, x: Tensor, out: Tensor, place: RegisteredMemory | None, op: Op, call: CallFingerprint) -> Steps:
+    def _reduce_in_place(
+        self, x: Tensor, out: Tensor, place: RegisteredMemory | None, op: Op, call: CallFingerprint
+    ) -> Steps:
         elsewhere = yield from self.segment.meet(call)
         if elsewhere or place is None:
             return (yield from self._reduce(x, out, op, call._replace(place="")))
@@ -133,8 +179,13 @@ class SharedGroup:
         yield from reductions.all_reduce_registered(self.segment, x, plan, op)
         return out
 
-    def all_reduce_moving(self, x: Tensor, *, op: Op = "sum", may_move: bool, whole: Tensor | None = None) -> Work[Tensor]:
-        """Reduce in place. The memory of `x` is moved to where all ranks reach it, if all of them allow that: see `moving.movable`.
+    def all_reduce_moving(
+        self, x: Tensor, *, op: Op = "sum", may_move: bool, whole: Tensor | None = None
+    ) -> Work[Tensor]:
+        """Reduce in place.
+
+        The memory of `x` is moved to where all ranks reach it, if all of them allow that: see
+        `moving.movable`.
 
         `whole`: the tensor that `x` is a part of, as long on all ranks, which is moved then.
         """
@@ -143,21 +194,36 @@ class SharedGroup:
             return self.all_reduce(x, op=op, out=x)
         call = _here(reducing("all_reduce", x, op, None, x), x)._replace(place=MOVING)
         self._count_all_reduce(nbytes)
-        return self._queue.start(call, self._reduce_moving(x, op, call, (x if whole is None else whole) if may_move else None), [x])
+        return self._queue.start(
+            call,
+            self._reduce_moving(x, op, call, (x if whole is None else whole) if may_move else None),
+            [x],
+        )
 
-    def _reduce_moving(self, x: Tensor, op: Op, call: CallFingerprint, whole: Tensor | None) -> Steps:
+    def _reduce_moving(
+        self, x: Tensor, op: Op, call: CallFingerprint, whole: Tensor | None
+    ) -> Steps:
         try:
             return (yield from self._reduce_there(x, op, call, whole))
         except (Mismatch, UsageError):  # on all ranks at the same place
             raise
-        except BaseException:  # the end of the group, too: others may be about to write to x, or in the middle of it
+        except BaseException:
+            # the end of the group, too: others may be about to write to x, or in the middle of it
             self._moved.withdraw(x)
             raise
 
-    def _reduce_there(self, x: Tensor, op: Op, call: CallFingerprint, whole: Tensor | None) -> Steps:
+    def _reduce_there(
+        self, x: Tensor, op: Op, call: CallFingerprint, whole: Tensor | None
+    ) -> Steps:
         moved = None if call.flaw or not plain(x) else self._moved.find(x)
-        lies = None if moved is None or moved.place is None else [moved.place.number, x.data_ptr() - moved.place.start]
-        free = not call.flaw and moved is None and not self._moved.refused and not self.segment.named
+        lies = (
+            None
+            if moved is None or moved.place is None
+            else [moved.place.number, x.data_ptr() - moved.place.start]
+        )
+        free = (
+            not call.flaw and moved is None and not self._moved.refused and not self.segment.named
+        )
         moves = whole is not None and free and movable(whole)
         if moved is None and not moves:
             return (yield from self._reduce(x, x, op, call, self._meet_moving(call)))
@@ -172,7 +238,9 @@ class SharedGroup:
         return x
 
     def _meet_moving(self, call: CallFingerprint) -> Steps:
-        """Meet for a tensor that lies in memory of its own and stays there; once more if that of others doesn't, who ask for it."""
+        """Meet for a tensor that lies in memory of its own and stays there; once more if that of
+        others doesn't, who ask for it.
+        """
         here = [None, False]
         sides = yield from self.segment.meet(call, here)
         if any(side != here for side in sides):
@@ -181,11 +249,17 @@ class SharedGroup:
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
         return self._reduce_scatter(x, op, _here(reducing("reduce_scatter", x, op, name), x), None)
 
-    def reduce_scatter_into(self, x: Tensor, out: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
-        """Reduce `x` and write piece `rank` to `out`, contiguous and 1-D, as long as `pieces` says."""
+    def reduce_scatter_into(
+        self, x: Tensor, out: Tensor, *, op: Op = "sum", name: str | None = None
+    ) -> Work[Tensor]:
+        """Reduce `x` and write piece `rank` to `out`, contiguous and 1-D, as long as `pieces`
+        says.
+        """
         return self._reduce_scatter(x, op, _here(reducing("reduce_scatter", x, op, name), x), out)
 
-    def _reduce_scatter(self, x: Tensor, op: Op, call: CallFingerprint, out: Tensor | None) -> Work[Tensor]:
+    def _reduce_scatter(
+        self, x: Tensor, op: Op, call: CallFingerprint, out: Tensor | None
+    ) -> Work[Tensor]:
         self.traffic.within += x.numel() * x.element_size() * (self.size - 1) // self.size
 
         def steps() -> Steps:
@@ -197,14 +271,26 @@ class SharedGroup:
 
     # ---- messages
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        *,
+        tag: int = 0,
+    ) -> Work[None]:
         call = _here(exchanging(sends, recvs, tag, self.size), *(x for _, x in (*sends, *recvs)))
         outgoing = self._outgoing(call, sends)
-        sides = [[[peer, parcel(x)] for peer, x in side] for side in (sends, recvs)] if not call.flaw else None
+        sides = (
+            [[[peer, parcel(x)] for peer, x in side] for side in (sends, recvs)]
+            if not call.flaw
+            else None
+        )
 
         def land(metas: list[Any]) -> Landing:
             matching(metas, self.segment.names)
-            return [(source, flat(x) if plain(x) else fresh(x.shape, x.dtype)) for source, x in recvs]
+            return [
+                (source, flat(x) if plain(x) else fresh(x.shape, x.dtype)) for source, x in recvs
+            ]
 
         def steps() -> Steps:
             landed = yield from deliver(self.segment, outgoing, call, sides, land)
@@ -217,12 +303,18 @@ class SharedGroup:
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
         return self._all_gather(x, _here(rows("all_gather", x, name), x), [])
 
-    def all_gather_into(self, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
-        """Gather every rank's `x` into `outs`, one contiguous tensor for each rank, of the shape and dtype of `x`."""
+    def all_gather_into(
+        self, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None
+    ) -> Work[list[Tensor]]:
+        """Gather every rank's `x` into `outs`, one contiguous tensor for each rank, of the shape
+        and dtype of `x`.
+        """
         call = _here(rows("all_gather", x, name), x)
         return self._all_gather(x, call._replace(shape=tuple(x.shape)), list(outs))
 
-    def _all_gather(self, x: Tensor, call: CallFingerprint, outs: list[Tensor]) -> Work[list[Tensor]]:
+    def _all_gather(
+        self, x: Tensor, call: CallFingerprint, outs: list[Tensor]
+    ) -> Work[list[Tensor]]:
         outgoing = self._outgoing(call, [(ALL, x)])
 
         def land(shapes: list[Any]) -> Landing:
@@ -242,7 +334,9 @@ class SharedGroup:
         call = _here(rooted(x, root, self.size, name), x)
         outgoing = self._outgoing(call, [(ALL, x)] if self.rank == root else [])
         nbytes = x.numel() * x.element_size()
-        place, where = self._lies(x) if nbytes > SMALL and plain(x) and not call.flaw else (None, None)
+        place, where = (
+            self._lies(x) if nbytes > SMALL and plain(x) and not call.flaw else (None, None)
+        )
         landing = x.detach() if call.flaw or plain(x) else fresh(x.shape, x.dtype)
         places: list[Any] = []  # where every rank's lies, if all ranks reach it
 
@@ -252,13 +346,27 @@ class SharedGroup:
 
         def steps() -> Steps:
             yield from deliver(self.segment, outgoing if place is None else [], call, where, land)
-            if places[root] is not None and place is not None and all(other == where for other in places):
+            if (
+                places[root] is not None
+                and place is not None
+                and all(other == where for other in places)
+            ):
                 if self.rank != root:  # taken where it lies
-                    memmove(landing.data_ptr(), place.regions[root].data_ptr() + landing.data_ptr() - place.start, nbytes)
+                    memmove(
+                        landing.data_ptr(),
+                        place.regions[root].data_ptr() + landing.data_ptr() - place.start,
+                        nbytes,
+                    )
                 self.segment.post()
                 yield self.segment.posted
             elif places[root] is not None:
-                yield from deliver(self.segment, outgoing, call, None, lambda _: [] if self.rank == root else [(root, landing)])
+                yield from deliver(
+                    self.segment,
+                    outgoing,
+                    call,
+                    None,
+                    lambda _: [] if self.rank == root else [(root, landing)],
+                )
             if self.rank != root and not plain(x):
                 x.detach().copy_(landing)
             return x
@@ -266,10 +374,16 @@ class SharedGroup:
         return self._queue.start(call, steps(), [x])
 
     def _lies(self, x: Tensor) -> tuple[RegisteredMemory | None, list[int | bool] | None]:
-        """Return the memory that all ranks reach and `x` lies in, if any, and what tells on each rank where that is."""
+        """Return the memory that all ranks reach and `x` lies in, if any, and what tells on each
+        rank where that is.
+        """
         place, moved = self._registered.place(x), self._moved.find(x)
         found = place if place is not None or moved is None else moved.place
-        return found, None if found is None else [place is None, found.number, x.data_ptr() - found.start]
+        return found, None if found is None else [
+            place is None,
+            found.number,
+            x.data_ptr() - found.start,
+        ]
 
     def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
         call = _here(dealing(xs, self.size, name), *xs)
@@ -287,8 +401,12 @@ class SharedGroup:
 
         return self._queue.start(call, steps())
 
-    def _outgoing(self, call: CallFingerprint, sends: Sequence[tuple[int, Tensor]]) -> list[WindowMessage]:
-        """Prepare the messages to send, copied where they don't lie in one stretch; none if the call has a flaw."""
+    def _outgoing(
+        self, call: CallFingerprint, sends: Sequence[tuple[int, Tensor]]
+    ) -> list[WindowMessage]:
+        """Prepare the messages to send, copied where they don't lie in one stretch; none if the
+        call has a flaw.
+        """
         messages = [] if call.flaw else [WindowMessage(to, flat(x)) for to, x in sends]
         for message in messages:
             self.traffic.within += message.nbytes * (self.size - 1 if message.to == ALL else 1)
@@ -324,17 +442,24 @@ class SharedGroup:
             return None
         everyone = list(ranks) == list(range(self.size))  # whose regions lie in the same order
         registered = self._registered if everyone else None
-        return SharedGroup(segment, view=self.view, relatives=self._queue.relatives, registered=registered)
+        return SharedGroup(
+            segment, view=self.view, relatives=self._queue.relatives, registered=registered
+        )
 
     def reach(self, other: SharedGroup) -> None:
-        """Have broadcasts find what `other`, a group of the same ranks, has moved; this one itself moves nothing then."""
+        """Have broadcasts find what `other`, a group of the same ranks, has moved; this one
+        itself moves nothing then.
+        """
         self._moved = other._moved
 
     def global_rank(self, rank: int) -> int:
         return self.segment.names[rank]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Allocate registered memory: all-reduced in place without a copy. `ResourceError` on all ranks when this host has no room."""
+        """Allocate registered memory: all-reduced in place without a copy.
+
+        `ResourceError` on all ranks when this host has no room.
+        """
         call = CallFingerprint("empty", None, tuple(shape), dtype)
         self._agree(b"", call)
         length = max(-(-prod(shape) * dtype.itemsize // PAGE) * PAGE, PAGE)
@@ -344,11 +469,15 @@ class SharedGroup:
         return segment.tensor(self.rank * length, tuple(shape), dtype)
 
     def stand_in(self, x: Tensor) -> None:
-        """Use `x` on this rank in the place of registered memory of the same length, in which others may still have theirs."""
+        """Use `x` on this rank in the place of registered memory of the same length, in which
+        others may still have theirs.
+        """
         self._registered.lay_aside(x)
 
     def release(self, x: Tensor) -> None:
-        """Forget the registered memory that `x` lies in, or stands in for, if any; it goes when its last tensor does."""
+        """Forget the registered memory that `x` lies in, or stands in for, if any; it goes when
+        its last tensor does.
+        """
         self._registered.forget(x)
 
     def close(self) -> None:
@@ -357,10 +486,14 @@ class SharedGroup:
 
     def abort(self) -> None:
         """End every pending Work with an error; the other ranks find out when they wait."""
-        self.end(ViewChanged(f"this group has been aborted by rank {self.segment.names[self.rank]}"))
+        self.end(
+            ViewChanged(f"this group has been aborted by rank {self.segment.names[self.rank]}")
+        )
 
     def end(self, error: PacelineError) -> PacelineError:
-        """End everything under way, on all ranks, with `error`, or with that of the rank that was first; return that."""
+        """End everything under way, on all ranks, with `error`, or with that of the rank that
+        was first; return that.
+        """
         ended = self.segment.watch.end(error)
         self._cancel()
         return ended
@@ -380,5 +513,8 @@ def _here(call: CallFingerprint, *xs: Tensor) -> CallFingerprint:
     away = [x for x in xs if x.device.type != "cpu"]
     if not away or call.flaw:
         return call
-    flaw = f"shared memory moves CPU tensors, got one{on_device(away[0])}; use a group with backend 'nccl', or x.cpu()"
+    flaw = (
+        f"shared memory moves CPU tensors, got one{on_device(away[0])}; use a group with backend "
+        "'nccl', or x.cpu()"
+    )
     return call._replace(flaw=flaw)

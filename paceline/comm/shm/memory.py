@@ -1,8 +1,10 @@
-"""Shared memory segments of one host: made by one process, mapped by the others, and gone with the last of them.
+"""Shared memory segments of one host: made by one process, mapped by the others, and gone with the
+last of them.
 
-A segment is an anonymous file (memfd) that peers open as `/proc/PID/fd/FD`: it has no name that a killed process could
-leave behind, and /dev/shm's size (64 MB in many containers) does not bound it. Where the kernel has no memfd, or a peer may
-not open it, a file in /dev/shm serves, which is unlinked as soon as all processes have mapped it. No descriptor stays open.
+A segment is an anonymous file (memfd) that peers open as `/proc/PID/fd/FD`: it has no name that a
+killed process could leave behind, and /dev/shm's size (64 MB in many containers) does not bound it.
+Where the kernel has no memfd, or a peer may not open it, a file in /dev/shm serves, which is
+unlinked as soon as all processes have mapped it. No descriptor stays open.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ PAGE = 4096  # bytes
 
 
 def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Allocate an empty CPU tensor; a large one gets the kernel's large pages where it has them: its first write takes half the time."""
+    """Allocate an empty CPU tensor; a large one gets the kernel's large pages where it has them:
+    its first write takes half the time.
+    """
     tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
     nbytes = tensor.numel() * dtype.itemsize
     if nbytes >= LARGE:
@@ -41,42 +45,74 @@ def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def discard(address: int, nbytes: int) -> None:
-    """Give the whole pages of a stretch of private memory back to the kernel: they read as zeros, and can be written."""
+    """Give the whole pages of a stretch of private memory back to the kernel: they read as
+    zeros, and can be written.
+    """
     start, stop = -(-address // PAGE) * PAGE, (address + nbytes) // PAGE * PAGE
     if stop > start:
         _advise(start, stop - start, DONTNEED)
 
 
 def keep_writes(address: int, nbytes: int, descriptor: int) -> None:
-    """Keep what this process writes to shared memory for itself: a page is copied when it is written.
+    """Keep what this process writes to shared memory for itself: a page is copied when it is
+    written.
 
-    It is mapped at `address` from `descriptor`. Until they are written, pages show what others write there.
+    It is mapped at `address` from `descriptor`. Until they are written, pages show what others
+    write there.
     """
     call = ctypes.CDLL(None, use_errno=True).mmap
     call.restype = ctypes.c_void_p
-    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-    if call(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | FIXED, descriptor, 0) != address:
-        raise ResourceError(f"{_mib(nbytes)} of shared memory can't be mapped again ({os.strerror(ctypes.get_errno())})")
+    call.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
+    if (
+        call(
+            address,
+            nbytes,
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.MAP_PRIVATE | FIXED,
+            descriptor,
+            0,
+        )
+        != address
+    ):
+        raise ResourceError(
+            f"{_mib(nbytes)} of shared memory can't be mapped again "
+            f"({os.strerror(ctypes.get_errno())})"
+        )
 
 
 class SharedSegment:
     """A stretch of `nbytes` shared bytes, all zero at first. Its tensors keep it mapped.
 
-    `at_once`: whether this process maps all pages now. If not, each is mapped when it is first touched, and what stays unused is free.
+    `at_once`: whether this process maps all pages now. If not, each is mapped when it is first
+    touched, and what stays unused is free.
     """
 
     def __init__(self, fd: int, nbytes: int, path: str | None, *, at_once: bool = True) -> None:
         self.nbytes = nbytes
         self._path, self._fd = path, fd
-        self.named = path is not None  # a file that others find by its name, where memory without one can't be had
+        # a file that others find by its name, where memory without one can't be had
+        self.named = path is not None
         self._storage: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", True, nbytes)
         self.start = self._storage.data_ptr()  # address of the first byte
-        if at_once:  # a kernel that can't (before 5.14) makes the first touch of each page slower, nothing else
+        # a kernel that can't (before 5.14) makes the first touch of each page slower, nothing else
+        if at_once:
             _advise(self.start, nbytes, POPULATE)
 
     @classmethod
-    def create(cls, nbytes: int, *, folder: str | None = None, at_once: bool = True) -> SharedSegment:
-        """Make a new segment; `folder` asks for a file there instead of a memfd. `ResourceError` when there is no room."""
+    def create(
+        cls, nbytes: int, *, folder: str | None = None, at_once: bool = True
+    ) -> SharedSegment:
+        """Make a new segment; `folder` asks for a file there instead of a memfd.
+
+        `ResourceError` when there is no room.
+        """
         fd, path = -1, None
         try:
             if folder is None and hasattr(os, "memfd_create"):
@@ -93,7 +129,8 @@ class SharedSegment:
             if path is not None:
                 os.unlink(path)
             raise ResourceError(
-                f"{_mib(nbytes)} of shared memory can't be had ({reason}{room}); give the container more "
+                f"{_mib(nbytes)} of shared memory can't be had ({reason}{room}); "
+                "give the container more "
                 "(docker run --shm-size=2g, or a larger memory limit)"
             ) from error
 
@@ -103,19 +140,28 @@ class SharedSegment:
         return self._path or f"/proc/{os.getpid()}/fd/{self._fd}"
 
     @classmethod
-    def open(cls, address: str, nbytes: int, *, alone: bool = False, at_once: bool = True) -> SharedSegment:
-        """Map a segment that another process has made; its name, if it has one, goes if no other process is to map it (`alone`)."""
+    def open(
+        cls, address: str, nbytes: int, *, alone: bool = False, at_once: bool = True
+    ) -> SharedSegment:
+        """Map a segment that another process has made; its name, if it has one, goes if no other
+        process is to map it (`alone`).
+        """
         fd = -1
         try:
             fd = os.open(address, os.O_RDWR | os.O_CLOEXEC)
             if os.fstat(fd).st_size != nbytes:
-                raise ResourceError(f"the shared memory {address} has another size than the {nbytes} bytes agreed on")
+                raise ResourceError(
+                    f"the shared memory {address} has another size than the {nbytes} bytes agreed "
+                    "on"
+                )
             segment = cls(fd, nbytes, None, at_once=at_once)
             segment.named = not address.startswith("/proc/")
             if alone and segment.named:
                 os.unlink(address)
         except (OSError, RuntimeError) as error:
-            raise ResourceError(f"the shared memory of a worker on this host can't be mapped ({address}: {error})") from error
+            raise ResourceError(
+                f"the shared memory of a worker on this host can't be mapped ({address}: {error})"
+            ) from error
         finally:
             if fd >= 0:
                 os.close(fd)
@@ -123,18 +169,26 @@ class SharedSegment:
         return segment
 
     def again(self) -> Any:
-        """Map the segment once more, until `seal`: as a storage that keeps this mapping alone, and a descriptor for who sends it on."""
+        """Map the segment once more, until `seal`: as a storage that keeps this mapping alone,
+        and a descriptor for who sends it on.
+        """
         storages: Any = torch.UntypedStorage  # torch's stubs don't know all of it
         try:
             storage = storages._new_shared_fd_cpu(self._fd, self.nbytes)
         except RuntimeError as error:
             self.seal()
-            raise ResourceError(f"{_mib(self.nbytes)} of shared memory can't be mapped twice ({str(error).splitlines()[0]})") from error
+            raise ResourceError(
+                f"{_mib(self.nbytes)} of shared memory can't be mapped twice "
+                f"({str(error).splitlines()[0]})"
+            ) from error
         _advise(storage.data_ptr(), self.nbytes, POPULATE)
         return storage
 
     def seal(self) -> None:
-        """Take the segment's name away: all have mapped it. The memory goes with the last mapping."""
+        """Take the segment's name away: all have mapped it.
+
+        The memory goes with the last mapping.
+        """
         if self._path is not None:
             with contextlib.suppress(FileNotFoundError):  # the only one that maps it was faster
                 os.unlink(self._path)
@@ -153,26 +207,39 @@ class SharedSegment:
 
     def cells(self) -> memoryview:
         """Return the bytes of the segment as a memoryview, for reading and writing from Python."""
-        return memoryview(self.tensor(0, (self.nbytes,), torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs before Python 3.12
+        # numpy's stubs before Python 3.12
+        return memoryview(self.tensor(0, (self.nbytes,), torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def share(
-    nbytes: int, me: int, leader: int, meet: Callable[[str], Sequence[str]], *, inside: bool, folder: str | None, at_once: bool = True
+    nbytes: int,
+    me: int,
+    leader: int,
+    meet: Callable[[str], Sequence[str]],
+    *,
+    inside: bool,
+    folder: str | None,
+    at_once: bool = True,
 ) -> SharedSegment | None:
     """Make a new segment: `leader` makes it, all who are `inside` map it (None for the others).
 
-    `meet` takes this rank's word and gives every rank's, in rank order; all call it equally often. Raises `ResourceError` on all when
-    one of them can't map it: neither a memfd nor, after it, a file in /dev/shm (with `folder`: neither a file there).
+    `meet` takes this rank's word and gives every rank's, in rank order; all call it equally often.
+    Raises `ResourceError` on all when one of them can't map it: neither a memfd nor, after it, a
+    file in /dev/shm (with `folder`: neither a file there).
     """
     errors: list[str] = []
     for place in (folder,) if folder is not None else (None, SHM):
         segment, error = None, ""
         try:
             if me == leader:
-                segment, error = _attempt(lambda place=place: SharedSegment.create(nbytes, folder=place, at_once=at_once))  # type: ignore[misc]
+                segment, error = _attempt(
+                    lambda place=place: SharedSegment.create(nbytes, folder=place, at_once=at_once)
+                )  # type: ignore[misc]
             address = meet(segment.address if segment is not None else "")[leader]
             if inside and me != leader and address:
-                segment, error = _attempt(lambda address=address: SharedSegment.open(address, nbytes, at_once=at_once))  # type: ignore[misc]
+                segment, error = _attempt(
+                    lambda address=address: SharedSegment.open(address, nbytes, at_once=at_once)
+                )  # type: ignore[misc]
             errors = [word for word in meet(error) if word]
         finally:
             if segment is not None:

@@ -1,4 +1,5 @@
-"""Point-to-point messages through shared memory: each rank writes its stream in windows, and each receiver copies its stretches out.
+"""Point-to-point messages through shared memory: each rank writes its stream in windows, and each
+receiver copies its stretches out.
 
     rank 0 sends    | to 1 ..... | to 2 ....... | to all ..... |
     windows         |    0    |    1    |    2    |    3    |
@@ -35,7 +36,9 @@ class WindowMessage(NamedTuple):
 
 
 class MessageStretch(NamedTuple):
-    """A part of a message in one window: the stage it lies in, where in it, where in memory, how long."""
+    """A part of a message in one window: the stage it lies in, where in it, where in memory, how
+    long.
+    """
 
     rank: int
     offset: int
@@ -44,40 +47,60 @@ class MessageStretch(NamedTuple):
 
 
 def deliver(
-    segment: ControlSegment, outgoing: Sequence[WindowMessage], call: CallFingerprint, meta: Any, land: Callable[[list[Any]], Landing]
+    segment: ControlSegment,
+    outgoing: Sequence[WindowMessage],
+    call: CallFingerprint,
+    meta: Any,
+    land: Callable[[list[Any]], Landing],
 ) -> Steps:
     """Meet, move all messages, and give the result of `land`.
 
-    `land` is called with every rank's `meta`, and says where what comes in goes: (from, contiguous tensor), in the order in which each
-    rank sends.
+    `land` is called with every rank's `meta`, and says where what comes in goes: (from, contiguous
+    tensor), in the order in which each rank sends.
     """
     departures: dict[int, list[MessageStretch]] = {}
     at = 0
     for message in outgoing:
-        _cut(departures, segment.block, MessageStretch(segment.rank, at, message.x.data_ptr(), message.nbytes))
+        _cut(
+            departures,
+            segment.block,
+            MessageStretch(segment.rank, at, message.x.data_ptr(), message.nbytes),
+        )
         at += message.nbytes
 
     def write(window: int) -> None:
         for stretch in departures.get(window, ()):
-            memmove(segment.stage_at(segment.rank, segment.turn + window) + stretch.offset, stretch.address, stretch.nbytes)
+            memmove(
+                segment.stage_at(segment.rank, segment.turn + window) + stretch.offset,
+                stretch.address,
+                stretch.nbytes,
+            )
 
     for window in range(DEPTH):
         write(window)
-    metas = yield from segment.meet(call, [[[message.to, message.nbytes] for message in outgoing], meta])
+    metas = yield from segment.meet(
+        call, [[[message.to, message.nbytes] for message in outgoing], meta]
+    )
     sent = [messages for messages, _ in metas]
     incoming = land([other for _, other in metas])
     arrivals = _arrivals(segment, incoming, sent)
 
     def read(window: int) -> None:
         for stretch in arrivals.get(window, ()):
-            memmove(stretch.address, segment.stage_at(stretch.rank, segment.turn + window) + stretch.offset, stretch.nbytes)
+            memmove(
+                stretch.address,
+                segment.stage_at(stretch.rank, segment.turn + window) + stretch.offset,
+                stretch.nbytes,
+            )
 
     longest = max(sum(nbytes for _, nbytes in messages) for messages in sent)
     yield from flow(segment, -(-longest // segment.block), write, read)
     return incoming
 
 
-def _arrivals(segment: ControlSegment, incoming: Landing, sent: Sequence[Any]) -> dict[int, list[MessageStretch]]:
+def _arrivals(
+    segment: ControlSegment, incoming: Landing, sent: Sequence[Any]
+) -> dict[int, list[MessageStretch]]:
     expected: dict[int, deque[Tensor]] = {}
     for source, tensor in incoming:
         expected.setdefault(source, deque()).append(tensor)
@@ -87,7 +110,9 @@ def _arrivals(segment: ControlSegment, incoming: Landing, sent: Sequence[Any]) -
         for to, nbytes in messages:
             if to == segment.rank or (to == ALL and source != segment.rank):
                 into = expected[source].popleft()
-                assert into.numel() * into.element_size() == nbytes, "what is awaited has been compared with what is sent"
+                assert into.numel() * into.element_size() == nbytes, (
+                    "what is awaited has been compared with what is sent"
+                )
                 _cut(cuts, segment.block, MessageStretch(source, at, into.data_ptr(), nbytes))
             at += nbytes
     return cuts
@@ -111,4 +136,8 @@ def plain(x: Tensor) -> bool:
 
 def flat(x: Tensor) -> Tensor:
     """Return the values of `x` in one stretch, 1-D: its own memory where they lie so."""
-    return x.detach().resolve_conj().resolve_neg().contiguous().view(-1) if not plain(x) else x.detach().view(-1)
+    return (
+        x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+        if not plain(x)
+        else x.detach().view(-1)
+    )

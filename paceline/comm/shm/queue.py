@@ -1,7 +1,8 @@
 """The queue of operations under way in a group: generators that any waiter pushes forward.
 
-An operation yields when it has posted and the others have to come; no thread belongs to it. The operations of a group end in the order in
-which they began; a wait in one group pushes those of its relatives (subgroups, and what it is a subgroup of) too, as others may need them.
+An operation yields when it has posted and the others have to come; no thread belongs to it. The
+operations of a group end in the order in which they began; a wait in one group pushes those of its
+relatives (subgroups, and what it is a subgroup of) too, as others may need them.
 """
 
 from __future__ import annotations
@@ -27,8 +28,16 @@ CHANNEL = "operations"
 class QueuedWork:
     """An operation under way (a `Work`)."""
 
-    def __init__(self, queue: WorkQueue, steps: Steps, call: CallFingerprint, number: int, *, inference: bool) -> None:
-        self.queue, self.steps, self.call, self.number, self.inference = queue, steps, call, number, inference
+    def __init__(
+        self, queue: WorkQueue, steps: Steps, call: CallFingerprint, number: int, *, inference: bool
+    ) -> None:
+        self.queue, self.steps, self.call, self.number, self.inference = (
+            queue,
+            steps,
+            call,
+            number,
+            inference,
+        )
         self.target = 0  # the post up to which all have to come before its next stretch
         self.ended = False
         self.result: Any = None
@@ -53,7 +62,8 @@ class QueuedWork:
 class WorkQueue:
     """The pending operations of one group; `relatives` is shared by those that are pushed together.
 
-    A finalizer, or a handler of a signal, may begin and cancel operations while its thread is in the middle of another one.
+    A finalizer, or a handler of a signal, may begin and cancel operations while its thread is in
+    the middle of another one.
     """
 
     def __init__(self, segment: ControlSegment, relatives: list[weakref.ref[WorkQueue]]) -> None:
@@ -65,7 +75,9 @@ class WorkQueue:
         relatives[:] = [ref for ref in relatives if ref() is not None] + [me]
         segment.watch.busy = partial(_push_all, relatives, me)
 
-    def start(self, call: CallFingerprint, steps: Steps, written: Sequence[Tensor] = ()) -> QueuedWork:
+    def start(
+        self, call: CallFingerprint, steps: Steps, written: Sequence[Tensor] = ()
+    ) -> QueuedWork:
         """Append an operation that writes to `written`, and push it as far as it goes."""
         watch = self.segment.watch
         if watch.broken is not None:
@@ -117,12 +129,15 @@ class WorkQueue:
             return False
         except StopIteration as stop:
             pending.result = stop.value
-        except (Mismatch, UsageError) as error:  # found by all ranks at the same place: the group goes on
+        except (Mismatch, UsageError) as error:
+            # found by all ranks at the same place: the group goes on
             pending.error = error
-        except (RuntimeError, ValueError, TypeError) as error:  # of torch, on this rank alone: the others can't go on
+        except (RuntimeError, ValueError, TypeError) as error:
+            # of torch, on this rank alone: the others can't go on
             pending.error = error
             segment.watch.end(error)
-        except BaseException as error:  # an interrupt, no memory: raised where it came, and the end of this operation
+        except BaseException as error:
+            # an interrupt, no memory: raised where it came, and the end of this operation
             pending.error, pending.ended = error, True
             segment.watch.end(error)
             raise
@@ -130,7 +145,9 @@ class WorkQueue:
         return True
 
     def finish(self, pending: QueuedWork, timeout: float | None = None) -> None:
-        """Wait for the end of an operation; raises what ends the wait, not what ended the operation."""
+        """Wait for the end of an operation; raises what ends the wait, not what ended the
+        operation.
+        """
 
         def ended() -> bool:
             if not pending.ended:
@@ -141,7 +158,9 @@ class WorkQueue:
             return
         watch = self.segment.watch
         try:
-            watch.wait(WaitCondition(ended, self._missing, CHANNEL, pending.number, pending.call), timeout)
+            watch.wait(
+                WaitCondition(ended, self._missing, CHANNEL, pending.number, pending.call), timeout
+            )
         finally:
             if watch.broken is not None:
                 self.cancel()
@@ -149,7 +168,8 @@ class WorkQueue:
     def cancel(self) -> None:
         """End all operations with the reason for which the group is broken."""
         with self._lock:
-            if self.segment.watch.broken is not None and not self._pushing:  # else it ends where that does
+            # else it ends where that does
+            if self.segment.watch.broken is not None and not self._pushing:
                 self._cancel(self.segment.watch.broken)
 
     def _cancel(self, error: BaseException) -> None:

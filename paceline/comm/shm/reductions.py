@@ -1,16 +1,22 @@
-"""Reductions in shared memory: torch's own vector operations on slices, each rank adding its part of every block in rank order.
+"""Reductions in shared memory: torch's own vector operations on slices, each rank adding its part
+of every block in rank order.
 
-    block k of an ordinary tensor, 2 ranks               phase     rank 0                                rank 1
-    x -> stage   the others' parts of x                   k - 2    stage[0] = x0, the part of 1          stage[1] = x1, the part of 0
-    add          my part, from x and all stages           k        stage[0] = out0 = x0 + stage[1]       stage[1] = out1 = stage[0] + x1
-    collect      the others' sums                         k + 2    out0 = stage[1]                       out1 = stage[0]
+    block k of an ordinary tensor, 2 ranks               phase     rank 0
+                                                                   rank 1
+    x -> stage   the others' parts of x                   k - 2    stage[0] = x0, the part of 1
+                                                                   stage[1] = x1, the part of 0
+    add          my part, from x and all stages           k        stage[0] = out0 = x0 + stage[1]
+                                                                   stage[1] = out1 = stage[0] + x1
+    collect      the others' sums                         k + 2    out0 = stage[1]
+                                                                   out1 = stage[0]
 
-In each phase a rank stages block k + 2, adds block k and collects block k - 2, then posts; it may be one phase ahead of the slowest, so
-that one late wake-up doesn't stop the others. Stages live in the cache; x and out are read and written once. Copies are the C library's:
-they write whole cache lines without reading them first, up to three times as fast as torch's.
+In each phase a rank stages block k + 2, adds block k and collects block k - 2, then posts; it may
+be one phase ahead of the slowest, so that one late wake-up doesn't stop the others. Stages live in
+the cache; x and out are read and written once. Copies are the C library's: they write whole cache
+lines without reading them first, up to three times as fast as torch's.
 
-What is reduced in place is added in place, and copied to the stage then. Registered memory (every rank sees that of all others) is added
-and handed out where it lies, between two posts.
+What is reduced in place is added in place, and copied to the stage then. Registered memory (every
+rank sees that of all others) is added and handed out where it lies, between two posts.
 """
 
 from __future__ import annotations
@@ -42,11 +48,14 @@ PAIRS: dict[Op, Callable[..., Tensor]] = {
 Stage = Callable[[int], None]
 
 
-def flow(segment: ControlSegment, blocks: int, stage: Stage, add: Stage, collect: Stage | None = None) -> Steps:
+def flow(
+    segment: ControlSegment, blocks: int, stage: Stage, add: Stage, collect: Stage | None = None
+) -> Steps:
     """Return the phases of `blocks` blocks, whose first DEPTH have been staged before all met.
 
-    A rank in phase k knows that all have ended phase k - 2, so the others are in k - 1 to k + 1: they read stages of blocks k - 1 to
-    k + 1 (adding) and k - 3 to k - 1 (collecting; another part of the stage). SLOTS stages, used in turn, keep that apart from block k + 2.
+    A rank in phase k knows that all have ended phase k - 2, so the others are in k - 1 to k + 1:
+    they read stages of blocks k - 1 to k + 1 (adding) and k - 3 to k - 1 (collecting; another part
+    of the stage). SLOTS stages, used in turn, keep that apart from block k + 2.
     """
     phases = blocks + (DEPTH if collect is not None else 0)
     for k in range(phases):
@@ -63,29 +72,49 @@ def flow(segment: ControlSegment, blocks: int, stage: Stage, add: Stage, collect
 
 
 class BlockCut(NamedTuple):
-    """How a block is cut into the parts of the ranks, in bytes from its begin; with the addresses and views of each stage used."""
+    """How a block is cut into the parts of the ranks, in bytes from its begin; with the
+    addresses and views of each stage used.
+    """
 
     low: int  # where my part begins
     high: int  # where it ends
     stop: int  # the length of the block
     parts: list[list[Tensor]]  # in each stage: my part as every rank has it; where mine is, the sum
-    others: list[tuple[int, int, list[int]]]  # the parts of the others: where it begins, its length, the stages of its rank
+    # the parts of the others: where it begins, its length, the stages of its rank
+    others: list[tuple[int, int, list[int]]]
 
 
 def cut(segment: ControlSegment, count: int, part: int, dtype: torch.dtype, slots: int) -> BlockCut:
-    """Plan a block of `count` elements whose parts have `part` elements, or what is left; in each of the next `slots` stages."""
+    """Plan a block of `count` elements whose parts have `part` elements, or what is left; in
+    each of the next `slots` stages.
+    """
     item, turns = dtype.itemsize, range(segment.turn, segment.turn + slots)
-    spans = [(min(r * part, count) * item, min((r + 1) * part, count) * item) for r in range(segment.size)]
+    spans = [
+        (min(r * part, count) * item, min((r + 1) * part, count) * item)
+        for r in range(segment.size)
+    ]
     low, high = spans[segment.rank]
     parts = (
-        [[segment.stage(r, turn, low, (high - low) // item, dtype) for r in range(segment.size)] for turn in turns] if high > low else []
+        [
+            [segment.stage(r, turn, low, (high - low) // item, dtype) for r in range(segment.size)]
+            for turn in turns
+        ]
+        if high > low
+        else []
     )
-    others = [(a, b - a, [segment.stage_at(r, turn) for turn in turns]) for r, (a, b) in enumerate(spans) if r != segment.rank and b > a]
+    others = [
+        (a, b - a, [segment.stage_at(r, turn) for turn in turns])
+        for r, (a, b) in enumerate(spans)
+        if r != segment.rank and b > a
+    ]
     return BlockCut(low, high, count * item, parts, others)
 
 
 def all_reduce(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, meeting: Steps) -> Steps:
-    """Reduce `x` into `out`, contiguous and 1-D, the same or apart. `meeting`: the steps in which all ranks meet for it."""
+    """Reduce `x` into `out`, contiguous and 1-D, the same or apart.
+
+    `meeting`: the steps in which all ranks meet for it.
+    """
     me, item, total = segment.rank, x.element_size(), x.numel()
     blocks = max(1, -(-total * item // segment.block))
     line = LINE // item * segment.size
@@ -109,7 +138,10 @@ def all_reduce(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, meeting:
         low, high, _, parts, _ = whole if k < last else rest
         if parts:
             views = parts[k % SLOTS].copy()
-            summed, views[me] = views[me], x.narrow(0, k * width + low // item, (high - low) // item)
+            summed, views[me] = (
+                views[me],
+                x.narrow(0, k * width + low // item, (high - low) // item),
+            )
             staged, lies = mine[k % SLOTS] + low, target + k * span + low
             if source == target:  # summed where it lies, which the cache has at hand by then
                 fold(views, views[me], op, spare=summed)
@@ -130,8 +162,12 @@ def all_reduce(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, meeting:
     yield from flow(segment, blocks, stage, add, collect)
 
 
-def all_reduce_small(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, meeting: Steps) -> Steps:
-    """Reduce at most SMALL bytes: every rank adds all of it, so all meet only once, in the steps of `meeting`."""
+def all_reduce_small(
+    segment: ControlSegment, x: Tensor, out: Tensor, op: Op, meeting: Steps
+) -> Steps:
+    """Reduce at most SMALL bytes: every rank adds all of it, so all meet only once, in the steps
+    of `meeting`.
+    """
     parity = segment.parity
     segment.small(segment.rank, parity, x.numel(), x.dtype).copy_(x)
     yield from meeting
@@ -139,8 +175,12 @@ def all_reduce_small(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, me
     fold([segment.small(r, parity, x.numel(), x.dtype) for r in range(segment.size)], out, op)
 
 
-def reduce_scatter(segment: ControlSegment, x: Tensor, op: Op, call: CallFingerprint, out: Tensor | None = None) -> Steps:
-    """Return this rank's piece of the reduction of `x`, contiguous and 1-D; in `out`, if that is given."""
+def reduce_scatter(
+    segment: ControlSegment, x: Tensor, op: Op, call: CallFingerprint, out: Tensor | None = None
+) -> Steps:
+    """Return this rank's piece of the reduction of `x`, contiguous and 1-D; in `out`, if that is
+    given.
+    """
     me, size, item, base = segment.rank, segment.size, x.element_size(), segment.turn
     cut = pieces(x.numel(), size)
     room = segment.block // size  # bytes of a part of a stage
@@ -153,13 +193,19 @@ def reduce_scatter(segment: ControlSegment, x: Tensor, op: Op, call: CallFingerp
         for r, (start, stop) in enumerate(cut):
             low, high = start + k * width, min(start + (k + 1) * width, stop)
             if r != me and high > low:
-                memmove(segment.stage_at(me, base + k) + r * room, source + low * item, (high - low) * item)
+                memmove(
+                    segment.stage_at(me, base + k) + r * room,
+                    source + low * item,
+                    (high - low) * item,
+                )
 
     def add(k: int) -> None:
         mine = out[k * width : (k + 1) * width]
         if mine.numel():
             own = x[first + k * width : first + k * width + mine.numel()]
-            others = [segment.stage(r, base + k, me * room, mine.numel(), x.dtype) for r in range(size)]
+            others = [
+                segment.stage(r, base + k, me * room, mine.numel(), x.dtype) for r in range(size)
+            ]
             fold([own if r == me else other for r, other in enumerate(others)], mine, op)
 
     blocks = max(1, -(-max(stop - start for start, stop in cut) // width))
@@ -172,26 +218,40 @@ def reduce_scatter(segment: ControlSegment, x: Tensor, op: Op, call: CallFingerp
 
 
 class ReductionPlan(NamedTuple):
-    """What a rank does to one registered tensor: in each block, add every rank's view into the first and hand it out to the others."""
+    """What a rank does to one registered tensor: in each block, add every rank's view into the
+    first and hand it out to the others.
+    """
 
     blocks: list[list[Tensor]]
     copies: list[tuple[int, list[int], int]]  # from an address to addresses, bytes
 
 
 def plan(x: Tensor, place: RegisteredMemory, rank: int) -> ReductionPlan:
-    """Plan this rank's piece of `x`, which lies in `place`, cut so that a block of all ranks stays in the cache."""
+    """Plan this rank's piece of `x`, which lies in `place`, cut so that a block of all ranks
+    stays in the cache.
+    """
     offset, count, item = x.data_ptr() - place.start, x.numel(), x.element_size()
     line, width = LINE // item or 1, REGISTERED // item
-    start, stop = (min(-(-edge // line) * line, count) for edge in pieces(count, len(place.regions))[rank])
-    with torch.inference_mode(False):  # the views may outlive an evaluation that they are first used in
+    start, stop = (
+        min(-(-edge // line) * line, count) for edge in pieces(count, len(place.regions))[rank]
+    )
+    # the views may outlive an evaluation that they are first used in
+    with torch.inference_mode(False):
         views = [region[offset : offset + count * item].view(x.dtype) for region in place.regions]
-        blocks = [[view[at : min(at + width, stop)] for view in views] for at in range(start, stop, width)]
-    copies = [(first.data_ptr(), [other.data_ptr() for other in others], first.numel() * item) for first, *others in blocks]
+        blocks = [
+            [view[at : min(at + width, stop)] for view in views] for at in range(start, stop, width)
+        ]
+    copies = [
+        (first.data_ptr(), [other.data_ptr() for other in others], first.numel() * item)
+        for first, *others in blocks
+    ]
     return ReductionPlan(blocks, copies)
 
 
 def all_reduce_registered(segment: ControlSegment, x: Tensor, plan: ReductionPlan, op: Op) -> Steps:
-    """Reduce in place, in every rank's registered memory at the same offset; all have met for it."""
+    """Reduce in place, in every rank's registered memory at the same offset; all have met for
+    it.
+    """
     admit(op, x.dtype)
     for parts, (total, others, nbytes) in zip(*plan, strict=True):
         fold(parts, parts[0], op)
@@ -204,7 +264,8 @@ def all_reduce_registered(segment: ControlSegment, x: Tensor, plan: ReductionPla
 def fold(parts: Sequence[Tensor], out: Tensor, op: Op, spare: Tensor | None = None) -> None:
     """Write the reduction of `parts` in their order to `out`, rounded once.
 
-    `out` may be one of them; if it is neither of the first two, `spare` holds what is summed before.
+    `out` may be one of them; if it is neither of the first two, `spare` holds what is summed
+    before.
     """
     held = wide(parts[0].dtype, op)
     if held != parts[0].dtype:

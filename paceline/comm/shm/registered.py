@@ -1,4 +1,6 @@
-"""Registered memory: a region of the same length of every rank, mapped by all, so that tensors there are reached without a copy."""
+"""Registered memory: a region of the same length of every rank, mapped by all, so that tensors
+there are reached without a copy.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,21 @@ class RegisteredMemory(NamedTuple):
 
 
 class MemoryRegistry:
-    """The registered memory of a group, and the plans made for tensors that lie there (`plans`, by what identifies them)."""
+    """The registered memory of a group, and the plans made for tensors that lie there (`plans`,
+    by what identifies them).
+    """
 
     def __init__(self) -> None:
         self._made = 0
         self._places: dict[int, RegisteredMemory] = {}  # by where they start
-        self._aside: dict[int, int] = {}  # where memory of my own starts, and ends, that stands in for such a place
+        # where memory of my own starts, and ends, that stands in for such a place
+        self._aside: dict[int, int] = {}
         self.plans: dict[Hashable, Any] = {}
 
     def add(self, start: int, regions: list[Tensor]) -> None:
-        """Add a piece of memory in which this rank's region starts at this address; all ranks add theirs in the same order."""
+        """Add a piece of memory in which this rank's region starts at this address; all ranks
+        add theirs in the same order.
+        """
         self._places[start] = RegisteredMemory(self._made, start, regions)
         self._made += 1
 
@@ -42,7 +49,9 @@ class MemoryRegistry:
         address = x.data_ptr()
         place = self._places.get(address)
         if place is None:
-            place = next((p for p in tuple(self._places.values()) if p.start <= address < p.stop), None)
+            place = next(
+                (p for p in tuple(self._places.values()) if p.start <= address < p.stop), None
+            )
         return place
 
     def lay_aside(self, x: Tensor) -> None:
@@ -52,7 +61,11 @@ class MemoryRegistry:
     def aside(self, x: Tensor) -> bool:
         """Whether `x` lies in memory of this rank alone that is used as if it were registered."""
         address = x.data_ptr()
-        return any(start <= address < stop for start, stop in self._aside.items()) if self._aside else False
+        return (
+            any(start <= address < stop for start, stop in self._aside.items())
+            if self._aside
+            else False
+        )
 
     def forget(self, x: Tensor) -> None:
         """Forget the memory of `x`, which goes when its last tensor does."""

@@ -1,9 +1,12 @@
-"""The control segment of a group inside one host: counters, fingerprints, mailboxes and stages, each written by one rank only.
+"""The control segment of a group inside one host: counters, fingerprints, mailboxes and stages,
+each written by one rank only.
 
-    rank r  | cells: operations, agrees, left, pid, marks x 2, note, bell | text | note | meta x 2 | mailbox x 2 | small x 2 | stage x 4 |
+    rank r  | cells: operations, agrees, left, pid, marks x 2, note, bell | text | note | meta x 2 |
+            mailbox x 2 | small x 2 | stage x 4 |
 
-Two channels run over it, each with its own counter: *operations* on tensors, whose ranks post and go on, and *agree*, which blocks.
-On x86-64 stores become visible in program order, so what was written before a counter was raised is there when the counter is seen.
+Two channels run over it, each with its own counter: *operations* on tensors, whose ranks post and
+go on, and *agree*, which blocks. On x86-64 stores become visible in program order, so what was
+written before a counter was raised is there when the counter is seen.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from paceline.comm.shm.bell import Bell
 from paceline.comm.shm.memory import SharedSegment, share
 from paceline.comm.shm.waiting import RankWaiter, WaitCondition
 
-ORDERED_STORES = ("x86_64", "AMD64")  # processors on which counters in shared memory are a sound barrier
+# processors on which counters in shared memory are a sound barrier
+ORDERED_STORES = ("x86_64", "AMD64")
 SLOTS = 4  # stages of a rank, used in turn
 STAGE = 2 << 20  # bytes of each
 SMALL = 32 << 10  # bytes of each half of a rank's small stage: what every rank sums all by itself
@@ -38,9 +42,13 @@ MAILS = METAS + 2 * META
 SMALLS = MAILS + 2 * MAIL
 STAGES = SMALLS + 2 * SMALL
 SPAN = STAGES + SLOTS * STAGE  # bytes of a rank
-OPS, AGREES, LEFT, PID, MARKS, NOTE, BELL = 0, 8, 16, 24, 32, 40, 48  # int64 cells, a cache line each
-PIECE = 384 << 10  # bytes of a rank's part of a block: large enough for few waits, small enough for the cache of a core
-Steps = Generator[int, None, Any]  # of an operation: yields up to which post the others have to come before it goes on
+# int64 cells, a cache line each
+OPS, AGREES, LEFT, PID, MARKS, NOTE, BELL = 0, 8, 16, 24, 32, 40, 48
+# bytes of a rank's part of a block: large enough for few waits, small enough for the cache of a
+# core
+PIECE = 384 << 10
+# of an operation: yields up to which post the others have to come before it goes on
+Steps = Generator[int, None, Any]
 
 
 class RankNotes:
@@ -76,7 +84,10 @@ class RankNotes:
 
 
 class ControlSegment:
-    """One rank's view of the control segment. `names`: what the ranks are called in messages and errors."""
+    """One rank's view of the control segment.
+
+    `names`: what the ranks are called in messages and errors.
+    """
 
     def __init__(
         self,
@@ -97,18 +108,27 @@ class ControlSegment:
         self._cells = self._bytes.cast("q")
         self._mine = (rank * SPAN) // 8
         self._others = [r for r in range(size) if r != rank]
-        self._ops, self._agrees, self._marks = ([(r * SPAN) // 8 + cell for r in self._others] for cell in (OPS, AGREES, MARKS))
+        self._ops, self._agrees, self._marks = (
+            [(r * SPAN) // 8 + cell for r in self._others] for cell in (OPS, AGREES, MARKS)
+        )
         self._met = self._agreed = 0
         self._numbers: dict[CallFingerprint, int] = {}
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        self._bell = Bell(self._cells, segment.start, [r * SPAN // 8 + BELL for r in range(size)], rank) if futex.available() else None
-        self.watch = RankWaiter(rank, names, RankNotes(self._cells, rank), deadline=deadline, bell=self._bell)
+        self._bell = (
+            Bell(self._cells, segment.start, [r * SPAN // 8 + BELL for r in range(size)], rank)
+            if futex.available()
+            else None
+        )
+        self.watch = RankWaiter(
+            rank, names, RankNotes(self._cells, rank), deadline=deadline, bell=self._bell
+        )
         self._cancel_scope = CancelScope() if cancel_scope is None else cancel_scope
         self._cancel_scope.add(self.watch.interrupt)
         self._cells[self._mine + PID] = os.getpid()
         self.agree(b"")  # now all pids are there
         self.watch.know({r: self._cells[(r * SPAN) // 8 + PID] for r in self._others})
-        self.block = min(STAGE, PIECE * size) // (64 * size) * (64 * size)  # bytes of a block, each rank's part whole cache lines
+        # bytes of a block, each rank's part whole cache lines
+        self.block = min(STAGE, PIECE * size) // (64 * size) * (64 * size)
 
     @classmethod
     def from_store(
@@ -121,7 +141,9 @@ class ControlSegment:
         folder: str | None = None,
         cancel_scope: CancelScope | None = None,
     ) -> ControlSegment:
-        """Make the segment on rank 0, whose address goes through the store; ends when all have mapped it, or with one error on all."""
+        """Make the segment on rank 0, whose address goes through the store; ends when all have
+        mapped it, or with one error on all.
+        """
         turn = 0
 
         def meet(word: str) -> list[str]:
@@ -132,11 +154,15 @@ class ControlSegment:
 
         segment = share(len(names) * SPAN, rank, 0, meet, inside=True, folder=folder, at_once=False)
         assert segment is not None
-        return cls(segment, rank, names, deadline=deadline, folder=folder, cancel_scope=cancel_scope)
+        return cls(
+            segment, rank, names, deadline=deadline, folder=folder, cancel_scope=cancel_scope
+        )
 
     @property
     def named(self) -> bool:
-        """Whether its memory is a file with a name, where memory without one can't be had or wasn't asked for."""
+        """Whether its memory is a file with a name, where memory without one can't be had or
+        wasn't asked for.
+        """
         return self._segment.named
 
     # ---- the channel of operations
@@ -166,13 +192,24 @@ class ControlSegment:
         return self._met & 1
 
     def meet(self, call: CallFingerprint, meta: Any = None) -> Generator[int, None, list[Any]]:
-        """Begin an operation: every rank says what it is about to do, which is compared. Returns every rank's `meta`.
+        """Begin an operation: every rank says what it is about to do, which is compared.
 
-        Returns the places instead where calls differ in nothing else: some lie in the same registered memory, the others have their own.
+        Returns every rank's `meta`.
+
+        Returns the places instead where calls differ in nothing else: some lie in the same
+        registered memory, the others have their own.
         """
         packed = b"" if meta is None else msgpack.packb(meta)
         if len(packed) > META - 8:
-            call, packed = call._replace(flaw=f"{len(packed)} bytes describe it and {META - 8} fit; exchange fewer tensors at a time"), b""
+            call, packed = (
+                call._replace(
+                    flaw=(
+                        f"{len(packed)} bytes describe it and {META - 8} fit; "
+                        "exchange fewer tensors at a time"
+                    )
+                ),
+                b"",
+            )
         parity, mark = self.parity, self._number(call)
         self._met += 1
         self._write(self._mine * 8 + METAS + parity * META, packed)
@@ -180,18 +217,28 @@ class ControlSegment:
         self.post()
         yield self.posted
         if call.flaw or any(self._cells[at + parity] != mark for at in self._marks):
-            self._write(self._mine * 8 + CELLS, msgpack.packb([str(call)[:400], call.flaw[:400], call.place, callsite.place()[-200:]]))
+            self._write(
+                self._mine * 8 + CELLS,
+                msgpack.packb(
+                    [str(call)[:400], call.flaw[:400], call.place, callsite.place()[-200:]]
+                ),
+            )
             self.post()
             yield self.posted
             entries = [msgpack.unpackb(self._read(r * SPAN + CELLS)) for r in range(self.size)]
             places = [place for _, _, place, _ in entries]
             meets = all(places) and len({*places, OWN}) <= 2
-            calls = [(text if meets else f"{text} {place}".strip(), flaw) for text, flaw, place, _ in entries]
+            calls = [
+                (text if meets else f"{text} {place}".strip(), flaw)
+                for text, flaw, place, _ in entries
+            ]
             compare(calls, self.names, [line for *_, line in entries])
             return places
         if meta is None:
             return []
-        return [msgpack.unpackb(self._read(r * SPAN + METAS + parity * META)) for r in range(self.size)]
+        return [
+            msgpack.unpackb(self._read(r * SPAN + METAS + parity * META)) for r in range(self.size)
+        ]
 
     def stage_at(self, rank: int, turn: int) -> int:
         """Return the address of a rank's stage of this turn."""
@@ -224,24 +271,40 @@ class ControlSegment:
 
     # ---- the channel of agreements
 
-    def agree(self, payload: bytes, call: CallFingerprint = CallFingerprint("agree")) -> list[bytes]:  # noqa: B008 (a tuple)
-        """Gather every rank's payload, of any length, once all have come to the same `call`; the payloads aren't compared."""
+    # (a tuple)
+    def agree(
+        self,
+        payload: bytes,
+        call: CallFingerprint = CallFingerprint("agree"),  # noqa: B008
+    ) -> list[bytes]:
+        """Gather every rank's payload, of any length, once all have come to the same `call`; the
+        payloads aren't compared.
+        """
         call_number = self.watch.made.get("agree", 0)
         self.watch.made["agree"] = call_number + 1
         mark = self._number(call)
         try:
             answers, marks = self._swap(payload, mark, call, call_number)
             if call.flaw or any(other != mark for other in marks):
-                texts, _ = self._swap(msgpack.packb([str(call)[:400], call.flaw[:400], callsite.place()[-200:]]), 0, call, call_number)
+                texts, _ = self._swap(
+                    msgpack.packb([str(call)[:400], call.flaw[:400], callsite.place()[-200:]]),
+                    0,
+                    call,
+                    call_number,
+                )
         except BaseException as error:
             self.watch.end(error)  # whatever ended this wait: this channel is out of step now
             raise
         if call.flaw or any(other != mark for other in marks):
             sides = [msgpack.unpackb(text) for text in texts]
-            compare([(text, flaw) for text, flaw, _ in sides], self.names, [line for *_, line in sides])
+            compare(
+                [(text, flaw) for text, flaw, _ in sides], self.names, [line for *_, line in sides]
+            )
         return answers
 
-    def _swap(self, payload: bytes, mark: int, call: CallFingerprint, call_number: int) -> tuple[list[bytes], list[int]]:
+    def _swap(
+        self, payload: bytes, mark: int, call: CallFingerprint, call_number: int
+    ) -> tuple[list[bytes], list[int]]:
         answers, marks = [b""] * self.size, [0] * self.size
         longest, at, room = len(payload), 0, MAIL - 16
         while True:
@@ -258,7 +321,9 @@ class ControlSegment:
                 start = r * SPAN + base
                 marks[r], total = self._cells[start // 8], self._cells[start // 8 + 1]
                 longest = max(longest, total)
-                answers[r] += bytes(self._bytes[start + 16 : start + 16 + max(0, min(total - at, room))])
+                answers[r] += bytes(
+                    self._bytes[start + 16 : start + 16 + max(0, min(total - at, room))]
+                )
             at += room
             if at >= longest:
                 return answers, marks
@@ -286,14 +351,31 @@ class ControlSegment:
         return segment
 
     def sub(self, ranks: Sequence[int], call: CallFingerprint) -> ControlSegment | None:
-        """Make the control segment of some ranks, all different; all ranks call it with the same list. None on the others."""
+        """Make the control segment of some ranks, all different; all ranks call it with the same
+        list. None on the others.
+        """
         words, inside = self._words(call), self.rank in ranks
-        segment = share(len(ranks) * SPAN, self.rank, ranks[0], words, inside=inside, folder=self.folder, at_once=False)
+        segment = share(
+            len(ranks) * SPAN,
+            self.rank,
+            ranks[0],
+            words,
+            inside=inside,
+            folder=self.folder,
+            at_once=False,
+        )
         if segment is None:
             return None
         names = [self.names[r] for r in ranks]
         rank = list(ranks).index(self.rank)
-        return ControlSegment(segment, rank, names, deadline=self.watch.deadline, folder=self.folder, cancel_scope=self._cancel_scope)
+        return ControlSegment(
+            segment,
+            rank,
+            names,
+            deadline=self.watch.deadline,
+            folder=self.folder,
+            cancel_scope=self._cancel_scope,
+        )
 
     def _words(self, call: CallFingerprint) -> Callable[[str], list[str]]:
         return lambda word: [answer.decode() for answer in self.agree(word.encode(), call)]

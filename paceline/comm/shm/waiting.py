@@ -1,10 +1,13 @@
-"""Waits for the other processes of a host: yields the core at first, sleeps later, and finds dead, gone or stuck ranks early.
+"""Waits for the other processes of a host: yields the core at first, sleeps later, and finds dead,
+gone or stuck ranks early.
 
-    up to 200 yields (0.1 ms and more: the others are near), as few as 8 after waits that they did not end, none where others use the core
+    up to 200 yields (0.1 ms and more: the others are near), as few as 8 after waits that they did
+        not end, none where others use the core
     sleeps of 2 ms, after 20 ms of 10 ms, that end when another rank posts something
 
-Where work is pending in other groups, sleeps are naps of 50 us, later 200 us, and it is pushed between them: nothing wakes a rank for it.
-Every 2 ms a look is taken whether the missing can still come.
+Where work is pending in other groups, sleeps are naps of 50 us, later 200 us, and it is pushed
+between them: nothing wakes a rank for it. Every 2 ms a look is taken whether the missing can still
+come.
 """
 
 from __future__ import annotations
@@ -30,11 +33,14 @@ LONG = 20e-3  # seconds after which naps are long
 LOOK = 2e-3  # seconds between two looks at the deadline and at the living
 REST, LONG_REST = 2e-3, 10e-3  # seconds of a sleep from which a rank is woken
 JUDGED = GRACE + 0.1  # seconds: by then all that wait for each other have told it
-Verdict = tuple[str, str, list[int]]  # why the group has ended: name of an error, its message, the ranks that are gone or missing
+# why the group has ended: name of an error, its message, the ranks that are gone or missing
+Verdict = tuple[str, str, list[int]]
 
 
 class WaitCondition(NamedTuple):
-    """A condition to wait for: whether it holds, which ranks are missing, and which call it is on its channel."""
+    """A condition to wait for: whether it holds, which ranks are missing, and which call it is
+    on its channel.
+    """
 
     ready: Callable[[], bool]
     missing: Callable[[], list[int]]
@@ -66,11 +72,20 @@ class WaitNotes(Protocol):
 class RankWaiter:
     """How one rank waits. `made` counts its calls by channel.
 
-    `busy` pushes work that is pending elsewhere, and tells whether there is any. `bell`: wakes this rank (None: nothing does).
-    `names` is what the ranks are called in messages and errors. An error that ends the group is told to the others, who raise it too.
+    `busy` pushes work that is pending elsewhere, and tells whether there is any. `bell`: wakes this
+    rank (None: nothing does). `names` is what the ranks are called in messages and errors. An error
+    that ends the group is told to the others, who raise it too.
     """
 
-    def __init__(self, rank: int, names: Sequence[int], notes: WaitNotes, *, deadline: float, bell: Bell | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        names: Sequence[int],
+        notes: WaitNotes,
+        *,
+        deadline: float,
+        bell: Bell | None = None,
+    ) -> None:
         self.rank, self.names, self.deadline = rank, tuple(names), deadline
         self.waited = 0.0  # seconds
         self.busy: Callable[[], bool] = lambda: False
@@ -78,7 +93,8 @@ class RankWaiter:
         self.broken: PacelineError | None = None  # why nothing can be waited for any more
         self._notes, self._bell = notes, bell
         self._telling = False
-        self._spins = SPINS  # twice as many after a wait that yields ended, half as many after one that they didn't
+        # twice as many after a wait that yields ended, half as many after one that they didn't
+        self._spins = SPINS
         self._pidfds: dict[int, int] = {}
         fine_timer()
 
@@ -92,13 +108,20 @@ class RankWaiter:
             except ProcessLookupError as error:
                 name = self.names[rank]
                 self._forget()
-                raise self.end(WorkerLost(f"rank {name} has died while the group was made", (name,))) from error
+                raise self.end(
+                    WorkerLost(f"rank {name} has died while the group was made", (name,))
+                ) from error
 
     def end(self, error: BaseException) -> PacelineError:
-        """Break the group, here and at the others, because of `error`, or of what another found first; return that."""
+        """Break the group, here and at the others, because of `error`, or of what another found
+        first; return that.
+        """
         if self.broken is None:
             me = self.names[self.rank]
-            why = f"rank {me} broke off in the middle of an exchange ({type(error).__name__}: {error})"
+            why = (
+                f"rank {me} broke off in the middle of an exchange ({type(error).__name__}: "
+                f"{error})"
+            )
             mine = error if isinstance(error, PacelineError) else WorkerLost(why, (me,))
             self.broken = self._ended() or mine
             self._tell(None)
@@ -109,7 +132,10 @@ class RankWaiter:
         self.broken = self.broken or error
 
     def close(self, error: PacelineError) -> None:
-        """Leave in good order; `error` is what later calls raise. What ended it before stays the reason."""
+        """Leave in good order; `error` is what later calls raise.
+
+        What ended it before stays the reason.
+        """
         if self.broken is None:
             self.broken = error
             self._notes.leave()
@@ -121,8 +147,11 @@ class RankWaiter:
         self._pidfds.clear()
 
     def wait(self, awaited: WaitCondition, timeout: float | None = None) -> None:
-        """Return when the condition holds. Else raise, and end the group: `WorkerLost` when a missing rank has gone, `Mismatch` when the
-        missing wait for me, `DeadlineExceeded` at the deadline. After a `timeout` of its own only this wait is over.
+        """Return when the condition holds.
+
+        Else raise, and end the group: `WorkerLost` when a missing rank has gone, `Mismatch` when
+        the missing wait for me, `DeadlineExceeded` at the deadline. After a `timeout` of its own
+        only this wait is over.
         """
         started = time.perf_counter()
         ready = awaited.ready
@@ -135,7 +164,8 @@ class RankWaiter:
                     return
                 os.sched_yield()
                 now = time.perf_counter()
-                if now - since > CROWDED:  # others want this core: they get it, and whoever is awaited may be one of them
+                # others want this core: they get it, and whoever is awaited may be one of them
+                if now - since > CROWDED:
                     break
                 since = now
             self._spins = max(FEW_SPINS, spins // 2)
@@ -170,20 +200,30 @@ class RankWaiter:
         error = self._ended() or self._hopeless(awaited, missing, since)
         if error is None and since > self.deadline:
             what = f"{awaited.what} (asked by rank {self.names[self.rank]})"
-            error = DeadlineExceeded(f"rank {who} did not come within {self.deadline:g} s to {what}", named)
+            error = DeadlineExceeded(
+                f"rank {who} did not come within {self.deadline:g} s to {what}", named
+            )
         if error is not None and not awaited.ready():
             raise self.end(error)
         if timeout is not None and since > timeout and not awaited.ready():
-            raise DeadlineExceeded(f"rank {who} did not come within {timeout:g} s to {awaited.what}; it may still", named)
+            raise DeadlineExceeded(
+                f"rank {who} did not come within {timeout:g} s to {awaited.what}; it may still",
+                named,
+            )
 
-    def _hopeless(self, awaited: WaitCondition, missing: Sequence[int], since: float) -> PacelineError | None:
+    def _hopeless(
+        self, awaited: WaitCondition, missing: Sequence[int], since: float
+    ) -> PacelineError | None:
         """Return why the missing can't come, if they can't."""
         gone = {rank: "has closed its group" for rank in missing if self._notes.left(rank)}
         gone |= {rank: "has died" for rank in self._dead() if rank in missing and rank not in gone}
         if gone:
             text = ", ".join(f"rank {self.names[rank]} {how}" for rank, how in sorted(gone.items()))
             me = self.names[self.rank]
-            return WorkerLost(f"{text} while rank {me} waits for it in {awaited.what}", tuple(self.names[rank] for rank in sorted(gone)))
+            return WorkerLost(
+                f"{text} while rank {me} waits for it in {awaited.what}",
+                tuple(self.names[rank] for rank in sorted(gone)),
+            )
         stuck = self._stuck() if since > JUDGED else {}
         return describe(stuck, self.names) if self.rank in stuck else None
 
@@ -192,15 +232,26 @@ class RankWaiter:
         self._telling = awaited is not None
         wait = None
         if awaited is not None:
-            wait = (awaited.channel, awaited.number, str(awaited.what)[:400] + callsite.place(), self.made)
+            wait = (
+                awaited.channel,
+                awaited.number,
+                str(awaited.what)[:400] + callsite.place(),
+                self.made,
+            )
         verdict: Verdict | None = None
         if self.broken is not None:
-            gone: tuple[int, ...] = getattr(self.broken, "missing", ()) or getattr(self.broken, "ranks", ())
+            gone: tuple[int, ...] = getattr(self.broken, "missing", ()) or getattr(
+                self.broken, "ranks", ()
+            )
             verdict = (type(self.broken).__name__, str(self.broken)[:2000], list(gone))
         self._notes.tell(msgpack.packb((wait, verdict)))
 
     def _told(self) -> dict[int, tuple[list[Any] | None, Verdict | None]]:
-        return {rank: tuple(msgpack.unpackb(text)) for rank in range(len(self.names)) if (text := self._notes.told(rank))}
+        return {
+            rank: tuple(msgpack.unpackb(text))
+            for rank in range(len(self.names))
+            if (text := self._notes.told(rank))
+        }
 
     def _ended(self) -> PacelineError | None:
         """Return the error that has ended the group at another rank, if one has."""
@@ -211,7 +262,16 @@ class RankWaiter:
 
     def _stuck(self) -> dict[int, RankWait]:
         """Return the waits that can never end, if they are the same in two looks."""
-        one, other = (apart({rank: RankWait(*wait) for rank, (wait, _) in self._told().items() if wait is not None}) for _ in range(2))
+        one, other = (
+            apart(
+                {
+                    rank: RankWait(*wait)
+                    for rank, (wait, _) in self._told().items()
+                    if wait is not None
+                }
+            )
+            for _ in range(2)
+        )
         return one if one == other else {}
 
     def _dead(self) -> Sequence[int]:
@@ -232,7 +292,9 @@ def _judged(kind: str, text: str, ranks: Sequence[int]) -> PacelineError:
 
 
 def fine_timer() -> None:
-    """Let naps of this thread end on time, not up to 50 us late (prctl PR_SET_TIMERSLACK; without it naps are longer, nothing else)."""
+    """Let naps of this thread end on time, not up to 50 us late (prctl PR_SET_TIMERSLACK;
+    without it naps are longer, nothing else).
+    """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):
         libc.prctl(29, 1000, 0, 0, 0)

@@ -1,4 +1,6 @@
-"""The course of a run: its steps, what was logged and what single workers did, in a few hundred stretches each."""
+"""The course of a run: its steps, what was logged and what single workers did, in a few hundred
+stretches each.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ NAMES: Final = 24  # logged names that have a curve, at most; all others are nam
 
 
 def course(metrics: MetricsReader) -> dict[str, Any]:
-    """Return the steps in stretches: the last step and second of each, how many steps and samples it has, and in all seconds and bytes."""
+    """Return the steps in stretches: the last step and second of each, how many steps and
+    samples it has, and in all seconds and bytes.
+    """
     columns = metrics.steps
     begins = starts(len(columns.step))
     spent, sent = sums(columns.seconds, begins), sums(columns.sent, begins)
@@ -33,7 +37,10 @@ def course(metrics: MetricsReader) -> dict[str, Any]:
 
 
 def values(metrics: MetricsReader, usual: Mapping[str, float] | None) -> dict[str, dict[str, Any]]:
-    """Return the curves of what was logged, `loss` first. `usual`: the bytes of a mean step, where those of each one aren't known."""
+    """Return the curves of what was logged, `loss` first.
+
+    `usual`: the bytes of a mean step, where those of each one aren't known.
+    """
     found = {}
     logged = metrics.values
     totals = _totals(metrics.steps, usual)
@@ -49,12 +56,17 @@ def values(metrics: MetricsReader, usual: Mapping[str, float] | None) -> dict[st
             "low": numbers(each.low),
             "high": numbers(each.high),
             "bad": each.bad.tolist(),
-            **{to: numbers(np.interp(step, *totals[to])) if len(totals[to][0]) else [] for to in SENT},
+            **{
+                to: numbers(np.interp(step, *totals[to])) if len(totals[to][0]) else []
+                for to in SENT
+            },
         }
     return found
 
 
-def _totals(columns: StepColumns, usual: Mapping[str, float] | None) -> dict[str, tuple[Floats, Floats]]:
+def _totals(
+    columns: StepColumns, usual: Mapping[str, float] | None
+) -> dict[str, tuple[Floats, Floats]]:
     """Return the bytes that were sent up to each step."""
     if columns.sent.any() or usual is None:
         return {to: (columns.step, columns.sent[:, at].cumsum()) for at, to in enumerate(SENT)}
@@ -63,7 +75,9 @@ def _totals(columns: StepColumns, usual: Mapping[str, float] | None) -> dict[str
 
 
 def looks(metrics: MetricsReader) -> dict[str, Any]:
-    """Return what single workers did over the time: the part of each stretch that each spent by parts, and by which it was late."""
+    """Return what single workers did over the time: the part of each stretch that each spent by
+    parts, and by which it was late.
+    """
     found = metrics.looks
     begins = [*starts(len(found), LOOKS).tolist(), len(found)]
     pieces = [found[begin:end] for begin, end in pairwise(begins)]
@@ -76,9 +90,13 @@ def looks(metrics: MetricsReader) -> dict[str, Any]:
 
 
 def _share(piece: Sequence[Look], name: str) -> list[float] | None:
-    """Return the parts of its time that a worker spent, as PARTS are, and by which it was late; None where it wasn't there."""
+    """Return the parts of its time that a worker spent, as PARTS are, and by which it was late;
+    None where it wasn't there.
+    """
     rows = [look.workers[name] for look in piece if name in look.workers]
-    _, *spent, late = [sum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * (len(PARTS) + 2)
+    _, *spent, late = (
+        [sum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * (len(PARTS) + 2)
+    )
     whole = sum(spent)
     return [round(value / whole, 4) for value in (*spent, late)] if whole > 0 else None
 

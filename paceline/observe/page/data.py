@@ -1,4 +1,6 @@
-"""The data of a page: what it shows of one run, as plain values that JSON takes, small however long the run was."""
+"""The data of a page: what it shows of one run, as plain values that JSON takes, small however
+long the run was.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,13 @@ SPANS: Final = 3000  # actions of a pipeline that are drawn, at most
 def page_data(folder: Path | RunFolder, metrics: MetricsReader | None = None) -> dict[str, Any]:
     """Return what a page shows of the run in `folder`, under way or ended.
 
-    `metrics`: a reader of that run, which goes on where it was. Raises UsageError as `paceline.observe.facts.read` does.
+    `metrics`: a reader of that run, which goes on where it was. Raises UsageError as
+    `paceline.observe.facts.read` does.
 
-    `summary` has the fields of summary.json, or those of them that are known of a run under way, which live.json and the metrics tell; all
-    else is made for drawing: `course` and `values` over the steps, `looks` of single workers over the time, `events` with their kinds, and
-    among them checkpoints, `pipelines` as spans, and texts.
+    `summary` has the fields of summary.json, or those of them that are known of a run under way,
+    which live.json and the metrics tell; all else is made for drawing: `course` and `values` over
+    the steps, `looks` of single workers over the time, `events` with their kinds, and among them
+    checkpoints, `pipelines` as spans, and texts.
     """
     folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
     metrics = metrics or MetricsReader(folder)
@@ -65,7 +69,9 @@ def _summary(folder: RunFolder) -> dict[str, Any]:
 
 
 def _so_far(folder: RunFolder, facts: RunFacts, metrics: MetricsReader) -> dict[str, Any]:
-    """Return the fields that are known of a run under way: what it tells of itself, and of its steps what the metrics have."""
+    """Return the fields that are known of a run under way: what it tells of itself, and of its
+    steps what the metrics have.
+    """
     inside = facts.step * facts.steps
     fields = {
         "steps": facts.steps,
@@ -76,13 +82,17 @@ def _so_far(folder: RunFolder, facts: RunFacts, metrics: MetricsReader) -> dict[
         "step_seconds": {part: facts.step_seconds[part] for part in PARTS},
     }
     if facts.steps:
-        fields["bytes_sent"] = dict(zip(SENT, metrics.steps.sent.mean(axis=0).tolist(), strict=True))
+        fields["bytes_sent"] = dict(
+            zip(SENT, metrics.steps.sent.mean(axis=0).tolist(), strict=True)
+        )
     found: dict[str, Any] = plain({**so_far(folder), **fields})
     return found
 
 
 def _events(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the events of a run and its checkpoints, each with its kind, in the order of their times."""
+    """Return the events of a run and its checkpoints, each with its kind, in the order of their
+    times.
+    """
     events = [{**event, "kind": kind(event)} for event in summary.get("events") or ()]
     saves = [{**save, "kind": "checkpoint"} for save in summary.get("saves") or ()]
     return sorted([*events, *saves], key=lambda event: float(event["time"]))
@@ -98,9 +108,14 @@ def plain(value: Any) -> Any:
 
 
 def _spans(profile: PipelineProfile) -> dict[str, Any]:
-    """Return the schedule of a pipeline with the times measured: for each worker [kind, stage, micro-batch, start, end] of its actions."""
+    """Return the schedule of a pipeline with the times measured: for each worker [kind, stage,
+    micro-batch, start, end] of its actions.
+    """
     timeline = profile.timeline
-    rows = [[[s.action.kind, s.action.stage, s.action.micro_batch, s.start, s.end] for s in row] for row in timeline.rows]
+    rows = [
+        [[s.action.kind, s.action.stage, s.action.micro_batch, s.start, s.end] for s in row]
+        for row in timeline.rows
+    ]
     small = sum(map(len, rows)) <= SPANS
     return {
         "schedule": profile.schedule,

@@ -1,4 +1,5 @@
-"""Decimation: a curve of any length becomes a few hundred points, of which each has the mean, the least and the most of its stretch.
+"""Decimation: a curve of any length becomes a few hundred points, of which each has the mean, the
+least and the most of its stretch.
 
 values      1 3 | 2 8 | nan 4 | 5            seven steps in four stretches
 mean         2     5      4     5
@@ -19,7 +20,9 @@ Floats = NDArray[np.float64]
 
 
 class Stretches(NamedTuple):
-    """The means, least and most of the finite values of each stretch, and how many were not finite; nan where none was."""
+    """The means, least and most of the finite values of each stretch, and how many were not
+    finite; nan where none was.
+    """
 
     mean: Floats
     low: Floats
@@ -46,7 +49,9 @@ def stretches(values: Floats, begins: NDArray[np.int64]) -> Stretches:
     none = good == 0
     lengths = np.diff(np.append(begins, len(values)))
     mean = np.divide(sums, good, out=np.full(len(begins), np.nan), where=~none)
-    return Stretches(mean, np.where(none, np.nan, low), np.where(none, np.nan, high), lengths - good)
+    return Stretches(
+        mean, np.where(none, np.nan, low), np.where(none, np.nan, high), lengths - good
+    )
 
 
 def lasts(values: Floats, begins: NDArray[np.int64]) -> Floats:

@@ -1,4 +1,6 @@
-"""The whole page: one file that holds its own style and script, and asks no network for anything."""
+"""The whole page: one file that holds its own style and script, and asks no network for
+anything.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,26 @@ from paceline.observe.page.drawing.bars import hatchings
 from paceline.observe.page.markup import Markup, element, join
 from paceline.observe.page.sections import sections, titles
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
+    "connect-src 'self'"
+)
 
 
 def page(datas: Sequence[Mapping[str, Any]], *, head: str = "", script: str = "") -> str:
-    """Return the page of these runs as HTML. `head`: more of the head of the page, as HTML; `script`: more JavaScript, which runs last."""
+    """Return the page of these runs as HTML.
+
+    `head`: more of the head of the page, as HTML; `script`: more JavaScript, which runs last.
+    """
     found = sections(datas)
     names = ", ".join(str(data["name"]) for data in datas)
     body = join(
         hatchings(),
         _links(datas, found),
         element("main", None, Markup("\n".join(found.values()))),
-        element("footer", None, "Made by paceline. Where the pointer is, curves tell their values."),
+        element(
+            "footer", None, "Made by paceline. Where the pointer is, curves tell their values."
+        ),
     )
     return "\n".join(
         [
@@ -45,7 +55,11 @@ def page(datas: Sequence[Mapping[str, Any]], *, head: str = "", script: str = ""
 
 def _links(datas: Sequence[Mapping[str, Any]], found: Mapping[str, str]) -> Markup:
     """Write the links to the sections that there are."""
-    links = (element("a", {"href": f"#{name}"}, title) for name, title in titles(datas).items() if title and name in found)
+    links = (
+        element("a", {"href": f"#{name}"}, title)
+        for name, title in titles(datas).items()
+        if title and name in found
+    )
     return element("nav", {"aria-label": "sections"}, links)
 
 

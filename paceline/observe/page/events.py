@@ -18,7 +18,12 @@ KINDS: Final[Mapping[str, str]] = {  # in the order of rows
     "other": "other",
 }
 _SIGNS: Final = (  # the first that is found in an event's words says of which kind it is
-    ("lost", re.compile(r"\b(was|were) lost\b|waiting for others|replicas have parted|has other parameters")),
+    (
+        "lost",
+        re.compile(
+            r"\b(was|were) lost\b|waiting for others|replicas have parted|has other parameters"
+        ),
+    ),
     ("came", re.compile(r"\bhas come\b|new worker")),
     ("evicted", re.compile(r"\blate in\b|the others wait\b|it leaves\b")),
     ("shares", re.compile(r"\bshares\b|split\b")),

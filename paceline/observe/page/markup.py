@@ -1,4 +1,7 @@
-"""Elements of HTML and SVG, as text. What isn't markup already is escaped, so nothing that a run has named can become markup."""
+"""Elements of HTML and SVG, as text.
+
+What isn't markup already is escaped, so nothing that a run has named can become markup.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-EMPTY: Final = frozenset(("br", "col", "hr", "meta", "circle", "line", "path", "polygon", "rect"))  # elements without an end
+# elements without an end
+EMPTY: Final = frozenset(("br", "col", "hr", "meta", "circle", "line", "path", "polygon", "rect"))
 
 _BARE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")  # what no page may contain
 
@@ -22,11 +26,21 @@ Child = Markup | str | float | None
 Attributes = Mapping[str, str | float | None]
 
 
-def element(tag: str, attributes: Attributes | None = None, *children: Child | Iterable[Child]) -> Markup:
-    """Return an element with these children, in order: markup, and text or numbers; None is left out, as are attributes of None."""
-    given = "".join(f' {name}="{_escaped(value)}"' for name, value in (attributes or {}).items() if value is not None)
+def element(
+    tag: str, attributes: Attributes | None = None, *children: Child | Iterable[Child]
+) -> Markup:
+    """Return an element with these children, in order: markup, and text or numbers; None is left
+    out, as are attributes of None.
+    """
+    given = "".join(
+        f' {name}="{_escaped(value)}"'
+        for name, value in (attributes or {}).items()
+        if value is not None
+    )
     inside = join(*children)
-    return Markup(f"<{tag}{given}/>" if tag in EMPTY and not inside else f"<{tag}{given}>{inside}</{tag}>")
+    return Markup(
+        f"<{tag}{given}/>" if tag in EMPTY and not inside else f"<{tag}{given}>{inside}</{tag}>"
+    )
 
 
 def join(*children: Child | Iterable[Child]) -> Markup:

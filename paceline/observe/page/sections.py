@@ -7,7 +7,19 @@ from typing import Any, Final
 
 from paceline.errors import UsageError
 from paceline.observe.page.markup import Markup, element
-from paceline.observe.page.subjects import checkpoints, compare, loss, memory, overview, pipelines, setup, time, timeline, traffic, workers
+from paceline.observe.page.subjects import (
+    checkpoints,
+    compare,
+    loss,
+    memory,
+    overview,
+    pipelines,
+    setup,
+    time,
+    timeline,
+    traffic,
+    workers,
+)
 
 Data = Mapping[str, Any]
 
@@ -34,20 +46,26 @@ OF_SEVERAL: Final[Mapping[str, tuple[str, Callable[[Sequence[Data]], Markup | No
 
 
 def sections(datas: Sequence[Data]) -> dict[str, str]:
-    """Return the sections of the page of these runs as HTML, by their ids, in order; those that have nothing to show are left out.
+    """Return the sections of the page of these runs as HTML, by their ids, in order; those that
+    have nothing to show are left out.
 
-    Raises UsageError for a run whose summary has something else in a field than this version writes there.
+    Raises UsageError for a run whose summary has something else in a field than this version writes
+    there.
     """
     found: dict[str, str] = {}
     for name, title in titles(datas).items():
         content = _drawn(datas, name)
         if content is not None:
-            found[name] = element("section", {"id": name}, element("h2", None, title) if title else None, content)
+            found[name] = element(
+                "section", {"id": name}, element("h2", None, title) if title else None, content
+            )
     return found
 
 
 def titles(datas: Sequence[Data]) -> dict[str, str]:
-    """Return the titles of all sections that the page of these runs may have; that of the first is empty."""
+    """Return the titles of all sections that the page of these runs may have; that of the first
+    is empty.
+    """
     return {name: title for name, (title, _) in (OF_ONE if len(datas) == 1 else OF_SEVERAL).items()}
 
 
@@ -57,6 +75,7 @@ def _drawn(datas: Sequence[Data], name: str) -> Markup | None:
     except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
         names = ", ".join(str(data["name"]) for data in datas)
         raise UsageError(
-            f"the summary of {names} has something in a field that is not of this version of paceline ({error!r}, for the section "
+            f"the summary of {names} has something in a field that is not of this version of "
+            f"paceline ({error!r}, for the section "
             f"{name}): make the page with the version that the run was made with"
         ) from error

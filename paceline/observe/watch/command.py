@@ -1,4 +1,6 @@
-"""`paceline watch`: serves the page of a run that somebody else has started, or that has ended, until Ctrl-C."""
+"""`paceline watch`: serves the page of a run that somebody else has started, or that has ended,
+until Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def check_run(folder: Path) -> None:
 
 
 def watch(folder: Path, address: WatchAddress, key: bytes, say: Callable[[str], None]) -> int:
-    """Serve the page of this run until a signal asks for the end; returns the exit code. `say` is told where the page is.
+    """Serve the page of this run until a signal asks for the end; returns the exit code.
+
+    `say` is told where the page is.
 
     Raises `UsageError` where there is nothing to be served, or it can't be.
     """
@@ -34,7 +38,8 @@ def watch(folder: Path, address: WatchAddress, key: bytes, say: Callable[[str], 
     guard = PageGuard.of(listening, key)
     say(f"{folder} can be watched at {url(listening, guard)} (Ctrl-C ends this)")
 
-    from paceline.observe.watch.server import PageServer, serve  # here: the library may not be installed
+    # here: the library may not be installed
+    from paceline.observe.watch.server import PageServer, serve
     from paceline.observe.watch.source import RunPage
 
     asked: list[int] = []

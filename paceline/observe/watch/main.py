@@ -1,4 +1,5 @@
-"""The process that serves the page of a run for its launcher, which writes to its standard input what is to be shown, a JSON object a line.
+"""The process that serves the page of a run for its launcher, which writes to its standard input
+what is to be shown, a JSON object a line.
 
 {"token": "..."}      first, who may read; empty where only this machine can
 {"follow": FOLDER}    the run's folder, once it is known, and again when that is another one
@@ -27,7 +28,9 @@ _LATER = 10  # what is added to its niceness: training goes first
 
 async def _lines() -> asyncio.StreamReader:
     reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
     return reader
 
 
@@ -49,7 +52,9 @@ async def run(descriptor: int) -> None:
 
 
 def main(descriptor: int) -> None:
-    """Serve, whatever signals the terminal sends: the launcher gets those, and ends the input when it ends."""
+    """Serve, whatever signals the terminal sends: the launcher gets those, and ends the input
+    when it ends.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(_LATER)

@@ -1,4 +1,6 @@
-"""What the folder of a run says of this moment: whether it is under way, how far, who takes part, who is late, what has happened last."""
+"""What the folder of a run says of this moment: whether it is under way, how far, who takes
+part, who is late, what has happened last.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from paceline.record.folder import RunFolder
 from paceline.record.live import GONE, alive
 from paceline.trace import PARTS
 
-SILENT: Final = 60.0  # seconds without a word after which that is said, as a step takes less in most runs
+# seconds without a word after which that is said, as a step takes less in most runs
+SILENT: Final = 60.0
 
 State = Literal["waiting", "running", "silent", "gone", "failed", "ended"]
 
@@ -38,22 +41,27 @@ class RunNow:
     why: str = ""  # it has failed
     sync: str = ""
     workers: int = 0
-    cluster: tuple[tuple[str, tuple[int, ...]], ...] = ()  # the name of each host, and the ranks there
+    # the name of each host, and the ranks there
+    cluster: tuple[tuple[str, tuple[int, ...]], ...] = ()
     step: int = 0
     total_steps: int | None = None
     loss: float | str | None = None  # "nan" and its like are words
     seconds: float | None = None  # since it began
     samples_per_second: float | None = None
-    parts: Mapping[str, float] = field(default_factory=dict)  # seconds of a mean step: of the last steps, or of all where it has ended
+    # seconds of a mean step: of the last steps, or of all where it has ended
+    parts: Mapping[str, float] = field(default_factory=dict)
     late: LateRank | None = None
     link: str = ""  # whose link is slow now
     shares: tuple[int, ...] = ()  # of a usual batch
     checkpoints: int = 0
-    events: tuple[tuple[float, str], ...] = ()  # seconds since it began, and what happened; the last ones
+    # seconds since it began, and what happened; the last ones
+    events: tuple[tuple[float, str], ...] = ()
 
     @property
     def left(self) -> float | None:
-        """Seconds until the last step, if steps go on taking as long; None where that can't be told."""
+        """Seconds until the last step, if steps go on taking as long; None where that can't be
+        told.
+        """
         each = sum(self.parts.values())
         if self.state != "running" or self.total_steps is None or each <= 0:
             return None
@@ -61,7 +69,10 @@ class RunNow:
 
 
 class NowReader:
-    """Reads the moment of one run again and again. `clock`: seconds, by which it is told for how long nothing has changed."""
+    """Reads the moment of one run again and again.
+
+    `clock`: seconds, by which it is told for how long nothing has changed.
+    """
 
     def __init__(self, folder: RunFolder, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = folder, clock
@@ -71,8 +82,12 @@ class NowReader:
         self._writer: Mapping[str, Any] = {}
 
     def read(self) -> RunNow:
-        """Return the moment. A file that can't be read, or is of another version, leaves what was known."""
-        found = [path for path in (self._folder.live, self._folder.summary) if path.is_file()]  # where both are there, it goes on
+        """Return the moment.
+
+        A file that can't be read, or is of another version, leaves what was known.
+        """
+        # where both are there, it goes on
+        found = [path for path in (self._folder.live, self._folder.summary) if path.is_file()]
         mark = _mark(found[0]) if found else ()
         if found and mark != self._mark:
             self._mark, self._changed = mark, self._clock()
@@ -109,7 +124,9 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _parsed(name: str, fields: Mapping[str, Any], *, ended: bool) -> RunNow | None:
-    """Read `live.json`, or the summary of a run that has ended; None where it is of another version."""
+    """Read `live.json`, or the summary of a run that has ended; None where it is of another
+    version.
+    """
     try:
         return _of(name, fields, ended=ended)
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -127,18 +144,32 @@ def _of(name: str, fields: Mapping[str, Any], *, ended: bool) -> RunNow:
         why=str(live.get("why", "")),
         sync=str(fields["sync"]),
         workers=int(fields["workers"]),
-        cluster=tuple((str(host["host"]), tuple(map(int, host["ranks"]))) for host in live.get("cluster", ())),
+        cluster=tuple(
+            (str(host["host"]), tuple(map(int, host["ranks"]))) for host in live.get("cluster", ())
+        ),
         step=int(live.get("step", fields["steps"])),
         total_steps=None if live.get("total_steps") is None else int(live["total_steps"]),
         loss=_loss(fields.get("final_loss")),
         seconds=float(fields["seconds"]),
-        samples_per_second=float(recent["samples"]) / whole if whole > 0 else _number(fields.get("samples_per_second")),
+        samples_per_second=float(recent["samples"]) / whole
+        if whole > 0
+        else _number(fields.get("samples_per_second")),
         parts=parts,
-        late=None if late is None else LateRank(int(late["rank"]), *(late[key] for key in ("host", "seconds", "step", "cause"))),
+        late=None
+        if late is None
+        else LateRank(
+            int(late["rank"]), *(late[key] for key in ("host", "seconds", "step", "cause"))
+        ),
         link=str(live.get("link", "")),
         shares=tuple(map(int, (fields.get("loader") or {}).get("shares", ()))),
         checkpoints=int((fields.get("checkpoints") or {}).get("count", 0)),
-        events=tuple(sorted((float(event["time"]), str(event["what"])) for key in ("events", "saves") for event in fields.get(key, ()))),
+        events=tuple(
+            sorted(
+                (float(event["time"]), str(event["what"]))
+                for key in ("events", "saves")
+                for event in fields.get(key, ())
+            )
+        ),
     )
 
 

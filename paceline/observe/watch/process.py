@@ -1,4 +1,6 @@
-"""The server of a run's page as its launcher sees it: a process beside the workers, on which nothing that trains depends."""
+"""The server of a run's page as its launcher sees it: a process beside the workers, on which
+nothing that trains depends.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,25 @@ PATIENCE: Final = 5.0  # seconds for the last words to readers
 
 
 class WatchedJob:
-    """The page of the job that a launcher starts, at this address. `key`: the job's secret, of which the token of readers is made.
+    """The page of the job that a launcher starts, at this address.
 
-    The port is taken at once. Where the run may be of another host (`elsewhere`), which serves its page then, that it can't be had matters
-    only once the run turns out to be here. `say` is told where the page is.
+    `key`: the job's secret, of which the token of readers is made.
+
+    The port is taken at once. Where the run may be of another host (`elsewhere`), which serves its
+    page then, that it can't be had matters only once the run turns out to be here. `say` is told
+    where the page is.
 
     Raises `UsageError` where nothing can be served.
     """
 
-    def __init__(self, address: WatchAddress, key: bytes, *, elsewhere: bool = False, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        address: WatchAddress,
+        key: bytes,
+        *,
+        elsewhere: bool = False,
+        say: Callable[[str], None],
+    ) -> None:
         check_installed()
         self._address, self._key, self._say = address, key, say
         self._process: subprocess.Popen[bytes] | None = None
@@ -39,7 +51,10 @@ class WatchedJob:
             self._listening = address.listen()
 
     def begin(self) -> None:
-        """Serve the page, as the run is of this host. Raises `UsageError` where the port can't be had. Twice is harmless."""
+        """Serve the page, as the run is of this host.
+
+        Raises `UsageError` where the port can't be had. Twice is harmless.
+        """
         if self._process is not None:
             return
         listening = self._listening = self._listening or self._address.listen()
@@ -49,7 +64,8 @@ class WatchedJob:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[listening.fileno()],
-            process_group=0,  # Ctrl-C is for the launcher, which has this process show what comes of it
+            # Ctrl-C is for the launcher, which has this process show what comes of it
+            process_group=0,
             env={**environment(), "OMP_NUM_THREADS": "1"},
         )
         assert self._process.stdin is not None
@@ -58,7 +74,9 @@ class WatchedJob:
         self._say(f"this run can be watched at {url(listening, guard)}")
 
     def follow(self, folder: Path) -> None:
-        """Show the run in this folder, which a worker of this host writes from now on; a line says so where that can't be."""
+        """Show the run in this folder, which a worker of this host writes from now on; a line
+        says so where that can't be.
+        """
         try:
             self.begin()
         except UsageError as error:
@@ -95,5 +113,10 @@ class WatchedJob:
     def __enter__(self) -> WatchedJob:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()

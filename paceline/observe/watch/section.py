@@ -1,4 +1,6 @@
-"""The section of a live page that says how the run is now: drawn from the few numbers in `live.json`, so it can be made each second."""
+"""The section of a live page that says how the run is now: drawn from the few numbers in
+`live.json`, so it can be made each second.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ _STATES: Final = {
 
 
 def now_section(now: RunNow, told: Sequence[str] = ()) -> str:
-    """Return the section with the id `now`. `told`: what the launcher has said of the run, in its words."""
+    """Return the section with the id `now`.
+
+    `told`: what the launcher has said of the run, in its words.
+    """
     return element(
         "section",
         {"id": "now", "data-state": now.state},
@@ -42,8 +47,17 @@ def now_section(now: RunNow, told: Sequence[str] = ()) -> str:
 def _state(now: RunNow) -> Markup:
     words = f"failed at step {now.step}: {now.why}" if now.state == "failed" else _STATES[now.state]
     if now.state == "silent":
-        words = "no word from it for a minute or more: its steps take long, it evaluates, or its folder isn't reached"
-    return element("p", {"class": f"moment {now.state}"}, element("strong", None, now.name or "a run"), " ", words)
+        words = (
+            "no word from it for a minute or more: its steps take long, it evaluates, or its "
+            "folder isn't reached"
+        )
+    return element(
+        "p",
+        {"class": f"moment {now.state}"},
+        element("strong", None, now.name or "a run"),
+        " ",
+        words,
+    )
 
 
 def _numbers(now: RunNow) -> Markup | None:
@@ -61,7 +75,11 @@ def _numbers(now: RunNow) -> Markup | None:
     cells.append(("workers", str(now.workers)))
     if now.checkpoints:
         cells.append(("checkpoints", str(now.checkpoints)))
-    return element("dl", {"class": "figures"}, *(element("div", None, element("dt", None, k), element("dd", None, v)) for k, v in cells))
+    return element(
+        "dl",
+        {"class": "figures"},
+        *(element("div", None, element("dt", None, k), element("dd", None, v)) for k, v in cells),
+    )
 
 
 def _loss(loss: float | str | None) -> str:
@@ -75,9 +93,17 @@ def _parts(now: RunNow) -> Markup | None:
         return None
     shares = {part: now.parts[part] / whole for part in PARTS}
     when = "a mean step" if now.state == "ended" else "the last steps"
-    bar = [element("span", {"class": f"part {part}", "style": f"flex-grow:{share:.4f}"}) for part, share in shares.items()]
+    bar = [
+        element("span", {"class": f"part {part}", "style": f"flex-grow:{share:.4f}"})
+        for part, share in shares.items()
+    ]
     named = [
-        element("span", None, element("i", {"class": f"part {part}"}), f" {part} {share:.0%}, {seconds(now.parts[part])}")
+        element(
+            "span",
+            None,
+            element("i", {"class": f"part {part}"}),
+            f" {part} {share:.0%}, {seconds(now.parts[part])}",
+        )
         for part, share in shares.items()
     ]
     words = ", ".join(f"{part} {share:.0%}" for part, share in shares.items())
@@ -97,7 +123,11 @@ def _late(now: RunNow) -> Markup | None:
     if not matters(late):
         return element("p", None, "No worker makes the others wait.")
     share = late.seconds / late.step
-    return element("p", {"class": "warning"}, f"rank {late.rank} on {late.host} is late by {share:.0%} of a step: {late.cause}")
+    return element(
+        "p",
+        {"class": "warning"},
+        f"rank {late.rank} on {late.host} is late by {share:.0%} of a step: {late.cause}",
+    )
 
 
 def matters(late: LateRank) -> bool:
@@ -109,7 +139,11 @@ def _hosts(now: RunNow) -> Markup | None:
     if not now.cluster:
         return None
     late = now.late.rank if now.late is not None and matters(now.late) else None
-    share = {rank: str(share) for rank, share in enumerate(now.shares)} if len(now.shares) == now.workers else {}
+    share = (
+        {rank: str(share) for rank, share in enumerate(now.shares)}
+        if len(now.shares) == now.workers
+        else {}
+    )
     rows = [
         element(
             "tr",
@@ -121,16 +155,25 @@ def _hosts(now: RunNow) -> Markup | None:
     ]
     has = f"; samples of each in a batch of {sum(now.shares):,}" if share else ""
     head = f"{counted(now.workers, 'worker')} on {counted(len(now.cluster), 'host')}{has}"
-    return element("table", {"class": "hosts"}, element("caption", None, head), element("tbody", None, *rows))
+    return element(
+        "table", {"class": "hosts"}, element("caption", None, head), element("tbody", None, *rows)
+    )
 
 
 def _worker(rank: int, share: str | None, *, late: bool) -> Markup:
-    words = f"rank {rank}" + (f": {share}" if share is not None else "") + (", late" if late else "")
+    words = (
+        f"rank {rank}" + (f": {share}" if share is not None else "") + (", late" if late else "")
+    )
     return join(element("span", {"class": "worker late" if late else "worker"}, words), " ")
 
 
 def _events(now: RunNow) -> Markup | None:
     if not now.events:
         return None
-    rows = [element("li", None, element("time", None, spoken(max(time, 0.0))), " ", what) for time, what in reversed(now.events[-SHOWN:])]
-    return element("div", {"class": "events"}, element("h3", None, "Last events"), element("ol", None, *rows))
+    rows = [
+        element("li", None, element("time", None, spoken(max(time, 0.0))), " ", what)
+        for time, what in reversed(now.events[-SHOWN:])
+    ]
+    return element(
+        "div", {"class": "events"}, element("h3", None, "Last events"), element("ol", None, *rows)
+    )

@@ -1,15 +1,17 @@
 """Serves the page of a run, and pushes its sections as they change.
 
     GET /         the page as it is now
-    GET /events   server-sent events: `sections`, those that are new to this reader; `end`, once nothing more will come
+    GET /events   server-sent events: `sections`, those that are new to this reader; `end`, once
+                  nothing more will come
 
     folder --look, about once a second, while somebody reads--> sections, each with the number of the look that changed it
                                                                   | woken
-                              reader A: has all up to 7  <--------+------->  reader B, slow: has all up to 3
+                              reader A: has all up to 7  <--------+------->  reader B, slow: has all
+                                                         up to 3
                                         8 is sent                            still sends; gets the newest next, and nothing in between
 
 Nothing else is answered, nothing can be changed, and no path of a request reaches the file system.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -29,10 +31,13 @@ from paceline.cluster import network
 from paceline.observe.watch.address import PageGuard
 
 LOOK: Final = 1.0  # seconds between two looks at the folder
-ALIVE: Final = 15.0  # seconds after which a reader is sent something in any case, so that it knows that it is still connected
+# seconds after which a reader is sent something in any case, so that it knows that it is still
+# connected
+ALIVE: Final = 15.0
 STALLED: Final = 30.0  # seconds in which a reader takes nothing, after which it is let go
 READERS: Final = 256  # at once
-_HOST: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9.-]+))(?::[0-9]{1,5})?")  # an IPv6 address in brackets, or a name; a port
+# an IPv6 address in brackets, or a name; a port
+_HOST: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9.-]+))(?::[0-9]{1,5})?")
 HEADERS: Final = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": (
@@ -60,17 +65,25 @@ class LiveSource(Protocol):
         ...
 
     def document(self) -> str:
-        """Return the whole page as it was at the last look; its script is the last element that it has."""
+        """Return the whole page as it was at the last look; its script is the last element that
+        it has.
+        """
         ...
 
 
 class PageServer:
-    """Serves one page. `every`: seconds between two looks; `stalled`: in which a reader has to take something."""
+    """Serves one page.
 
-    def __init__(self, source: LiveSource, guard: PageGuard, *, every: float = LOOK, stalled: float = STALLED) -> None:
+    `every`: seconds between two looks; `stalled`: in which a reader has to take something.
+    """
+
+    def __init__(
+        self, source: LiveSource, guard: PageGuard, *, every: float = LOOK, stalled: float = STALLED
+    ) -> None:
         self._source, self._guard, self._every, self._stalled = source, guard, every, stalled
         self._looks = 0
-        self._sections: dict[str, tuple[int, str]] = {}  # the look that has changed each, and its HTML
+        # the look that has changed each, and its HTML
+        self._sections: dict[str, tuple[int, str]] = {}
         self._key = ""
         self._looked = -float("inf")
         self._looking = asyncio.Lock()
@@ -91,13 +104,21 @@ class PageServer:
         return app
 
     @web.middleware
-    async def _admit(self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+    async def _admit(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
         token = self._guard.token
         if token:
-            given = request.query.get("token") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+            given = request.query.get("token") or request.headers.get(
+                "Authorization", ""
+            ).removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(errors="replace"), token.encode()):
-                return web.Response(status=401, text="open the address that the command has printed, with its token\n")
-        elif not network.literal(_name(request.host)):  # a name of somebody else's that leads here: its pages could read this one
+                return web.Response(
+                    status=401,
+                    text="open the address that the command has printed, with its token\n",
+                )
+        elif not network.literal(_name(request.host)):
+            # a name of somebody else's that leads here: its pages could read this one
             return web.Response(status=403, text="this page is served for localhost\n")
         return await handler(request)
 
@@ -106,12 +127,18 @@ class PageServer:
         async with self._looking:
             text = await asyncio.to_thread(self._source.document)
         policy = f"script-src {_script(text)}; {HEADERS['Content-Security-Policy']}"
-        return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": policy})
+        return web.Response(
+            text=text, content_type="text/html", headers={"Content-Security-Policy": policy}
+        )
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         if self.readers >= READERS:
-            return web.Response(status=503, text=f"{READERS} readers are connected, and no more are let in\n")
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"})
+            return web.Response(
+                status=503, text=f"{READERS} readers are connected, and no more are let in\n"
+            )
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}
+        )
         self.readers += 1
         self._poked.set()
         try:
@@ -131,17 +158,25 @@ class PageServer:
         while True:
             text = self._new_since(seen)
             seen = self._looks
-            await asyncio.wait_for(response.write((text or ": nothing new\n\n").encode()), self._stalled)
+            await asyncio.wait_for(
+                response.write((text or ": nothing new\n\n").encode()), self._stalled
+            )
             async with self._news:
                 if self._looks == seen and self._end is None:
                     await _wait(self._news, ALIVE)
             if self._looks == seen and self._end is not None:
-                await asyncio.wait_for(response.write(_event("end", {"words": self._end}).encode()), self._stalled)
+                await asyncio.wait_for(
+                    response.write(_event("end", {"words": self._end}).encode()), self._stalled
+                )
                 return
 
     def _new_since(self, seen: int) -> str:
         changed = {name: html for name, (look, html) in self._sections.items() if look > seen}
-        return _event("sections", {"key": self._key, "changed": changed}) if changed or not seen else ""
+        return (
+            _event("sections", {"key": self._key, "changed": changed})
+            if changed or not seen
+            else ""
+        )
 
     # ---- what is looked at
 
@@ -168,10 +203,17 @@ class PageServer:
             self._looked = loop.time()
             number = self._looks + 1
             before = self._sections
-            kept = {name: before[name] for name in found if name in before and before[name][1] == found[name]}
+            kept = {
+                name: before[name]
+                for name in found
+                if name in before and before[name][1] == found[name]
+            }
             if len(kept) == len(found) == len(before):
                 return
-            self._sections, self._key = {name: kept.get(name, (number, html)) for name, html in found.items()}, self._source.key
+            self._sections, self._key = (
+                {name: kept.get(name, (number, html)) for name, html in found.items()},
+                self._source.key,
+            )
             async with self._news:
                 self._looks = number
                 self._news.notify_all()
@@ -184,9 +226,17 @@ class PageServer:
             self._news.notify_all()
 
 
-async def serve(server: PageServer, listening: socket.socket, until: Callable[[], Awaitable[str]]) -> None:
+async def serve(
+    server: PageServer, listening: socket.socket, until: Callable[[], Awaitable[str]]
+) -> None:
     """Serve a page on this socket until `until` returns the last words, which readers still get."""
-    runner = web.AppRunner(server.application(), access_log=None, handle_signals=False, handler_cancellation=True, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        server.application(),
+        access_log=None,
+        handle_signals=False,
+        handler_cancellation=True,
+        shutdown_timeout=1.0,
+    )
     await runner.setup()
     try:
         await web.SockSite(runner, listening, backlog=128).start()

@@ -1,4 +1,6 @@
-"""What a live page shows: the moment of a run, at each look, and the sections of its report, as often as drawing them takes little."""
+"""What a live page shows: the moment of a run, at each look, and the sections of its report, as
+often as drawing them takes little.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class _Followed:
         self.folder, self.now, self.metrics = folder, NowReader(folder), MetricsReader(folder)
         self.data: dict[str, Any] | None = None  # of its report, once there is some
         self.drawn: dict[str, str] = {}  # of that
-        self._due, self._state = -float("inf"), ""  # when it is drawn again, and of which state of the run it was drawn
+        # when it is drawn again, and of which state of the run it was drawn
+        self._due, self._state = -float("inf"), ""
 
     def draw(self, state: str, clock: Clock, spent: Clock) -> None:
         """Draw the report, if it is time or the run has come to another state."""
@@ -41,14 +44,28 @@ class _Followed:
             self.data = {**page_data(self.folder, self.metrics), "beside_now": True}
             self.drawn = dict(sections([self.data]))
         except (UsageError, OSError) as error:  # a file of it is damaged, or has just been replaced
-            self.drawn = {"problem": element("section", {"id": "problem"}, element("p", {"class": "warning"}, str(error)))}
+            self.drawn = {
+                "problem": element(
+                    "section", {"id": "problem"}, element("p", {"class": "warning"}, str(error))
+                )
+            }
         self._state, self._due = state, clock() + min((spent() - began) / PART, LONGEST)
 
 
 class RunPage:
-    """The page of a run. By `clock` the report is drawn again; `spent` are the seconds of a processor that this thread has taken."""
+    """The page of a run.
 
-    def __init__(self, folder: Path | None = None, *, clock: Clock = time.monotonic, spent: Clock = time.thread_time) -> None:
+    By `clock` the report is drawn again; `spent` are the seconds of a processor that this thread
+    has taken.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        clock: Clock = time.monotonic,
+        spent: Clock = time.thread_time,
+    ) -> None:
         self._clock, self._spent = clock, spent
         self._run = None if folder is None else _Followed(RunFolder(folder))
         self._told: tuple[str, ...] = ()
@@ -73,7 +90,9 @@ class RunPage:
 
     @property
     def key(self) -> str:
-        """What differs where a page has to be loaded again, as there is another run on it, or other sections."""
+        """What differs where a page has to be loaded again, as there is another run on it, or
+        other sections.
+        """
         run = self._run
         return "" if run is None else "\n".join([str(run.folder.path), *run.drawn])
 

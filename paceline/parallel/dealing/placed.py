@@ -1,10 +1,12 @@
-"""A forward whose layers are on several devices of one worker: values go from device to device, and autograd takes gradients back.
+"""A forward whose layers are on several devices of one worker: values go from device to device, and
+autograd takes gradients back.
 
 device 0    embed  blocks.0  blocks.1        a skip goes straight to where it is read
                |       |________________
 device 1       blocks.2  blocks.3  head |      output -> where the inputs came from
 
-A parameter that layers on two devices use lies with the first, and is sent along in each forward: its gradients come back and are summed.
+A parameter that layers on two devices use lies with the first, and is sent along in each forward:
+its gradients come back and are summed.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ Held = tuple[str, str]  # the path of a module, and the name of a parameter or a
 
 @dataclass(frozen=True)
 class _PlacedOperation:
-    """An operation, the place where it is done, what it borrows from other places, and the values that nobody reads after it."""
+    """An operation, the place where it is done, what it borrows from other places, and the
+    values that nobody reads after it.
+    """
 
     operation: Operation
     place: int
@@ -36,12 +40,20 @@ class _PlacedOperation:
 
 
 class PlacedForward:
-    """The forward of a model whose layers are at several places. `places`: that of each layer, never before that of the one before it.
+    """The forward of a model whose layers are at several places.
+
+    `places`: that of each layer, never before that of the one before it.
 
     Copies of the model run as it does, on the devices on which their parameters are.
     """
 
-    def __init__(self, model: nn.Module, graph: LayerGraph, places: Sequence[int], devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: LayerGraph,
+        places: Sequence[int],
+        devices: Sequence[torch.device],
+    ) -> None:
         self._model, self._graph, self._devices = model, graph, tuple(devices)
         count = len(graph.layers)
         operations = graph.part(0, count).operations
@@ -50,20 +62,34 @@ class PlacedForward:
         for operation, place in zip(operations, at, strict=True):
             for held in _used(model, operation):
                 homes.setdefault(id(_get(model, held)), place)
-        last = {name: number for number, operation in enumerate(operations) for name in (operation.name, *operation.reads())}
+        last = {
+            name: number
+            for number, operation in enumerate(operations)
+            for name in (operation.name, *operation.reads())
+        }
         self._steps = [
             _PlacedOperation(
                 operation,
                 place,
-                tuple(held for held in _used(model, operation) if homes[id(_get(model, held))] != place),
+                tuple(
+                    held
+                    for held in _used(model, operation)
+                    if homes[id(_get(model, held))] != place
+                ),
                 tuple(name for name in last if last[name] == number and name != OUTPUT),
             )
             for number, (operation, place) in enumerate(zip(operations, at, strict=True))
         ]
-        self._homes = [(held, homes[id(_get(model, held))]) for operation in operations for held in _used(model, operation)]
+        self._homes = [
+            (held, homes[id(_get(model, held))])
+            for operation in operations
+            for held in _used(model, operation)
+        ]
 
     def place(self) -> None:
-        """Move each parameter and buffer to where the first layer is that uses it; they stay the objects that they are."""
+        """Move each parameter and buffer to where the first layer is that uses it; they stay the
+        objects that they are.
+        """
         for held, home in self._homes:
             tensor, device = _get(self._model, held), self._devices[home]
             if tensor.device != device:
@@ -73,12 +99,18 @@ class PlacedForward:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         values = self._graph.bind(args, options)
-        back = next((leaf.device for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)), self._devices[0])
+        back = next(
+            (leaf.device for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)),
+            self._devices[0],
+        )
         at, borrowed = dict[str, int](), dict[tuple[int, int], Tensor]()
         for step in self._steps:
             for name in step.operation.reads():
                 if at.get(name) != step.place:
-                    values[name], at[name] = move(values[name], self._devices[step.place]), step.place
+                    values[name], at[name] = (
+                        move(values[name], self._devices[step.place]),
+                        step.place,
+                    )
             with self._lent(step, borrowed):
                 values[step.operation.name] = step.operation.call(values, self._model)
             at[step.operation.name] = step.place
@@ -87,8 +119,13 @@ class PlacedForward:
         return move(values[OUTPUT], back)
 
     @contextlib.contextmanager
-    def _lent(self, step: _PlacedOperation, borrowed: dict[tuple[int, int], Tensor]) -> Iterator[None]:
-        """Let an operation find what it borrows on its own device. `borrowed` has what was sent there in this forward already."""
+    def _lent(
+        self, step: _PlacedOperation, borrowed: dict[tuple[int, int], Tensor]
+    ) -> Iterator[None]:
+        """Let an operation find what it borrows on its own device.
+
+        `borrowed` has what was sent there in this forward already.
+        """
         owned = [(*_rows(self._model, held), held) for held in step.borrows]
         lent = list[tuple[dict[str, Any], str, Tensor, Tensor, int]]()
         for row, name, _ in owned:
@@ -103,8 +140,10 @@ class PlacedForward:
             for (row, name, tensor, sent, version), (_, _, held) in zip(lent, owned, strict=True):
                 if row[name] is not sent or (sent is not tensor and sent._version != version):
                     raise UsageError(
-                        f"layers on two devices use {'.'.join(filter(None, held))}, and the forward changes it there, so one of them would "
-                        "miss that: name one layer that holds both, or give each a buffer of its own"
+                        f"layers on two devices use {'.'.join(filter(None, held))}, and the "
+                        "forward changes it there, so one of them would "
+                        "miss that: name one layer that holds both, or give each a buffer of its "
+                        "own"
                     )
         finally:
             for row, name, tensor, _, _ in lent:
@@ -112,8 +151,12 @@ class PlacedForward:
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """Move the tensors of nested values to a device, from where gradients come back; a device that a forward has read is that one, too."""
-    return tree_map_only((Tensor, torch.device), lambda x: x.to(device) if isinstance(x, Tensor) else device, value)
+    """Move the tensors of nested values to a device, from where gradients come back; a device
+    that a forward has read is that one, too.
+    """
+    return tree_map_only(
+        (Tensor, torch.device), lambda x: x.to(device) if isinstance(x, Tensor) else device, value
+    )
 
 
 def _used(model: nn.Module, operation: Operation) -> Iterator[Held]:
@@ -129,7 +172,12 @@ def _used(model: nn.Module, operation: Operation) -> Iterator[Held]:
 
 
 def _names(module: nn.Module) -> Iterable[str]:
-    return (name for row in (module._parameters, module._buffers) for name, tensor in row.items() if tensor is not None)
+    return (
+        name
+        for row in (module._parameters, module._buffers)
+        for name, tensor in row.items()
+        if tensor is not None
+    )
 
 
 def _rows(model: nn.Module, held: Held) -> tuple[dict[str, Any], str]:

@@ -1,4 +1,6 @@
-"""The costs of all layers of a pipeline, measured on every worker, so that split="auto" can deal the layers by them."""
+"""The costs of all layers of a pipeline, measured on every worker, so that split="auto" can deal
+the layers by them.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,33 @@ class SplitMeasurement:
     context: CutContext
 
     def problem(self, loss: Loss | None) -> SplitProblem:
-        """Measure all layers, and the loss after the last, on a sample. Collective, for all workers."""
+        """Measure all layers, and the loss after the last, on a sample.
+
+        Collective, for all workers.
+        """
         groups, model = self.context.groups, self.graph.model
         unborn = any(parameter.is_meta for parameter in model.parameters())
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        batch = self.context.sample(groups.along("data", "shard").size * self.schedule.micro_batches)
+        batch = self.context.sample(
+            groups.along("data", "shard").size * self.schedule.micro_batches
+        )
         *inputs, target = tree_map_only(Tensor, lambda x: x.to(device), batch)
-        criterion = None if loss is None else lambda output: one_number(loss(output, target), "pipeline")
+        criterion = (
+            None if loss is None else lambda output: one_number(loss(output, target), "pipeline")
+        )
         find_costs = count_layers if unborn else measure_layers
         costs = find_costs(self.graph, inputs, loss=criterion)
-        return agree_problem(groups.everyone, groups.along("stage").rank, self.schedule, costs, memory=_room(device))
+        return agree_problem(
+            groups.everyone, groups.along("stage").rank, self.schedule, costs, memory=_room(device)
+        )
 
 
 def _room(device: torch.device) -> float | None:
-    """Return the bytes that this process can have on a device; None for the processor, whose memory the workers of a host share."""
-    return None if device.type != "cuda" else float(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+    """Return the bytes that this process can have on a device; None for the processor, whose
+    memory the workers of a host share.
+    """
+    return (
+        None
+        if device.type != "cuda"
+        else float(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+    )

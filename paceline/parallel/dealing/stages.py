@@ -20,12 +20,25 @@ from paceline.parallel.pipelining.model import SharedParameter, StageHolding, St
 class StageDealer:
     """Deals the parameters of a model to the workers of `group`, which lie along `axis`."""
 
-    def __init__(self, model: nn.Module, graph: LayerGraph, group: Group, context: CutContext, axis: str) -> None:
-        self._model, self._graph, self._group, self._context, self._axis = model, graph, group, context, axis
-        self._whole = {name: context.placements.of(parameter, name) for name, parameter in model.named_parameters()}
+    def __init__(
+        self, model: nn.Module, graph: LayerGraph, group: Group, context: CutContext, axis: str
+    ) -> None:
+        self._model, self._graph, self._group, self._context, self._axis = (
+            model,
+            graph,
+            group,
+            context,
+            axis,
+        )
+        self._whole = {
+            name: context.placements.of(parameter, name)
+            for name, parameter in model.named_parameters()
+        }
 
     def deal(self, split: StageSplit) -> StageHolding:
-        """Leave this worker the parameters of its stages, with ones of no elements in the place of others. Collective."""
+        """Leave this worker the parameters of its stages, with ones of no elements in the place
+        of others. Collective.
+        """
         dealt = list(self._places(split))
         for name, parameter, stages in dealt:
             if self._group.rank not in _places(split, stages):
@@ -40,17 +53,28 @@ class StageDealer:
     def _places(self, split: StageSplit) -> Iterator[tuple[str, Parameter, Sequence[int]]]:
         """Yield each parameter with its name and the stages that use it."""
         users = self._graph.users(split.bounds[:-1])
-        return ((name, parameter, list(users[parameter])) for name, parameter in self._model.named_parameters())
+        return (
+            (name, parameter, list(users[parameter]))
+            for name, parameter in self._model.named_parameters()
+        )
 
-    def _hold(self, split: StageSplit, dealt: Sequence[tuple[str, Parameter, Sequence[int]]]) -> StageHolding:
+    def _hold(
+        self, split: StageSplit, dealt: Sequence[tuple[str, Parameter, Sequence[int]]]
+    ) -> StageHolding:
         """Note where parameters are, and return what this worker has. Collective."""
-        ties, mine, elsewhere = list[SharedParameter](), dict[str, Parameter](), dict[str, Parameter]()
+        ties, mine, elsewhere = (
+            list[SharedParameter](),
+            dict[str, Parameter](),
+            dict[str, Parameter](),
+        )
         groups, rank = self._context.groups, self._group.rank
         for name, parameter, stages in dealt:
             places = _places(split, stages)
             among = groups.part(self._group, places, self._axis) if len(places) > 1 else None
             if rank in places:
-                self._context.placements.add(parameter, self._whole[name].along(self._axis, copy=places[0] != rank))
+                self._context.placements.add(
+                    parameter, self._whole[name].along(self._axis, copy=places[0] != rank)
+                )
                 mine[name] = parameter
                 ties += [SharedParameter(parameter, among)] * (len(stages) > 1)
             else:

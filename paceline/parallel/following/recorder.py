@@ -1,4 +1,5 @@
-"""Follows a forward, and notes which layers use what other layers have returned, by the memory of tensors.
+"""Follows a forward, and notes which layers use what other layers have returned, by the memory of
+tensors.
 
 h = embed(x)            h: {embed}
 h = h + position(x)     h: {embed, position}
@@ -19,20 +20,28 @@ from torch.utils._pytree import tree_structure
 from paceline.errors import UsageError
 from paceline.parallel.containers import tree_leaves
 
-Source = int | str  # the number of a layer, or a name for random numbers that are drawn between layers
-EVERY = -1  # in the place of a layer: what decides where the forward goes, which every stage has to know
+# the number of a layer, or a name for random numbers that are drawn between layers
+Source = int | str
+# in the place of a layer: what decides where the forward goes, which every stage has to know
+EVERY = -1
 
 
 class UseRecorder(TorchDispatchMode):
-    """Notes in `uses`, for each layer, what it depends on directly. It sees operations between layers, and is paused inside of them."""
+    """Notes in `uses`, for each layer, what it depends on directly.
+
+    It sees operations between layers, and is paused inside of them.
+    """
 
     def __init__(self, model: nn.Module, places: Iterable[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.uses: dict[int, set[Source]] = {place: set() for place in (EVERY, *places)}
         self._inside = False  # of a layer, where nothing is noted
         state = (*model.named_parameters(), *model.named_buffers())
-        self._state = {(storage := tensor.untyped_storage())._cdata: (storage, name) for name, tensor in state}
-        self._sources = dict[int, tuple[torch.UntypedStorage, set[Source]]]()  # by storage, which is held so that no other takes its place
+        self._state = {
+            (storage := tensor.untyped_storage())._cdata: (storage, name) for name, tensor in state
+        }
+        # by storage, which is held so that no other takes its place
+        self._sources = dict[int, tuple[torch.UntypedStorage, set[Source]]]()
         self._drawn, self._python = (0, 0), random.getstate()
 
     @property
@@ -51,7 +60,13 @@ class UseRecorder(TorchDispatchMode):
         if random.getstate() != self._python:
             self.uses[EVERY].add("random numbers of Python")
 
-    def call(self, layer: int, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(
+        self,
+        layer: int,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
         """Call a layer, and note what it uses."""
         self.enter(layer, (args, kwargs))
         self._inside, before = True, tree_structure((args, kwargs))
@@ -61,7 +76,8 @@ class UseRecorder(TorchDispatchMode):
             self._inside, self._python = False, random.getstate()
         if tree_structure((args, kwargs)) != before:
             raise UsageError(
-                "a layer changes a list or dict that it is given, which layers on other stages wouldn't see: let it return one"
+                "a layer changes a list or dict that it is given, which layers on other stages "
+                "wouldn't see: let it return one"
             )
         return returned
 
@@ -69,11 +85,18 @@ class UseRecorder(TorchDispatchMode):
         """Note that a layer has returned these values."""
         self._drawn = (layer + 1, 0)
         for tensor in _tensors(values):
-            if tensor.nbytes == tensor.untyped_storage().nbytes():  # what was returned as it came, or changed in place, is the layer's now
+            # what was returned as it came, or changed in place, is the layer's now
+            if tensor.nbytes == tensor.untyped_storage().nbytes():
                 self._sources.pop(tensor.untyped_storage()._cdata, None)
             self._add(tensor, {layer})
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if self._inside:
             return func(*args, **kwargs)
@@ -94,10 +117,14 @@ class UseRecorder(TorchDispatchMode):
 
     def _refuse_state(self, taken: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         if name := self._name(written):
-            raise UsageError(f"the forward changes {name} between layers, which every stage would do: name a layer that does it")
+            raise UsageError(
+                f"the forward changes {name} between layers, which every stage would do: "
+                "name a layer that does it"
+            )
         if name := self._name(tensor for tensor in taken if not tensor.numel()):
             raise UsageError(
-                f"the forward uses {name} between layers, and another stage has it, with its layer: tie it to a layer of its own, or name "
+                f"the forward uses {name} between layers, and another stage has it, with its "
+                "layer: tie it to a layer of its own, or name "
                 "one layer that holds both uses"
             )
 
@@ -107,7 +134,11 @@ class UseRecorder(TorchDispatchMode):
         return next((each[1] for each in found if each), "")
 
     def _of(self, tensors: Iterable[Tensor]) -> set[Source]:
-        return {source for tensor in tensors for source in self._sources.get(tensor.untyped_storage()._cdata, (None, ()))[1]}
+        return {
+            source
+            for tensor in tensors
+            for source in self._sources.get(tensor.untyped_storage()._cdata, (None, ()))[1]
+        }
 
     def _add(self, tensor: Tensor, sources: set[Source]) -> None:
         storage = tensor.untyped_storage()
@@ -115,7 +146,11 @@ class UseRecorder(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.layout == torch.strided)
+    return (
+        leaf
+        for leaf in tree_leaves(values)
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided
+    )
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

@@ -1,1 +1,3 @@
-"""Pipelines: a model cut between its layers, and several micro-batches on their way through it at once."""
+"""Pipelines: a model cut between its layers, and several micro-batches on their way through it
+at once.
+"""

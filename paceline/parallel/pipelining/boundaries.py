@@ -1,9 +1,12 @@
-"""Where one layer ends and the next begins, among the operations between them: there where the least data crosses.
+"""Where one layer ends and the next begins, among the operations between them: there where the
+least data crosses.
 
     blocks.0   add   relu   cat   blocks.1        operations in the order of the forward
-             ^     ^      ^     ^                 boundaries that are possible; of equal ones, the last
+             ^     ^      ^     ^                 boundaries that are possible; of equal ones, the
+                                                  last
 
-Sizes aren't known before the model runs; they are estimated by what operations do, in units of what a layer returns.
+Sizes aren't known before the model runs; they are estimated by what operations do, in units of what
+a layer returns.
 """
 
 from __future__ import annotations
@@ -37,9 +40,17 @@ def place_boundaries(flow: ValueFlow, layers: Sequence[str]) -> list[int]:
     starts = [0]
     for layer, following in pairwise(layers):
         if first[layer] == first[following]:
-            raise UsageError(f"the forward gives {layer} and {following} to one function; name what holds both, as one layer")
+            raise UsageError(
+                f"the forward gives {layer} and {following} to one function; "
+                "name what holds both, as one layer"
+            )
         places = range(first[layer] + 1, first[following] + 1)
-        starts.append(min(reversed(places), key=lambda place: sum(sizes[name] for name in flow.crossing(place))))
+        starts.append(
+            min(
+                reversed(places),
+                key=lambda place: sum(sizes[name] for name in flow.crossing(place)),
+            )
+        )
     return [*starts, len(flow.operations)]
 
 
@@ -55,10 +66,14 @@ def _size(operation: Operation, of: Sequence[float]) -> float:
     called, largest = operation.called, max(of, default=1.0)
     if operation.kind not in ("function", "method"):
         return 1.0
-    if NUMBERS.fullmatch(called) or (called == "getattr" and NUMBER_ATTRIBUTES.fullmatch(operation.args[1])):
+    if NUMBERS.fullmatch(called) or (
+        called == "getattr" and NUMBER_ATTRIBUTES.fullmatch(operation.args[1])
+    ):
         return NUMBER
     if SUMMED.fullmatch(called):
         return sum(of)
     if largest == NUMBER:
         return NUMBER if operation.is_arithmetic else 1.0
-    return largest * (0.5 if SMALLER.fullmatch(called) else 2.0 if LARGER.fullmatch(called) else 1.0)
+    return largest * (
+        0.5 if SMALLER.fullmatch(called) else 2.0 if LARGER.fullmatch(called) else 1.0
+    )

@@ -1,4 +1,5 @@
-"""Draws pipelines as the papers do: a row for each rank, time from left to right, and each action as wide as it takes long.
+"""Draws pipelines as the papers do: a row for each rank, time from left to right, and each action
+as wide as it takes long.
 
 rank 0   F0 F1 .  .  B0 -- F2 B1 -- .  B2 --
 rank 1   .  F0 B0 -- F1 B1 -- F2 B2 -- .  .
@@ -18,12 +19,20 @@ from paceline.parallel.pipelining.schedule import Action, Kind, PipelineSchedule
 from paceline.parallel.pipelining.simulate import ActionSpan, PipelineTimeline
 
 LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
-COLOURS: dict[Kind, str] = {"forward": "cyan", "backward": "green", "input": "green", "weight": "yellow"}
+COLOURS: dict[Kind, str] = {
+    "forward": "cyan",
+    "backward": "green",
+    "input": "green",
+    "weight": "yellow",
+}
 NAMED = 8  # ranks whose memory is told one by one
 
 
 def draw(timeline: PipelineTimeline, width: int) -> Text:
-    """Draw a timeline in lines of at most `width` characters; what doesn't fit goes on below. Colours only repeat what letters say."""
+    """Draw a timeline in lines of at most `width` characters; what doesn't fit goes on below.
+
+    Colours only repeat what letters say.
+    """
     schedule = timeline.schedule
     margin = len(f"rank {schedule.ranks - 1}") + 3
     cell, scale = _scale(timeline)
@@ -43,14 +52,28 @@ def draw(timeline: PipelineTimeline, width: int) -> Text:
 
 
 def compare(timelines: Iterable[PipelineTimeline]) -> Table:
-    """Return a table of pipelines: the time that each takes, the bubble, what ranks keep, and how often they send."""
+    """Return a table of pipelines: the time that each takes, the bubble, what ranks keep, and
+    how often they send.
+    """
     table = Table(box=SIMPLE)
-    for name in ("schedule", "stages of a rank", "time", "bubble", "kept at most (micro-batches)", "messages"):
+    for name in (
+        "schedule",
+        "stages of a rank",
+        "time",
+        "bubble",
+        "kept at most (micro-batches)",
+        "messages",
+    ):
         table.add_column(name, justify="left" if name == "schedule" else "right")
     for timeline in timelines:
         schedule = timeline.schedule
         chunks = schedule.stages // schedule.ranks
-        cells = (f"{timeline.makespan:.4g}", _percent(timeline.bubble), f"{max(timeline.kept):.3g}", f"{len(timeline.transfers)}")
+        cells = (
+            f"{timeline.makespan:.4g}",
+            _percent(timeline.bubble),
+            f"{max(timeline.kept):.3g}",
+            f"{len(timeline.transfers)}",
+        )
         table.add_row(schedule.name, str(chunks), *cells)
     return table
 
@@ -62,8 +85,20 @@ def _head(schedule: PipelineSchedule) -> list[str]:
     counts = [counted(schedule.ranks, "rank"), f"{number} micro-batch{'' if number == 1 else 'es'}"]
     each = f", {chunks} stages on each" if chunks > 1 else ""
     parts = ["F0: forward of micro-batch 0"]
-    parts += ["I0: gradients of its inputs", "W0: of parameters"] if schedule.split else ["B0: its backward"]
-    parts += ["f, i, w: in the rank's second stage" if schedule.split else "f, b: in the rank's second stage"] if chunks == 2 else []
+    parts += (
+        ["I0: gradients of its inputs", "W0: of parameters"]
+        if schedule.split
+        else ["B0: its backward"]
+    )
+    parts += (
+        [
+            "f, i, w: in the rank's second stage"
+            if schedule.split
+            else "f, b: in the rank's second stage"
+        ]
+        if chunks == 2
+        else []
+    )
     parts += ["F0a, F0b, ...: in the rank's first stage, second, ..."] if chunks > 2 else []
     return [f"{schedule.name}: {', '.join(counts)}{each}", "; ".join([*parts, ".: idle"])]
 
@@ -77,7 +112,10 @@ def _sums(timeline: PipelineTimeline) -> str:
         each = f"{', '.join(kept)}, rank by rank"
     else:
         each = f"{min(timeline.kept):.3g} to {max(timeline.kept):.3g}"
-    return f"time {timeline.makespan:.4g}, bubble {_percent(timeline.bubble)}, micro-batches kept at most: {each}"
+    return (
+        f"time {timeline.makespan:.4g}, bubble {_percent(timeline.bubble)}, micro-batches kept at "
+        f"most: {each}"
+    )
 
 
 def _percent(part: float) -> str:
@@ -85,7 +123,9 @@ def _percent(part: float) -> str:
 
 
 def _label(schedule: PipelineSchedule, action: Action) -> str:
-    """Name an action: its letter, small in the second of two stages of a rank, and its micro-batch; of more stages, also which."""
+    """Name an action: its letter, small in the second of two stages of a rank, and its
+    micro-batch; of more stages, also which.
+    """
     held = schedule.held(schedule.placed[action.stage])
     letter, chunk = LETTERS[action.kind], held.index(action.stage)
     if len(held) <= 2:
@@ -96,7 +136,8 @@ def _label(schedule: PipelineSchedule, action: Action) -> str:
 def _scale(timeline: PipelineTimeline) -> tuple[int, float]:
     """Return the characters of a unit, in which any label has room, and those of a second.
 
-    A unit is the shortest action, unless that is far shorter than others. It is made a little wider where actions begin in between then.
+    A unit is the shortest action, unless that is far shorter than others. It is made a little wider
+    where actions begin in between then.
     """
     spans = [span for row in timeline.rows for span in row]
     took = [span.end - span.start for span in spans]
@@ -109,14 +150,18 @@ def _scale(timeline: PipelineTimeline) -> tuple[int, float]:
     return least + 1, (least + 1) / unit
 
 
-def _row(schedule: PipelineSchedule, spans: Sequence[ActionSpan], cell: int, scale: float, columns: int) -> Text:
+def _row(
+    schedule: PipelineSchedule, spans: Sequence[ActionSpan], cell: int, scale: float, columns: int
+) -> Text:
     """Draw what one rank does, in `columns` characters."""
     idle = "." + " " * (cell - 1)
     row = Text()
     for span in spans:
         start, end = round(span.start * scale), round(span.end * scale)
         row.append(_idle(idle, len(row), start))
-        row.append(_box(_label(schedule, span.action), end - start, cell), COLOURS[span.action.kind])
+        row.append(
+            _box(_label(schedule, span.action), end - start, cell), COLOURS[span.action.kind]
+        )
     row.append(_idle(idle, len(row), columns))
     return row
 
@@ -126,7 +171,9 @@ def _idle(pattern: str, start: int, end: int) -> str:
 
 
 def _box(label: str, width: int, cell: int) -> str:
-    """Write a label into so many characters, with dashes as long as it lasts, and the letter alone where there is no room."""
+    """Write a label into so many characters, with dashes as long as it lasts, and the letter
+    alone where there is no room.
+    """
     if width <= len(label):
         return f"{label[:1]:<{width}}"[:width]
     text = f"{label:<{cell}}" + ("-" * (cell - 1) + " ") * (width // cell)

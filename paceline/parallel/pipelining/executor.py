@@ -1,9 +1,11 @@
-"""Runs a schedule on this worker: forwards and backwards of its stages, micro-batch after micro-batch, and the messages between them.
+"""Runs a schedule on this worker: forwards and backwards of its stages, micro-batch after
+micro-batch, and the messages between them.
 
     stage 0    F0 --x--> stage 1    F0      lane 0     what stage 0 makes goes to stage 1
     stage 0    B0 <--g-- stage 1    B0      lane 1     its gradients come back
 
-A message leaves as soon as it is made, and waits where it is needed: so workers never wait for each other in a circle.
+A message leaves as soon as it is made, and waits where it is needed: so workers never wait for each
+other in a circle.
 """
 
 from __future__ import annotations
@@ -22,18 +24,30 @@ from paceline.errors import PacelineError, UsageError
 from paceline.parallel.pipelining import halves
 from paceline.parallel.pipelining.operations import OUTPUT
 from paceline.parallel.pipelining.schedule import Action, PipelineSchedule
-from paceline.parallel.pipelining.values import Values, pack, pack_gradients, tensors_needing, unpack, unpack_gradients
+from paceline.parallel.pipelining.values import (
+    Values,
+    pack,
+    pack_gradients,
+    tensors_needing,
+    unpack,
+    unpack_gradients,
+)
 
 
 class Passes(Protocol):
     """Backward passes of one step, which count as one."""
 
     def begin(self, *, last: bool) -> None:
-        """Begin a pass. `last`: the gradients of the parameters that it reaches are complete with it."""
+        """Begin a pass.
+
+        `last`: the gradients of the parameters that it reaches are complete with it.
+        """
         ...
 
     def gather(self, parameters: Sequence[Tensor]) -> None:
-        """Make those whole again of which workers have pieces, as the second half of a backward goes through their layers."""
+        """Make those whole again of which workers have pieces, as the second half of a backward
+        goes through their layers.
+        """
         ...
 
     def end(self) -> None:
@@ -51,7 +65,9 @@ class Stage(Protocol):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A part of a batch: what the first stage gets, what the loss is taken against, and what its loss counts in that of the batch."""
+    """A part of a batch: what the first stage gets, what the loss is taken against, and what its
+    loss counts in that of the batch.
+    """
 
     inputs: Values
     target: Any
@@ -74,14 +90,20 @@ Criterion = Callable[[Any, MicroBatch], tuple[Tensor, float]]
 
 
 class ActionObserver(Protocol):
-    """Whatever is told of a worker's actions, and measures its waits. Times are nanoseconds of `time.perf_counter_ns`."""
+    """Whatever is told of a worker's actions, and measures its waits.
+
+    Times are nanoseconds of `time.perf_counter_ns`.
+    """
 
     def wait(self, work: Work[PairMessage], what: str) -> PairMessage:
         """Wait for a message, whose name is `what`."""
         ...
 
     def acted(self, action: Action, began: int, ready: int, ended: int) -> None:
-        """Note an action that is over. At `ready` all that it needs was there: before that the worker has waited."""
+        """Note an action that is over.
+
+        At `ready` all that it needs was there: before that the worker has waited.
+        """
         ...
 
 
@@ -95,10 +117,24 @@ class _Unobserved:
 
 
 class PipelineExecutor:
-    """One worker's side of a pipeline. `pairs` joins the workers along `stage`; `rank` is this one's place there."""
+    """One worker's side of a pipeline.
 
-    def __init__(self, stages: Mapping[int, Stage], pairs: Pairs, rank: int, observer: ActionObserver | None = None) -> None:
-        self._stages, self._pairs, self._rank, self.observer = dict(stages), pairs, rank, observer or _Unobserved()
+    `pairs` joins the workers along `stage`; `rank` is this one's place there.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        pairs: Pairs,
+        rank: int,
+        observer: ActionObserver | None = None,
+    ) -> None:
+        self._stages, self._pairs, self._rank, self.observer = (
+            dict(stages),
+            pairs,
+            rank,
+            observer or _Unobserved(),
+        )
 
     def run(
         self,
@@ -109,7 +145,10 @@ class PipelineExecutor:
         *,
         where: str,
     ) -> PipelinePass:
-        """Go through this worker's row of the schedule, and return what came of it. Without `passes` there are forwards alone."""
+        """Go through this worker's row of the schedule, and return what came of it.
+
+        Without `passes` there are forwards alone.
+        """
         work = PipelinePass(self, schedule, batches, criterion, passes=passes, where=where)
         try:
             for action in schedule.rows[self._rank]:
@@ -121,7 +160,10 @@ class PipelineExecutor:
         except PacelineError:
             raise
         except Exception as error:
-            error.add_note(f"({where}: {work.present} failed on the worker that has stage {work.present and work.present.stage})")
+            error.add_note(
+                f"({where}: {work.present} failed on the worker that has stage "
+                f"{work.present and work.present.stage})"
+            )
             raise
         return work
 
@@ -136,7 +178,9 @@ class PipelineExecutor:
 
 
 class PipelinePass:
-    """One batch on its way, as one worker has it. `losses`, `outputs`: by micro-batch, on the worker of the last stage.
+    """One batch on its way, as one worker has it.
+
+    `losses`, `outputs`: by micro-batch, on the worker of the last stage.
 
     `ready`: when all that the action under way needs was there (nanoseconds).
     """
@@ -151,10 +195,16 @@ class PipelinePass:
         passes: Passes | None,
         where: str,
     ) -> None:
-        self._executor, self._schedule, self._batches, self._criterion = executor, schedule, batches, criterion
+        self._executor, self._schedule, self._batches, self._criterion = (
+            executor,
+            schedule,
+            batches,
+            criterion,
+        )
         self._passes, self._where = passes, where
         self._held: dict[tuple[int, int], _Held] = {}
-        self._here: dict[tuple[int, int], tuple[dict[str, Any], list[Tensor]]] = {}  # messages between stages of this worker, by lane
+        # messages between stages of this worker, by lane
+        self._here: dict[tuple[int, int], tuple[dict[str, Any], list[Tensor]]] = {}
         self._sends: list[Work[None]] = []
         self.present: Action | None = None
         self.ready = 0
@@ -185,7 +235,9 @@ class PipelinePass:
         if stage == 0:
             values, entries = batch.inputs, list[Tensor]()
         else:
-            head, tensors = self._receive(stage - 1, 2 * (stage - 1), number, f"what stage {stage - 1} gives stage {stage}")
+            head, tensors = self._receive(
+                stage - 1, 2 * (stage - 1), number, f"what stage {stage - 1} gives stage {stage}"
+            )
             came, entries = unpack(head, tensors)
             values = {**batch.inputs, **came}
         out = self._executor.stage(stage).run(values)
@@ -208,10 +260,19 @@ class PipelinePass:
         held = self._held[stage, number]
         grads: list[Tensor | None] = [None] * len(held.outputs)
         if stage < schedule.stages - 1:
-            head, tensors = self._receive(stage + 1, 2 * stage + 1, number, f"the gradients that stage {stage + 1} gives stage {stage}")
+            head, tensors = self._receive(
+                stage + 1,
+                2 * stage + 1,
+                number,
+                f"the gradients that stage {stage + 1} gives stage {stage}",
+            )
             grads = unpack_gradients(head, tensors)
         last = stage == schedule.stages - 1
-        reached = [(output, grad) for output, grad in zip(held.outputs, grads, strict=True) if last or grad is not None]
+        reached = [
+            (output, grad)
+            for output, grad in zip(held.outputs, grads, strict=True)
+            if last or grad is not None
+        ]
         held.outputs, held.grads = [output for output, _ in reached], [grad for _, grad in reached]
         found = self._halve(action, held) if action.kind == "input" and held.entries else None
         if found is None and action.kind == "backward":
@@ -250,24 +311,36 @@ class PipelinePass:
 
     # ---- messages
 
-    def _send(self, stage: int, lane: int, number: int, head: dict[str, Any], tensors: list[Tensor]) -> None:
+    def _send(
+        self, stage: int, lane: int, number: int, head: dict[str, Any], tensors: list[Tensor]
+    ) -> None:
         rank = self._schedule.placed[stage]
         if rank == self._schedule.placed[self.present.stage]:  # type: ignore[union-attr]
             self._here[lane, number] = head, tensors
             return
         self._sends = [work for work in self._sends if not work.done()]
-        self._sends.append(self._executor.pairs.send(rank, lane, {"micro": number, "step": self._where, **head}, tensors))
+        self._sends.append(
+            self._executor.pairs.send(
+                rank, lane, {"micro": number, "step": self._where, **head}, tensors
+            )
+        )
 
-    def _receive(self, stage: int, lane: int, number: int, what: str) -> tuple[dict[str, Any], list[Tensor]]:
+    def _receive(
+        self, stage: int, lane: int, number: int, what: str
+    ) -> tuple[dict[str, Any], list[Tensor]]:
         rank = self._schedule.placed[stage]
         if rank == self._schedule.placed[self.present.stage]:  # type: ignore[union-attr]
             return self._here.pop((lane, number))
-        work = self._executor.pairs.receive(rank, lane, what=f"{what} for micro-batch {number} in {self._where}")
+        work = self._executor.pairs.receive(
+            rank, lane, what=f"{what} for micro-batch {number} in {self._where}"
+        )
         message = self._executor.observer.wait(work, f"{what} for micro-batch {number}")
         self.ready = time.perf_counter_ns()
         if (message.head["step"], message.head["micro"]) != (self._where, number):
             raise UsageError(
-                f"{what} was to be that of micro-batch {number} in {self._where}, and is of micro-batch {message.head['micro']} in "
-                f"{message.head['step']}: an earlier run.step failed on one worker, and was caught; let the error end the run"
+                f"{what} was to be that of micro-batch {number} in {self._where}, and is of "
+                f"micro-batch {message.head['micro']} in "
+                f"{message.head['step']}: an earlier run.step failed on one worker, and was "
+                "caught; let the error end the run"
             )
         return dict(message.head), list(message.tensors)

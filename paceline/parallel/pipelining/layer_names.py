@@ -16,10 +16,14 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class LayerNames:
-    """The modules that are layers. `entries`: what was written, each with the names of modules that it stands for."""
+    """The modules that are layers.
+
+    `entries`: what was written, each with the names of modules that it stands for.
+    """
 
     entries: tuple[tuple[str, tuple[str, ...]], ...]
-    ordered: bool = True  # whether the forward has to call the modules of one entry before those of the next
+    # whether the forward has to call the modules of one entry before those of the next
+    ordered: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -30,9 +34,12 @@ class LayerNames:
 def find_layers(model: nn.Module, written: str | Sequence[str]) -> LayerNames:
     """Find the modules that names and patterns stand for: "embed, blocks.*, norm, head" or "auto".
 
-    A `*` matches dots too; of modules inside each other that one pattern matches, the outermost are meant.
+    A `*` matches dots too; of modules inside each other that one pattern matches, the outermost are
+    meant.
     """
-    entries = [one.strip() for one in written.split(",")] if isinstance(written, str) else list(written)
+    entries = (
+        [one.strip() for one in written.split(",")] if isinstance(written, str) else list(written)
+    )
     if entries == ["auto"]:
         return LayerNames(tuple((name, (name,)) for name in choose_layers(model)), ordered=False)
     modules = {name: module for name, module in model.named_modules() if name}
@@ -41,12 +48,19 @@ def find_layers(model: nn.Module, written: str | Sequence[str]) -> LayerNames:
     for entry, names in found:
         for name in names:
             if name in by:
-                raise UsageError(f"{name} is named twice, by {by[name]!r} and by {entry!r}; name each layer once")
+                raise UsageError(
+                    f"{name} is named twice, by {by[name]!r} and by {entry!r}; name each layer once"
+                )
             by[name] = entry
     for name, entry in by.items():
         steps = name.split(".")
-        if outer := next((one for count in range(1, len(steps)) if (one := ".".join(steps[:count])) in by), None):
-            raise UsageError(f"{name} (named by {entry!r}) lies inside {outer} (named by {by[outer]!r}); name one of the two")
+        if outer := next(
+            (one for count in range(1, len(steps)) if (one := ".".join(steps[:count])) in by), None
+        ):
+            raise UsageError(
+                f"{name} (named by {entry!r}) lies inside {outer} (named by {by[outer]!r}); "
+                "name one of the two"
+            )
     return LayerNames(found)
 
 
@@ -54,34 +68,51 @@ def _matches(entry: str, modules: dict[str, nn.Module]) -> Iterator[str]:
     matched = [name for name in modules if fnmatch.fnmatchcase(name, entry)]
     if not matched:
         near = difflib.get_close_matches(entry, modules, n=3, cutoff=0.0)
-        raise UsageError(f"{entry!r} names no module of the model; the nearest names are {', '.join(near) or 'none, as it has no modules'}")
+        raise UsageError(
+            f"{entry!r} names no module of the model; "
+            f"the nearest names are {', '.join(near) or 'none, as it has no modules'}"
+        )
     for name in matched:
         if any(name.startswith(f"{outer}.") for outer in matched):
             continue
         if not _is_called(modules[name]):
-            instead = f"write {name + '.*'!r}" if next(modules[name].children(), None) else "leave it out"
-            raise UsageError(f"{name} is a {type(modules[name]).__name__}, which is never called itself; {instead}")
+            instead = (
+                f"write {name + '.*'!r}" if next(modules[name].children(), None) else "leave it out"
+            )
+            raise UsageError(
+                f"{name} is a {type(modules[name]).__name__}, which is never called itself; "
+                f"{instead}"
+            )
         yield name
 
 
 def choose_layers(model: nn.Module) -> Iterator[str]:
-    """Yield the names of layers for "auto": members of containers that have most of the parameters, and the modules around these."""
+    """Yield the names of layers for "auto": members of containers that have most of the
+    parameters, and the modules around these.
+    """
     found = list(_walk(model, "", _size(model), inside=isinstance(model, CONTAINERS)))
     if len(found) < 2:
         raise UsageError(
-            f'"auto" finds no layers in {type(model).__name__}: most of its parameters are in no nn.Sequential and no nn.ModuleList; '
+            f'"auto" finds no layers in {type(model).__name__}: most of its parameters are in no '
+            "nn.Sequential and no nn.ModuleList; "
             'name its layers, such as "embed, blocks.*, head"'
         )
     yield from found
 
 
 def _walk(module: nn.Module, prefix: str, whole: int, *, inside: bool) -> Iterator[str]:
-    """Yield the names of layers in a module. `inside`: it lies in a container, and is taken apart if most of the model is in it."""
+    """Yield the names of layers in a module.
+
+    `inside`: it lies in a container, and is taken apart if most of the model is in it.
+    """
     for key, child in module.named_children():
         name = f"{prefix}{key}"
-        most = 2 if inside and not isinstance(child, nn.Sequential) else 10  # a sequence can always be taken apart, other forwards rarely
+        # a sequence can always be taken apart, other forwards rarely
+        most = 2 if inside and not isinstance(child, nn.Sequential) else 10
         if not _is_called(child) or most * max(_contained(child), default=0) > whole:
-            yield from _walk(child, f"{name}.", whole, inside=inside or isinstance(child, CONTAINERS))
+            yield from _walk(
+                child, f"{name}.", whole, inside=inside or isinstance(child, CONTAINERS)
+            )
         elif _size(child):
             yield name
 
@@ -94,7 +125,9 @@ def _is_called(module: nn.Module) -> bool:
 def _contained(module: nn.Module) -> Iterator[int]:
     """Yield how many parameters each container has that is this module or lies in it."""
     return (
-        _size(inner) for inner in module.modules() if isinstance(inner, CONTAINERS) and sum(map(bool, map(_size, inner.children()))) > 1
+        _size(inner)
+        for inner in module.modules()
+        if isinstance(inner, CONTAINERS) and sum(map(bool, map(_size, inner.children()))) > 1
     )
 
 

@@ -1,4 +1,5 @@
-"""A model whose layers are on several workers, as one of them has it: its stages, and what all of them do together in a step.
+"""A model whose layers are on several workers, as one of them has it: its stages, and what all of
+them do together in a step.
 
 step    all say what they were given          rows, and what is wrong with it
         the schedule                          executor.py
@@ -65,7 +66,11 @@ class JoinablePasses(Passes, Protocol):
 
 @dataclass(frozen=True)
 class StageSplit:
-    """Which layers are where. `bounds`: the first layer of each stage, and the end; `placed`: the place along `stage` that has each."""
+    """Which layers are where.
+
+    `bounds`: the first layer of each stage, and the end; `placed`: the place along `stage` that has
+    each.
+    """
 
     bounds: tuple[int, ...]
     placed: tuple[int, ...]
@@ -81,7 +86,10 @@ class StageSplit:
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """A parameter that several stages use. `group`: the workers that have them, where these are several."""
+    """A parameter that several stages use.
+
+    `group`: the workers that have them, where these are several.
+    """
 
     parameter: Parameter
     group: Group | None
@@ -89,7 +97,9 @@ class SharedParameter:
 
 @dataclass(frozen=True)
 class StageHolding:
-    """What one worker has under a split: `mine`, by name, and `elsewhere`, what stands for the parameters of other stages."""
+    """What one worker has under a split: `mine`, by name, and `elsewhere`, what stands for the
+    parameters of other stages.
+    """
 
     split: StageSplit
     ties: tuple[SharedParameter, ...]
@@ -99,12 +109,16 @@ class StageHolding:
 
 @dataclass
 class PipelineTerms:
-    """How a pipeline runs: the schedule's name, how many micro-batches a batch is cut into, and stages on each worker."""
+    """How a pipeline runs: the schedule's name, how many micro-batches a batch is cut into, and
+    stages on each worker.
+    """
 
     schedule: str
     micro_batches: int
     chunks: int | None
-    pads: bool = False  # a share of fewer rows has as many micro-batches, as others wait for this worker in each of them
+    # a share of fewer rows has as many micro-batches, as others wait for this worker in each of
+    # them
+    pads: bool = False
     made: dict[int, PipelineSchedule] = field(default_factory=dict)
 
     def count(self, rows: int) -> int:
@@ -119,7 +133,8 @@ class PipelineTerms:
 
 
 class PipelinedModel:
-    """The stages that one worker has of `model`, whose forward runs them from now on, and refuses all other calls.
+    """The stages that one worker has of `model`, whose forward runs them from now on, and refuses
+    all other calls.
 
     `holding`: what it has. `group` and `pairs` join the workers along
     `stage`, and nothing else uses them. `trained` says what is trained in the place of a parameter.
@@ -137,11 +152,26 @@ class PipelinedModel:
         trained: Callable[[Parameter], Parameter],
         profiler: PipelineProfiler,
     ) -> None:
-        self._model, self._graph, self.terms, self._group, self._pairs, self._trained = model, graph, terms, group, pairs, trained
+        self._model, self._graph, self.terms, self._group, self._pairs, self._trained = (
+            model,
+            graph,
+            terms,
+            group,
+            pairs,
+            trained,
+        )
         self._profiler = profiler
-        self.split, self.ties, self._mine, self._elsewhere = holding.split, list(holding.ties), holding.mine, holding.elsewhere
+        self.split, self.ties, self._mine, self._elsewhere = (
+            holding.split,
+            list(holding.ties),
+            holding.mine,
+            holding.elsewhere,
+        )
         split, rank = holding.split, group.rank
-        self.stages = {stage: _StageOfModel(model, graph, stage, split.range(stage), profiler) for stage in split.held(rank)}
+        self.stages = {
+            stage: _StageOfModel(model, graph, stage, split.range(stage), profiler)
+            for stage in split.held(rank)
+        }
         self._executor = PipelineExecutor(self.stages, pairs, rank, profiler)
         self._stepped: list[tuple[bool, Parameter]] | None = None
         profiler.begin()
@@ -149,10 +179,14 @@ class PipelinedModel:
         model.forward = _StageForward(self._inside)
         self._zone, self._drawn = RandomZone(group.rank), False
         self.steps = 0
-        self._followed = set[str]()  # kinds of calls of a model that isn't traced, for which it is known what stages need of each other
+        # kinds of calls of a model that isn't traced, for which it is known what stages need of
+        # each other
+        self._followed = set[str]()
 
     def profile(self) -> dict[str, Any]:
-        """Return what was measured of this worker's stages, and what they are, as plain data, for `record/pipeline_profile.py`."""
+        """Return what was measured of this worker's stages, and what they are, as plain data,
+        for `record/pipeline_profile.py`.
+        """
         profiler = self._profiler
         return {
             "schedule": self.terms.schedule,
@@ -175,8 +209,11 @@ class PipelinedModel:
 
     # ---- a step
 
-    def step(self, share: Share, joined: Callable[[], contextlib.AbstractContextManager[JoinablePasses]]) -> float:
-        """Go forward and back through all stages, and return the mean loss of this replica's part of the batch. Collective along `stage`.
+    def step(
+        self, share: Share, joined: Callable[[], contextlib.AbstractContextManager[JoinablePasses]]
+    ) -> float:
+        """Go forward and back through all stages, and return the mean loss of this replica's part
+        of the batch. Collective along `stage`.
 
         `joined` begins what takes the gradients; nothing goes back where gradients are off.
         """
@@ -194,33 +231,56 @@ class PipelinedModel:
         return self._end(done, share, batches, train=train)
 
     def forward(self, share: Share, finish: Callable[[Any], Any] = lambda output: output) -> Any:
-        """Go forward through all stages, and return `finish` of the model's output for the whole batch. Collective along `stage`."""
+        """Go forward through all stages, and return `finish` of the model's output for the whole
+        batch. Collective along `stage`.
+        """
         batches, where = self._begin(share, train=False, why="run.forward")
         with torch.no_grad(), self._alone():
             done = self._go_forward(batches, where)
-            outputs = [output for number, output in sorted(done.outputs.items()) if batches[number].rows or not number]
+            outputs = [
+                output
+                for number, output in sorted(done.outputs.items())
+                if batches[number].rows or not number
+            ]
             own = finish(share.whole(outputs)) if outputs else None
         self._move_on(drawn=self._model.training)
         return self._tell(own, where)
 
     def _go_forward(self, batches: Sequence[MicroBatch], where: str) -> PipelinePass:
-        schedule = make_schedule("gpipe", self._group.size, len(batches)) if len(set(self.split.placed)) == len(self.split.placed) else None
+        schedule = (
+            make_schedule("gpipe", self._group.size, len(batches))
+            if len(set(self.split.placed)) == len(self.split.placed)
+            else None
+        )
         with self._profiler.step(len(batches), train=False):
-            return self._executor.run(schedule or self.terms.of(self._group.size, len(batches)), batches, None, None, where=where)
+            return self._executor.run(
+                schedule or self.terms.of(self._group.size, len(batches)),
+                batches,
+                None,
+                None,
+                where=where,
+            )
 
-    def _follow(self, graph: FollowedGraph, kind: str, batches: Sequence[MicroBatch], where: str) -> None:
-        """Find out what each stage needs of others, by a forward in which they give each other everything. Collective."""
+    def _follow(
+        self, graph: FollowedGraph, kind: str, batches: Sequence[MicroBatch], where: str
+    ) -> None:
+        """Find out what each stage needs of others, by a forward in which they give each other
+        everything. Collective.
+        """
         outputs = list[Any]()
-        for recording in (graph.recording(), contextlib.nullcontext()):  # the second shows whether what was found is all
+        # the second shows whether what was found is all
+        for recording in (graph.recording(), contextlib.nullcontext()):
             with torch.no_grad(), untouched(self._model), self._alone(), recording as uses:
                 outputs.append(self._go_forward(batches, where).outputs)
-            torch.clear_autocast_cache()  # else the step would find weights there that were cast without gradients
+            # else the step would find weights there that were cast without gradients
+            torch.clear_autocast_cache()
             if uses is not None:
                 told = self._group.agree(msgpack.packb(uses.plain))
                 graph.learn(kind, map(msgpack.unpackb, told), self.split.bounds[:-1])
         if b"-" in self._group.agree(b"+" if _alike(*outputs) else b"-"):
             raise UsageError(
-                f"the forward of {type(self._model).__name__} uses what layers have returned in a way that can't be followed (it may go "
+                f"the forward of {type(self._model).__name__} uses what layers have returned in a "
+                "way that can't be followed (it may go "
                 "through numpy, or lists of numbers): name one layer that holds both ends"
             )
         self._followed.add(kind)
@@ -230,22 +290,39 @@ class PipelinedModel:
         source, lane = self.split.placed[-1], 2 * len(self.split.placed)
         if self._group.rank == source:
             head, tensors = pack({"output": output}, "the model")
-            for work in [self._pairs.send(rank, lane, head, tensors) for rank in range(self._group.size) if rank != source]:
+            for work in [
+                self._pairs.send(rank, lane, head, tensors)
+                for rank in range(self._group.size)
+                if rank != source
+            ]:
                 work.wait()
             return output
-        message = self._pairs.receive(source, lane, what=f"the output of the model in {where}").wait()
+        message = self._pairs.receive(
+            source, lane, what=f"the output of the model in {where}"
+        ).wait()
         found: Any = unpack(message.head, message.tensors)[0]["output"]
         return found
 
     def _begin(self, share: Share, *, train: bool, why: str) -> tuple[list[MicroBatch], str]:
-        """Agree with the other stages on what was given. Raises on all of them, where one can't go on or has another batch."""
+        """Agree with the other stages on what was given.
+
+        Raises on all of them, where one can't go on or has another batch.
+        """
         where = f"{why} {self.steps}"
         wrong, batches, rows, kind = list[PacelineError](), list[MicroBatch](), 0, ""
         try:
             rows = share.rows
-            bind = self._graph.bind if self.has_first or isinstance(self._graph, FollowedGraph) else None
+            bind = (
+                self._graph.bind
+                if self.has_first or isinstance(self._graph, FollowedGraph)
+                else None
+            )
             batches = cut_batch(share, self.terms.count(rows), bind)
-            kind = self._graph.kind(batches[0].inputs) if isinstance(self._graph, FollowedGraph) else kind
+            kind = (
+                self._graph.kind(batches[0].inputs)
+                if isinstance(self._graph, FollowedGraph)
+                else kind
+            )
         except PacelineError as error:
             wrong.append(error)
         told = msgpack.packb([where, train, rows, kind, str(wrong[0])[:TOLD] if wrong else None])
@@ -261,34 +338,52 @@ class PipelinedModel:
             if other is not None:
                 one, two = self._group.global_rank(0), self._group.global_rank(other)
                 raise DataError(
-                    f"{why}: ranks {one} and {two} have other stages of the same model, and got different {what} ({found[0]} and "
-                    f"{found[other]}): give all workers along `stage` the same batch in the same call"
+                    f"{why}: ranks {one} and {two} have other stages of the same model, and got "
+                    f"different {what} ({found[0]} and "
+                    f"{found[other]}): give all workers along `stage` the same batch in the same "
+                    "call"
                 )
         if isinstance(self._graph, FollowedGraph) and kind not in self._followed:
             self._follow(self._graph, kind, batches[:1], where)
         self.steps += 1
         return batches, where
 
-    def _end(self, done: PipelinePass, share: Share, batches: Sequence[MicroBatch], *, train: bool) -> float:
-        """Tell all stages the loss, and which parameters were reached. Optimizers keep the same of a parameter, wherever it is."""
+    def _end(
+        self, done: PipelinePass, share: Share, batches: Sequence[MicroBatch], *, train: bool
+    ) -> float:
+        """Tell all stages the loss, and which parameters were reached.
+
+        Optimizers keep the same of a parameter, wherever it is.
+        """
         loss = None
         if done.losses:
-            loss = math.fsum(value * share.worth(batches[number]) for number, value in done.losses.items())
+            loss = math.fsum(
+                value * share.worth(batches[number]) for number, value in done.losses.items()
+            )
         stepped = self._all_stepped()
         mine = bytes(there and here.grad is not None for there, here in stepped) if train else b""
-        answers = [msgpack.unpackb(answer) for answer in self._group.agree(msgpack.packb([loss, mine, self._drawn]))]
+        answers = [
+            msgpack.unpackb(answer)
+            for answer in self._group.agree(msgpack.packb([loss, mine, self._drawn]))
+        ]
         self._move_on(drawn=any(drawn for _, _, drawn in answers))
         if train:
-            for (there, here), reached in zip(stepped, zip(*(found for _, found, _ in answers), strict=True), strict=True):
+            for (there, here), reached in zip(
+                stepped, zip(*(found for _, found, _ in answers), strict=True), strict=True
+            ):
                 if not there and any(reached) and here.grad is None:
                     here.grad = torch.zeros_like(here)
         return next(float(value) for value, _, _ in answers if value is not None)
 
     def _all_stepped(self) -> list[tuple[bool, Parameter]]:
-        """Return whether this worker has each parameter, and what optimizers step of it here, in an order that all workers have."""
+        """Return whether this worker has each parameter, and what optimizers step of it here, in
+        an order that all workers have.
+        """
         if self._stepped is None:
             known = sorted({**self._mine, **self._elsewhere}.items())
-            self._stepped = [(name in self._mine, self._trained(parameter)) for name, parameter in known]
+            self._stepped = [
+                (name in self._mine, self._trained(parameter)) for name, parameter in known
+            ]
         return self._stepped
 
     def _sum_ties(self, passes: JoinablePasses) -> None:
@@ -298,27 +393,42 @@ class PipelinedModel:
                 continue
             trained = self._trained(tie.parameter)
             mine = passes.total(trained)
-            reached = any(answer == b"+" for answer in tie.group.agree(b"-" if mine is None else b"+"))
+            reached = any(
+                answer == b"+" for answer in tie.group.agree(b"-" if mine is None else b"+")
+            )
             if reached:
                 total = torch.zeros_like(trained) if mine is None else mine
-                passes.put(trained, tie.group.all_reduce(total, name="tied weights").wait() if total.numel() else total)
+                passes.put(
+                    trained,
+                    tie.group.all_reduce(total, name="tied weights").wait()
+                    if total.numel()
+                    else total,
+                )
 
     def level_ties(self) -> None:
-        """Give all stages that have a tied weight the values of the first of them, as a strategy has rounded each by itself. Collective."""
+        """Give all stages that have a tied weight the values of the first of them, as a strategy
+        has rounded each by itself. Collective.
+        """
         for tie in self.ties:
-            if tie.group is not None and (values := self._trained(tie.parameter).data).numel():  # of some, workers have no piece
+            # of some, workers have no piece
+            if tie.group is not None and (values := self._trained(tie.parameter).data).numel():
                 tie.group.broadcast(values, root=0, name="tied weights").wait()
 
     def share_buffers(self, copies: Sequence[nn.Module] = ()) -> None:
-        """Give all workers the buffers of all stages, of copies of the model too, as a state has them all. Collective along `stage`."""
-        for (stage, place), model in itertools.product(enumerate(self.split.placed), (self._model, *copies)):
+        """Give all workers the buffers of all stages, of copies of the model too, as a state has
+        them all. Collective along `stage`.
+        """
+        for (stage, place), model in itertools.product(
+            enumerate(self.split.placed), (self._model, *copies)
+        ):
             for buffer in _buffers(model, self._graph.part(*self.split.range(stage))):
                 self._group.broadcast(buffer, root=place, name="buffers of a stage").wait()
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Let the model be called by the executor, and draw random numbers of this stage's own."""
-        zone, self._drawn = self._zone if self._model.training else None, False  # a forward may draw whatever its modules are
+        # a forward may draw whatever its modules are
+        zone, self._drawn = self._zone if self._model.training else None, False
         if zone is not None:
             zone.enter(self._device)
         self._inside.append(True)
@@ -329,7 +439,9 @@ class PipelinedModel:
             self._drawn = zone is not None and zone.back(self._device)
 
     def _move_on(self, *, drawn: bool) -> None:
-        """Let the next step draw other numbers, if some stage has `drawn` any: generators are in the same state on all workers."""
+        """Let the next step draw other numbers, if some stage has `drawn` any: generators are in
+        the same state on all workers.
+        """
         if drawn:
             self._zone.move_on(self._device)
 
@@ -339,9 +451,18 @@ class PipelinedModel:
 
 
 class _StageOfModel:
-    """One stage, which is run by a call of the model: so that hooks on the model, such as those of a cut inside, see it."""
+    """One stage, which is run by a call of the model: so that hooks on the model, such as those
+    of a cut inside, see it.
+    """
 
-    def __init__(self, model: nn.Module, graph: LayerGraph, stage: int, layers: tuple[int, int], profiler: PipelineProfiler) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: LayerGraph,
+        stage: int,
+        layers: tuple[int, int],
+        profiler: PipelineProfiler,
+    ) -> None:
         part = graph.part(*layers)
         owners = graph.owners(*layers)
         self._model = model
@@ -361,10 +482,13 @@ class _StageCall:
 
 
 class _StageForward:
-    """The forward of a model, which runs one of its parts for its pipeline and refuses all other calls; those of copies, too."""
+    """The forward of a model, which runs one of its parts for its pipeline and refuses all other
+    calls; those of copies, too.
+    """
 
     def __init__(self, inside: list[bool], *, copied: bool = False) -> None:
-        self._inside, self._copied = inside, copied  # something is in the list while the pipeline calls
+        # something is in the list while the pipeline calls
+        self._inside, self._copied = inside, copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _StageForward:
         return _StageForward([], copied=True)
@@ -377,20 +501,32 @@ class _StageForward:
             return args[0].program(args[0].values)
         if self._copied:
             raise UsageError(
-                "this is a copy of a model that has layers on other workers (pipeline), and can't be called: copy its parameters into the "
-                "model that was prepared, as for p, q in zip(model.parameters(), copied.parameters()): p.data.copy_(q), and call "
+                "this is a copy of a model that has layers on other workers (pipeline), and can't "
+                "be called: copy its parameters into the "
+                "model that was prepared, as for p, q in zip(model.parameters(), "
+                "copied.parameters()): p.data.copy_(q), and call "
                 "run.forward(model, x)"
             )
         raise UsageError(
-            "this model has layers on other workers (pipeline), so it can't be called by itself: write "
-            "loss = run.step(model, x, y, loss=F.cross_entropy), which goes forward and back, or run.forward(model, x)"
+            "this model has layers on other workers (pipeline), so it can't be called by itself: "
+            "write "
+            "loss = run.step(model, x, y, loss=F.cross_entropy), which goes forward and back, or "
+            "run.forward(model, x)"
         )
 
 
 def _alike(one: Any, two: Any) -> bool:
-    """Whether two outputs are the same but for rounding: what stands in for values that didn't come is no number."""
-    found = [[x.double() for x in tree_leaves(each) if isinstance(x, Tensor) and x.is_floating_point()] for each in (one, two)]
-    pairs = [(x, y, (x - y).nan_to_num().norm() <= 0.01 * x.nan_to_num().norm()) for x, y in zip(*found, strict=True)]
+    """Whether two outputs are the same but for rounding: what stands in for values that didn't
+    come is no number.
+    """
+    found = [
+        [x.double() for x in tree_leaves(each) if isinstance(x, Tensor) and x.is_floating_point()]
+        for each in (one, two)
+    ]
+    pairs = [
+        (x, y, (x - y).nan_to_num().norm() <= 0.01 * x.nan_to_num().norm())
+        for x, y in zip(*found, strict=True)
+    ]
     return all(bool(near) and torch.equal(x.isnan(), y.isnan()) for x, y, near in pairs)
 
 

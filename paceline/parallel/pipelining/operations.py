@@ -1,10 +1,11 @@
-"""What a forward does, as data: calls of modules, functions and methods, one after the other, on values that have names.
+"""What a forward does, as data: calls of modules, functions and methods, one after the other, on
+values that have names.
 
     x -> tokens(x) -> add(tokens, positions) -> blocks.0(add) -> ...        each value is called what `Operation.name` says
 
-Modules and parameters stand in it by their names in the model, and are looked up whenever they are used: what a cut has put in their place
-is what runs.
-"""
+Modules and parameters stand in it by their names in the model, and are looked up whenever they are
+used: what a cut has put in their place is what runs.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-OUTPUT = "output of the model"  # the name of what a forward returns: no module or argument can have it
+# the name of what a forward returns: no module or argument can have it
+OUTPUT = "output of the model"
 Kind = Literal["module", "chained", "function", "method", "device", "output"]
 
 
@@ -29,14 +31,18 @@ class Ref:
 
 @dataclass(frozen=True)
 class Attribute:
-    """What lies under this path in the model: a parameter, a buffer or a module, in the place of an argument."""
+    """What lies under this path in the model: a parameter, a buffer or a module, in the place of
+    an argument.
+    """
 
     path: str
 
 
 @dataclass(frozen=True)
 class ByMode:
-    """An argument that differs between training and evaluation, such as the probability of a dropout."""
+    """An argument that differs between training and evaluation, such as the probability of a
+    dropout.
+    """
 
     training: Any
     evaluation: Any
@@ -46,8 +52,9 @@ class ByMode:
 class Operation:
     """One call of a forward. `graded` is False where the forward makes it under torch.no_grad().
 
-    `target` is the name of a module, the name of a method or a function; "chained" calls a module with what the one before returned, a
-    tuple as several arguments, "device" is the device of what there is, and "output" is what the forward returns.
+    `target` is the name of a module, the name of a method or a function; "chained" calls a module
+    with what the one before returned, a tuple as several arguments, "device" is the device of what
+    there is, and "output" is what the forward returns.
     """
 
     name: str
@@ -65,7 +72,9 @@ class Operation:
         """Yield the paths of modules, parameters and buffers that this operation uses."""
         if self.kind in ("module", "chained"):
             yield self.target
-        yield from (leaf.path for leaf in _leaves((self.args, self.kwargs)) if isinstance(leaf, Attribute))
+        yield from (
+            leaf.path for leaf in _leaves((self.args, self.kwargs)) if isinstance(leaf, Attribute)
+        )
 
     @property
     def called(self) -> str:
@@ -79,24 +88,34 @@ class Operation:
     @property
     def gives_numbers(self) -> bool:
         """Whether this asks a tensor for its sizes or its dtype."""
-        return self.called in ("size", "dim", "numel") or any(map(self.reads_attribute, ("shape", "ndim", "dtype")))
+        return self.called in ("size", "dim", "numel") or any(
+            map(self.reads_attribute, ("shape", "ndim", "dtype"))
+        )
 
     @property
     def is_arithmetic(self) -> bool:
         """Whether this makes numbers of numbers, if the values that it reads are some."""
-        held = any(isinstance(leaf, Attribute | torch.Tensor) for leaf in _leaves((self.args, self.kwargs)))
+        held = any(
+            isinstance(leaf, Attribute | torch.Tensor) for leaf in _leaves((self.args, self.kwargs))
+        )
         return not held and getattr(self.target, "__module__", "") in ("_operator", "math")
 
     @property
     def by_mode(self) -> bool:
         """Whether an argument differs between training and evaluation."""
         found = list[bool]()
-        substitute((self.args, dict(self.kwargs)), lambda leaf: found.append(isinstance(leaf, ByMode)))
+        substitute(
+            (self.args, dict(self.kwargs)), lambda leaf: found.append(isinstance(leaf, ByMode))
+        )
         return any(found)
 
     def merged(self, evaluation: Operation) -> Operation:
         """Make one operation of this one, of training, and what it is in evaluation."""
-        return replace(self, args=merge_modes(self.args, evaluation.args), kwargs=merge_modes(dict(self.kwargs), dict(evaluation.kwargs)))
+        return replace(
+            self,
+            args=merge_modes(self.args, evaluation.args),
+            kwargs=merge_modes(dict(self.kwargs), dict(evaluation.kwargs)),
+        )
 
     def call(self, values: Mapping[str, Any], model: nn.Module) -> Any:
         """Do it on the values of these names."""
@@ -118,7 +137,9 @@ class Operation:
             case "method":
                 return getattr(args[0], self.target)(*args[1:], **kwargs)
             case "device":
-                tensors = (leaf for leaf in tree_leaves(dict(values)) if isinstance(leaf, torch.Tensor))
+                tensors = (
+                    leaf for leaf in tree_leaves(dict(values)) if isinstance(leaf, torch.Tensor)
+                )
                 return next(tensors, next(model.parameters())).device
             case "output":
                 return args[0]
@@ -150,7 +171,9 @@ def _value(leaf: Any, values: Mapping[str, Any], model: nn.Module) -> Any:
 
 
 def substitute(arg: Any, change: Callable[[Any], Any]) -> Any:
-    """Make a copy of nested tuples, lists, dicts and slices in which each leaf is what `change` makes of it."""
+    """Make a copy of nested tuples, lists, dicts and slices in which each leaf is what `change`
+    makes of it.
+    """
     if type(arg) is tuple:
         return tuple(substitute(one, change) for one in arg)
     if isinstance(arg, list):
@@ -180,12 +203,22 @@ def merge_modes(training: Any, evaluation: Any) -> Any:
     if type(training) is not type(evaluation):
         return ByMode(training, evaluation)
     if isinstance(training, tuple | list) and len(training) == len(evaluation):
-        return type(training)(merge_modes(one, other) for one, other in zip(training, evaluation, strict=True))
+        return type(training)(
+            merge_modes(one, other) for one, other in zip(training, evaluation, strict=True)
+        )
     if isinstance(training, dict) and training.keys() == evaluation.keys():
         return {key: merge_modes(one, evaluation[key]) for key, one in training.items()}
     if isinstance(training, torch.Tensor):
-        return training if training is evaluation or _equal(training, evaluation) else ByMode(training, evaluation)
-    return training if training is evaluation or bool(training == evaluation) else ByMode(training, evaluation)
+        return (
+            training
+            if training is evaluation or _equal(training, evaluation)
+            else ByMode(training, evaluation)
+        )
+    return (
+        training
+        if training is evaluation or bool(training == evaluation)
+        else ByMode(training, evaluation)
+    )
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -197,5 +230,14 @@ PLAIN = (torch.Tensor, bool, int, float, str)
 
 
 def foreign(value: Any) -> type | None:
-    """Find the type of a part of `value` that can't be sent: neither a tensor, nor a number, a string or None, nested in any way."""
-    return next((type(leaf) for leaf in tree_leaves(value) if leaf is not None and not isinstance(leaf, PLAIN)), None)
+    """Find the type of a part of `value` that can't be sent: neither a tensor, nor a number, a
+    string or None, nested in any way.
+    """
+    return next(
+        (
+            type(leaf)
+            for leaf in tree_leaves(value)
+            if leaf is not None and not isinstance(leaf, PLAIN)
+        ),
+        None,
+    )

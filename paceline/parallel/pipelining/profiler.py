@@ -1,9 +1,11 @@
-"""Profiles the stages of one worker while it trains: what their actions take and wait for, what layers take, and what stages keep.
+"""Profiles the stages of one worker while it trains: what their actions take and wait for, what
+layers take, and what stages keep.
 
 step       0             1              2, 3, ... 11      20, 30, 40, ...
 measured   bytes kept    each layer     all actions       all actions
 
-A step costs two readings of the clock for each action. Of the steps whose actions are kept the last ones are, the same on all workers.
+A step costs two readings of the clock for each action. Of the steps whose actions are kept the last
+ones are, the same on all workers.
 """
 
 from __future__ import annotations
@@ -26,13 +28,17 @@ from paceline.parallel.pipelining.chain import StagePart, part_parameters
 from paceline.parallel.pipelining.schedule import Action, Kind
 
 LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
-WARM, FIRST, EVERY, KEPT = 2, 12, 10, 24  # steps: that come before, those that are all kept, one in so many then, at most
+# steps: that come before, those that are all kept, one in so many then, at most
+WARM, FIRST, EVERY, KEPT = 2, 12, 10, 24
 
 Times = tuple[int, int, int]  # nanoseconds: an action began, had all that it needs, and ended
 
 
 class PipelineProfiler:
-    """Measures the stages of one worker. `meter` shows its waits; `record` takes what it has done from when to when."""
+    """Measures the stages of one worker.
+
+    `meter` shows its waits; `record` takes what it has done from when to when.
+    """
 
     def __init__(self, meter: AxisMeter, record: Callable[[str, int, int], None]) -> None:
         self._meter, self._record = meter, record
@@ -68,36 +74,55 @@ class PipelineProfiler:
 
     def acted(self, action: Action, began: int, ready: int, ended: int) -> None:
         """Note an action that is over, and show it without its wait."""
-        self._record(f"{LETTERS[action.kind]}{action.micro_batch} of stage {action.stage}", ready, ended)
+        self._record(
+            f"{LETTERS[action.kind]}{action.micro_batch} of stage {action.stage}", ready, ended
+        )
         self._actions.append((began, ready, ended))
 
     # ---- inside of forwards
 
-    def forward(self, stage: int, part: StagePart, owners: list[int], model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Run a stage. In one step it is measured what it keeps, in the next what its layers take; `owners`: those of its operations."""
+    def forward(
+        self,
+        stage: int,
+        part: StagePart,
+        owners: list[int],
+        model: nn.Module,
+        values: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Run a stage.
+
+        In one step it is measured what it keeps, in the next what its layers take; `owners`: those
+        of its operations.
+        """
         if not self._training or self._steps >= WARM:
             return part.run(values)
         if self._steps == 1:
             return self._run_layers(part, owners, values)
         if stage in self.kept:
             return part.run(values)
-        found = dict[int, tuple[int, set[tuple[int, int]]]]()  # by storage: its bytes, and the places in it that are kept
+        # by storage: its bytes, and the places in it that are kept
+        found = dict[int, tuple[int, set[tuple[int, int]]]]()
 
         def keep(x: Tensor) -> tuple[Tensor, int]:
             if x.layout == torch.strided:
                 place = int(x.storage_offset()) * x.element_size(), x.numel() * x.element_size()
                 found.setdefault(_storage(x), (x.untyped_storage().nbytes(), set()))[1].add(place)
-                for _, parameter in part_parameters(model, part):  # where they lie now: shard() gathers them while they are used
+                # where they lie now: shard() gathers them while they are used
+                for _, parameter in part_parameters(model, part):
                     found.pop(_storage(parameter), None)
             return x, x._version
 
         with saved_tensors_hooks(keep, _unchanged):
             gives = part.run(values)
         # a micro-batch may be rows of a batch in the memory of all of it
-        self.kept[stage] = sum(min(whole, sum(nbytes for _, nbytes in places)) for whole, places in found.values())
+        self.kept[stage] = sum(
+            min(whole, sum(nbytes for _, nbytes in places)) for whole, places in found.values()
+        )
         return gives
 
-    def _run_layers(self, part: StagePart, owners: list[int], values: Mapping[str, Any]) -> dict[str, Any]:
+    def _run_layers(
+        self, part: StagePart, owners: list[int], values: Mapping[str, Any]
+    ) -> dict[str, Any]:
         took = dict.fromkeys(owners, 0.0)
         clock = [time.perf_counter()]
 
@@ -113,7 +138,9 @@ class PipelineProfiler:
 
     @property
     def layer_seconds(self) -> dict[int, float]:
-        """The seconds that the forward of each layer of this worker takes, by its number: medians over the micro-batches of one step."""
+        """The seconds that the forward of each layer of this worker takes, by its number:
+        medians over the micro-batches of one step.
+        """
         return {layer: statistics.median(seconds) for layer, seconds in self._layer_seconds.items()}
 
 
@@ -122,7 +149,8 @@ def _unchanged(kept: tuple[Tensor, int]) -> Tensor:
     x, version = kept
     if x._version != version:
         raise RuntimeError(
-            f"a tensor of shape {list(x.shape)} that is needed for a gradient has been modified by an inplace operation: it is at version "
+            f"a tensor of shape {list(x.shape)} that is needed for a gradient has been modified by "
+            "an inplace operation: it is at version "
             f"{x._version}, and was kept at {version}"
         )
     return x

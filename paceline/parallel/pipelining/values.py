@@ -1,4 +1,5 @@
-"""Values that go from one stage of a pipeline to the next, as messages: nested tensors, numbers and Nones under their names.
+"""Values that go from one stage of a pipeline to the next, as messages: nested tensors, numbers and
+Nones under their names.
 
 {"x": Tensor, "skip": (Tensor, None), "length": 7}
   head      the nesting, 7, and which tensors need gradients        tensors   two
@@ -12,7 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
 
 from paceline.errors import UsageError
 
@@ -21,7 +28,10 @@ PLAIN = (bool, int, float, str)
 
 
 def pack(values: Mapping[str, Any], what: str) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return the head and the tensors of a message with these values. Raises `UsageError` for one that can't travel; `what` made it."""
+    """Return the head and the tensors of a message with these values.
+
+    Raises `UsageError` for one that can't travel; `what` made it.
+    """
     leaves, spec = tree_flatten(dict(values))
     tensors, plain, needing = list[Tensor](), list[Any](), list[int]()
     for leaf in leaves:
@@ -34,15 +44,21 @@ def pack(values: Mapping[str, Any], what: str) -> tuple[dict[str, Any], list[Ten
             plain.append(leaf)
         else:
             raise UsageError(
-                f"{what} gives a {type(leaf).__qualname__}, and stages of a pipeline send each other tensors, numbers, texts and None, in "
+                f"{what} gives a {type(leaf).__qualname__}, and stages of a pipeline send each "
+                "other tensors, numbers, texts and None, in "
                 "dicts, lists and tuples: return those (and no cache: use_cache=False)"
             )
     return {"tree": treespec_dumps(spec), "plain": plain, "needing": needing}, tensors
 
 
 def unpack(head: Mapping[str, Any], tensors: Sequence[Tensor]) -> tuple[Values, list[Tensor]]:
-    """Return the values of a message, and those of its tensors that need gradients: leaves of the graph, where gradients are on."""
-    needing, coming = set(head["needing"]) if torch.is_grad_enabled() else set[int](), iter(enumerate(tensors))
+    """Return the values of a message, and those of its tensors that need gradients: leaves of
+    the graph, where gradients are on.
+    """
+    needing, coming = (
+        set(head["needing"]) if torch.is_grad_enabled() else set[int](),
+        iter(enumerate(tensors)),
+    )
     found, entries = list[Any](), list[Tensor]()
     for value in head["plain"]:
         if value != {}:
@@ -58,8 +74,14 @@ def unpack(head: Mapping[str, Any], tensors: Sequence[Tensor]) -> tuple[Values, 
 
 
 def tensors_needing(values: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors among values that need gradients, in the order in which the stage that gets them has them."""
-    return [leaf for leaf in tree_flatten(dict(values))[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+    """Return the tensors among values that need gradients, in the order in which the stage that
+    gets them has them.
+    """
+    return [
+        leaf
+        for leaf in tree_flatten(dict(values))[0]
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
 
 
 @functools.lru_cache(maxsize=64)
@@ -69,7 +91,9 @@ def _spec(text: str) -> TreeSpec:
 
 def pack_gradients(grads: Sequence[Tensor | None]) -> tuple[dict[str, Any], list[Tensor]]:
     """Return the head and the tensors of a message with gradients, some of which are None."""
-    return {"there": [grad is not None for grad in grads]}, [grad for grad in grads if grad is not None]
+    return {"there": [grad is not None for grad in grads]}, [
+        grad for grad in grads if grad is not None
+    ]
 
 
 def unpack_gradients(head: Mapping[str, Any], tensors: Sequence[Tensor]) -> list[Tensor | None]:

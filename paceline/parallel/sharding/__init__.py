@@ -1,1 +1,3 @@
-"""The state of a model shared out among workers: flat memory, its gradients, and when it is whole."""
+"""The state of a model shared out among workers: flat memory, its gradients, and when it is
+whole.
+"""

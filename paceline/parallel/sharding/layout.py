@@ -1,4 +1,5 @@
-"""Where the parameters of a unit lie in flat memory, of which each worker keeps one part, as plain data.
+"""Where the parameters of a unit lie in flat memory, of which each worker keeps one part, as plain
+data.
 
 parameters    weight, 7 elements      bias, 3 elements    padding
 flat memory   w0 w1 w2 w3 w4 w5 w6    b0 b1 b2            -- --       4 workers, parts of 3 elements
@@ -19,7 +20,9 @@ from paceline.parallel.placement import Range
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Parameters of so many elements (`numels`), one behind the other in flat memory, of which each of `workers` has a part as long."""
+    """Parameters of so many elements (`numels`), one behind the other in flat memory, of which
+    each of `workers` has a part as long.
+    """
 
     numels: tuple[int, ...]
     workers: int
@@ -39,9 +42,14 @@ class FlatLayout:
         return list(zip(accumulate(self.numels, initial=0), accumulate(self.numels), strict=False))
 
     def pieces(self, rank: int) -> list[Range]:
-        """Return which elements of each parameter are in the part of a rank; start and stop are equal where none are."""
+        """Return which elements of each parameter are in the part of a rank; start and stop are
+        equal where none are.
+        """
         first, last = rank * self.part, (rank + 1) * self.part
-        return [(_within(first - start, stop - start), _within(last - start, stop - start)) for start, stop in self.spans()]
+        return [
+            (_within(first - start, stop - start), _within(last - start, stop - start))
+            for start, stop in self.spans()
+        ]
 
     def within(self, rank: int) -> list[Range]:
         """Return where the piece of each parameter lies in the part of a rank."""

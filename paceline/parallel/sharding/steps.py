@@ -1,4 +1,6 @@
-"""What happens around the steps of optimizers whose parameters are pieces: whole parameters follow them."""
+"""What happens around the steps of optimizers whose parameters are pieces: whole parameters
+follow them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from typing import Any, Final
 
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from paceline.errors import UsageError
 from paceline.parallel.elementwise import check_elementwise
@@ -19,9 +24,11 @@ _REGISTRY: Final = threading.Lock()  # of announcers
 
 
 class ShardSteps:
-    """Gathers whole parameters after each step of an optimizer that has pieces of them, so that whatever reads them finds the new values.
+    """Gathers whole parameters after each step of an optimizer that has pieces of them, so that
+    whatever reads them finds the new values.
 
-    A step of the whole parameters themselves is refused: they have no gradients, and it would do nothing.
+    A step of the whole parameters themselves is refused: they have no gradients, and it would do
+    nothing.
     """
 
     def __init__(self, memories: Sequence[FlatMemory]) -> None:
@@ -49,14 +56,19 @@ class ShardSteps:
 
     def _meet(self, optimizer: Optimizer) -> list[FlatMemory]:
         """Return the memories of which an optimizer has pieces."""
-        ids = {id(parameter): True for group in optimizer.param_groups for parameter in group["params"]}
+        ids = {
+            id(parameter): True for group in optimizer.param_groups for parameter in group["params"]
+        }
         name = next((self._wholes[found] for found in ids if found in self._wholes), None)
         if name is not None:
             raise UsageError(
-                f"a {type(optimizer).__qualname__} steps {name}, of which this worker has a piece to step; make the optimizer before "
+                f"a {type(optimizer).__qualname__} steps {name}, of which this worker has a piece "
+                "to step; make the optimizer before "
                 "run.prepare, and give it to the call that cuts the model"
             )
-        memories = [memory for memory in self._memories if any(id(piece) in ids for piece in memory.pieces)]
+        memories = [
+            memory for memory in self._memories if any(id(piece) in ids for piece in memory.pieces)
+        ]
         if memories:
             check_elementwise(optimizer, memories[0].held[0].name)
         return memories
@@ -67,14 +79,21 @@ class ShardSteps:
         follow([memory for memory in memories if not memory.frees])
 
     def refresh(self) -> None:
-        """Make whole parameters what their pieces are, as these were changed otherwise than by a step. Collective."""
+        """Make whole parameters what their pieces are, as these were changed otherwise than by a
+        step. Collective.
+        """
         follow([memory for memory in self._memories if not memory.frees])
 
     def close(self) -> None:
         """Follow no more steps, as the run is over."""
         with _REGISTRY:
-            for known in (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks):
-                for announcer in [hook for hook in known.values() if isinstance(hook, StepAnnouncer)]:
+            for known in (
+                torch_optimizer._global_optimizer_pre_hooks,
+                torch_optimizer._global_optimizer_post_hooks,
+            ):
+                for announcer in [
+                    hook for hook in known.values() if isinstance(hook, StepAnnouncer)
+                ]:
                     announcer.leave_out(self)
 
 
@@ -85,9 +104,11 @@ def follow(memories: Sequence[FlatMemory]) -> None:
 
 
 class StepAnnouncer:
-    """A hook of all optimizers of this process, which tells those `ShardSteps` that live of a step, before or after it.
+    """A hook of all optimizers of this process, which tells those `ShardSteps` that live of a step,
+    before or after it.
 
-    It stays when they are over: torch fails where its list of hooks changes while another thread's step goes through it.
+    It stays when they are over: torch fails where its list of hooks changes while another thread's
+    step goes through it.
     """
 
     def __init__(self, when: Callable[[ShardSteps, Optimizer], None]) -> None:
@@ -109,13 +130,25 @@ class StepAnnouncer:
 
 
 def _announce_to(steps: ShardSteps) -> None:
-    """Tell `steps` of all steps; torch's hooks are there once, as threads may step while others begin."""
+    """Tell `steps` of all steps; torch's hooks are there once, as threads may step while others
+    begin.
+    """
     with _REGISTRY:
         for known, register, when in (
-            (torch_optimizer._global_optimizer_pre_hooks, register_optimizer_step_pre_hook, ShardSteps.before),
-            (torch_optimizer._global_optimizer_post_hooks, register_optimizer_step_post_hook, ShardSteps.after),
+            (
+                torch_optimizer._global_optimizer_pre_hooks,
+                register_optimizer_step_pre_hook,
+                ShardSteps.before,
+            ),
+            (
+                torch_optimizer._global_optimizer_post_hooks,
+                register_optimizer_step_post_hook,
+                ShardSteps.after,
+            ),
         ):
-            announcer = next((hook for hook in known.values() if isinstance(hook, StepAnnouncer)), None)
+            announcer = next(
+                (hook for hook in known.values() if isinstance(hook, StepAnnouncer)), None
+            )
             if announcer is None:
                 announcer = StepAnnouncer(when)
                 register(announcer)

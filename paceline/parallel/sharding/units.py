@@ -1,15 +1,19 @@
 """Units of a model whose parameters are whole only while they are used (zero=3).
 
-    forward     gather, run, release                      the root unit stays whole until the backward pass has ended
-    backward    the gradient of an output comes: gather   all of the unit's gradients and those of its inputs have come: release
+    forward     gather, run, release                      the root unit stays whole until the
+                                                          backward pass has ended
+    backward    the gradient of an output comes: gather   all of the unit's gradients and those of
+                                                          its inputs have come: release
     the end     all that is still whole is released
 
-While a unit runs, the one that came after it in the forward before is on its way; in backward, the one that came before it.
+While a unit runs, the one that came after it in the forward before is on its way; in backward, the
+one that came before it.
 
-A backward in two halves (pipelines) leaves units whole after the first, as no gradient of theirs has come, and gathers them again for the
-second where a forward has released them meanwhile.
+A backward in two halves (pipelines) leaves units whole after the first, as no gradient of theirs
+has come, and gathers them again for the second where a forward has released them meanwhile.
 
-A forward in the middle of a backward pass (activation checkpoints) finds the unit whole, or makes it so until the pass ends.
+A forward in the middle of a backward pass (activation checkpoints) finds the unit whole, or makes
+it so until the pass ends.
 """
 
 from __future__ import annotations
@@ -31,27 +35,41 @@ from paceline.parallel.sharding.memory import FlatMemory
 
 
 class UnitCall:
-    """One forward of a unit: how many of its inputs have no gradient yet. `entered`: the last backward pass that came to it."""
+    """One forward of a unit: how many of its inputs have no gradient yet.
+
+    `entered`: the last backward pass that came to it.
+    """
 
     def __init__(self) -> None:
         self.inputs = self.missing = self.entered = 0
 
 
 class GatheredUnit:
-    """A module whose parameters lie in `memories`, gathered before it runs. The root unit, which has no name, is the `model` itself."""
+    """A module whose parameters lie in `memories`, gathered before it runs.
 
-    def __init__(self, module: nn.Module, memories: Sequence[FlatMemory], name: str, *, model: GatheredModel) -> None:
+    The root unit, which has no name, is the `model` itself.
+    """
+
+    def __init__(
+        self, module: nn.Module, memories: Sequence[FlatMemory], name: str, *, model: GatheredModel
+    ) -> None:
         self.module, self.memories, self.name, self.model = module, list(memories), name, model
         self._is_root = not name
         self._coming: list[tuple[FlatMemory, Work[list[Tensor]]]] = []
-        self._waits: dict[int, int] = {}  # of each memory: gradients that haven't come in the pass under way
+        # of each memory: gradients that haven't come in the pass under way
+        self._waits: dict[int, int] = {}
         self._entered: set[UnitCall] = set()
         self._stays = False  # until the end of the pass
         self._pass = 0
         self._rewind()
         module.register_forward_pre_hook(uncompiled(self._before), prepend=True, with_kwargs=True)
         module.register_forward_hook(uncompiled(self._after), with_kwargs=True, always_call=True)
-        owners = {id(owner): owner for memory in self.memories for one in memory.held for owner, _ in one.places}
+        owners = {
+            id(owner): owner
+            for memory in self.memories
+            for one in memory.held
+            for owner, _ in one.places
+        }
         for owner in owners.values() if name else ():  # the root stays whole
             if owner is not module:
                 owner.register_forward_hook(self._kept)
@@ -69,10 +87,13 @@ class GatheredUnit:
 
     # ---- forward
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[Any, Any]:
         if module is not self.module:
             raise UsageError(
-                f"a copy of the model that shard(zero=3) has cut was called (its module {self.name or 'at the root'}), which has parts of "
+                "a copy of the model that shard(zero=3) has cut was called (its module "
+                f"{self.name or 'at the root'}), which has parts of "
                 "parameters alone; call the model itself"
             )
         inside = in_backward()
@@ -108,8 +129,17 @@ class GatheredUnit:
         kept = False
         if torch.is_grad_enabled():
             # a hook on a view is lost where the view is written to
-            output = tree_map_only(Tensor, lambda leaf: leaf.clone() if leaf.requires_grad and leaf._base is not None else leaf, output)
-            for leaf in (*_with_gradients(output), *(x for x in hidden_tensors(output) if x.requires_grad)):
+            output = tree_map_only(
+                Tensor,
+                lambda leaf: (
+                    leaf.clone() if leaf.requires_grad and leaf._base is not None else leaf
+                ),
+                output,
+            )
+            for leaf in (
+                *_with_gradients(output),
+                *(x for x in hidden_tensors(output) if x.requires_grad),
+            ):
                 leaf.register_hook(partial(self._entering, call))
                 kept = True
         if not self._calls and not (kept and self._is_root):
@@ -117,8 +147,15 @@ class GatheredUnit:
         return output
 
     def _kept(self, owner: nn.Module, args: Any, output: Any) -> None:
-        """Have a gradient gather that comes to a layer inside of the unit, as the script may keep what is made of its output."""
-        if torch.compiler.is_compiling() or not self._calls or not torch.is_grad_enabled() or in_backward():
+        """Have a gradient gather that comes to a layer inside of the unit, as the script may
+        keep what is made of its output.
+        """
+        if (
+            torch.compiler.is_compiling()
+            or not self._calls
+            or not torch.is_grad_enabled()
+            or in_backward()
+        ):
             return
         for leaf in _with_gradients(output):
             if leaf._base is None:
@@ -129,7 +166,9 @@ class GatheredUnit:
         if not dtypes:
             return values
         dtype = dtypes.pop()
-        return tree_map_only(Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values)
+        return tree_map_only(
+            Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values
+        )
 
     # ---- backward
 
@@ -142,7 +181,9 @@ class GatheredUnit:
         self.model.entered(self)
 
     def _reached(self, call: UnitCall, grad: Tensor) -> None:
-        """Gather before the backward of a layer, whether the gradient of an output of the unit comes, too, or never does."""
+        """Gather before the backward of a layer, whether the gradient of an output of the unit
+        comes, too, or never does.
+        """
         if call.entered != self._pass:
             self._entering(call, grad)
         else:
@@ -162,12 +203,19 @@ class GatheredUnit:
                 self._release_used()
 
     def gather_for(self, parameters: Set[int]) -> None:
-        """Make the unit whole, unless it has none of these whole parameters (ids), until their gradients have come."""
+        """Make the unit whole, unless it has none of these whole parameters (ids), until their
+        gradients have come.
+        """
         if any(id(whole) in parameters for memory in self.memories for whole in memory.wholes):
             self.gather()
 
     def _release_used(self) -> None:
-        if not self._is_root and not self._entered and not self._stays and not any(self._waits.values()):
+        if (
+            not self._is_root
+            and not self._entered
+            and not self._stays
+            and not any(self._waits.values())
+        ):
             self.release()
 
     def pass_ended(self) -> None:
@@ -210,7 +258,9 @@ class GatheredUnit:
 
 
 class GatheredModel:
-    """The units of one model, and the order in which its last forward has used them: what will be used next is gathered ahead."""
+    """The units of one model, and the order in which its last forward has used them: what will
+    be used next is gathered ahead.
+    """
 
     def __init__(self) -> None:
         self.units: list[GatheredUnit] = []
@@ -225,26 +275,39 @@ class GatheredModel:
         self._order, self._before = [], self._order
 
     def explain(self, error: BaseException) -> None:
-        """Note on the error of a forward which pieces, of units that don't run, the failing lines use."""
+        """Note on the error of a forward which pieces, of units that don't run, the failing
+        lines use.
+        """
         places = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-        names = {i.argval for code, at in places for i in dis.get_instructions(code) if i.positions and i.positions.lineno == at}
+        names = {
+            i.argval
+            for code, at in places
+            for i in dis.get_instructions(code)
+            if i.positions and i.positions.lineno == at
+        }
         for unit in self.units:
             for one in [one for memory in unit.memories for one in memory.held if unit.name]:
                 if {part for part in one.name.split(".") if not part.isdigit()} <= names:
                     error.add_note(
-                        f"shard(zero=3): {one.name} is a piece where its unit, {unit.name}, isn't running; leave {unit.name} out of "
-                        "the units, so that its parameters are whole in all of the model, or use them in its own forward alone"
+                        f"shard(zero=3): {one.name} is a piece where its unit, {unit.name}, isn't "
+                        f"running; leave {unit.name} out of "
+                        "the units, so that its parameters are whole in all of the model, or use "
+                        "them in its own forward alone"
                     )
 
     def ran(self, unit: GatheredUnit) -> None:
-        """Note that a unit is used in a forward, and gather the one that comes next, if it was as well in the forward before."""
+        """Note that a unit is used in a forward, and gather the one that comes next, if it was
+        as well in the forward before.
+        """
         self._place[id(unit)] = at = len(self._order)
         self._order.append(unit)
         if at + 1 < len(self._before) and self._before[at] is unit:
             self._before[at + 1].begin()
 
     def entered(self, unit: GatheredUnit) -> None:
-        """Gather the unit that came before this one in the last forward, as it comes next in the backward pass."""
+        """Gather the unit that came before this one in the last forward, as it comes next in the
+        backward pass.
+        """
         at = self._place.get(id(unit), 0)
         if at > 1 and at < len(self._order) and self._order[at] is unit:  # the root, at 0, is there
             self._order[at - 1].begin()
@@ -262,10 +325,15 @@ def in_backward() -> bool:
 
 
 def _reason() -> str:
-    """Return what parameters are gathered for, so that errors say what a worker does that others don't."""
+    """Return what parameters are gathered for, so that errors say what a worker does that others
+    don't.
+    """
     if in_backward():
         return " for backward"
-    return f" for model(...) {'with' if torch.is_grad_enabled() else 'without'} gradients, which all workers have to call"
+    return (
+        f" for model(...) {'with' if torch.is_grad_enabled() else 'without'} gradients, which all "
+        "workers have to call"
+    )
 
 
 def _with_gradients(values: Any) -> Iterator[Tensor]:

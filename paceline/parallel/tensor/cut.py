@@ -1,14 +1,18 @@
-"""Tensor parallelism as it is written: names of modules, and how each of them is cut between the workers along the axis `tensor`.
+"""Tensor parallelism as it is written: names of modules, and how each of them is cut between the
+workers along the axis `tensor`.
 
     tensor({"blocks.*.attention.qkv": column(parts=3), "blocks.*.attention.out": row(),
-            "blocks.*.up": column(), "blocks.*.down": row(),        two sums forward and two backward for each block
+            "blocks.*.up": column(), "blocks.*.down": row(),        two sums forward and two
+                                                                    backward for each block
             "tokens": vocab(), "head": vocab()},
            divide=["blocks.*.attention.heads"])
 
-    "blocks": sequence()     inside of `blocks` each worker has a piece of the sequence: sums become halves of sums
+    "blocks": sequence()     inside of `blocks` each worker has a piece of the sequence: sums become
+                             halves of sums
 
-A layer that is cut holds an ordinary parameter of the local shape, in the same object as before, so optimizers, strategies and codecs take
-it as any other. After Shoeybi et al., "Megatron-LM" (2019), and Korthikanti et al., "Reducing Activation Recomputation" (2022).
+A layer that is cut holds an ordinary parameter of the local shape, in the same object as before, so
+optimizers, strategies and codecs take it as any other. After Shoeybi et al., "Megatron-LM" (2019),
+and Korthikanti et al., "Reducing Activation Recomputation" (2022).
 """
 
 from __future__ import annotations
@@ -36,12 +40,12 @@ class tensor:
 
     Args:
         layers: Mapping from patterns of module names (`*` is any text) to `column()`, `row()`,
-            `vocab()`, `sequence()` or `summed()`. Or "auto": the plan in `tensor_plan` of the model's
-            class, or the plan of a model of transformers.
-        divide: Patterns of integer attributes of modules, such as numbers of heads, that are divided
-            by the number of workers. Default: none.
-        compare: Whether the output of each module with a pair of divided layers is compared with its
-            undivided output, in its first call. Default: True.
+            `vocab()`, `sequence()` or `summed()`. Or "auto": the plan in `tensor_plan` of the
+            model's class, or the plan of a model of transformers.
+        divide: Patterns of integer attributes of modules, such as numbers of heads, that are
+            divided by the number of workers. Default: none.
+        compare: Whether the output of each module with a pair of divided layers is compared with
+            its undivided output, in its first call. Default: True.
 
     Raises:
         UsageError: `layers` or `divide` is something else. `run.prepare` raises it if a layer can't
@@ -61,10 +65,15 @@ class tensor:
                 'give {"blocks.*.up": column(), ...}, or "auto" for a model with a plan'
             )
         if isinstance(self.divide, str):
-            raise UsageError(f"divide={self.divide!r} is one text; give a list, divide=[{self.divide!r}]")
+            raise UsageError(
+                f"divide={self.divide!r} is one text; give a list, divide=[{self.divide!r}]"
+            )
         for pattern, style in self.layers.items() if isinstance(self.layers, Mapping) else ():
             if not isinstance(style, Style):
-                raise UsageError(f"tensor: {pattern!r} has {style!r}; give column(), row(), vocab(), sequence() or summed()")
+                raise UsageError(
+                    f"tensor: {pattern!r} has {style!r}; give column(), row(), vocab(), sequence() "
+                    "or summed()"
+                )
 
     @property
     def axis(self) -> str:
@@ -72,7 +81,10 @@ class tensor:
 
     @property
     def travels(self) -> str:
-        return "activations are summed after each pair of column() and row(), forward and backward; no parameters travel"
+        return (
+            "activations are summed after each pair of column() and row(), forward and backward; "
+            "no parameters travel"
+        )
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
         layers, divide = self.layers, list(self.divide)

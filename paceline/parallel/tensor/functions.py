@@ -1,15 +1,23 @@
-"""What workers that cut layers between them exchange, forward and backward, as autograd functions over a Group.
+"""What workers that cut layers between them exchange, forward and backward, as autograd functions
+over a Group.
 
                   forward                          backward
-copy              x as it is                       gradients are summed            into a layer cut by columns
-total             sums                             the gradient as it is           out of a layer cut by rows
-join              pieces side by side              my piece of the gradient        out of a layer whose whole output is wanted
-split             my piece                         pieces side by side             into a region cut along the sequence
-gather            pieces side by side              sums, my piece of them          into a layer cut by columns, in such a region
-scatter           sums, my piece of them           pieces side by side             out of a layer cut by rows, in such a region
+copy              x as it is                       gradients are summed            into a layer cut
+                                                   by columns
+total             sums                             the gradient as it is           out of a layer
+                                                   cut by rows
+join              pieces side by side              my piece of the gradient        out of a layer
+                                                   whose whole output is wanted
+split             my piece                         pieces side by side             into a region cut
+                                                   along the sequence
+gather            pieces side by side              sums, my piece of them          into a layer cut
+                                                   by columns, in such a region
+scatter           sums, my piece of them           pieces side by side             out of a layer
+                                                   cut by rows, in such a region
 
-`copy` and `total` are f and g of Shoeybi et al., "Megatron-LM" (2019); `gather` and `scatter` are those of Korthikanti et al., "Reducing
-Activation Recomputation in Large Transformer Models" (2022). Workers run the same graph, so they make these calls in the same order.
+`copy` and `total` are f and g of Shoeybi et al., "Megatron-LM" (2019); `gather` and `scatter` are
+those of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022).
+Workers run the same graph, so they make these calls in the same order.
 """
 
 from __future__ import annotations
@@ -38,7 +46,10 @@ def eager(function: F) -> F:
 
 
 class TensorAxis:
-    """The workers that cut layers between them, as layers see them. A deepcopy of a layer shares it. `meter` measures exchanges."""
+    """The workers that cut layers between them, as layers see them.
+
+    A deepcopy of a layer shares it. `meter` measures exchanges.
+    """
 
     def __init__(self, group: Group, meter: AxisMeter | None = None) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
@@ -54,7 +65,9 @@ class TensorAxis:
 
     @eager
     def copy(self, x: Tensor, name: str) -> Tensor:
-        """Give each worker the whole `x`; what layers that share it send back is summed locally first, and over workers once."""
+        """Give each worker the whole `x`; what layers that share it send back is summed locally
+        first, and over workers once.
+        """
         return self._once(x, "copy", lambda: _Copy.apply(x, self, name))  # type: ignore[no-untyped-call]
 
     @eager
@@ -70,13 +83,17 @@ class TensorAxis:
 
     @eager
     def scatter(self, x: Tensor, dim: int, name: str) -> Tensor:
-        """Sum a part of the result over all workers, and keep this worker's piece of a dimension."""
+        """Sum a part of the result over all workers, and keep this worker's piece of a
+        dimension.
+        """
         found: Tensor = _Scatter.apply(x, dim, self, name)  # type: ignore[no-untyped-call]
         return found
 
     @eager
     def join(self, x: Tensor, dim: int, name: str) -> Tensor:
-        """Put the pieces of all workers side by side, where what follows is the same on all of them."""
+        """Put the pieces of all workers side by side, where what follows is the same on all of
+        them.
+        """
         found: Tensor = _Join.apply(x, dim, self, name)  # type: ignore[no-untyped-call]
         return found
 
@@ -88,7 +105,9 @@ class TensorAxis:
 
     @eager
     def shared(self, parameters: Sequence[Tensor], name: str) -> tuple[Tensor, ...]:
-        """Let workers use whole parameters on parts of the activations: their gradients are summed, in one exchange."""
+        """Let workers use whole parameters on parts of the activations: their gradients are
+        summed, in one exchange.
+        """
         found: tuple[Tensor, ...] = _Shared.apply(self, name, *parameters)  # type: ignore[no-untyped-call]
         return found
 
@@ -153,7 +172,8 @@ class TensorAxis:
         if x.shape[dim] % self.size:
             more = -x.shape[dim] % self.size
             raise UsageError(
-                f"{name}: dimension {dim} has size {x.shape[dim]}, which {self.size} workers can't cut evenly; "
+                f"{name}: dimension {dim} has size {x.shape[dim]}, which {self.size} workers can't "
+                "cut evenly; "
                 f"make it {x.shape[dim] + more}, or {x.shape[dim] - x.shape[dim] % self.size}"
             )
         return self.size
@@ -249,11 +269,15 @@ class _Shared(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         axis, name, kinds = ctx.exchanged
         wanted = [place for place in range(len(grads)) if ctx.needs_input_grad[2 + place]]
-        kind = functools.reduce(torch.promote_types, (kinds[place][1] for place in wanted), torch.float32)
+        kind = functools.reduce(
+            torch.promote_types, (kinds[place][1] for place in wanted), torch.float32
+        )
         flat = torch.cat([grads[place].reshape(-1).to(kind) for place in wanted])
         flat = axis.add_up(flat, f"gradients of the parameters of {name}", out=flat)
         found: list[Tensor | None] = [None] * len(grads)
-        for place, part in zip(wanted, flat.split([grads[place].numel() for place in wanted]), strict=True):
+        for place, part in zip(
+            wanted, flat.split([grads[place].numel() for place in wanted]), strict=True
+        ):
             shape, dtype = kinds[place]
             found[place] = part.view(shape).to(dtype)
         return None, None, *found

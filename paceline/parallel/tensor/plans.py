@@ -1,11 +1,12 @@
-"""Plans that models bring along, for `tensor("auto")`: an attribute `tensor_plan`, or what models of transformers have.
+"""Plans that models bring along, for `tensor("auto")`: an attribute `tensor_plan`, or what models
+of transformers have.
 
     class Perceptron(nn.Module):
         tensor_plan = pl.tensor({"up": pl.column(), "down": pl.row()})      names as this module has them; divide= goes along
 
-A model takes the plans of all modules inside of it that bring one. Those of transformers are `base_model_tp_plan` of a configuration, and
-`_tp_plan` of heads.
-"""
+A model takes the plans of all modules inside of it that bring one. Those of transformers are
+`base_model_tp_plan` of a configuration, and `_tp_plan` of heads.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -45,34 +46,47 @@ class BroughtPlan(Protocol):
 
 
 class ModelPlan(NamedTuple):
-    """How each layer of a model is cut, and the numbers that are divided, by patterns of names as the model has them."""
+    """How each layer of a model is cut, and the numbers that are divided, by patterns of names
+    as the model has them.
+    """
 
     layers: dict[str, Style]
     divide: list[str]
 
 
 GPT2: Mapping[str, ModelPlan] = {  # modules of transformers, which has no plan for them
-    "GPT2Attention": ModelPlan({"c_attn": column(parts=3), "c_proj": row()}, ["split_size", "num_heads"]),
+    "GPT2Attention": ModelPlan(
+        {"c_attn": column(parts=3), "c_proj": row()}, ["split_size", "num_heads"]
+    ),
     "GPT2MLP": ModelPlan({"c_fc": column(), "c_proj": row()}, []),
 }
 
 
 def of_model(model: nn.Module, size: int) -> ModelPlan:
-    """Return the plan that a model brings along, for so many workers: that of its modules, else that of transformers.
+    """Return the plan that a model brings along, for so many workers: that of its modules, else
+    that of transformers.
 
     Raises `UsageError` for a model without one.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     found = ModelPlan({}, [])
     for name, module in model.named_modules():
-        kind, crossed = type(module), getattr(module, "is_cross_attention", False)  # which has other layers, and stays whole
-        known = GPT2.get(kind.__name__) if kind.__module__.startswith("transformers.") and not crossed else None
+        # which has other layers, and stays whole
+        kind, crossed = type(module), getattr(module, "is_cross_attention", False)
+        known = (
+            GPT2.get(kind.__name__)
+            if kind.__module__.startswith("transformers.") and not crossed
+            else None
+        )
         plan: BroughtPlan | None = getattr(module, "tensor_plan", known)
         if plan is None:
             continue
         layers, before = plan.layers, f"{name}." if name else ""
         if isinstance(layers, str):
-            raise UsageError(f"tensor_plan of {type(module).__name__} is tensor({layers!r}); a plan has to name layers")
+            raise UsageError(
+                f"tensor_plan of {type(module).__name__} is tensor({layers!r}); "
+                "a plan has to name layers"
+            )
         for pattern, style in layers.items():
             found.layers.setdefault(before + pattern, style)
         found.divide.extend(before + pattern for pattern in plan.divide)
@@ -80,16 +94,20 @@ def of_model(model: nn.Module, size: int) -> ModelPlan:
 
 
 def of_transformers(model: nn.Module, size: int) -> dict[str, Style]:
-    """Read the plan of a model for so many workers. An embedding that is tied to a layer of the plan is cut with it.
+    """Read the plan of a model for so many workers.
 
-    Raises `UsageError` for a model without a plan, a style that is not known here, and heads that can't be divided.
+    An embedding that is tied to a layer of the plan is cut with it.
+
+    Raises `UsageError` for a model without a plan, a style that is not known here, and heads that
+    can't be divided.
     """
     model = getattr(model, "_orig_mod", model)
     plan = _plan(model)
     if not plan:
         kind = type(model).__name__
         raise UsageError(
-            f'tensor("auto"): {kind} has no plan (tensor_plan of its class, or base_model_tp_plan of its config); '
+            f'tensor("auto"): {kind} has no plan (tensor_plan of its class, or base_model_tp_plan '
+            "of its config); "
             'write tensor({"name.*": column(), ...})'
         )
     plan.update(_tied(model, plan))
@@ -97,13 +115,20 @@ def of_transformers(model: nn.Module, size: int) -> dict[str, Style]:
     for heads in HEADS:
         number = getattr(config, heads, None)
         if isinstance(number, int) and number % size:
-            fits = " or ".join(str(each) for each in range(2, number + 1) if number % each == 0) or "1"
-            raise UsageError(f'tensor("auto"): {heads} of the model is {number}, which {size} workers can\'t divide; choose tensor={fits}')
+            fits = (
+                " or ".join(str(each) for each in range(2, number + 1) if number % each == 0) or "1"
+            )
+            raise UsageError(
+                f'tensor("auto"): {heads} of the model is {number}, which {size} workers can\'t '
+                f"divide; choose tensor={fits}"
+            )
     return plan
 
 
 def _plan(model: nn.Module) -> dict[str, Style]:
-    """Gather the plans of a model and of the models inside of it, with names as this model has them."""
+    """Gather the plans of a model and of the models inside of it, with names as this model has
+    them.
+    """
     found: dict[str, Style] = {}
     for prefix, module in model.named_modules():
         before = f"{prefix}." if prefix else ""
@@ -112,11 +137,13 @@ def _plan(model: nn.Module) -> dict[str, Style]:
         base = _is_base(module, inner)
         words = {**(inner if base else {}), **own}
         for pattern, word in words.items():
-            if words.get(pattern.rpartition(".")[0]) == "moe_tp_experts":  # a parameter of experts, which are cut as one
+            # a parameter of experts, which are cut as one
+            if words.get(pattern.rpartition(".")[0]) == "moe_tp_experts":
                 continue
             if word not in STYLES:
                 raise UsageError(
-                    f'tensor("auto"): the plan of {type(module).__name__} cuts {pattern} by {word!r}, which is not known here; '
+                    f'tensor("auto"): the plan of {type(module).__name__} cuts {pattern} by '
+                    f"{word!r}, which is not known here; "
                     f"known are {', '.join(sorted(STYLES))}. Write the plan out: tensor({{...}})"
                 )
             if (style := STYLES[word]) is not None:
@@ -125,10 +152,20 @@ def _plan(model: nn.Module) -> dict[str, Style]:
 
 
 def _tied(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """Cut embeddings by words whose weight is that of a layer of the plan, where the plan doesn't name them."""
-    named = {name: module for name, module in model.named_modules() if any(fnmatchcase(name, pattern) for pattern in plan)}
+    """Cut embeddings by words whose weight is that of a layer of the plan, where the plan
+    doesn't name them.
+    """
+    named = {
+        name: module
+        for name, module in model.named_modules()
+        if any(fnmatchcase(name, pattern) for pattern in plan)
+    }
     weights = {id(module.weight) for module in named.values() if isinstance(module, nn.Linear)}
-    others = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding) and name not in named]
+    others = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and name not in named
+    ]
     return {name: vocab() for name, module in others if id(module.weight) in weights}
 
 

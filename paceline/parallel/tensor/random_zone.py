@@ -1,11 +1,15 @@
-"""Random numbers of workers that cut layers between them: equal where activations are whole, independent where they are cut.
+"""Random numbers of workers that cut layers between them: equal where activations are whole,
+independent where they are cut.
 
-    whole    dropout of the residual stream       the process's generator, in the same state on all workers
-    cut      dropout of this worker's heads       the same generator, seeded anew by that state and by the worker's coordinate
+    whole    dropout of the residual stream       the process's generator, in the same state on all
+                                                  workers
+    cut      dropout of this worker's heads       the same generator, seeded anew by that state and
+                                                  by the worker's coordinate
     whole    ...                                  set back; moved on by one number if any was drawn
 
-The seed is a function of the state, so that activation checkpointing, which sets the state back and runs layers again, draws the same. A
-model that draws nothing leaves the generator as it is without a cut.
+The seed is a function of the state, so that activation checkpointing, which sets the state back and
+runs layers again, draws the same. A model that draws nothing leaves the generator as it is without
+a cut.
 """
 
 from __future__ import annotations
@@ -16,15 +20,20 @@ from collections import OrderedDict
 import torch
 from torch import Generator, Tensor
 
-REMEMBERED = 256  # generators' states to go back to: of parts of layers that activation checkpointing may run again by themselves
+# generators' states to go back to: of parts of layers that activation checkpointing may run again
+# by themselves
+REMEMBERED = 256
 
 
 class RandomZone:
-    """Switches the generator of a device between numbers that are equal on all workers and numbers of this worker's own."""
+    """Switches the generator of a device between numbers that are equal on all workers and
+    numbers of this worker's own.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._whole: OrderedDict[int, tuple[Tensor, Tensor]] = OrderedDict()  # seed of my own: the state of all, and my first one
+        # seed of my own: the state of all, and my first one
+        self._whole: OrderedDict[int, tuple[Tensor, Tensor]] = OrderedDict()
 
     def enter(self, device: torch.device) -> None:
         """Draw this worker's own numbers from here on; nothing changes inside of such a zone."""
@@ -44,9 +53,12 @@ class RandomZone:
             self.move_on(device)
 
     def back(self, device: torch.device) -> bool:
-        """Go back to the state that was there before the zone, and return whether numbers were drawn in it."""
+        """Go back to the state that was there before the zone, and return whether numbers were
+        drawn in it.
+        """
         generator = _generator(device)
-        # The generator itself tells where it is: activation checkpointing may stop in the middle of a zone, and sets it back.
+        # The generator itself tells where it is: activation checkpointing may stop in the middle of
+        # a zone, and sets it back.
         if (found := self._whole.get(generator.initial_seed())) is None:
             return False
         state, first = found
@@ -67,7 +79,9 @@ class RandomZone:
 
 def _seed(state: Tensor, rank: int) -> int:
     """Make a seed of a generator's state and the number of a worker."""
-    digest = hashlib.blake2b(state.numpy().tobytes() + rank.to_bytes(8, "little"), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        state.numpy().tobytes() + rank.to_bytes(8, "little"), digest_size=8
+    ).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

@@ -1,12 +1,17 @@
-"""Logits of which each worker has those of some words, and their cross entropy, for which nobody needs all of them.
+"""Logits of which each worker has those of some words, and their cross entropy, for which nobody
+needs all of them.
 
-    logits = model(x)                                     shape (batch, tokens, words), as ever; in memory words / workers
+    logits = model(x)                                     shape (batch, tokens, words), as ever; in
+                                                          memory words / workers
     F.cross_entropy(logits.view(-1, words), y.view(-1))   two exchanges of a few numbers per token
-    logits.softmax(-1)                                    anything else gathers them first: right, and large
+    logits.softmax(-1)                                    anything else gathers them first: right,
+                                                          and large
 
-After Shoeybi et al., "Megatron-LM" (2019), section 3. With z the logits of a token, m their maximum and t its target:
+After Shoeybi et al., "Megatron-LM" (2019), section 3. With z the logits of a token, m their maximum
+and t its target:
 
-    loss = log(sum exp(z - m)) + m - z[t]                 sums and the maximum are taken over all workers
+    loss = log(sum exp(z - m)) + m - z[t]                 sums and the maximum are taken over all
+                                                          workers
     gradient of z = softmax(z) - (1 at t)                 each worker has all it needs
 """
 
@@ -29,10 +34,13 @@ Function = Callable[..., Any]
 
 
 class VocabLogits(Tensor):
-    """Logits whose last dimension is cut between workers. It looks like the whole tensor; what it holds in memory is this worker's part.
+    """Logits whose last dimension is cut between workers.
 
-    Functions that leave the last dimension alone give another of the kind, `F.cross_entropy` is computed on the parts, and all others get
-    the whole tensor, which is a collective call: all workers that cut the layer make it.
+    It looks like the whole tensor; what it holds in memory is this worker's part.
+
+    Functions that leave the last dimension alone give another of the kind, `F.cross_entropy` is
+    computed on the parts, and all others get the whole tensor, which is a collective call: all
+    workers that cut the layer make it.
     """
 
     tensor_axis: TensorAxis
@@ -60,7 +68,13 @@ class VocabLogits(Tensor):
         return self.tensor_axis.join(self.local(), -1, self.name_of_layer)
 
     @classmethod
-    def __torch_function__(cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Function,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         kwargs = dict(kwargs or {})
         handler = HANDLERS.get(func) if args and isinstance(args[0], VocabLogits) else None
         found = NotImplemented if handler is None else handler(func, args[0], args[1:], kwargs)
@@ -74,9 +88,14 @@ class VocabLogits(Tensor):
 def _refuse_changes(func: Function, args: Any, kwargs: Mapping[str, Any]) -> None:
     """Raise for what writes into logits: it would write into a gathered copy."""
     name = getattr(func, "__name__", "")
-    written = name in ("__set__", "__setitem__", "retain_grad") or re.fullmatch(r"[a-z].*[^_]_|__i(?!nvert|nt|ndex)\w+__", name)
+    written = name in ("__set__", "__setitem__", "retain_grad") or re.fullmatch(
+        r"[a-z].*[^_]_|__i(?!nvert|nt|ndex)\w+__", name
+    )
     if written and args and isinstance(args[0], VocabLogits):
-        raise UsageError(f"the logits of {args[0].name_of_layer} are cut by words and can't be changed by {name}; change logits.whole()")
+        raise UsageError(
+            f"the logits of {args[0].name_of_layer} are cut by words and can't be changed by "
+            f"{name}; change logits.whole()"
+        )
     if isinstance(kwargs.get("out"), VocabLogits):
         raise UsageError("logits that are cut by words can't be written to by out=; leave it out")
 
@@ -107,8 +126,11 @@ def _numel(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> int:
 def _on_part(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
     """Do to my part what is done to each element, to all alike."""
     asks_dtype = func in (Tensor.to, Tensor.type_as)  # of another tensor, and nothing else of it
-    others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and not asks_dtype]
-    if any(value.dim() or value.requires_grad for value in others):  # a factor's gradient needs all words
+    others = [
+        value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and not asks_dtype
+    ]
+    # a factor's gradient needs all words
+    if any(value.dim() or value.requires_grad for value in others):
         return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():
         found = func(x.local(), *args, **kwargs)
@@ -123,11 +145,20 @@ def _about_part(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
 
 def _text(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> str:
     """Write my part: who prints is often one worker alone, which can't gather."""
-    return f"part {x.tensor_axis.rank} of {x.tensor_axis.size} of logits {tuple(_shape(func, x, (), {}))}: {x.local()!r}"
+    return (
+        f"part {x.tensor_axis.rank} of {x.tensor_axis.size} of logits "
+        f"{tuple(_shape(func, x, (), {}))}: {x.local()!r}"
+    )
 
 
 def _view(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
-    wanted = kwargs.get("shape", kwargs.get("size", args[0] if len(args) == 1 and isinstance(args[0], tuple | list | torch.Size) else args))
+    wanted = kwargs.get(
+        "shape",
+        kwargs.get(
+            "size",
+            args[0] if len(args) == 1 and isinstance(args[0], tuple | list | torch.Size) else args,
+        ),
+    )
     if isinstance(wanted, torch.dtype) or (len(wanted) and isinstance(wanted[0], torch.dtype)):
         return NotImplemented
     sizes, known = list(wanted), math.prod(size for size in wanted if size != -1)
@@ -135,7 +166,11 @@ def _view(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
         sizes[sizes.index(-1)] = _numel(func, x, (), {}) // max(known, 1)
     if not sizes or sizes[-1] != x.words or math.prod(sizes) != _numel(func, x, (), {}):
         return NotImplemented
-    return x.like(x.local().reshape(*sizes[:-1], -1) if func is not Tensor.view else x.local().view(*sizes[:-1], x.local().shape[-1]))
+    return x.like(
+        x.local().reshape(*sizes[:-1], -1)
+        if func is not Tensor.view
+        else x.local().view(*sizes[:-1], x.local().shape[-1])
+    )
 
 
 def _flatten(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
@@ -149,11 +184,18 @@ def _flatten(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
 def _item(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     used = [item for item in index if item is not None and item is not Ellipsis]
-    taken = sum(item.dim() if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) else 1 for item in used)
-    plain = all(isinstance(item, int | slice | Tensor) and not isinstance(item, bool) for item in used)
+    taken = sum(
+        item.dim() if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
+        for item in used
+    )
+    plain = all(
+        isinstance(item, int | slice | Tensor) and not isinstance(item, bool) for item in used
+    )
     everything = bool(index) and isinstance(index[-1], slice) and index[-1] == slice(None)
     spread = any(item is Ellipsis for item in index)
-    kept = (everything if spread and index[-1] is not Ellipsis else taken < x.dim()) or (everything and taken == x.dim())
+    kept = (everything if spread and index[-1] is not Ellipsis else taken < x.dim()) or (
+        everything and taken == x.dim()
+    )
     if not plain or not kept:
         return NotImplemented
     return x.like(x.local()[args[0]])
@@ -163,15 +205,35 @@ def _item(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
 
 
 def _cross_entropy(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
-    names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    names = (
+        "target",
+        "weight",
+        "size_average",
+        "ignore_index",
+        "reduce",
+        "reduction",
+        "label_smoothing",
+    )
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     target, reduction = given.get("target"), given.get("reduction", "mean")
     plain = all(given.get(name) is None for name in ("weight", "size_average", "reduce"))
-    if not plain or reduction not in ("mean", "sum", "none") or not isinstance(target, Tensor) or isinstance(target, VocabLogits):
+    if (
+        not plain
+        or reduction not in ("mean", "sum", "none")
+        or not isinstance(target, Tensor)
+        or isinstance(target, VocabLogits)
+    ):
         return NotImplemented
-    if target.is_floating_point() or x.dim() != 2 or target.shape != x.shape[:1]:  # else the words are not the last dimension
+    # else the words are not the last dimension
+    if target.is_floating_point() or x.dim() != 2 or target.shape != x.shape[:1]:
         return NotImplemented
-    return _loss(x, target, int(given.get("ignore_index", -100)), reduction, float(given.get("label_smoothing", 0.0)))
+    return _loss(
+        x,
+        target,
+        int(given.get("ignore_index", -100)),
+        reduction,
+        float(given.get("label_smoothing", 0.0)),
+    )
 
 
 @eager
@@ -202,7 +264,9 @@ class _CrossEntropy(torch.autograd.Function):
         if z.device.type != "cpu":
             torch._assert_async(~wrong.any())
         elif bool(wrong.any()):
-            raise UsageError(f"{name}: target {int(target[wrong][0])} is out of range; there are {words} words")
+            raise UsageError(
+                f"{name}: target {int(target[wrong][0])} is out of range; there are {words} words"
+            )
         wide = z.to(torch.promote_types(z.dtype, torch.float32))
         largest = axis.add_up(wide.amax(-1), f"maximum of {name}", op="max")
         local = target - axis.rank * z.shape[-1]
@@ -249,19 +313,69 @@ HANDLERS: Mapping[Function, Function] = {
     F.cross_entropy: _cross_entropy,
     **dict.fromkeys(
         (
-            *(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type_as, Tensor.contiguous, Tensor.clone),
-            *(Tensor.detach, Tensor.cpu, Tensor.cuda, torch.clone, Tensor.tanh, torch.tanh, Tensor.neg, Tensor.__neg__, torch.neg),
-            *(Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, Tensor.div, Tensor.__truediv__, torch.div),
+            *(
+                Tensor.float,
+                Tensor.double,
+                Tensor.half,
+                Tensor.bfloat16,
+                Tensor.to,
+                Tensor.type_as,
+                Tensor.contiguous,
+                Tensor.clone,
+            ),
+            *(
+                Tensor.detach,
+                Tensor.cpu,
+                Tensor.cuda,
+                torch.clone,
+                Tensor.tanh,
+                torch.tanh,
+                Tensor.neg,
+                Tensor.__neg__,
+                torch.neg,
+            ),
+            *(
+                Tensor.mul,
+                Tensor.__mul__,
+                Tensor.__rmul__,
+                torch.mul,
+                Tensor.div,
+                Tensor.__truediv__,
+                torch.div,
+            ),
         ),
         _on_part,
     ),
     **dict.fromkeys(
         (
-            *(Tensor.dim, Tensor.ndimension, Tensor.requires_grad_, Tensor.register_hook, Tensor.is_floating_point),
-            *(Tensor.is_contiguous, Tensor.get_device, Tensor.is_complex, torch.is_floating_point, torch.is_complex, Tensor.__hash__),
+            *(
+                Tensor.dim,
+                Tensor.ndimension,
+                Tensor.requires_grad_,
+                Tensor.register_hook,
+                Tensor.is_floating_point,
+            ),
+            *(
+                Tensor.is_contiguous,
+                Tensor.get_device,
+                Tensor.is_complex,
+                torch.is_floating_point,
+                torch.is_complex,
+                Tensor.__hash__,
+            ),
             *(
                 _getter(name)
-                for name in ("dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "layout", "_version")
+                for name in (
+                    "dtype",
+                    "device",
+                    "ndim",
+                    "requires_grad",
+                    "is_leaf",
+                    "grad_fn",
+                    "is_cuda",
+                    "layout",
+                    "_version",
+                )
             ),
         ),
         _about_part,

@@ -1,4 +1,6 @@
-"""A tensor on its way to the host, which is read once it has arrived: nobody waits for a device meanwhile."""
+"""A tensor on its way to the host, which is read once it has arrived: nobody waits for a device
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,17 @@ from torch import Tensor
 
 
 class HostCopy:
-    """The present content of a tensor. With `shared` a tensor of the host isn't copied: nobody else may change it."""
+    """The present content of a tensor.
+
+    With `shared` a tensor of the host isn't copied: nobody else may change it.
+    """
 
     def __init__(self, there: Tensor, *, shared: bool = False) -> None:
         self._event: torch.cuda.Event | None = None
         if there.is_cuda:
-            self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True).copy_(there, non_blocking=True)
+            self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True).copy_(
+                there, non_blocking=True
+            )
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(there.device))
         else:

@@ -1,4 +1,6 @@
-"""Histograms and images that are logged: those of the first worker, held until their step is over."""
+"""Histograms and images that are logged: those of the first worker, held until their step is
+over.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from paceline.record.logged.host_copy import HostCopy
 from paceline.record.logged.image import Image, Pixels
 
 Content = HistogramCounts | Pixels
-_READ: Final[dict[str, Callable[[Tensor], Content]]] = {"histogram": HistogramCounts.of, "image": Pixels.of}
+_READ: Final[dict[str, Callable[[Tensor], Content]]] = {
+    "histogram": HistogramCounts.of,
+    "image": Pixels.of,
+}
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,10 @@ class HeldMedia:
     @staticmethod
     def hold(given: Histogram | Image) -> HeldMedia:
         """Take what is to be shown out of the tensor, as it is now. Never waits for a device."""
-        return HeldMedia("histogram" if isinstance(given, Histogram) else "image", HostCopy(given.compact(), shared=True))
+        return HeldMedia(
+            "histogram" if isinstance(given, Histogram) else "image",
+            HostCopy(given.compact(), shared=True),
+        )
 
     def content(self) -> Content:
         """Return what has come, and wait for it if need be."""

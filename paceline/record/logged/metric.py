@@ -1,7 +1,9 @@
-"""Metrics of torchmetrics that are logged: each worker hands over the state of its own, and the first makes one value of all of them.
+"""Metrics of torchmetrics that are logged: each worker hands over the state of its own, and the
+first makes one value of all of them.
 
 worker 0   right 7 of 8 --+
-worker 1   right 5 of 7 --+--> right 12 of 15, as the metric reduces its states --> compute() on the first worker --> 0.8
+worker 1   right 5 of 7 --+--> right 12 of 15, as the metric reduces its states --> compute() on the
+           first worker --> 0.8
 worker 2   (a ghost)  --+        a worker whose metric has seen nothing is left out
 
 torchmetrics is never imported here; a script with a metric has done that.
@@ -22,22 +24,28 @@ from paceline.record.logged.host_copy import HostCopy
 from paceline.state.snapshot import loads, pack
 
 HOME: Final = "torchmetrics"
-_BESIDE: Final = ("_update_count", "_computed", "_to_sync")  # what compute() looks at beside the state
+# what compute() looks at beside the state
+_BESIDE: Final = ("_update_count", "_computed", "_to_sync")
 _MOST: Final = 100  # numbers in one value
 
 
 def is_metric(value: Any) -> bool:
     """Whether `value` is a metric, a collection of metrics, or a tracker of them."""
     home = sys.modules.get(HOME)
-    return home is not None and isinstance(value, (home.Metric, home.MetricCollection, home.MetricTracker))
+    return home is not None and isinstance(
+        value, (home.Metric, home.MetricCollection, home.MetricTracker)
+    )
 
 
 def parts(metric: nn.Module) -> list[Any]:
-    """Return the metrics that a metric is made of, itself among them, in the same order on all workers."""
+    """Return the metrics that a metric is made of, itself among them, in the same order on all
+    workers.
+    """
     home = sys.modules[HOME]
     modules = list(metric.modules())
     for collection in (module for module in modules if isinstance(module, home.MetricCollection)):
-        collection.values(copy_state=False)  # those of a group share the state of one, which the others are given by this
+        # those of a group share the state of one, which the others are given by this
+        collection.values(copy_state=False)
     return [module for module in modules if isinstance(module, home.Metric)]
 
 
@@ -45,20 +53,38 @@ class HeldState:
     """The state of a worker's metric, as it is now, on its way to the host."""
 
     def __init__(self, metric: nn.Module) -> None:
-        self._parts = [(part.update_count, {name: _held(state) for name, state in part.metric_state.items()}) for part in parts(metric)]
+        self._parts = [
+            (part.update_count, {name: _held(state) for name, state in part.metric_state.items()})
+            for part in parts(metric)
+        ]
 
     def done(self) -> bool:
         """Whether `packed` would not wait."""
-        held = (copy for _, states in self._parts for state in states.values() for copy in (state if isinstance(state, list) else [state]))
+        held = (
+            copy
+            for _, states in self._parts
+            for state in states.values()
+            for copy in (state if isinstance(state, list) else [state])
+        )
         return all(copy.done() for copy in held)
 
     def packed(self) -> bytes:
         """Return what the first worker needs of it."""
-        return pack([[count, {name: _read(state) for name, state in states.items()}] for count, states in self._parts], copy=False).dumps()
+        return pack(
+            [
+                [count, {name: _read(state) for name, state in states.items()}]
+                for count, states in self._parts
+            ],
+            copy=False,
+        ).dumps()
 
 
 def _held(state: Tensor | list[Tensor]) -> HostCopy | list[HostCopy]:
-    return HostCopy(state.detach()) if isinstance(state, Tensor) else [HostCopy(each.detach()) for each in state]
+    return (
+        HostCopy(state.detach())
+        if isinstance(state, Tensor)
+        else [HostCopy(each.detach()) for each in state]
+    )
 
 
 def _read(state: HostCopy | list[HostCopy]) -> Tensor | list[Tensor]:
@@ -66,7 +92,9 @@ def _read(state: HostCopy | list[HostCopy]) -> Tensor | list[Tensor]:
 
 
 class MetricValues:
-    """The metrics that this worker has logged, by which it makes values of the states of all workers."""
+    """The metrics that this worker has logged, by which it makes values of the states of all
+    workers.
+    """
 
     def __init__(self) -> None:
         self._metrics: dict[str, nn.Module] = {}
@@ -76,13 +104,17 @@ class MetricValues:
         self._metrics[name] = metric
 
     def of(self, name: str, states: Sequence[bytes]) -> dict[str, float]:
-        """Return the value of what workers have packed: one number, or one for each name or place in it; nothing if nobody has counted.
+        """Return the value of what workers have packed: one number, or one for each name or place
+        in it; nothing if nobody has counted.
 
         Raises `UsageError` for a value of very many numbers, and if this worker hasn't logged it.
         """
         metric = self._metrics.get(name)
         if metric is None:
-            raise UsageError(f"run.log({name}=...) was given a metric on other workers, and not on the first, which puts them together")
+            raise UsageError(
+                f"run.log({name}=...) was given a metric on other workers, and not on the first, "
+                "which puts them together"
+            )
         workers = [loads(state).unpack() for state in states]
         if not any(count for mine in workers for count, _ in mine):
             return {}
@@ -90,7 +122,8 @@ class MetricValues:
             found = dict(_flat(name, metric.compute()))  # type: ignore[operator]
         if len(found) > _MOST:
             raise UsageError(
-                f"run.log({name}=...) got a {type(metric).__qualname__}, whose value is {len(found)} numbers; log those that matter, "
+                f"run.log({name}=...) got a {type(metric).__qualname__}, whose value is "
+                f"{len(found)} numbers; log those that matter, "
                 "such as run.log(worst=metric.compute().min())"
             )
         return found
@@ -99,14 +132,21 @@ class MetricValues:
 @contextmanager
 def _put_together(metrics: Sequence[Any], workers: Sequence[Any]) -> Iterator[None]:
     """Let metrics of this worker have the states of all workers, inside of the block."""
-    kept = [{**part.metric_state, **{name: getattr(part, name) for name in _BESIDE}} for part in metrics]
+    kept = [
+        {**part.metric_state, **{name: getattr(part, name) for name in _BESIDE}} for part in metrics
+    ]
     try:
         for at, part in enumerate(metrics):
             mine = [worker[at] for worker in workers]
             counted = [states for count, states in mine if count] or [mine[0][1]]
-            states = {name: _reduced(reduction, [each[name] for each in counted]) for name, reduction in part._reductions.items()}
+            states = {
+                name: _reduced(reduction, [each[name] for each in counted])
+                for name, reduction in part._reductions.items()
+            }
             beside = dict(zip(_BESIDE, (sum(count for count, _ in mine), None, False), strict=True))
-            _set(part, {name: _moved(state, part.device) for name, state in states.items()} | beside)
+            _set(
+                part, {name: _moved(state, part.device) for name, state in states.items()} | beside
+            )
         yield
     finally:
         for part, before in zip(metrics, kept, strict=True):
@@ -122,12 +162,22 @@ def _reduced(reduction: Callable[[Any], Any] | None, states: Sequence[Any]) -> A
     """Return the state of several workers as torchmetrics makes it when it synchronises."""
     if len(states) == 1:
         return states[0]
-    joined = [each for state in states for each in state] if isinstance(states[0], list) else torch.stack(list(states))
-    return joined if reduction is None or (isinstance(joined, list) and not joined) else reduction(joined)
+    joined = (
+        [each for state in states for each in state]
+        if isinstance(states[0], list)
+        else torch.stack(list(states))
+    )
+    return (
+        joined
+        if reduction is None or (isinstance(joined, list) and not joined)
+        else reduction(joined)
+    )
 
 
 def _moved(state: Any, device: torch.device) -> Any:
-    return [each.to(device) for each in state] if isinstance(state, list | tuple) else state.to(device)
+    return (
+        [each.to(device) for each in state] if isinstance(state, list | tuple) else state.to(device)
+    )
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:

@@ -1,4 +1,6 @@
-"""What a worker hands over of one finished step: a row of plain data, with all fields in this order."""
+"""What a worker hands over of one finished step: a row of plain data, with all fields in this
+order.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ from typing import NamedTuple
 
 
 class LogRecord(NamedTuple):
-    """A finished step of one worker, or what was logged of it once it was over (`seconds`, `causes` and `sent` are None then)."""
+    """A finished step of one worker, or what was logged of it once it was over (`seconds`,
+    `causes` and `sent` are None then).
+    """
 
     number: int  # of the step in this log
     step: int  # and of the run

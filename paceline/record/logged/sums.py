@@ -1,4 +1,6 @@
-"""Numbers that are logged: weighted sums of one value in one step, which are added up where they are, on the host or on a device."""
+"""Numbers that are logged: weighted sums of one value in one step, which are added up where they
+are, on the host or on a device.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from paceline.record.logged.host_copy import HostCopy
 
 @dataclass
 class WeightedSum:
-    """The weighted sum of one value in one step. Numbers on a device are added up there, as one float64 scalar."""
+    """The weighted sum of one value in one step.
+
+    Numbers on a device are added up there, as one float64 scalar.
+    """
 
     total: float = 0.0
     weight: float = 0.0
@@ -27,7 +32,11 @@ class WeightedSum:
         """Add a number, or a float64 scalar on a device."""
         self.weight += weight
         if isinstance(number, Tensor):
-            self.device = number * weight if self.device is None else self.device + number.to(self.device.device) * weight
+            self.device = (
+                number * weight
+                if self.device is None
+                else self.device + number.to(self.device.device) * weight
+            )
         else:
             self.total += number * weight
 
@@ -51,7 +60,9 @@ class SumsOnTheirWay:
 
     def __init__(self, sums: list[WeightedSum]) -> None:
         self._sums = sums
-        self._copy = HostCopy(torch.stack([each.device for each in sums if each.device is not None]), shared=True)
+        self._copy = HostCopy(
+            torch.stack([each.device for each in sums if each.device is not None]), shared=True
+        )
 
     def done(self) -> bool:
         """Whether `read` would not wait."""
@@ -73,15 +84,21 @@ def send(sums: Iterable[WeightedSum]) -> list[SumsOnTheirWay]:
 
 
 def number(name: str, value: Any) -> float | Tensor:
-    """Return `value` as a float, or as a float64 scalar on its device where reading it could mean to wait."""
+    """Return `value` as a float, or as a float64 scalar on its device where reading it could
+    mean to wait.
+    """
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex():
             raise UsageError(
-                f"run.log({name}=...) got a {value.dtype} tensor of shape {tuple(value.shape)}; give one real number, e.g. its mean, "
+                f"run.log({name}=...) got a {value.dtype} tensor of shape {tuple(value.shape)}; "
+                "give one real number, e.g. its mean, "
                 "or pl.histogram(tensor), or pl.image(tensor)"
             )
         value = value.detach()
         return float(value) if value.device.type == "cpu" else value.reshape(()).to(torch.float64)
     if isinstance(value, numbers.Real | np.bool_):
         return float(value)
-    raise UsageError(f"run.log({name}=...) got a {type(value).__qualname__}; give a number or a tensor of one element")
+    raise UsageError(
+        f"run.log({name}=...) got a {type(value).__qualname__}; give a number or a tensor of one "
+        "element"
+    )

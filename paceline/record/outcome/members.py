@@ -1,4 +1,5 @@
-"""All workers that took part in a run, in the order in which they came: where each was, its steps, and where its time went.
+"""All workers that took part in a run, in the order in which they came: where each was, its steps,
+and where its time went.
 
 worker 0   [ steps 1 ............................ 320 ]      rank 0 at the end
 worker 1   [ steps 1 ............................ 320 ]      rank 1
@@ -20,7 +21,10 @@ PART = 0.002  # of the time so far: looks become rarer, so that those of a day a
 
 @dataclass
 class MemberTotals:
-    """What the steps of one worker came to, all or those since the last look. `late`: the seconds by which it was later than usual."""
+    """What the steps of one worker came to, all or those since the last look.
+
+    `late`: the seconds by which it was later than usual.
+    """
 
     steps: int = 0
     seconds: list[float] = field(default_factory=lambda: [0.0] * len(PARTS))
@@ -57,7 +61,10 @@ class RunMembers:
         self._next = 0.0  # when it is time for another look, in seconds since the start of the run
 
     def meet(self, numbers: Sequence[int], hosts: Sequence[str]) -> None:
-        """Take in who takes part now, and on which hosts, in the order of ranks. `hosts` is empty where they aren't known."""
+        """Take in who takes part now, and on which hosts, in the order of ranks.
+
+        `hosts` is empty where they aren't known.
+        """
         self._present = tuple(numbers)
         self._hosts.update(zip(numbers, hosts, strict=False))
 
@@ -81,17 +88,24 @@ class RunMembers:
         return found
 
     def look(self, time: float) -> dict[str, list[float]] | None:
-        """Return what each worker did since the last look, if it is time for one: steps, the seconds of PARTS in them, and of lateness."""
+        """Return what each worker did since the last look, if it is time for one: steps, the
+        seconds of PARTS in them, and of lateness.
+        """
         if time < self._next or len(self._since) < 2:  # of one worker each step tells all
             return None
         self._next = time + max(EVERY, PART * time)
         return {
-            str(number): [totals.steps, *(round(value, 6) for value in (*totals.seconds, totals.late))]
+            str(number): [
+                totals.steps,
+                *(round(value, 6) for value in (*totals.seconds, totals.late)),
+            ]
             for number, totals in sorted(self._gather().items())
         }
 
     def fields(self) -> list[dict[str, Any]]:
-        """Return of each its number, host, and rank at the end (None: it had left by then), and of a mean step its seconds and bytes."""
+        """Return of each its number, host, and rank at the end (None: it had left by then), and
+        of a mean step its seconds and bytes.
+        """
         whole = {number: MemberTotals() for number in sorted({*self._all, *self._since})}
         for totals in (self._all, self._since):  # looks go on as if nobody had asked
             for number, part in totals.items():
@@ -104,9 +118,15 @@ class RunMembers:
                 "steps": totals.steps,
                 "first_step": totals.first,
                 "last_step": totals.last,
-                "seconds": {part: value / max(totals.steps, 1) for part, value in zip(PARTS, totals.seconds, strict=True)},
+                "seconds": {
+                    part: value / max(totals.steps, 1)
+                    for part, value in zip(PARTS, totals.seconds, strict=True)
+                },
                 "late": totals.late / max(totals.steps, 1),
-                "bytes_sent": {where: value / max(totals.steps, 1) for where, value in zip(SENT, totals.sent, strict=True)},
+                "bytes_sent": {
+                    where: value / max(totals.steps, 1)
+                    for where, value in zip(SENT, totals.sent, strict=True)
+                },
             }
             for number, totals in whole.items()
         ]

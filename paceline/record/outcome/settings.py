@@ -1,4 +1,7 @@
-"""What a run was asked for: its script and arguments, what was prepared, and where that ran. Pages that compare runs show what differs."""
+"""What a run was asked for: its script and arguments, what was prepared, and where that ran.
+
+Pages that compare runs show what differs.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,9 @@ def settings(place: Place, device: torch.device, seed: int, prepared: Prepared) 
         "seed": seed,
         "cut": [spell(cut) for cut in prepared.cuts.applied],
         "optimizers": [hyperparameters(optimizer) for optimizer in prepared.optimizers],
-        "parameters": None if prepared.cuts.applied else sum(parameter.numel() for parameter in parameters),
+        "parameters": None
+        if prepared.cuts.applied
+        else sum(parameter.numel() for parameter in parameters),
         "dtypes": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}),
         "device": device.type,
         "threads": torch.get_num_threads(),
@@ -68,16 +73,29 @@ def hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
 
 def _numbers(defaults: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     for name, value in defaults.items():
-        one = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, numbers.Real) and not isinstance(value, bool)
+        one = (
+            value.numel() == 1
+            if isinstance(value, Tensor)
+            else isinstance(value, numbers.Real) and not isinstance(value, bool)
+        )
         if one:
             yield name, float(value)
-        elif isinstance(value, tuple | list) and all(isinstance(each, numbers.Real) for each in value):
+        elif isinstance(value, tuple | list) and all(
+            isinstance(each, numbers.Real) for each in value
+        ):
             yield name, [float(each) for each in value]
 
 
 def _dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any]:
     """Return how batches of the first training loader are cut."""
-    terms = next((loader.terms for loader in loaders if loader.terms.train is not False and loader.terms.training), None)
+    terms = next(
+        (
+            loader.terms
+            for loader in loaders
+            if loader.terms.train is not False and loader.terms.training
+        ),
+        None,
+    )
     if terms is None:
         return {}
     asked = terms.asked if isinstance(terms.asked, str) else None

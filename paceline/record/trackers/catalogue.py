@@ -1,6 +1,8 @@
-"""The trackers that there are: what `report_to` asks for, whether it is installed, and the objects that it stands for.
+"""The trackers that there are: what `report_to` asks for, whether it is installed, and the objects
+that it stands for.
 
-"tensorboard,wandb:team/project"  --read-->  (TrackerSpec("tensorboard"), TrackerSpec("wandb", "team/project"))  --make-->  trackers
+"tensorboard,wandb:team/project"  --read-->  (TrackerSpec("tensorboard"), TrackerSpec("wandb",
+                                             "team/project"))  --make-->  trackers
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from paceline.formatting import choices
 if TYPE_CHECKING:
     from paceline.record.trackers.tracker import Tracker
 
-NEEDS: Final = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "prometheus": "prometheus_client"}  # tracker: module
+# tracker: module
+NEEDS: Final = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "prometheus": "prometheus_client",
+}
 NOWHERE: Final = "none"
 
 
@@ -33,19 +41,28 @@ class TrackerSpec:
 
 
 def read(asked: str | Sequence[str] | None) -> tuple[TrackerSpec, ...]:
-    """Read what `report_to` was given: a name, several with commas between them, or a list; "none" for nowhere. Raises `UsageError`."""
+    """Read what `report_to` was given: a name, several with commas between them, or a list;
+    "none" for nowhere. Raises `UsageError`.
+    """
     words = asked.split(",") if isinstance(asked, str) else [] if asked is None else asked
     if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
-        raise UsageError(f"report_to={asked!r} is no name and no list of names; possible are {', '.join(NEEDS)}")
+        raise UsageError(
+            f"report_to={asked!r} is no name and no list of names; possible are {', '.join(NEEDS)}"
+        )
     specs = tuple(TrackerSpec(*map(str.strip, word.split(":", 1))) for word in words)
     if specs == (TrackerSpec(NOWHERE),):
         return ()
     for spec in specs:
         if spec.name not in NEEDS:
-            raise UsageError(f"report_to={str(spec)!r} is unknown; {choices(spec.name, list(NEEDS))}")
+            raise UsageError(
+                f"report_to={str(spec)!r} is unknown; {choices(spec.name, list(NEEDS))}"
+            )
     names = [spec.name for spec in specs]
     if len(set(names)) < len(names):
-        raise UsageError(f"report_to names {Counter(names).most_common(1)[0][0]} twice; a run goes to each tracker once")
+        raise UsageError(
+            f"report_to names {Counter(names).most_common(1)[0][0]} twice; "
+            "a run goes to each tracker once"
+        )
     return specs
 
 
@@ -53,11 +70,16 @@ def check_installed(specs: Sequence[TrackerSpec]) -> None:
     """Raise `UsageError` if what a tracker needs isn't installed here."""
     absent = [spec.name for spec in specs if importlib.util.find_spec(NEEDS[spec.name]) is None]
     if absent:
-        raise UsageError(f"report_to needs what isn't installed: pip install 'paceline[{','.join(absent)}]'")
+        raise UsageError(
+            f"report_to needs what isn't installed: pip install 'paceline[{','.join(absent)}]'"
+        )
 
 
 def make(specs: Sequence[TrackerSpec]) -> list[Tracker]:
-    """Make the trackers, which open nothing yet. Raises `UsageError` for details that one can't have."""
+    """Make the trackers, which open nothing yet.
+
+    Raises `UsageError` for details that one can't have.
+    """
     return [_KINDS[spec.name](spec.detail) for spec in specs]
 
 
@@ -85,7 +107,8 @@ def _prometheus(detail: str) -> Tracker:
     return PrometheusTracker(detail)
 
 
-_KINDS: Final[dict[str, Callable[[str], Any]]] = {  # here as functions: the command line asks for names alone, and needs no torch
+# here as functions: the command line asks for names alone, and needs no torch
+_KINDS: Final[dict[str, Callable[[str], Any]]] = {
     "tensorboard": _tensorboard,
     "wandb": _wandb,
     "mlflow": _mlflow,

@@ -1,6 +1,8 @@
-"""Hands to one tracker what a run has to say, on a thread: a tracker that is slow, or hangs, holds nobody up.
+"""Hands to one tracker what a run has to say, on a thread: a tracker that is slow, or hangs, holds
+nobody up.
 
-flush of the log --> queue --> thread --> tracker        the queue has a bound: from there on steps are thinned out, and that is said
+flush of the log --> queue --> thread --> tracker        the queue has a bound: from there on steps
+                                                         are thinned out, and that is said
                                  |
                                  +--> fails: said once, the rest is dropped, and the run goes on
 """
@@ -48,7 +50,9 @@ class TrackerDelivery:
         self._put([act])
 
     def end(self, *, failed: bool, deadline: float) -> bool:
-        """Close the tracker behind everything else. Returns False if that takes longer than until the `deadline` (time.monotonic).
+        """Close the tracker behind everything else.
+
+        Returns False if that takes longer than until the `deadline` (time.monotonic).
 
         The thread is left to itself then, and ends with the process. Calling it twice is harmless.
         """
@@ -74,10 +78,15 @@ class TrackerDelivery:
             self._there.notify()
             said, self._behind = self._behind, self._behind or behind
         if behind and not said:
-            self._say(f"{self.tracker.name} is too slow for all steps of this run, and gets some of them only; metrics.jsonl has all")
+            self._say(
+                f"{self.tracker.name} is too slow for all steps of this run, and gets some of them "
+                "only; metrics.jsonl has all"
+            )
 
     def _thin_out(self) -> None:
-        """Drop every second step that waits; what was logged beside steps, and what else waits, stays, up to the bound."""
+        """Drop every second step that waits; what was logged beside steps, and what else waits,
+        stays, up to the bound.
+        """
         kept, odd = deque[_Thing](maxlen=self._most), False
         for thing in self._waiting:
             if isinstance(thing, TrackedStep) and thing.samples is not None:
@@ -89,7 +98,9 @@ class TrackerDelivery:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._deliver, name=f"paceline-{self.tracker.name}", daemon=True)
+            self._thread = threading.Thread(
+                target=self._deliver, name=f"paceline-{self.tracker.name}", daemon=True
+            )
             self._thread.start()
 
     def _deliver(self) -> None:
@@ -101,7 +112,8 @@ class TrackerDelivery:
                 over = self._ended
             try:
                 self._give(things)
-            except Exception as error:  # noqa: BLE001  libraries raise what they like, and none of it may end the run
+            except Exception as error:  # noqa: BLE001
+                # libraries raise what they like, and none of it may end the run
                 over = self._fail(error)
 
     def _give(self, things: Sequence[_Thing]) -> None:
@@ -118,12 +130,18 @@ class TrackerDelivery:
             self.tracker.steps(steps)
 
     def _fail(self, error: Exception) -> bool:
-        """Say that a tracker has failed, and close it as well as it goes. Returns True: nothing follows."""
+        """Say that a tracker has failed, and close it as well as it goes.
+
+        Returns True: nothing follows.
+        """
         with self._there:
             self.failed = self._ended = True
             self._waiting.clear()
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        self._say(f"{self.tracker.name} gets nothing more of this run ({reason}); training goes on, and the run's folder has everything")
+        self._say(
+            f"{self.tracker.name} gets nothing more of this run ({reason}); "
+            "training goes on, and the run's folder has everything"
+        )
         with contextlib.suppress(Exception):  # it was said that it has failed
             self.tracker.close(failed=True)
         return True

@@ -1,8 +1,11 @@
-"""The folder of a run as it keeps histograms and images: a line of media.jsonl for each, and an image's pixels as a PNG.
+"""The folder of a run as it keeps histograms and images: a line of media.jsonl for each, and an
+image's pixels as a PNG.
 
 runs/NAME/
-  media.jsonl                {"step": 120, "time": 8.1, "name": "weights", "kind": "histogram", "low": -1.2, ..., "counts": [...]}
-                             {"step": 120, "time": 8.1, "name": "val/sample", "kind": "image", ..., "file": "media/val/sample-120.png"}
+  media.jsonl                {"step": 120, "time": 8.1, "name": "weights", "kind": "histogram",
+                             "low": -1.2, ..., "counts": [...]}
+                             {"step": 120, "time": 8.1, "name": "val/sample", "kind": "image", ...,
+                             "file": "media/val/sample-120.png"}
   media/val/sample-120.png
 """
 
@@ -38,7 +41,12 @@ class MediaFolder:
         """Write them. Raises `OSError` and `ResourceError` if the disk refuses."""
         lines = []
         for item in items:
-            fields = {"step": item.step, "time": round(item.time, 6), "name": item.name, **item.content.fields()}
+            fields = {
+                "step": item.step,
+                "time": round(item.time, 6),
+                "name": item.name,
+                **item.content.fields(),
+            }
             if isinstance(item.content, Pixels):
                 file = Path("media", f"{file_name(item.name)}-{item.step}.png")
                 path = self._folder.path / file
@@ -52,7 +60,9 @@ class MediaFolder:
         """Leave it to the summary."""
 
     def rewind(self, step: int) -> None:
-        """Remove the lines of steps after this one; their images are overwritten when those are taken again."""
+        """Remove the lines of steps after this one; their images are overwritten when those are
+        taken again.
+        """
         self._lines.cut(step)
 
     def conclude(self, end: TrackedEnd) -> None:
@@ -64,6 +74,10 @@ class MediaFolder:
 
 
 def file_name(name: str) -> str:
-    """Return a relative path for a name that was logged: its parts between slashes, in which no sign leads elsewhere."""
+    """Return a relative path for a name that was logged: its parts between slashes, in which no
+    sign leads elsewhere.
+    """
     parts = [quote(part, safe=" ()+,=@") for part in name.split("/")]
-    return "/".join(part.replace(".", "%2E") if part.strip(".") == "" else part for part in parts if part)
+    return "/".join(
+        part.replace(".", "%2E") if part.strip(".") == "" else part for part in parts if part
+    )

@@ -1,4 +1,5 @@
-"""Prometheus: an HTTP endpoint of the run, on the host of the first worker, with names that stay what they are (docs/trackers.md).
+"""Prometheus: an HTTP endpoint of the run, on the host of the first worker, with names that stay
+what they are (docs/trackers.md).
 
 paceline run --report-to prometheus             http://127.0.0.1:9464/metrics
 paceline run --report-to prometheus:9500        another port; 0: any that is free
@@ -28,7 +29,9 @@ SILENT: Final = 5.0  # seconds in which a caller has to say something
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
-    """An HTTP server in a process that trains: strangers cost it no more than `CALLERS` threads and descriptors, and no line of output."""
+    """An HTTP server in a process that trains: strangers cost it no more than `CALLERS` threads
+    and descriptors, and no line of output.
+    """
 
     daemon_threads = True
     request_queue_size = 128
@@ -69,26 +72,36 @@ class PrometheusTracker:
         self._run: TrackedRun | None = None
         self._counts = dict.fromkeys(("steps", "samples", "events"), 0)
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by part
-        self._late: defaultdict[tuple[int, str], float] = defaultdict(float)  # seconds by worker and cause
+        # seconds by worker and cause
+        self._late: defaultdict[tuple[int, str], float] = defaultdict(float)
         self._logged: dict[str, float] = {}
         self._last = 0  # number of the last step
         self._rate: float | None = None  # samples per second in the steps that were given last
 
     def begin(self, run: TrackedRun) -> str:
-        """Listen. Raises `UsageError` where that can't be, and `ImportError` from prometheus_client."""
+        """Listen.
+
+        Raises `UsageError` where that can't be, and `ImportError` from prometheus_client.
+        """
         from prometheus_client import CollectorRegistry, make_wsgi_app
 
         self._run = run
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         try:
-            server = make_server(self._host, self._port, make_wsgi_app(registry), MetricsServer, MetricsRequest)
+            server = make_server(
+                self._host, self._port, make_wsgi_app(registry), MetricsServer, MetricsRequest
+            )
         except OSError as error:
             raise UsageError(
-                f"report_to='prometheus:{self._host}:{self._port}' can't listen there ({error.strerror}); give another port, such as "
+                f"report_to='prometheus:{self._host}:{self._port}' can't listen there "
+                f"({error.strerror}); give another port, such as "
                 f"prometheus:{self._port + 1}, or prometheus:0 for any that is free"
             ) from error
-        self._server = server, threading.Thread(target=server.serve_forever, name="paceline prometheus", daemon=True)
+        self._server = (
+            server,
+            threading.Thread(target=server.serve_forever, name="paceline prometheus", daemon=True),
+        )
         self._server[1].start()
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{server.server_port}/metrics"
@@ -96,7 +109,10 @@ class PrometheusTracker:
     def steps(self, steps: Sequence[TrackedStep]) -> None:
         """Count steps."""
         whole = [each for each in steps if each.samples is not None and each.seconds is not None]
-        samples, seconds = sum(each.samples or 0 for each in whole), sum(sum((each.seconds or {}).values()) for each in whole)
+        samples, seconds = (
+            sum(each.samples or 0 for each in whole),
+            sum(sum((each.seconds or {}).values()) for each in whole),
+        )
         with self._lock:
             for each in steps:
                 self._logged |= each.values
@@ -160,15 +176,41 @@ class PrometheusTracker:
             late = {(str(worker), cause): value for (worker, cause), value in self._late.items()}
             logged = {(name,): value for name, value in self._logged.items()}
         settings = {name: printable(str(value)) for name, value in self._run.settings.items()}
-        yield gauge("paceline_run_info", "What runs here: always 1.", {tuple(settings.values()): 1.0}, *settings)
-        for name, text in (("steps", "Steps taken."), ("samples", "Samples trained on."), ("events", "Events of the run.")):
+        yield gauge(
+            "paceline_run_info",
+            "What runs here: always 1.",
+            {tuple(settings.values()): 1.0},
+            *settings,
+        )
+        for name, text in (
+            ("steps", "Steps taken."),
+            ("samples", "Samples trained on."),
+            ("events", "Events of the run."),
+        ):
             yield counter(f"paceline_{name}", text, {(): float(counts[name])})
-        yield counter("paceline_step_seconds", "Seconds of steps by part, the mean over workers.", seconds, "part")
-        yield counter("paceline_late_seconds", "Seconds by which a worker was later than usual, by cause.", late, "worker", "cause")
+        yield counter(
+            "paceline_step_seconds",
+            "Seconds of steps by part, the mean over workers.",
+            seconds,
+            "part",
+        )
+        yield counter(
+            "paceline_late_seconds",
+            "Seconds by which a worker was later than usual, by cause.",
+            late,
+            "worker",
+            "cause",
+        )
         yield gauge("paceline_step", "Number of the last step.", {(): float(last)})
         if rate is not None:
-            yield gauge("paceline_samples_per_second", "Samples per second in the last steps, those of about a second.", {(): rate})
-        yield gauge("paceline_logged", "The last value of what the script has logged.", logged, "name")
+            yield gauge(
+                "paceline_samples_per_second",
+                "Samples per second in the last steps, those of about a second.",
+                {(): rate},
+            )
+        yield gauge(
+            "paceline_logged", "The last value of what the script has logged.", logged, "name"
+        )
 
 
 def _address(detail: str) -> tuple[str, int]:
@@ -177,5 +219,8 @@ def _address(detail: str) -> tuple[str, int]:
     host = host.removeprefix("[").removesuffix("]") or LOOPBACK
     number = network.port(port) if detail else PORT
     if number is None:
-        raise UsageError(f"report_to='prometheus:{detail}' has no port; write prometheus:PORT or prometheus:HOST:PORT, such as 9464")
+        raise UsageError(
+            f"report_to='prometheus:{detail}' has no port; write prometheus:PORT or "
+            "prometheus:HOST:PORT, such as 9464"
+        )
     return host, number

@@ -1,7 +1,8 @@
 """TensorBoard: an event file in the run's folder, or in one that was given.
 
 paceline run --report-to tensorboard            runs/NAME/tensorboard/     tensorboard --logdir runs
-paceline run --report-to tensorboard:/logs      /logs/NAME/                tensorboard --logdir /logs
+paceline run --report-to tensorboard:/logs      /logs/NAME/                tensorboard --logdir
+                                                /logs
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from typing import Any, Final
 
 from paceline.record.logged.histogram import HistogramCounts
 from paceline.record.logged.media import MediaItem
-from paceline.record.trackers.tracker import Setting, TrackedEnd, TrackedEvent, TrackedRun, TrackedStep
+from paceline.record.trackers.tracker import (
+    Setting,
+    TrackedEnd,
+    TrackedEvent,
+    TrackedRun,
+    TrackedStep,
+)
 
 EVENTS: Final = "paceline/events"
 SUMMARY: Final = "summary/"  # before the names of what came of a run
@@ -25,7 +32,10 @@ _FILES = itertools.count()
 
 
 class TensorBoardTracker:
-    """Writes an event file. `detail`: the folder in which the run has one of its own (default: the run's own folder)."""
+    """Writes an event file.
+
+    `detail`: the folder in which the run has one of its own (default: the run's own folder).
+    """
 
     name = "tensorboard"
 
@@ -36,12 +46,18 @@ class TensorBoardTracker:
         self._step = 0  # the last that was told of
 
     def begin(self, run: TrackedRun) -> str:
-        """Begin a new file, which TensorBoard reads after those that are in its folder. Raises `OSError` and `ImportError`."""
+        """Begin a new file, which TensorBoard reads after those that are in its folder.
+
+        Raises `OSError` and `ImportError`.
+        """
         folder = run.folder / "tensorboard" if self._root is None else self._root / run.name
         self._file, self._began = EventFile(folder), run.began
         self._file.text("settings", _table(run.settings), 0, run.began)
         self._file.flush()
-        return f"tensorboard --logdir {shlex.quote(str(run.folder.parent if self._root is None else self._root))}"
+        return (
+            "tensorboard --logdir "
+            f"{shlex.quote(str(run.folder.parent if self._root is None else self._root))}"
+        )
 
     def steps(self, steps: Sequence[TrackedStep]) -> None:
         """Write the numbers of steps."""
@@ -60,7 +76,9 @@ class TensorBoardTracker:
             if isinstance(item.content, HistogramCounts):
                 self._file.histogram(item.name, item.content, item.step, when)
             else:
-                self._file.image(item.name, item.content.png(), item.content.data.shape, item.step, when)
+                self._file.image(
+                    item.name, item.content.png(), item.content.data.shape, item.step, when
+                )
         self._file.flush()
 
     def event(self, event: TrackedEvent) -> None:
@@ -91,7 +109,10 @@ class TensorBoardTracker:
 
 
 class EventFile:
-    """A file that TensorBoard reads. Everything is written by whoever calls, so that a full disk is seen there."""
+    """A file that TensorBoard reads.
+
+    Everything is written by whoever calls, so that a full disk is seen there.
+    """
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -100,14 +121,16 @@ class EventFile:
 
         self._events, self._log, self._summaries, self._make = Event, SessionLog, Summary, summary
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_FILES)}.paceline"
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_FILES)}.paceline"  # noqa: E501
         self._file = (folder / name).open("xb")
         self._writer = RecordWriter(self._file)
         self._write(time.time(), file_version="brain.Event:2")
 
     def scalar(self, name: str, value: float, step: int, when: float) -> None:
         """Write a number; TensorBoard keeps 32 bits of it."""
-        self._show(self._summaries(value=[self._summaries.Value(tag=name, simple_value=value)]), step, when)
+        self._show(
+            self._summaries(value=[self._summaries.Value(tag=name, simple_value=value)]), step, when
+        )
 
     def histogram(self, name: str, counts: HistogramCounts, step: int, when: float) -> None:
         """Write a histogram."""
@@ -126,8 +149,12 @@ class EventFile:
     def image(self, name: str, png: bytes, shape: tuple[int, ...], step: int, when: float) -> None:
         """Write an image of this height and width, and so many channels."""
         height, width, channels = shape
-        found = self._summaries.Image(height=height, width=width, colorspace=channels, encoded_image_string=png)
-        self._show(self._summaries(value=[self._summaries.Value(tag=name, image=found)]), step, when)
+        found = self._summaries.Image(
+            height=height, width=width, colorspace=channels, encoded_image_string=png
+        )
+        self._show(
+            self._summaries(value=[self._summaries.Value(tag=name, image=found)]), step, when
+        )
 
     def text(self, name: str, text: str, step: int, when: float) -> None:
         """Write text in Markdown."""
@@ -159,4 +186,10 @@ class EventFile:
 
 def _table(settings: Any) -> str:
     """Return settings as a table in Markdown."""
-    return "\n".join(["| setting | value |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in settings.items())])
+    return "\n".join(
+        [
+            "| setting | value |",
+            "| --- | --- |",
+            *(f"| {name} | {value} |" for name, value in settings.items()),
+        ]
+    )

@@ -1,4 +1,6 @@
-"""What a tracker is: it is told of steps, histograms, images and events, on a thread of its own, and of the summary at the end."""
+"""What a tracker is: it is told of steps, histograms, images and events, on a thread of its own,
+and of the summary at the end.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,18 @@ from paceline.unequal.stragglers.lateness import RankLateness
 Setting = str | int | float | bool
 _SETTINGS: Final = ("sync", "workers", "hosts")  # fields of a summary that say what was run
 _RESULTS: Final = (  # and those that say what came of it
-    *("steps", "samples", "seconds", "samples_per_second", "final_loss", "step_seconds", "bytes_sent", "checkpoints", "logged", "results"),
+    *(
+        "steps",
+        "samples",
+        "seconds",
+        "samples_per_second",
+        "final_loss",
+        "step_seconds",
+        "bytes_sent",
+        "checkpoints",
+        "logged",
+        "results",
+    ),
 )
 
 
@@ -22,8 +35,9 @@ _RESULTS: Final = (  # and those that say what came of it
 class TrackedRun:
     """A run as trackers see it.
 
-    `identity` is that of the run in all starts of its job and on whichever worker is the first. `again`: an earlier start, or a worker that
-    was lost, may have begun it in a tracker already. `settings` are what is known of the summary's when the run begins.
+    `identity` is that of the run in all starts of its job and on whichever worker is the first.
+    `again`: an earlier start, or a worker that was lost, may have begun it in a tracker already.
+    `settings` are what is known of the summary's when the run begins.
     """
 
     name: str
@@ -38,7 +52,8 @@ class TrackedRun:
 class TrackedStep:
     """A line of metrics.jsonl, and how late workers were.
 
-    `samples` and `seconds` (of each part, a mean over workers) are None for what was logged of a step once it was over.
+    `samples` and `seconds` (of each part, a mean over workers) are None for what was logged of a
+    step once it was over.
     """
 
     step: int
@@ -52,10 +67,14 @@ class TrackedStep:
     def of(line: Mapping[str, Any], late: Sequence[RankLateness]) -> TrackedStep:
         """Read a line as it is written."""
         values = {name: value for name, value in line.items() if name not in RESERVED}
-        return TrackedStep(line["step"], line["time"], values, line.get("samples"), line.get("seconds"), late)
+        return TrackedStep(
+            line["step"], line["time"], values, line.get("samples"), line.get("seconds"), late
+        )
 
     def scalars(self) -> dict[str, float]:
-        """Return all numbers by name: what was logged, and with `paceline/` before it where the time of the step went."""
+        """Return all numbers by name: what was logged, and with `paceline/` before it where the
+        time of the step went.
+        """
         found = dict(self.values)
         if self.seconds is not None and self.samples is not None:
             whole = sum(self.seconds.values())
@@ -64,7 +83,10 @@ class TrackedStep:
                 found[f"{PREFIX}samples_per_second"] = self.samples / whole
         if self.late:
             latest = max(self.late, key=lambda each: each.seconds)
-            found |= {f"{PREFIX}late/seconds": latest.seconds, f"{PREFIX}late/worker": float(latest.rank)}
+            found |= {
+                f"{PREFIX}late/seconds": latest.seconds,
+                f"{PREFIX}late/worker": float(latest.rank),
+            }
         return found
 
 
@@ -89,12 +111,27 @@ class TrackedEnd:
         """Read the fields of a summary. `known`: settings that aren't in it."""
         loader = fields.get("loader") or {}
         asked = dict(_settings("", fields.get("settings") or {}))
-        settings: dict[str, Setting] = {**known, **asked, **{name: fields[name] for name in _SETTINGS}}
+        settings: dict[str, Setting] = {
+            **known,
+            **asked,
+            **{name: fields[name] for name in _SETTINGS},
+        }
         if fields.get("mesh"):
             settings["mesh"] = ", ".join(f"{axis}={size}" for axis, size in fields["mesh"].items())
         if loader:
-            settings |= {"loader_workers": loader["num_workers"], "shares": ", ".join(map(str, loader["shares"]))}
-        return TrackedEnd(settings, {name: found for field in _RESULTS for name, found in _numbers(field, fields.get(field))}, summary)
+            settings |= {
+                "loader_workers": loader["num_workers"],
+                "shares": ", ".join(map(str, loader["shares"])),
+            }
+        return TrackedEnd(
+            settings,
+            {
+                name: found
+                for field in _RESULTS
+                for name, found in _numbers(field, fields.get(field))
+            },
+            summary,
+        )
 
 
 class Tracker(Protocol):
@@ -103,7 +140,10 @@ class Tracker(Protocol):
     name: str
 
     def begin(self, run: TrackedRun) -> str:
-        """Begin, or go on with the same run, and say in a few words where it is to be seen. Raises anything."""
+        """Begin, or go on with the same run, and say in a few words where it is to be seen.
+
+        Raises anything.
+        """
         ...
 
     def steps(self, steps: Sequence[TrackedStep]) -> None:
@@ -119,7 +159,9 @@ class Tracker(Protocol):
         ...
 
     def rewind(self, step: int) -> None:
-        """Forget what was told of steps after this one, which are taken again, as far as this can be done."""
+        """Forget what was told of steps after this one, which are taken again, as far as this
+        can be done.
+        """
         ...
 
     def conclude(self, end: TrackedEnd) -> None:
@@ -127,12 +169,17 @@ class Tracker(Protocol):
         ...
 
     def close(self, *, failed: bool) -> None:
-        """Free everything. `failed`: the run has ended by an error, or another worker goes on with it."""
+        """Free everything.
+
+        `failed`: the run has ended by an error, or another worker goes on with it.
+        """
         ...
 
 
 def _settings(name: str, value: Any) -> Iterator[tuple[str, Setting]]:
-    """Yield the settings in what was asked for, each with a name of its own: `optimizers/1/lr` is one of the second optimizer."""
+    """Yield the settings in what was asked for, each with a name of its own: `optimizers/1/lr`
+    is one of the second optimizer.
+    """
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _settings(f"{name}/{key}" if name else key, item)

@@ -1,4 +1,5 @@
-"""Weights & Biases: a run of its own, online where there is an API key, and else in the run's folder for `wandb sync`.
+"""Weights & Biases: a run of its own, online where there is an API key, and else in the run's
+folder for `wandb sync`.
 
 paceline run --report-to wandb                  the project that WANDB_PROJECT says
 paceline run --report-to wandb:team/project
@@ -19,19 +20,26 @@ from paceline.record.trackers.tracker import TrackedEnd, TrackedEvent, TrackedRu
 
 EVENT: Final = "paceline/event"
 _REACH: Final = 30  # seconds at most to reach the server at the start
-_FLUSH: Final = "x_transaction_log_flush_interval"  # seconds between two writes of an offline run: what comes between is lost in a kill
+# seconds between two writes of an offline run: what comes between is lost in a kill
+_FLUSH: Final = "x_transaction_log_flush_interval"
 _OFFLINE: Final = ("offline", "dryrun")
 
 
 class WandbTracker:
-    """Gives a run to W&B. `detail`: PROJECT or ENTITY/PROJECT (default: what W&B's own settings say)."""
+    """Gives a run to W&B.
+
+    `detail`: PROJECT or ENTITY/PROJECT (default: what W&B's own settings say).
+    """
 
     name = "wandb"
 
     def __init__(self, detail: str) -> None:
         entity, _, project = detail.rpartition("/")
         if "/" in entity or (detail and not project):
-            raise UsageError(f"report_to='wandb:{detail}' can't be read; write wandb:PROJECT or wandb:ENTITY/PROJECT")
+            raise UsageError(
+                f"report_to='wandb:{detail}' can't be read; "
+                "write wandb:PROJECT or wandb:ENTITY/PROJECT"
+            )
         self._entity, self._project = entity or None, project or None
         self._wandb: Any = None
         self._run: Any = None
@@ -40,7 +48,9 @@ class WandbTracker:
         self._since: list[str] = []  # those of this step
 
     def begin(self, run: TrackedRun) -> str:
-        """Begin a run, or go on with it. Never asks anybody for a key, and needs no network where there is none.
+        """Begin a run, or go on with it.
+
+        Never asks anybody for a key, and needs no network where there is none.
 
         Raises `ImportError` and W&B's own errors.
         """
@@ -59,7 +69,9 @@ class WandbTracker:
             self._run = self._init(run, None)
         except wandb.errors.CommError as error:
             reason = " ".join(str(error).split())
-            return self._offline(run, f"as the server can't be reached ({reason})", again="-offline")
+            return self._offline(
+                run, f"as the server can't be reached ({reason})", again="-offline"
+            )
         return str(self._run.url)
 
     def steps(self, steps: Sequence[TrackedStep]) -> None:
@@ -73,7 +85,9 @@ class WandbTracker:
         """Log histograms and images. Raises `ImportError` for an image without pillow."""
         for item in items:
             if isinstance(item.content, HistogramCounts):
-                shown = self._wandb.Histogram(np_histogram=(list(item.content.counts), item.content.edges))
+                shown = self._wandb.Histogram(
+                    np_histogram=(list(item.content.counts), item.content.edges)
+                )
             else:
                 from PIL import Image
 
@@ -87,7 +101,9 @@ class WandbTracker:
         self._run.log({EVENT: "; ".join(self._since)}, step=self._step)
 
     def rewind(self, step: int) -> None:
-        """Leave it to W&B, which keeps what it has of steps that are taken again: they come to the same."""
+        """Leave it to W&B, which keeps what it has of steps that are taken again: they come to
+        the same.
+        """
 
     def conclude(self, end: TrackedEnd) -> None:
         """Log the settings, and the results in the run's summary."""

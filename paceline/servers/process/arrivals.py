@@ -1,18 +1,21 @@
 """Which gradients make a step together, if a worker may be late.
 
-With backup workers the first to arrive make a step, and what comes later is dropped (`FirstArrivals`). Within a bound of staleness a late
-gradient is in a later step (`PartialSteps`):
+With backup workers the first to arrive make a step, and what comes later is dropped
+(`FirstArrivals`). Within a bound of staleness a late gradient is in a later step (`PartialSteps`):
 
     worker 0   turn | turn | turn | turn |          comes to a step, and goes on once it is made
     worker 1   turn | turn | turn | turn |
-    worker 2   turn | slow turn - turn - turn       late: the second step is made without it, its gradient is in the third; it goes on
+    worker 2   turn | slow turn - turn - turn       late: the second step is made without it, its
+                                                    gradient is in the third; it goes on
     step            1      2      3      4          at once, its next one is in the fourth
 
-A worker is late once its turn has taken longer than turns do in this run: their median, and some more (`leave`). A step is made by those
-that have come once all others are late; a late one is waited for only after it has come, to whichever step is open then (after the partial
-collectives of Li et al. 2020, "Taming unbalanced training workloads in deep learning with partial collective operations"). It goes on at
-once then, out of phase with the others (`part`), until it comes as the others do. So nothing that was pushed is lost, each step has a
-gradient of nearly all workers, and where none is late it is that of lockstep.
+A worker is late once its turn has taken longer than turns do in this run: their median, and some
+more (`leave`). A step is made by those that have come once all others are late; a late one is
+waited for only after it has come, to whichever step is open then (after the partial collectives of
+Li et al. 2020, "Taming unbalanced training workloads in deep learning with partial collective
+operations"). It goes on at once then, out of phase with the others (`part`), until it comes as the
+others do. So nothing that was pushed is lost, each step has a gradient of nearly all workers, and
+where none is late it is that of lockstep.
 
 Nothing here waits or sends, and the time is an argument.
 """
@@ -29,10 +32,12 @@ from typing import Any, NamedTuple
 from paceline.errors import Mismatch
 
 SPANS = 4  # turns of each worker whose times are remembered
-LEAST, MOST, SPREAD = 0.05, 0.5, 4.0  # of a median turn, of it, and of the median distance from it: what a turn may take longer
+# of a median turn, of it, and of the median distance from it: what a turn may take longer
+LEAST, MOST, SPREAD = 0.05, 0.5, 4.0
 TOGETHER = 2.0  # times as long, when all are slow at once
 DECISIONS = 8  # of the last steps with backup workers that are remembered
-SHORT = 0.25  # of a median turn: for so long a late worker waits for the others, to be in phase again
+# of a median turn: for so long a late worker waits for the others, to be in phase again
+SHORT = 0.25
 
 
 class StepMade(NamedTuple):
@@ -40,7 +45,8 @@ class StepMade(NamedTuple):
 
     number: int
     came: dict[int, Any]
-    takers: frozenset[int] = frozenset()  # of those, the ones that wait for it: it is theirs to have it taken
+    # of those, the ones that wait for it: it is theirs to have it taken
+    takers: frozenset[int] = frozenset()
 
 
 class OpenStep(NamedTuple):
@@ -51,14 +57,18 @@ class OpenStep(NamedTuple):
 
 @dataclass
 class StepDecision:
-    """The workers that make a step, with backup workers: the first that came, in the order of their numbers."""
+    """The workers that make a step, with backup workers: the first that came, in the order of
+    their numbers.
+    """
 
-    came: dict[int, Any] = field(default_factory=dict)  # by worker, in the order in which they came: what it said
+    # by worker, in the order in which they came: what it said
+    came: dict[int, Any] = field(default_factory=dict)
     workers: list[int] = field(default_factory=list)  # once it is decided
 
 
 class FirstArrivals:
-    """The steps of one optimizer with backup workers: the first to arrive make a step, and others are too late for it.
+    """The steps of one optimizer with backup workers: the first to arrive make a step, and others
+    are too late for it.
 
     Workers are known by their numbers. `decided`: the last step that was decided.
     """
@@ -72,8 +82,12 @@ class FirstArrivals:
         """Return the workers that have come to a step."""
         return self._steps[step].came if step in self._steps else ()
 
-    def arrive(self, worker: int, step: int, said: Any, running: Collection[int], enough: int) -> StepDecision | bool | None:
-        """Note that a worker has pushed all of its step. The decision with it; False: it is too late; None: not decided yet.
+    def arrive(
+        self, worker: int, step: int, said: Any, running: Collection[int], enough: int
+    ) -> StepDecision | bool | None:
+        """Note that a worker has pushed all of its step.
+
+        The decision with it; False: it is too late; None: not decided yet.
 
         A step is decided once `enough` workers have come, or all that are `running`.
         """
@@ -81,7 +95,9 @@ class FirstArrivals:
             known = self._steps.get(step, StepDecision())
             return known if worker in known.workers else False
         if step != self.decided + 1:
-            raise Mismatch(f"step {step} of optimizer {self._optimizer} can't come after step {self.decided}")
+            raise Mismatch(
+                f"step {step} of optimizer {self._optimizer} can't come after step {self.decided}"
+            )
         decision = self._steps.setdefault(step, StepDecision())
         decision.came.setdefault(worker, said)
         if len(decision.came) < enough and not decision.came.keys() >= {*running}:
@@ -92,15 +108,26 @@ class FirstArrivals:
         return decision
 
     def lose(self, living: Set[int]) -> list[int]:
-        """Go on with the living alone; return steps that are decided, and that none of them makes."""
+        """Go on with the living alone; return steps that are decided, and that none of them
+        makes.
+        """
         for decision in self._steps.values():
             if not decision.workers:
-                decision.came = {worker: said for worker, said in decision.came.items() if worker in living}
-        return [step for step, decision in self._steps.items() if decision.workers and living.isdisjoint(decision.workers)]
+                decision.came = {
+                    worker: said for worker, said in decision.came.items() if worker in living
+                }
+        return [
+            step
+            for step, decision in self._steps.items()
+            if decision.workers and living.isdisjoint(decision.workers)
+        ]
 
 
 class PartialSteps:
-    """The steps of one optimizer. Workers are known by their numbers; times are in seconds, of any clock."""
+    """The steps of one optimizer.
+
+    Workers are known by their numbers; times are in seconds, of any clock.
+    """
 
     def __init__(self, began: Mapping[int, float] | None = None) -> None:
         self.steps = 0  # that were made
@@ -108,13 +135,18 @@ class PartialSteps:
         self.takers: set[int] = set()  # of those, the ones that wait for it
         self.due = math.inf  # when to look again, though nothing has come
         self.sizes: Counter[int] = Counter()  # how many steps were made by so many workers
-        self.ages: Counter[int] = Counter()  # of how many gradients so many other steps were made during their turns
-        self._made: dict[int, tuple[int, StepMade]] = {}  # by worker: how often it had come, and what came of it
+        # of how many gradients so many other steps were made during their turns
+        self.ages: Counter[int] = Counter()
+        # by worker: how often it had come, and what came of it
+        self._made: dict[int, tuple[int, StepMade]] = {}
         self._began = dict(began or {})  # by worker: when its turn did
-        self._seen = dict.fromkeys(self._began, 0)  # by worker: the steps that were made before that
+        # by worker: the steps that were made before that
+        self._seen = dict.fromkeys(self._began, 0)
         self._late: set[int] = set()
-        self._apart: set[int] = set()  # workers that have come late to the open step, and have gone on
-        self._from: dict[int, int] = {}  # by worker that has come: the steps that were made before its turn
+        # workers that have come late to the open step, and have gone on
+        self._apart: set[int] = set()
+        # by worker that has come: the steps that were made before its turn
+        self._from: dict[int, int] = {}
         self._spans: deque[float] = deque()  # seconds that turns took
         self._prompt: list[float] = []  # of workers that have come on time to the open step
 
@@ -125,26 +157,40 @@ class PartialSteps:
             self._late.discard(worker)
 
     def rest(self) -> None:
-        """Note that an epoch begins: its first turns take an unknown time, as readers start with them."""
+        """Note that an epoch begins: its first turns take an unknown time, as readers start with
+        them.
+        """
         self._began.clear()
         self._late.clear()
         self._seen = dict.fromkeys(self._seen, self.steps)
 
     def lose(self, living: Set[int]) -> list[int]:
-        """Go on with the living alone; return steps that were made, as far as is decided, and that none of them makes."""
+        """Go on with the living alone; return steps that were made, as far as is decided, and
+        that none of them makes.
+        """
         self.came = {worker: said for worker, said in self.came.items() if worker in living}
-        self._late, self._apart, self.takers = self._late & living, self._apart & living, self.takers & living
+        self._late, self._apart, self.takers = (
+            self._late & living,
+            self._apart & living,
+            self.takers & living,
+        )
         self._began = {worker: began for worker, began in self._began.items() if worker in living}
         self._seen = {worker: steps for worker, steps in self._seen.items() if worker in living}
-        return sorted({made.number for _, made in self._made.values() if living.isdisjoint(made.came)})
+        return sorted(
+            {made.number for _, made in self._made.values() if living.isdisjoint(made.came)}
+        )
 
     def come(self, worker: int, number: int, said: Any, now: float) -> StepMade | None:
-        """Note that a worker has pushed all of gradient `number`, from 1 on; return its step, once that has been made."""
+        """Note that a worker has pushed all of gradient `number`, from 1 on; return its step,
+        once that has been made.
+        """
         before, made = self._made.get(worker, (0, None))
         if made is not None and number == before:
             return made
         if number != before + 1:
-            raise Mismatch(f"gradient {number} of worker {worker} can't come after its gradient {before}")
+            raise Mismatch(
+                f"gradient {number} of worker {worker} can't come after its gradient {before}"
+            )
         if worker not in self.came:
             self.came[worker], self._from[worker] = said, self._seen.get(worker, 0)
             if worker in self._began:
@@ -152,7 +198,8 @@ class PartialSteps:
         return None
 
     def part(self, worker: int, absent: Collection[int], now: float) -> bool:
-        """Whether a worker that has come goes on at once: it is late, no other waits yet, and others are on time, though not soon.
+        """Whether a worker that has come goes on at once: it is late, no other waits yet, and
+        others are on time, though not soon.
 
         Otherwise it waits, now or when it asks again.
         """
@@ -177,9 +224,10 @@ class PartialSteps:
     def leave(self, absent: int) -> float:
         """Return how long a turn may take before it is late, with so many workers absent.
 
-        The median turn, and some times the median distance from it, within bounds. When all are slow at once (another program has the
-        processors), nobody is late: it is up to `TOGETHER` times that, by the one of those on time in this step with whom half have come,
-        and a little longer than the first of them took in any case.
+        The median turn, and some times the median distance from it, within bounds. When all are
+        slow at once (another program has the processors), nobody is late: it is up to `TOGETHER`
+        times that, by the one of those on time in this step with whom half have come, and a little
+        longer than the first of them took in any case.
         """
         median = statistics.median_low(self._spans)
         spread = statistics.median_low(abs(span - median) for span in self._spans)
@@ -190,12 +238,17 @@ class PartialSteps:
         return max(usual * min(max(pace, 1.0), TOGETHER), first)
 
     def awaited(self, absent: Collection[int], now: float) -> bool:
-        """Whether one of the absent may still be on time. Those that are not count as late from now on."""
+        """Whether one of the absent may still be on time.
+
+        Those that are not count as late from now on.
+        """
         self.due = math.inf
         on_time = [worker for worker in absent if worker not in self._late]
         if not on_time:
             return False
-        if len(self._spans) < len(absent) + len(self.came) or any(worker not in self._began for worker in on_time):
+        if len(self._spans) < len(absent) + len(self.came) or any(
+            worker not in self._began for worker in on_time
+        ):
             return True  # it isn't known yet how long turns take
         last = max(self._began[worker] for worker in on_time) + self.leave(len(on_time))
         if last > now:
@@ -205,7 +258,11 @@ class PartialSteps:
     def make(self, absent: Collection[int]) -> StepMade:
         """Make the next step with the workers that have come; the absent are late."""
         self.steps += 1
-        made = StepMade(self.steps, {worker: self.came[worker] for worker in sorted(self.came)}, frozenset(self.takers))
+        made = StepMade(
+            self.steps,
+            {worker: self.came[worker] for worker in sorted(self.came)},
+            frozenset(self.takers),
+        )
         self.sizes[len(made.came)] += 1
         for worker in made.came:
             self.ages[self.steps - 1 - self._from[worker]] += 1

@@ -1,4 +1,5 @@
-"""The codings in which gradients travel to a server, and from which turn on: plain data that workers make of a codec.
+"""The codings in which gradients travel to a server, and from which turn on: plain data that
+workers make of a codec.
 
 error_feedback(after(100, topk(0.01), before=half()))     turn 0 ... 99    half, with feedback
                                                           turn 100 ...     topk(0.01), with feedback
@@ -25,7 +26,9 @@ from paceline.errors import Mismatch, UsageError
 
 
 class CodingPhase(NamedTuple):
-    """From turn `begins` on: the coding (None: exact), and whether a worker keeps what is lost in it."""
+    """From turn `begins` on: the coding (None: exact), and whether a worker keeps what is lost
+    in it.
+    """
 
     begins: int
     coding: Coding | None
@@ -36,7 +39,9 @@ Phases = tuple[CodingPhase, ...]  # by their beginnings; none where it is exact 
 
 
 def check(codec: Any) -> None:
-    """Raise `UsageError` for a codec that can't be used on the way to a server, wherever in a codec it is."""
+    """Raise `UsageError` for a codec that can't be used on the way to a server, wherever in a
+    codec it is.
+    """
     for leaf in _leaves(codec):
         _plainly(leaf)
 
@@ -59,36 +64,64 @@ def _plainly(leaf: Any) -> Coding | None:
     if leaf is None or isinstance(leaf, exact | plain):
         return None
     if isinstance(leaf, auto) or leaf == "auto":
-        raise UsageError('codec="auto" measures steps of AllReduce; give ParameterServer a codec, such as int8()')
+        raise UsageError(
+            'codec="auto" measures steps of AllReduce; give ParameterServer a codec, such as int8()'
+        )
     if isinstance(leaf, powersgd):
         raise UsageError(
-            f"{leaf!r} sums thin matrices among workers, and servers take each worker's gradient by itself: give ParameterServer "
+            f"{leaf!r} sums thin matrices among workers, and servers take each worker's gradient "
+            "by itself: give ParameterServer "
             "error_feedback(topk(0.01)), or int8()"
         )
     if isinstance(leaf, gathered | scattered):
-        raise UsageError(f"{leaf!r} says how workers sum among themselves, and with ParameterServer servers do: say {leaf.coding!r}")
+        raise UsageError(
+            f"{leaf!r} says how workers sum among themselves, and with ParameterServer servers do: "
+            f"say {leaf.coding!r}"
+        )
     if not hasattr(leaf, "layout"):
-        raise UsageError(f"a codec is wanted, such as int8() or error_feedback(topk(0.01)), got {leaf!r}")
+        raise UsageError(
+            f"a codec is wanted, such as int8() or error_feedback(topk(0.01)), got {leaf!r}"
+        )
     write(leaf)
     coding: Coding = leaf
     return coding
 
 
 def phases(codec: Codec | Coding | None, name: str, shape: Size) -> Phases:
-    """Return the phases of a parameter with this name and shape. Raises `UsageError` as `check` does."""
+    """Return the phases of a parameter with this name and shape.
+
+    Raises `UsageError` as `check` does.
+    """
     found = _phases(codec, name, shape)
     return found if any(phase.coding is not None for phase in found) else ()
 
 
 def _phases(codec: Any, name: str, shape: Size) -> Phases:
     if isinstance(codec, where):
-        return _phases(codec.then if codec.predicate.holds(name, shape) else codec.otherwise, name, shape)
+        return _phases(
+            codec.then if codec.predicate.holds(name, shape) else codec.otherwise, name, shape
+        )
     if isinstance(codec, error_feedback):
-        return tuple(phase._replace(feedback=phase.coding is not None) for phase in _phases(codec.codec, name, shape))
+        return tuple(
+            phase._replace(feedback=phase.coding is not None)
+            for phase in _phases(codec.codec, name, shape)
+        )
     if isinstance(codec, after):
-        early = [phase for phase in _phases(codec.before, name, shape) if phase.begins < codec.steps]
-        late = [phase._replace(begins=max(phase.begins, codec.steps)) for phase in _phases(codec.codec, name, shape)]
-        return (*early, *(phase for phase, following in zip(late, [*late[1:], None], strict=True) if _lasts(phase, following)))
+        early = [
+            phase for phase in _phases(codec.before, name, shape) if phase.begins < codec.steps
+        ]
+        late = [
+            phase._replace(begins=max(phase.begins, codec.steps))
+            for phase in _phases(codec.codec, name, shape)
+        ]
+        return (
+            *early,
+            *(
+                phase
+                for phase, following in zip(late, [*late[1:], None], strict=True)
+                if _lasts(phase, following)
+            ),
+        )
     return (CodingPhase(0, _plainly(codec)),)
 
 
@@ -123,7 +156,10 @@ def decode(phases: Phases, bucket: Bucket, message: Tensor, used: bytes, turn: i
     flat = bucket.flat
     expected = nbytes(coding, flat.numel())
     if message.dtype != torch.uint8 or message.shape != (expected,):
-        raise Mismatch(f"{coding!r} of {flat.numel()} elements is uint8 [{expected}], and not {message.dtype} {list(message.shape)}")
+        raise Mismatch(
+            f"{coding!r} of {flat.numel()} elements is uint8 [{expected}], and not {message.dtype} "
+            f"{list(message.shape)}"
+        )
     gradient = torch.empty(flat.numel(), dtype=torch.float32)
     coding.decode(parts(coding, flat.numel(), message), gradient)
     for view, reached in zip(bucket.over(gradient), used, strict=True):
@@ -139,7 +175,9 @@ def decode(phases: Phases, bucket: Bucket, message: Tensor, used: bytes, turn: i
 def kinds() -> Mapping[str, Any]:
     """Import all codings of paceline, by name."""
     places = {word: place.split(":")[0] for word, place in words().items()}
-    by_word = {word: getattr(importlib.import_module(module), word) for word, module in places.items()}
+    by_word = {
+        word: getattr(importlib.import_module(module), word) for word, module in places.items()
+    }
     return {word: kind for word, kind in by_word.items() if hasattr(kind, "layout")}
 
 
@@ -148,26 +186,43 @@ def write(coding: Coding) -> list[Any]:
     kind = type(coding)
     if kinds().get(kind.__name__) is not kind or not dataclasses.is_dataclass(coding):
         raise UsageError(
-            f"{coding!r} is no coding of paceline, and a server decodes without your script: possible are {', '.join(sorted(kinds()))}; "
+            f"{coding!r} is no coding of paceline, and a server decodes without your script: "
+            f"possible are {', '.join(sorted(kinds()))}; "
             "for another one use AllReduce"
         )
     values = {field.name: getattr(coding, field.name) for field in dataclasses.fields(coding)}
-    return [kind.__name__, {name: write(value) if hasattr(value, "layout") else value for name, value in values.items()}]
+    return [
+        kind.__name__,
+        {
+            name: write(value) if hasattr(value, "layout") else value
+            for name, value in values.items()
+        },
+    ]
 
 
 def read(found: Any) -> Coding:
-    """Read a coding that was written. Raises what comes of data that is none: `LookupError`, `TypeError`, `ValueError`, `UsageError`."""
+    """Read a coding that was written.
+
+    Raises what comes of data that is none: `LookupError`, `TypeError`, `ValueError`, `UsageError`.
+    """
     name, values = found
-    coding: Coding = kinds()[name](**{key: read(value) if isinstance(value, list) else value for key, value in values.items()})
+    coding: Coding = kinds()[name](
+        **{key: read(value) if isinstance(value, list) else value for key, value in values.items()}
+    )
     coding.layout(1)
     return coding
 
 
 def put(found: Phases) -> list[Any]:
     """Write phases as plain data; whether workers keep what is lost is left out."""
-    return [[phase.begins, None if phase.coding is None else write(phase.coding)] for phase in found]
+    return [
+        [phase.begins, None if phase.coding is None else write(phase.coding)] for phase in found
+    ]
 
 
 def take(found: Any) -> Phases:
     """Read phases that `put` has written; raises as `read` does."""
-    return tuple(CodingPhase(int(begins), None if coding is None else read(coding)) for begins, coding in found)
+    return tuple(
+        CodingPhase(int(begins), None if coding is None else read(coding))
+        for begins, coding in found
+    )

@@ -10,7 +10,10 @@ from paceline.errors import PacelineError
 
 
 class ServerPool(Protocol):
-    """Servers that outlive the workers that have started them. `next`: the number of the one that is started next, alike on all."""
+    """Servers that outlive the workers that have started them.
+
+    `next`: the number of the one that is started next, alike on all.
+    """
 
     next: int
 
@@ -32,11 +35,15 @@ class ServerPool(Protocol):
         ...
 
     def spawn(self, shard: int, *, mine: bool) -> int:
-        """Begin to start a server that keeps a copy of this shard, if it is this worker's task; return its number. On all workers."""
+        """Begin to start a server that keeps a copy of this shard, if it is this worker's task;
+        return its number. On all workers.
+        """
         ...
 
     def spawned(self, number: int) -> Any:
-        """Return the facts of a started server that all need for `add`, once it has begun (JSON); None before; False if it failed."""
+        """Return the facts of a started server that all need for `add`, once it has begun
+        (JSON); None before; False if it failed.
+        """
         ...
 
     def add(self, server: Any) -> ServerEndpoints:
@@ -66,8 +73,10 @@ class ServerEndpoints(NamedTuple):
     addresses: tuple[str, ...]
     names: tuple[str, ...]  # what they are called in messages
     keys: RpcKeys
-    watch: Callable[[Callable[[PacelineError], None]], None]  # calls back when a server is lost, from another thread
+    # calls back when a server is lost, from another thread
+    watch: Callable[[Callable[[PacelineError], None]], None]
     close: Callable[[], None]  # ends those that this worker has started
     numbers: tuple[int, ...] = ()  # of each server, never used twice
     shards: tuple[int, ...] = ()  # which each of them keeps
-    pool: ServerPool | None = None  # where losses are survived; `addresses` are empty on a newcomer then
+    # where losses are survived; `addresses` are empty on a newcomer then
+    pool: ServerPool | None = None

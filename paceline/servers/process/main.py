@@ -1,11 +1,14 @@
-"""The server process: answers the requests of workers, one message after the other, with what it keeps.
+"""The server process: answers the requests of workers, one message after the other, with what it
+keeps.
 
-    shard_rpc       the shard: gradients, steps, parameters        protocol.parameters, protocol.recovery
+    shard_rpc       the shard: gradients, steps, parameters        protocol.parameters,
+                                                                   protocol.recovery
     table_rpc       the rows of sparse tables                      protocol.rows
     scheduler_rpc   samples, where workers are not in lockstep     protocol.samples
     here            whether it lives, what it has done, its end    protocol.service
 
-What can't be answered yet is put off, and looked at again after each message, and in time; nothing here waits for one worker alone.
+What can't be answered yet is put off, and looked at again after each message, and in time; nothing
+here waits for one worker alone.
 """
 
 from __future__ import annotations
@@ -51,13 +54,26 @@ SPANS = 5000  # of what it has done last, for the timeline
 
 
 class Server:
-    """Answers messages, until it is asked to end. `over` is asked now and then whether no worker is left."""
+    """Answers messages, until it is asked to end.
 
-    def __init__(self, receiver: RpcServer, over: Callable[[], bool] = lambda: False, *, timings: ServerTimings = DEFAULTS.servers) -> None:
+    `over` is asked now and then whether no worker is left.
+    """
+
+    def __init__(
+        self,
+        receiver: RpcServer,
+        over: Callable[[], bool] = lambda: False,
+        *,
+        timings: ServerTimings = DEFAULTS.servers,
+    ) -> None:
         self._receiver, self._over, self._look = receiver, over, timings.look
         self._later: list[tuple[RpcMessage, Request[Any]]] = []  # what can't be answered yet
         self._ended = False
-        self._parameters, self._scheduling, self._tables = ShardRpc(), SchedulerRpc(), TableService()
+        self._parameters, self._scheduling, self._tables = (
+            ShardRpc(),
+            SchedulerRpc(),
+            TableService(),
+        )
         mine: Handlers = {
             service.CheckAlive: lambda worker, request: service.Alive(time.perf_counter_ns()),
             service.Echo: lambda worker, request: service.Echoed(request.tensor),
@@ -68,11 +84,13 @@ class Server:
         first: Handlers = {**mine, **self._tables.handlers}
         every = {**first, **self._parameters.handlers, **self._scheduling.handlers}
         self._handlers = {request.kind: (request, act) for request, act in every.items()}
-        self._first = {PlanShard.kind, *(request.kind for request in first)}  # what may come before there is a shard
+        # what may come before there is a shard
+        self._first = {PlanShard.kind, *(request.kind for request in first)}
         self._done_of: Counter[str] = Counter()  # messages by kind
         self._most, self._busy = 0, 0.0  # messages that were put off at a time; seconds of work
         self._trace = Trace(SPANS)
-        self._waiting: deque[tuple[int, int]] = deque(maxlen=SPANS)  # how many are put off, from when on
+        # how many are put off, from when on
+        self._waiting: deque[tuple[int, int]] = deque(maxlen=SPANS)
 
     def run(self) -> None:
         """Serve."""
@@ -88,7 +106,9 @@ class Server:
         if message is not None and request is not None and not self._serve(message, request):
             self._put_off(message, request)
         if self._later:
-            self._later = [late for late in self._later if late[0] is message or not self._serve(*late)]
+            self._later = [
+                late for late in self._later if late[0] is message or not self._serve(*late)
+            ]
 
     def _note(self, message: RpcMessage | None, began: int, waiting: int) -> None:
         now = time.perf_counter_ns()
@@ -102,18 +122,29 @@ class Server:
             self._waiting.append((now, len(self._later)))
 
     def _put_off(self, message: RpcMessage, request: Request[Any]) -> None:
-        of_it = sum(late.route == message.route for late, _ in self._later) if len(self._later) >= LATER_EACH else 0
+        of_it = (
+            sum(late.route == message.route for late, _ in self._later)
+            if len(self._later) >= LATER_EACH
+            else 0
+        )
         if len(self._later) < LATER and of_it < LATER_EACH:
             self._later.append((message, request))
             self._most = max(self._most, len(self._later))
         else:
-            self._receiver.refuse(message, f"{of_it or LATER} messages wait here for something that has not come")
+            self._receiver.refuse(
+                message, f"{of_it or LATER} messages wait here for something that has not come"
+            )
 
     def _read(self, message: RpcMessage) -> Request[Any] | None:
         """Return the request in a message; None if it was refused."""
         kind, _ = self._handlers.get(message.kind, (None, None))
         if kind is None or (not self._parameters.begun and message.kind not in self._first):
-            self._receiver.refuse(message, "nobody has said yet what is kept here" if kind is not None else "there is no such message")
+            self._receiver.refuse(
+                message,
+                "nobody has said yet what is kept here"
+                if kind is not None
+                else "there is no such message",
+            )
             return None
         try:
             return kind.unpack(message.body, message.tensors)
@@ -137,7 +168,10 @@ class Server:
             self._receiver.refuse(message, str(error))
             return
         why = str(error)[:200]  # torch adds where in its own code it was
-        self._receiver.refuse(message, f"it lacks something, or has something else there ({type(error).__name__}: {why})")
+        self._receiver.refuse(
+            message,
+            f"it lacks something, or has something else there ({type(error).__name__}: {why})",
+        )
 
     # ---- about this process
 
@@ -164,7 +198,9 @@ class Server:
 
 
 def main() -> None:
-    """Run a server process: reads from stdin where to listen, writes to stdout where it does; ends with its parent, or with a launcher."""
+    """Run a server process: reads from stdin where to listen, writes to stdout where it does;
+    ends with its parent, or with a launcher.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends after its workers
     asked = json.loads(sys.stdin.buffer.readline())
     prepare = preparation(asked["parent"]) if "parent" in asked else None
@@ -172,9 +208,14 @@ def main() -> None:
         prepare()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     _warm_up()
-    folder = tempfile.mkdtemp(prefix=sockets(os.environ.get("PACELINE_JOB", "")), dir=place_of_sockets())
+    folder = tempfile.mkdtemp(
+        prefix=sockets(os.environ.get("PACELINE_JOB", "")), dir=place_of_sockets()
+    )
     poll = select.poll()
-    poll.register(sys.stdin.fileno() if "parent" in asked else os.pidfd_open(asked["launcher"]), select.POLLIN | select.POLLHUP)
+    poll.register(
+        sys.stdin.fileno() if "parent" in asked else os.pidfd_open(asked["launcher"]),
+        select.POLLIN | select.POLLHUP,
+    )
     try:
         path = os.path.join(folder, "server")
         given = environment_timings().servers
@@ -188,7 +229,9 @@ def main() -> None:
 
 
 def _warm_up() -> None:
-    """Load what torch loads with its first optimizer, which takes a second or two: workers may wait for the first plan."""
+    """Load what torch loads with its first optimizer, which takes a second or two: workers may
+    wait for the first plan.
+    """
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.SGD([parameter], lr=0.1).step()

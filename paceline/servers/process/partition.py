@@ -1,8 +1,10 @@
-"""The partition of a model over servers: parameters, cut by rows where they are large, dealt by bytes.
+"""The partition of a model over servers: parameters, cut by rows where they are large, dealt by
+bytes.
 
 parameters   | w0 ........................ | b0 | w1 ........ | b1 |
 pieces       | w0[:400] | w0[400:800] | .. | b0 | w1[:400] ...| b1 |
-servers           0            1         0    1      1           0       the largest first, each to the server that has least
+servers           0            1         0    1      1           0       the largest first, each to
+                                                                 the server that has least
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from typing import NamedTuple
 
 from paceline.comm.bucket_layout import BucketShape
 
-PARTS = 8  # of what each server has: no piece is larger than one, so that all come to about the same
+# of what each server has: no piece is larger than one, so that all come to about the same
+PARTS = 8
 SMALLEST = 64 << 10  # bytes: smaller parameters are not cut
 
 
@@ -32,10 +35,16 @@ class RowRange(NamedTuple):
 
 
 def pieces(shapes: Sequence[BucketShape], servers: int, whole: Sequence[bool]) -> list[RowRange]:
-    """Return all parameters, cut where one is more than the `PARTS`-th part of what a server keeps; those that are `whole` are not."""
+    """Return all parameters, cut where one is more than the `PARTS`-th part of what a server
+    keeps; those that are `whole` are not.
+    """
     share = sum(shape.numel * shape.dtype.itemsize for shape in shapes) / max(servers, 1)
     limit = max(int(share / PARTS), SMALLEST)
-    return [piece for slot, shape in enumerate(shapes) for piece in _cut(slot, shape, limit, whole=whole[slot])]
+    return [
+        piece
+        for slot, shape in enumerate(shapes)
+        for piece in _cut(slot, shape, limit, whole=whole[slot])
+    ]
 
 
 def _cut(slot: int, shape: BucketShape, limit: int, *, whole: bool) -> Iterator[RowRange]:
@@ -47,11 +56,15 @@ def _cut(slot: int, shape: BucketShape, limit: int, *, whole: bool) -> Iterator[
     each = max(limit * rows // nbytes, 1)
     for start in range(0, rows, each):
         stop = min(start + each, rows)
-        yield RowRange(slot, start, stop, shape._replace(size=(stop - start, *shape.size[1:])), False)
+        yield RowRange(
+            slot, start, stop, shape._replace(size=(stop - start, *shape.size[1:])), False
+        )
 
 
 def deal(pieces: Sequence[RowRange], servers: int) -> list[list[int]]:
-    """Deal pieces to servers, as numbers in rising order: the largest first, to the server that has least (LPT, Graham 1969)."""
+    """Deal pieces to servers, as numbers in rising order: the largest first, to the server that
+    has least (LPT, Graham 1969).
+    """
     loads, dealt = [0] * servers, [list[int]() for _ in range(servers)]
     for index in sorted(range(len(pieces)), key=lambda index: (-pieces[index].nbytes, index)):
         least = min(range(servers), key=lambda server: (loads[server], server))

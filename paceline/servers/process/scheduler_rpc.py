@@ -1,4 +1,6 @@
-"""The scheduler's messages: what workers ask the sample scheduler on the first server (`protocol.samples` has the messages)."""
+"""The scheduler's messages: what workers ask the sample scheduler on the first server
+(`protocol.samples` has the messages).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ LONGEST = 1 << 22  # batches in a part of an epoch, and bytes of a note
 
 
 class SchedulerRpc:
-    """Answers the scheduler's messages. `handlers`: what is done for each request of a worker; None where the reply has to wait."""
+    """Answers the scheduler's messages.
+
+    `handlers`: what is done for each request of a worker; None where the reply has to wait.
+    """
 
     def __init__(self) -> None:
         self.scheduler = SampleScheduler()
@@ -36,7 +41,9 @@ class SchedulerRpc:
         }
 
     def patience(self, most: float) -> float:
-        """Return how long to wait for a message, `most` seconds at most, before delayed answers are tried again."""
+        """Return how long to wait for a message, `most` seconds at most, before delayed answers
+        are tried again.
+        """
         return min(max(self.scheduler.due - time.monotonic(), 0.001), most)
 
     # ---- samples and turns
@@ -44,8 +51,12 @@ class SchedulerRpc:
     def _deal(self, worker: int, request: samples.DealSamples) -> samples.Clock:
         sizes = request.sizes
         if sizes.dim() != 1 or sizes.is_floating_point() or not 0 < sizes.numel() <= LONGEST:
-            raise UsageError(f"a part of an epoch has 1 to {LONGEST} batches, each of a whole number of samples")
-        self.scheduler.begin(request.epoch, request.first, sizes.tolist(), request.workers, request.times)
+            raise UsageError(
+                f"a part of an epoch has 1 to {LONGEST} batches, each of a whole number of samples"
+            )
+        self.scheduler.begin(
+            request.epoch, request.first, sizes.tolist(), request.workers, request.times
+        )
         self.scheduler.starts(worker, time.monotonic(), first=True)
         return samples.Clock(self.scheduler.clocks[worker])
 
@@ -66,12 +77,17 @@ class SchedulerRpc:
         return Acknowledged()
 
     def _complete(self, worker: int, request: samples.CompleteTurn) -> samples.StepsDecided | None:
-        if request.clock > self.scheduler.clocks.get(worker, -1):  # else it has come before, and had to wait
-            self.scheduler.tick(worker, request.clock, dropped=request.dropped, carried=request.carried)
+        # else it has come before, and had to wait
+        if request.clock > self.scheduler.clocks.get(worker, -1):
+            self.scheduler.tick(
+                worker, request.clock, dropped=request.dropped, carried=request.carried
+            )
         if not self.scheduler.may(worker, request.bound):
             return None
         self.scheduler.went(worker, time.monotonic())
-        return samples.StepsDecided(tuple((optimizer, step) for optimizer, step in self.scheduler.made()))
+        return samples.StepsDecided(
+            tuple((optimizer, step) for optimizer, step in self.scheduler.made())
+        )
 
     def _list_behind(self, worker: int, request: samples.ListBehind) -> samples.MissingWorkers:
         return samples.MissingWorkers(tuple(self.scheduler.behind(worker)))
@@ -80,14 +96,26 @@ class SchedulerRpc:
 
     def _arrive(self, worker: int, request: samples.ArriveAtStep) -> samples.StepAssignment | None:
         optimizer, contribution = request.optimizer, _sound(request.contribution)
-        found = self.scheduler.arrive(worker, optimizer, request.step, contribution, request.backups)
+        found = self.scheduler.arrive(
+            worker, optimizer, request.step, contribution, request.backups
+        )
         if isinstance(found, StepDecision):
             return _assigned(request.step, {other: found.came[other] for other in found.workers})
-        return None if found is None else samples.StepAssignment(self.scheduler.decided(optimizer), late=True)
+        return (
+            None
+            if found is None
+            else samples.StepAssignment(self.scheduler.decided(optimizer), late=True)
+        )
 
     def _gather(self, worker: int, request: samples.GatherStep) -> samples.StepAssignment | None:
-        how: dict[str, Any] = {"bound": request.bound, "now": time.monotonic(), "part": request.may_go_on}
-        made = self.scheduler.gather(worker, request.optimizer, request.number, _sound(request.contribution), **how)
+        how: dict[str, Any] = {
+            "bound": request.bound,
+            "now": time.monotonic(),
+            "part": request.may_go_on,
+        }
+        made = self.scheduler.gather(
+            worker, request.optimizer, request.number, _sound(request.contribution), **how
+        )
         if made is None:
             return None
         slowest = self.scheduler.slowest
@@ -95,7 +123,9 @@ class SchedulerRpc:
             return samples.StepAssignment(made.after, is_open=True, slowest=slowest)
         return _assigned(made.number, made.came, mine=worker in made.takers, slowest=slowest)
 
-    def _list_not_arrived(self, worker: int, request: samples.ListNotArrived) -> samples.MissingWorkers:
+    def _list_not_arrived(
+        self, worker: int, request: samples.ListNotArrived
+    ) -> samples.MissingWorkers:
         return samples.MissingWorkers(tuple(self.scheduler.absent(request.optimizer, request.step)))
 
     # ---- notes, and losses
@@ -117,13 +147,21 @@ class SchedulerRpc:
 
 
 def _sound(contribution: samples.Contribution) -> samples.Contribution:
-    """Return what a worker says that comes to a step; it is kept, and answered to others. Raises `UsageError` for what makes no sense."""
+    """Return what a worker says that comes to a step; it is kept, and answered to others.
+
+    Raises `UsageError` for what makes no sense.
+    """
     if not math.isfinite(contribution.part):
         raise UsageError("a part of a batch is a number")
     return contribution
 
 
-def _assigned(step: int, came: Mapping[int, samples.Contribution], *, mine: bool = True, slowest: int = 0) -> samples.StepAssignment:
+def _assigned(
+    step: int, came: Mapping[int, samples.Contribution], *, mine: bool = True, slowest: int = 0
+) -> samples.StepAssignment:
     """Return the step that these workers make together, with the settings of the first."""
-    parts, settings = math.fsum(each.part for each in came.values()), next(iter(came.values())).settings
+    parts, settings = (
+        math.fsum(each.part for each in came.values()),
+        next(iter(came.values())).settings,
+    )
     return samples.StepAssignment(step, False, False, mine, tuple(came), parts, settings, slowest)

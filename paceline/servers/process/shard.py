@@ -1,10 +1,13 @@
-"""A server's shard: pieces of parameters in units, the optimizers that step them, and pushes of workers that are not applied yet.
+"""A server's shard: pieces of parameters in units, the optimizers that step them, and pushes of
+workers that are not applied yet.
 
     worker 0   push(unit 0) push(unit 1)         close(3)          read(unit 0) ...
     worker 1        push(unit 0) push(unit 1)       close(3)            read(unit 0) ...
-    shard      | kept by worker, as it came   | summed in the order of workers, one step | the same for all
+    shard      | kept by worker, as it came   | summed in the order of workers, one step | the same
+                                              for all
 
-Nothing here waits or sends: it is plain state, equal on all replicas that get the same messages in the same order.
+Nothing here waits or sends: it is plain state, equal on all replicas that get the same messages in
+the same order.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from paceline.servers.process.partition import RowRange
 
 @dataclass
 class ShardPlan:
-    """The plan of a shard. `runs`: the numbers of the pieces in each unit; all those of a unit belong to one optimizer.
+    """The plan of a shard.
+
+    `runs`: the numbers of the pieces in each unit; all those of a unit belong to one optimizer.
 
     `ways`: the codings in which each unit travels (left out: all exactly).
     """
@@ -45,9 +50,14 @@ class ShardPlan:
     @property
     def shapes(self) -> list[BucketShape]:
         """The layout of the pieces in units: without gaps where they are coded."""
-        coded = {number for run, ways in zip(self.runs, self.ways, strict=True) for number in run if ways}
+        coded = {
+            number for run, ways in zip(self.runs, self.ways, strict=True) for number in run if ways
+        }
         cpu = torch.device("cpu")
-        return [piece.shape._replace(device=cpu, kind="coded" if n in coded else None) for n, piece in enumerate(self.pieces)]
+        return [
+            piece.shape._replace(device=cpu, kind="coded" if n in coded else None)
+            for n, piece in enumerate(self.pieces)
+        ]
 
 
 @dataclass
@@ -59,16 +69,20 @@ class ShardUnit:
     optimizer: int
     parameters: list[Parameter]
     ways: Phases  # codings in which gradients come; none if they come exactly
-    pushed: dict[int, tuple[Tensor, bytes]] = field(default_factory=dict)  # by worker: addend, and which of its pieces were used
+    # by worker: addend, and which of its pieces were used
+    pushed: dict[int, tuple[Tensor, bytes]] = field(default_factory=dict)
     total: tuple[Tensor, bytes] | None = None
     version: int = 0  # how often it was changed
 
     def check(self, flat: Tensor) -> None:
-        """Raise `Mismatch` for a tensor that can't be the parameters of this unit, or their gradient."""
+        """Raise `Mismatch` for a tensor that can't be the parameters of this unit, or their
+        gradient.
+        """
         have = self.bucket.flat
         if flat.dtype != have.dtype or flat.shape != have.shape:
             raise Mismatch(
-                f"unit {self.number} is {str(have.dtype).removeprefix('torch.')} {list(have.shape)}, and not "
+                f"unit {self.number} is {str(have.dtype).removeprefix('torch.')} "
+                f"{list(have.shape)}, and not "
                 f"{str(flat.dtype).removeprefix('torch.')} {list(flat.shape)}"
             )
 
@@ -84,13 +98,20 @@ class ShardUnit:
             flat = decode(self.ways, self.bucket, flat, used, turn)
         self.check(flat)
         if len(used) != len(self.parameters):
-            raise Mismatch(f"unit {self.number} has {len(self.parameters)} pieces, and it is said of {len(used)} whether they were used")
+            raise Mismatch(
+                f"unit {self.number} has {len(self.parameters)} pieces, and it is said of "
+                f"{len(used)} whether they were used"
+            )
         if self.total is not None and not keep:
-            raise Mismatch(f"unit {self.number} has been summed for this step: worker {worker} comes too late")
+            raise Mismatch(
+                f"unit {self.number} has been summed for this step: worker {worker} comes too late"
+            )
         self.pushed[worker] = flat, used
 
     def sum(self, workers: Sequence[int]) -> tuple[Tensor, bytes]:
-        """Sum what these workers have pushed, in their order, whichever came first; return it, and which pieces any of them used."""
+        """Sum what these workers have pushed, in their order, whichever came first; return it,
+        and which pieces any of them used.
+        """
         if self.total is None:
             absent = [worker for worker in workers if worker not in self.pushed]
             if absent or not workers:
@@ -107,7 +128,9 @@ class ShardUnit:
 
     def assign(self, flat: Tensor, used: bytes) -> None:
         """Let this be the gradient of the pieces that were used."""
-        for parameter, view, reached in zip(self.parameters, self.bucket.over(flat), used, strict=True):
+        for parameter, view, reached in zip(
+            self.parameters, self.bucket.over(flat), used, strict=True
+        ):
             parameter.grad = view if reached else None
 
     def stepped(self) -> None:
@@ -137,21 +160,36 @@ class ShardUnit:
 class Shard:
     """One server's part of the parameters.
 
-    A push is known by its worker and unit: one that comes again before it is applied replaces the first. A step is known by its number
-    (of each optimizer, from 1 on): one that comes again does nothing.
+    A push is known by its worker and unit: one that comes again before it is applied replaces the
+    first. A step is known by its number (of each optimizer, from 1 on): one that comes again does
+    nothing.
     """
 
     def __init__(self, plan: ShardPlan) -> None:
-        buckets = build(plan.shapes, plan.runs, lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
+        buckets = build(
+            plan.shapes,
+            plan.runs,
+            lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device),
+        )
         self.plan = plan
         self.units: list[ShardUnit] = []
-        for number, (run, bucket, ways) in enumerate(zip(plan.runs, buckets, plan.ways, strict=True)):
+        for number, (run, bucket, ways) in enumerate(
+            zip(plan.runs, buckets, plan.ways, strict=True)
+        ):
             (optimizer,) = {plan.owners[piece][0] for piece in run}
-            self.units.append(ShardUnit(number, bucket, optimizer, [Parameter(view) for view in bucket.views], ways))
-        self.optimizers = [self._optimizer(number, *found) for number, found in enumerate(plan.optimizers)]
+            self.units.append(
+                ShardUnit(
+                    number, bucket, optimizer, [Parameter(view) for view in bucket.views], ways
+                )
+            )
+        self.optimizers = [
+            self._optimizer(number, *found) for number, found in enumerate(plan.optimizers)
+        ]
         self.steps = [0] * len(self.optimizers)
-        self._before: dict[int, dict[str, Any]] = {}  # by optimizer: the values before its last step, where it can be undone
-        self.applied: dict[tuple[int, int], int] = {}  # by worker and optimizer: its steps, where workers are not in lockstep
+        # by optimizer: the values before its last step, where it can be undone
+        self._before: dict[int, dict[str, Any]] = {}
+        # by worker and optimizer: its steps, where workers are not in lockstep
+        self.applied: dict[tuple[int, int], int] = {}
 
     def _optimizer(self, number: int, name: str, settings: recipe.Settings) -> Optimizer:
         groups = [list[Parameter]() for _ in settings]
@@ -169,7 +207,9 @@ class Shard:
         self._unit(unit).fill(flat)
 
     def read(self, unit: int) -> Tensor:
-        """Return the parameters of a unit as they are now: the memory itself, which the next step changes."""
+        """Return the parameters of a unit as they are now: the memory itself, which the next
+        step changes.
+        """
         return self._unit(unit).bucket.flat
 
     def _unit(self, number: int) -> ShardUnit:
@@ -179,11 +219,22 @@ class Shard:
 
     # ---- in lockstep
 
-    def push(self, number: int, worker: int, flat: Tensor, used: bytes, *, keep: bool = False, turn: int = 0) -> None:
-        """Add a worker's weighted part to the gradient of a unit; `used`: a byte for each piece, whether its backward reached it.
+    def push(
+        self,
+        number: int,
+        worker: int,
+        flat: Tensor,
+        used: bytes,
+        *,
+        keep: bool = False,
+        turn: int = 0,
+    ) -> None:
+        """Add a worker's weighted part to the gradient of a unit; `used`: a byte for each piece,
+        whether its backward reached it.
 
-        The tensor belongs to the shard from then on. `turn`: of the worker, which says in which coding it comes. Raises `Mismatch` for
-        a push that doesn't fit, and, unless it is to be kept for a later step, for one that comes too late for this step.
+        The tensor belongs to the shard from then on. `turn`: of the worker, which says in which
+        coding it comes. Raises `Mismatch` for a push that doesn't fit, and, unless it is to be kept
+        for a later step, for one that comes too late for this step.
         """
         self._unit(number).push(worker, flat, used, keep=keep, turn=turn)
 
@@ -193,12 +244,18 @@ class Shard:
         return [worker for worker in workers if any(worker not in unit.pushed for unit in units)]
 
     def norm(self, optimizer: int, workers: Sequence[int], kind: float = 2.0) -> float:
-        """Return the norm of these workers' pushed gradients, over all units of an optimizer; nothing may be pushed any more."""
+        """Return the norm of these workers' pushed gradients, over all units of an optimizer;
+        nothing may be pushed any more.
+        """
         found = [unit.sum(workers) for unit in self.units if unit.optimizer == optimizer]
         norms = [float(torch.linalg.vector_norm(flat, kind)) for flat, _ in found]
         if not kind > 0:
             raise Mismatch(f"there is no norm of kind {kind}")
-        return max(norms, default=0.0) if kind == math.inf else sum(norm**kind for norm in norms) ** (1 / kind)
+        return (
+            max(norms, default=0.0)
+            if kind == math.inf
+            else sum(norm**kind for norm in norms) ** (1 / kind)
+        )
 
     def close(
         self,
@@ -212,18 +269,27 @@ class Shard:
         keep: bool = False,
         undo: bool = False,
     ) -> bool:
-        """Take a step with the sum of these workers' pushes, times `factor`; False if it has been taken before.
+        """Take a step with the sum of these workers' pushes, times `factor`; False if it has been
+        taken before.
 
-        `settings`: what `optimizers.changed` found; the learning rate is multiplied by `part`, that of the global batch which they have.
-        `keep`: pushes of others stay, for a later step. `undo`: so that `back` can undo it, until its next.
+        `settings`: what `optimizers.changed` found; the learning rate is multiplied by `part`, that
+        of the global batch which they have. `keep`: pushes of others stay, for a later step.
+        `undo`: so that `back` can undo it, until its next.
 
         Raises `Mismatch` for a step that isn't the next one.
         """
         if step <= self.steps[optimizer]:
             return False
         if step != self.steps[optimizer] + 1:
-            raise Mismatch(f"step {step} of optimizer {optimizer} can't come after step {self.steps[optimizer]}")
-        if (absent := self.missing(optimizer, workers)) or not workers or len({*workers}) < len(workers):
+            raise Mismatch(
+                f"step {step} of optimizer {optimizer} can't come after step "
+                f"{self.steps[optimizer]}"
+            )
+        if (
+            (absent := self.missing(optimizer, workers))
+            or not workers
+            or len({*workers}) < len(workers)
+        ):
             who = absent or [*workers]
             raise Mismatch(f"workers {who} have not pushed what they are to be summed with")
         recipe.fits(self.optimizers[optimizer], settings or {})
@@ -231,7 +297,11 @@ class Shard:
         if undo:
             own = self.optimizers[optimizer]
             copies, settings_before = [unit.copy(own) for unit in units], recipe.settings(own)
-            self._before[optimizer] = {"step": self.steps[optimizer], "units": copies, "settings": settings_before}
+            self._before[optimizer] = {
+                "step": self.steps[optimizer],
+                "units": copies,
+                "settings": settings_before,
+            }
         recipe.amend(self.optimizers[optimizer], settings or {})
         for unit in units:
             flat, used = unit.sum(workers)
@@ -246,19 +316,27 @@ class Shard:
         return True
 
     def skip(self, optimizer: int, step: int) -> None:
-        """Count a step as made with nothing in it, unless it has been made: nobody who was to make it is left."""
+        """Count a step as made with nothing in it, unless it has been made: nobody who was to
+        make it is left.
+        """
         if step == self.steps[optimizer] + 1:
             for unit in self.units:
                 unit.total = None if unit.optimizer == optimizer else unit.total
             self.steps[optimizer] = step
 
     def back(self, optimizer: int, step: int) -> bool:
-        """Undo this step, which was made with `undo`; False if that has been done. Raises `Mismatch` for another than the last one."""
+        """Undo this step, which was made with `undo`; False if that has been done.
+
+        Raises `Mismatch` for another than the last one.
+        """
         if self.steps[optimizer] == step - 1:
             return False
         before = self._before.pop(optimizer, None)
         if before is None or before["step"] != step - 1 or self.steps[optimizer] != step:
-            raise Mismatch(f"step {step} of optimizer {optimizer} can't be undone: {self.steps[optimizer]} have been taken")
+            raise Mismatch(
+                f"step {step} of optimizer {optimizer} can't be undone: "
+                f"{self.steps[optimizer]} have been taken"
+            )
         units = [unit for unit in self.units if unit.optimizer == optimizer]
         for unit, copied in zip(units, before["units"], strict=True):
             unit.restore(self.optimizers[optimizer], copied)
@@ -270,14 +348,28 @@ class Shard:
         """Whether a push for this step of the unit's optimizer can still be in it."""
         unit = self._unit(number)
         if step > self.steps[unit.optimizer] + 1:
-            raise Mismatch(f"unit {number} can't be pushed for step {step}: {self.steps[unit.optimizer]} have been taken")
+            raise Mismatch(
+                f"unit {number} can't be pushed for step {step}: {self.steps[unit.optimizer]} have "
+                "been taken"
+            )
         return step == self.steps[unit.optimizer] + 1 and unit.total is None
 
-    def apply(self, optimizer: int, worker: int, step: int, *, factor: float = 1.0, part: float = 1.0, settings: Any = None) -> bool:
-        """Take a step with this worker's push alone, times `factor`; False if its step of this number has been taken before.
+    def apply(
+        self,
+        optimizer: int,
+        worker: int,
+        step: int,
+        *,
+        factor: float = 1.0,
+        part: float = 1.0,
+        settings: Any = None,
+    ) -> bool:
+        """Take a step with this worker's push alone, times `factor`; False if its step of this
+        number has been taken before.
 
-        The learning rate is multiplied by `part`, the worker's part of the global batch: what all workers make of one comes to what a
-        step with all of it would, to the first order. `settings`: of all groups. Raises `Mismatch` for a step that isn't its next one.
+        The learning rate is multiplied by `part`, the worker's part of the global batch: what all
+        workers make of one comes to what a step with all of it would, to the first order.
+        `settings`: of all groups. Raises `Mismatch` for a step that isn't its next one.
         """
         done = self.applied.get((worker, optimizer), 0)
         if step <= done:
@@ -302,11 +394,18 @@ class Shard:
     def nbytes(self) -> int:
         """Bytes of parameters, of the optimizers' state, and of pushes."""
         memories = [memory for optimizer in self.optimizers for memory in optimizer.state.values()]
-        remembered = sum(value.nbytes for memory in memories for value in memory.values() if isinstance(value, Tensor))
+        remembered = sum(
+            value.nbytes
+            for memory in memories
+            for value in memory.values()
+            if isinstance(value, Tensor)
+        )
         return remembered + sum(unit.nbytes for unit in self.units)
 
     def drop(self, worker: int) -> None:
-        """Discard this worker's pushes that are not applied, and all sums, as the turn is dealt again."""
+        """Discard this worker's pushes that are not applied, and all sums, as the turn is dealt
+        again.
+        """
         for unit in self.units:
             unit.total = None
             unit.pushed.pop(worker, None)
@@ -328,13 +427,17 @@ class Shard:
         return found
 
     def remember(self, found: Sequence[Mapping[str, Any]]) -> None:
-        """Set the optimizers' state of each piece: what `memories` gave, perhaps for pieces that were cut otherwise."""
+        """Set the optimizers' state of each piece: what `memories` gave, perhaps for pieces that
+        were cut otherwise.
+        """
         for run, unit in zip(self.plan.runs, self.units, strict=True):
             for piece, parameter in zip(run, unit.parameters, strict=True):
                 recipe.recall(self.optimizers[unit.optimizer], parameter, _cloned(found[piece]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a replica needs: values, the optimizers' state and settings, steps, and pushes."""
+        """Return the state that a replica needs: values, the optimizers' state and settings,
+        steps, and pushes.
+        """
         return {
             "values": [unit.bucket.flat for unit in self.units],
             "versions": [unit.version for unit in self.units],
@@ -342,17 +445,24 @@ class Shard:
             "settings": [recipe.settings(optimizer) for optimizer in self.optimizers],
             "steps": list(self.steps),
             "applied": [[*key, step] for key, step in self.applied.items()],
-            "pushed": [[[worker, flat, used] for worker, (flat, used) in unit.pushed.items()] for unit in self.units],
+            "pushed": [
+                [[worker, flat, used] for worker, (flat, used) in unit.pushed.items()]
+                for unit in self.units
+            ],
             "totals": [None if unit.total is None else list(unit.total) for unit in self.units],
             "before": [self._before.get(optimizer) for optimizer in range(len(self.optimizers))],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Become what `state_dict` gave on a shard of the same plan."""
-        for number, (unit, flat, version) in enumerate(zip(self.units, state["values"], state["versions"], strict=True)):
+        for number, (unit, flat, version) in enumerate(
+            zip(self.units, state["values"], state["versions"], strict=True)
+        ):
             self.fill(number, flat)
             unit.version = version
-            unit.pushed = {worker: (addend.clone(), used) for worker, addend, used in state["pushed"][number]}
+            unit.pushed = {
+                worker: (addend.clone(), used) for worker, addend, used in state["pushed"][number]
+            }
             total = state["totals"][number]
             unit.total = None if total is None else (total[0].clone(), total[1])
         self.remember(state["memories"])
@@ -360,8 +470,12 @@ class Shard:
             recipe.put(optimizer, found)
         self.steps = list(state["steps"])
         self.applied = {(worker, optimizer): step for worker, optimizer, step in state["applied"]}
-        self._before = {optimizer: found for optimizer, found in enumerate(state["before"]) if found is not None}
+        self._before = {
+            optimizer: found for optimizer, found in enumerate(state["before"]) if found is not None
+        }
 
 
 def _cloned(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in found.items()}
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value for name, value in found.items()
+    }

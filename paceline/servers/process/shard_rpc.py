@@ -1,4 +1,5 @@
-"""The shard of a server, as workers reach it: when each message on parameters is answered (`protocol.parameters` has the messages).
+"""The shard of a server, as workers reach it: when each message on parameters is answered
+(`protocol.parameters` has the messages).
 
 What can't be answered yet is None, and asked again; nothing here waits for one worker alone.
 """
@@ -24,31 +25,48 @@ CHUNK = 1 << 28  # bytes of what is kept that travel as one tensor
 
 
 def _in_one_turn(optimizer: int, step: int, turns: Mapping[int, int]) -> None:
-    """Raise `UsageError` if workers make a step of an optimizer in different turns: some have skipped theirs."""
+    """Raise `UsageError` if workers make a step of an optimizer in different turns: some have
+    skipped theirs.
+    """
     if len({*turns.values()}) > 1:
-        sides = ", ".join(f"rank {worker} after {turn} steps of training" for worker, turn in turns.items())
+        sides = ", ".join(
+            f"rank {worker} after {turn} steps of training" for worker, turn in turns.items()
+        )
         raise UsageError(
-            f"replicas part: step {step} of optimizer {optimizer} is made by {sides}; somebody has skipped a step. Skip a step on all "
+            f"replicas part: step {step} of optimizer {optimizer} is made by {sides}; "
+            "somebody has skipped a step. Skip a step on all "
             "workers or on none: decide by what all of them have, such as run.mean(loss)"
         )
 
 
 def _differ(optimizer: int, step: int, *sides: tuple[float, Changes]) -> UsageError:
-    """Return the error where workers close a step differently: with another factor, or other settings."""
+    """Return the error where workers close a step differently: with another factor, or other
+    settings.
+    """
     told = [(factor, [list(change) for change in settings]) for factor, settings in sides]
-    return UsageError(f"workers take step {step} of optimizer {optimizer} with different settings, or clipped differently: {told}")
+    return UsageError(
+        f"workers take step {step} of optimizer {optimizer} with different settings, or clipped "
+        f"differently: {told}"
+    )
 
 
 class ShardRpc:
-    """Answers messages on parameters. `handlers`: what is done for each request of a worker; None where the reply has to wait."""
+    """Answers messages on parameters.
+
+    `handlers`: what is done for each request of a worker; None where the reply has to wait.
+    """
 
     def __init__(self) -> None:
         self._shard: Shard | None = None
         self._digest = b""
-        self._closing: dict[tuple[int, int], dict[int, parameters.CloseStep]] = {}  # by optimizer and step: the workers that have closed it
-        self._asking: dict[tuple[int, int], set[int]] = {}  # by optimizer and step: the workers that have asked for its norm
-        self._made: dict[int, parameters.CloseStep] = {}  # by optimizer: its last step, where any of the agreeing workers makes it
-        self._norms: dict[tuple[int, int], dict[float, float]] = {}  # by optimizer and step, and type
+        # by optimizer and step: the workers that have closed it
+        self._closing: dict[tuple[int, int], dict[int, parameters.CloseStep]] = {}
+        # by optimizer and step: the workers that have asked for its norm
+        self._asking: dict[tuple[int, int], set[int]] = {}
+        # by optimizer: its last step, where any of the agreeing workers makes it
+        self._made: dict[int, parameters.CloseStep] = {}
+        # by optimizer and step, and type
+        self._norms: dict[tuple[int, int], dict[float, float]] = {}
         self.handlers: Handlers = {
             parameters.PlanShard: self._plan,
             parameters.FillUnit: self._fill,
@@ -103,19 +121,32 @@ class ShardRpc:
         self.shard.remember(loads(request.packed.numpy().tobytes()).unpack()["memories"])
         return Acknowledged()
 
-    def _read_memories(self, worker: int, request: parameters.ReadMemories) -> parameters.OptimizerMemories:
-        return parameters.OptimizerMemories(byte_tensor(pack({"memories": self.shard.memories()}, copy=False).dumps()))
+    def _read_memories(
+        self, worker: int, request: parameters.ReadMemories
+    ) -> parameters.OptimizerMemories:
+        return parameters.OptimizerMemories(
+            byte_tensor(pack({"memories": self.shard.memories()}, copy=False).dumps())
+        )
 
     # ---- steps
 
     def _push(self, worker: int, request: parameters.PushGradient) -> Acknowledged:
         if not request.drop_late or self.shard.in_time(request.unit, request.step):
-            self.shard.push(request.unit, worker, request.gradient, request.used, keep=request.keep, turn=request.turn)
+            self.shard.push(
+                request.unit,
+                worker,
+                request.gradient,
+                request.used,
+                keep=request.keep,
+                turn=request.turn,
+            )
         return Acknowledged()
 
     def _apply(self, worker: int, request: parameters.ApplyGradient) -> Acknowledged:
         factor, part, settings = request.factor, request.part, dict(request.settings)
-        self.shard.apply(request.optimizer, worker, request.step, factor=factor, part=part, settings=settings)
+        self.shard.apply(
+            request.optimizer, worker, request.step, factor=factor, part=part, settings=settings
+        )
         return Acknowledged()
 
     def _norm(self, worker: int, request: parameters.ReadNorm) -> parameters.Norm | None:
@@ -130,16 +161,25 @@ class ShardRpc:
         elif request.step > made + 1:
             return None  # the step before has been decided, too
         elif request.step <= made and key not in self._norms:
-            raise UsageError(f"step {request.step} of optimizer {request.optimizer} has been made, and its norm is not known here")
-        found = self._norms.setdefault(key, {}).get(request.norm_type)  # another may have closed the step meanwhile
+            raise UsageError(
+                f"step {request.step} of optimizer {request.optimizer} has been made, and its norm "
+                "is not known here"
+            )
+        # another may have closed the step meanwhile
+        found = self._norms.setdefault(key, {}).get(request.norm_type)
         if found is None:
-            found = self._norms[key][request.norm_type] = shard.norm(request.optimizer, request.workers, request.norm_type)
+            found = self._norms[key][request.norm_type] = shard.norm(
+                request.optimizer, request.workers, request.norm_type
+            )
         self._norms.pop((request.optimizer, request.step - KEPT), None)
         return parameters.Norm(found)
 
     def _check_next(self, optimizer: int, step: int) -> None:
         if step != self.shard.steps[optimizer] + 1:
-            raise UsageError(f"step {step} of optimizer {optimizer} can't come after step {self.shard.steps[optimizer]}")
+            raise UsageError(
+                f"step {step} of optimizer {optimizer} can't come after step "
+                f"{self.shard.steps[optimizer]}"
+            )
 
     def _close(self, worker: int, request: parameters.CloseStep) -> Acknowledged | None:
         key = optimizer, step = request.optimizer, request.step
@@ -169,10 +209,19 @@ class ShardRpc:
 
     def _make(self, request: parameters.CloseStep) -> None:
         how: dict[str, Any] = {"part": request.part, "keep": request.keep, "undo": request.undo}
-        self.shard.close(request.optimizer, request.step, request.workers, factor=request.factor, settings=dict(request.settings), **how)
+        self.shard.close(
+            request.optimizer,
+            request.step,
+            request.workers,
+            factor=request.factor,
+            settings=dict(request.settings),
+            **how,
+        )
 
     def _check_same(self, request: parameters.CloseStep) -> None:
-        """Raise `UsageError` where a step that has been made is closed otherwise, though all have to say the same."""
+        """Raise `UsageError` where a step that has been made is closed otherwise, though all
+        have to say the same.
+        """
         made = self._made.get(request.optimizer, request)
         sides = [(each.factor, each.settings) for each in (made, request)]
         if request.same and made.step == request.step and sides[0] != sides[1]:
@@ -183,9 +232,17 @@ class ShardRpc:
 
     def _list_absent(self, worker: int, request: parameters.ListAbsent) -> MissingWorkers:
         optimizer, step = request.optimizer, request.step
-        came = {*(self._closing.get((optimizer, step), ()) if step > 0 else self._asking.get((optimizer, -step), ()))}
+        came = {
+            *(
+                self._closing.get((optimizer, step), ())
+                if step > 0
+                else self._asking.get((optimizer, -step), ())
+            )
+        }
         made = self.shard.steps[optimizer]
-        return MissingWorkers(tuple((other, made) for other in request.workers if other not in came))
+        return MissingWorkers(
+            tuple((other, made) for other in request.workers if other not in came)
+        )
 
     # ---- parameters
 
@@ -194,7 +251,10 @@ class ShardRpc:
         unit = self.shard.units[request.unit]
         done = self.shard.steps[unit.optimizer]
         if request.step > done + 1 and not request.copy:
-            raise UsageError(f"unit {request.unit} can't be read after step {request.step}: {done} have been taken")
+            raise UsageError(
+                f"unit {request.unit} can't be read after step {request.step}: "
+                f"{done} have been taken"
+            )
         if request.step > done:
             return None
         values: Tensor = flat.clone() if request.copy else flat  # others may step while it is sent
@@ -220,8 +280,12 @@ class ShardRpc:
         return Acknowledged()
 
     def _read_shard(self, worker: int, request: recovery.ReadShard) -> recovery.ShardState:
-        return recovery.ShardState(byte_tensor(pack(self.shard.state_dict(), copy=False).dumps()).split(CHUNK))
+        return recovery.ShardState(
+            byte_tensor(pack(self.shard.state_dict(), copy=False).dumps()).split(CHUNK)
+        )
 
     def _load_shard(self, worker: int, request: recovery.LoadShard) -> Acknowledged:
-        self.shard.load_state_dict(loads(b"".join(chunk.numpy().tobytes() for chunk in request.chunks)).unpack())
+        self.shard.load_state_dict(
+            loads(b"".join(chunk.numpy().tobytes() for chunk in request.chunks)).unpack()
+        )
         return Acknowledged()

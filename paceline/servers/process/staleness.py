@@ -1,10 +1,13 @@
-"""The staleness bound: how many turns workers that are not in lockstep are ahead of the slowest, and whether they may go on.
+"""The staleness bound: how many turns workers that are not in lockstep are ahead of the slowest,
+and whether they may go on.
 
-    worker 0   turn turn turn turn        clock 4    two turns ahead of the slowest: may begin the next one within a bound of 2
+    worker 0   turn turn turn turn        clock 4    two turns ahead of the slowest: may begin the
+                                                     next one within a bound of 2
     worker 1   turn turn turn             clock 3
     worker 2   turn turn ...              clock 2    the slowest of those that have turns to take
 
-A worker that went on before the step with its last gradient was made counts as being before that turn: nobody has its gradient yet.
+A worker that went on before the step with its last gradient was made counts as being before that
+turn: nobody has its gradient yet.
 """
 
 from __future__ import annotations
@@ -15,21 +18,29 @@ from paceline.errors import Mismatch
 
 
 class WorkerClocks:
-    """The turns that each worker has completed. `running`: the workers that have turns to take now."""
+    """The turns that each worker has completed.
+
+    `running`: the workers that have turns to take now.
+    """
 
     def __init__(self, clocks: dict[int, int] | None = None) -> None:
         self.of: dict[int, int] = clocks or {}
-        self._open: dict[tuple[int, int], int] = {}  # by optimizer and worker that has gone on before its step was made: turns before
+        # by optimizer and worker that has gone on before its step was made: turns before
+        self._open: dict[tuple[int, int], int] = {}
 
     def check(self, worker: int) -> None:
-        """Raise `Mismatch` for a worker that takes no turns, where there are clocks of those that do."""
+        """Raise `Mismatch` for a worker that takes no turns, where there are clocks of those
+        that do.
+        """
         if self.of and worker not in self.of:
             raise Mismatch(f"worker {worker} takes no turns here")
 
     def tick(self, worker: int, clock: int) -> None:
         """Note that a worker has completed turn `clock`."""
         if clock != self.of[worker] + 1:
-            raise Mismatch(f"worker {worker} can't come to turn {clock} after turn {self.of[worker]}")
+            raise Mismatch(
+                f"worker {worker} can't come to turn {clock} after turn {self.of[worker]}"
+            )
         self.of[worker] = clock
 
     def lose(self, living: Collection[int]) -> None:
@@ -47,7 +58,12 @@ class WorkerClocks:
 
     def whole(self, worker: int) -> int:
         """Return the completed turns of a worker of which all is in steps."""
-        return min([self.of[worker], *(before for (_, other), before in self._open.items() if other == worker)])
+        return min(
+            [
+                self.of[worker],
+                *(before for (_, other), before in self._open.items() if other == worker),
+            ]
+        )
 
     def slowest(self, running: Collection[int]) -> int:
         """Return the turns that every running worker has completed."""
@@ -58,7 +74,9 @@ class WorkerClocks:
         return self.of[worker] - self.slowest(running)
 
     def may(self, worker: int, running: Collection[int], bound: float) -> bool:
-        """Whether a worker may begin its next turn: it is at most `bound` turns ahead of the slowest."""
+        """Whether a worker may begin its next turn: it is at most `bound` turns ahead of the
+        slowest.
+        """
         return self.lead(worker, running) <= bound
 
     def behind(self, worker: int, running: Collection[int]) -> list[tuple[int, int]]:

@@ -1,6 +1,8 @@
-"""One server's shard of a sparse table: the rows that were stepped, their optimizer state, and the index of where each lies.
+"""One server's shard of a sparse table: the rows that were stepped, their optimizer state, and the
+index of where each lies.
 
-    row (number in the table)   ->  index  ->  slot     values, memories: tensors of slots, made twice as long when they are full
+    row (number in the table)   ->  index  ->  slot     values, memories: tensors of slots, made
+                                                        twice as long when they are full
     a row that never had a gradient has no slot: a read gives the value that it begins with
 
 Rows are dealt by their numbers: row r lies on server r % servers, as number r // servers.
@@ -22,7 +24,9 @@ from paceline.errors import Mismatch, UsageError
 from paceline.servers.process import row_optimizers
 from paceline.servers.process.row_optimizers import Settings
 
-DIRECT: Final = 1 << 26  # rows of a server for which a place each is cheap: 4 bytes, taken from the system when they are first used
+# rows of a server for which a place each is cheap: 4 bytes, taken from the system when they are
+# first used
+DIRECT: Final = 1 << 26
 FIRST: Final = 1 << 10  # slots to begin with
 
 
@@ -40,8 +44,15 @@ class TableSpec:
     @property
     def sound(self) -> bool:
         """Whether such a table can exist."""
-        whole = all(type(number) is int for number in (self.rows, self.dim, self.seed)) and type(self.std) in (int, float)
-        return whole and 0 < self.rows < 1 << 62 and 0 < self.dim < 1 << 40 and self.dtype in ("float32", "float64")
+        whole = all(type(number) is int for number in (self.rows, self.dim, self.seed)) and type(
+            self.std
+        ) in (int, float)
+        return (
+            whole
+            and 0 < self.rows < 1 << 62
+            and 0 < self.dim < 1 << 40
+            and self.dtype in ("float32", "float64")
+        )
 
     @property
     def kind(self) -> torch.dtype:
@@ -70,7 +81,10 @@ class RowIndex(Protocol):
 
 
 class DirectIndex:
-    """An index with a place for each number that there could be. Unused places take no memory: the system gives it when it is written."""
+    """An index with a place for each number that there could be.
+
+    Unused places take no memory: the system gives it when it is written.
+    """
 
     def __init__(self, count: int) -> None:
         self._slots = np.zeros(count, dtype=np.int32)
@@ -83,7 +97,9 @@ class DirectIndex:
 
 
 class HashedIndex:
-    """An index with open addressing and linear probing, all numbers of a call at once; at most half full."""
+    """An index with open addressing and linear probing, all numbers of a call at once; at most
+    half full.
+    """
 
     def __init__(self) -> None:
         self._keys = np.full(2 * FIRST, -1, dtype=np.int64)
@@ -105,7 +121,10 @@ class HashedIndex:
         while 2 * (self._used + len(ids)) > len(self._keys):
             kept = self._keys != -1
             keys, slots = self._keys[kept], self._slots[kept]
-            self._keys, self._slots = np.full(2 * len(self._keys), -1, dtype=np.int64), np.zeros(2 * len(self._keys), dtype=np.int64)
+            self._keys, self._slots = (
+                np.full(2 * len(self._keys), -1, dtype=np.int64),
+                np.zeros(2 * len(self._keys), dtype=np.int64),
+            )
             self._put(keys, slots)
         self._put(ids, np.arange(first, first + len(ids)))
         self._used += len(ids)
@@ -120,7 +139,9 @@ class HashedIndex:
             ids, slots, places = ids[~won], slots[~won], (places[~won] + 1) & (len(self._keys) - 1)
 
     def _begin(self, ids: Any) -> Any:
-        return (row_optimizers.mix(ids.astype(np.uint64)) & np.uint64(len(self._keys) - 1)).astype(np.int64)
+        return (row_optimizers.mix(ids.astype(np.uint64)) & np.uint64(len(self._keys) - 1)).astype(
+            np.int64
+        )
 
 
 class RowsBefore(NamedTuple):
@@ -134,9 +155,11 @@ class RowsBefore(NamedTuple):
 
 
 class TableShard:
-    """One server's rows: those with numbers r, r + `servers`, r + 2 * `servers`, ..., where r is the number of this server.
+    """One server's rows: those with numbers r, r + `servers`, r + 2 * `servers`, ..., where r is
+    the number of this server.
 
-    Ids that come and go are those of the whole table. `count` is how many steps there were, as optimizers count them.
+    Ids that come and go are those of the whole table. `count` is how many steps there were, as
+    optimizers count them.
     """
 
     def __init__(self, spec: TableSpec, settings: Settings, *, server: int, servers: int) -> None:
@@ -144,7 +167,10 @@ class TableShard:
             raise UsageError(f"this is no table: {spec}, on server {server} of {servers}")
         free = memory()
         if free is not None and 3 * FIRST * spec.dim * spec.kind.itemsize > free:
-            raise UsageError(f"rows of {spec.dim} numbers are too long for a server with {free:,} bytes of memory left")
+            raise UsageError(
+                f"rows of {spec.dim} numbers are too long for a server with {free:,} bytes of "
+                "memory left"
+            )
         self.spec, self.settings = spec, dict(settings)
         self.count = 0
         self._rule = row_optimizers.check(spec.rule, settings)
@@ -154,7 +180,10 @@ class TableShard:
     def _empty(self) -> None:
         self._index = self._indexed(0)
         self._ids = torch.empty(FIRST, dtype=torch.int64)  # by slot
-        self._kept = [torch.empty(FIRST, self.spec.dim, dtype=self.spec.kind) for _ in range(1 + len(self._rule.remembers))]
+        self._kept = [
+            torch.empty(FIRST, self.spec.dim, dtype=self.spec.kind)
+            for _ in range(1 + len(self._rule.remembers))
+        ]
         self.used = 0  # slots
 
     def _indexed(self, used: int) -> RowIndex:
@@ -171,7 +200,9 @@ class TableShard:
     @property
     def nbytes(self) -> int:
         """Bytes of the rows in use, with their optimizer state."""
-        return self.used * (self._ids.itemsize + sum(kept.shape[1] * kept.itemsize for kept in self._kept))
+        return self.used * (
+            self._ids.itemsize + sum(kept.shape[1] * kept.itemsize for kept in self._kept)
+        )
 
     # ---- rows
 
@@ -195,22 +226,29 @@ class TableShard:
         factor: float = 1.0,
         part: float = 1.0,
     ) -> RowsBefore:
-        """Step with the sum of the `pushed`, each some rows (every id once) and their gradients; the sum is in their order.
+        """Step with the sum of the `pushed`, each some rows (every id once) and their gradients;
+        the sum is in their order.
 
-        The sum is multiplied by `factor`, the learning rate by `part`. Returns what `back` takes, with `undo`; without it that has no rows.
+        The sum is multiplied by `factor`, the learning rate by `part`. Returns what `back` takes,
+        with `undo`; without it that has no rows.
         """
         before = self.change(settings)
         for ids, grad in pushed:
             if (ids[1:] <= ids[:-1]).any():
                 raise Mismatch("the rows of a gradient come in order, each once")
             if grad.dtype != self.spec.kind or grad.shape != (len(ids), self.spec.dim):
-                raise Mismatch(f"a gradient of {len(ids)} rows is {self.spec.dtype} [{len(ids)}, {self.spec.dim}], and not {_form(grad)}")
+                raise Mismatch(
+                    f"a gradient of {len(ids)} rows is {self.spec.dtype} [{len(ids)}, "
+                    f"{self.spec.dim}], and not {_form(grad)}"
+                )
         ids, grad = row_optimizers.summed(pushed, self.spec.dim, self.spec.kind)
         self.count += 1
         slots = self._slots(ids)
         if undo:
             old = slots[slots < before.used]
-            before = before._replace(slots=old, kept=[kept.index_select(0, old) for kept in self._kept])
+            before = before._replace(
+                slots=old, kept=[kept.index_select(0, old) for kept in self._kept]
+            )
         found = [kept.index_select(0, slots) for kept in self._kept]
         how = self.settings if part == 1.0 else {**self.settings, "lr": self.settings["lr"] * part}
         self._rule.step(found, grad if factor == 1.0 else grad * factor, how, self.count)
@@ -219,9 +257,14 @@ class TableShard:
         return before
 
     def change(self, settings: Settings | None) -> RowsBefore:
-        """Step without a gradient: other settings count from now on, if there are any. Returns what `back` takes."""
+        """Step without a gradient: other settings count from now on, if there are any.
+
+        Returns what `back` takes.
+        """
         nothing = [kept.new_empty(0, self.spec.dim) for kept in self._kept]
-        before = RowsBefore(self.count, self.settings, self.used, torch.empty(0, dtype=torch.int64), nothing)
+        before = RowsBefore(
+            self.count, self.settings, self.used, torch.empty(0, dtype=torch.int64), nothing
+        )
         if settings:
             row_optimizers.check(self.spec.rule, settings)
             self.settings = dict(settings)
@@ -240,8 +283,15 @@ class TableShard:
         if ids.dtype != torch.int64 or ids.dim() != 1:
             raise Mismatch(f"rows are named by one int64 each, and not by {_form(ids)}")
         found = ids.numpy()
-        if len(found) and (found.min() < 0 or found.max() >= self.spec.rows or (found % self._servers != self._server).any()):
-            raise Mismatch(f"some rows don't lie here: row r of {self.spec.rows} does where r % {self._servers} is {self._server}")
+        if len(found) and (
+            found.min() < 0
+            or found.max() >= self.spec.rows
+            or (found % self._servers != self._server).any()
+        ):
+            raise Mismatch(
+                f"some rows don't lie here: row r of {self.spec.rows} does where r % "
+                f"{self._servers} is {self._server}"
+            )
         return found // self._servers
 
     def _slots(self, ids: Tensor) -> Tensor:
@@ -272,14 +322,19 @@ class TableShard:
     # ---- state
 
     def part(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Return rows `start` to `stop` of those in use, in the order of their first use, with their optimizer state."""
+        """Return rows `start` to `stop` of those in use, in the order of their first use, with
+        their optimizer state.
+        """
         names = ("values", *self._rule.remembers)
         return {"ids": self._ids[start : min(stop, self.used)]} | {
-            name: kept[start : min(stop, self.used)] for name, kept in zip(names, self._kept, strict=True)
+            name: kept[start : min(stop, self.used)]
+            for name, kept in zip(names, self._kept, strict=True)
         }
 
     def put(self, part: Mapping[str, Tensor]) -> None:
-        """Load rows that `part` gave, perhaps on another server; those in it that lie elsewhere are left out."""
+        """Load rows that `part` gave, perhaps on another server; those in it that lie elsewhere
+        are left out.
+        """
         here = part["ids"] % self._servers == self._server
         slots = self._slots(part["ids"][here])
         for name, kept in zip(("values", *self._rule.remembers), self._kept, strict=True):
@@ -291,7 +346,9 @@ class TableShard:
         self._empty()
 
     def fingerprint(self) -> int:
-        """Compute a sum over the rows in use, modulo 2 ** 64: the same in any order of making, and however rows are dealt to servers."""
+        """Compute a sum over the rows in use, modulo 2 ** 64: the same in any order of making,
+        and however rows are dealt to servers.
+        """
         total = 0
         for start in range(0, self.used, row_optimizers.AT_ONCE):
             part = self.part(start, start + row_optimizers.AT_ONCE)

@@ -1,8 +1,10 @@
-"""The table service of a server: when each message on a sparse table is answered (`protocol.rows` has the messages).
+"""The table service of a server: when each message on a sparse table is answered (`protocol.rows`
+has the messages).
 
-Workers step a table together, in lockstep; or each alone, or with those who make a step. Where losses are survived, what was pushed makes
-no step by itself, but once all have decided on it. Workers say there how many calls they have completed together (`calls`): a push of a
-lost worker for a discarded turn may come after others have gone on, and does nothing then.
+Workers step a table together, in lockstep; or each alone, or with those who make a step. Where
+losses are survived, what was pushed makes no step by itself, but once all have decided on it.
+Workers say there how many calls they have completed together (`calls`): a push of a lost worker for
+a discarded turn may come after others have gone on, and does nothing then.
 """
 
 from __future__ import annotations
@@ -39,12 +41,17 @@ class ServedTable:
     broken: str = ""  # why there can't be a next step
     made: list[RowStep] = field(default_factory=list)  # in the turn under way
     discarded: int = -1  # calls when a turn was discarded last
-    held: dict[int, RowGradient] = field(default_factory=dict)  # out of lockstep, by worker: what it has come with, and is in no step yet
-    alone: Counter[int] = field(default_factory=Counter)  # out of lockstep, by worker: the steps that it has made alone
+    # out of lockstep, by worker: what it has come with, and is in no step yet
+    held: dict[int, RowGradient] = field(default_factory=dict)
+    # out of lockstep, by worker: the steps that it has made alone
+    alone: Counter[int] = field(default_factory=Counter)
 
 
 class TableService:
-    """The tables of one server. `handlers`: what is done for each request of a worker; None where the reply has to wait."""
+    """The tables of one server.
+
+    `handlers`: what is done for each request of a worker; None where the reply has to wait.
+    """
 
     def __init__(self) -> None:
         self._shelves: dict[int, ServedTable] = {}
@@ -75,40 +82,69 @@ class TableService:
             for found in (*shelf.given.values(), *shelf.held.values())
             for tensor in (found.ids, found.grad)
         ]
-        return sum(shelf.table.nbytes for shelf in self._shelves.values()) + sum(tensor.nbytes for tensor in given)
+        return sum(shelf.table.nbytes for shelf in self._shelves.values()) + sum(
+            tensor.nbytes for tensor in given
+        )
 
     def facts(self) -> dict[str, Any]:
         """Return the statistics for the summary: how many rows are in use."""
-        return {"rows": sum(len(shelf.table) for shelf in self._shelves.values())} if self._shelves else {}
+        return (
+            {"rows": sum(len(shelf.table) for shelf in self._shelves.values())}
+            if self._shelves
+            else {}
+        )
 
     def _shelf(self, number: int) -> ServedTable:
         if number not in self._shelves:
             raise Mismatch(f"there is no table {number} here: there are {len(self._shelves)}")
         return self._shelves[number]
 
-    def _at_step(self, worker: int, request: rows.PullRows | rows.DigestTable | rows.ReadRows | rows.ClearTable) -> ServedTable | None:
-        """Return the table of this message if it is at the step that the message waits for, and workers are in lockstep."""
+    def _at_step(
+        self,
+        worker: int,
+        request: rows.PullRows | rows.DigestTable | rows.ReadRows | rows.ClearTable,
+    ) -> ServedTable | None:
+        """Return the table of this message if it is at the step that the message waits for, and
+        workers are in lockstep.
+        """
         shelf, step = self._shelf(request.table), request.step
         if shelf.broken:
             raise UsageError(shelf.broken)
         if request.free:
-            return shelf if step <= (shelf.alone[worker] if request.free == "alone" else shelf.step) else None
+            return (
+                shelf
+                if step <= (shelf.alone[worker] if request.free == "alone" else shelf.step)
+                else None
+            )
         if step < shelf.step:
-            raise Mismatch(f"table {request.table} is asked for as it was after step {step}, and {shelf.step} have been taken")
+            raise Mismatch(
+                f"table {request.table} is asked for as it was after step {step}, and {shelf.step} "
+                "have been taken"
+            )
         return shelf if step == shelf.step else None
 
     def _open(self, worker: int, request: rows.OpenTable) -> Acknowledged:
         spec, settings = TableSpec(**request.spec), dict(request.settings)
         found = self._shelves.get(request.table)
         if found is None:
-            self._put(request.table, ServedTable(TableShard(spec, settings, server=request.server, servers=request.servers)))
+            self._put(
+                request.table,
+                ServedTable(
+                    TableShard(spec, settings, server=request.server, servers=request.servers)
+                ),
+            )
         elif found.table.spec != spec or found.table.settings != settings:
-            raise UsageError(f"workers have prepared different tables: {found.table.spec} and {spec}")
+            raise UsageError(
+                f"workers have prepared different tables: {found.table.spec} and {spec}"
+            )
         return Acknowledged()
 
     def _put(self, number: int, shelf: ServedTable) -> None:
         if len(self._shelves) >= TABLES and number not in self._shelves:
-            raise Mismatch(f"{TABLES} tables are here, and table {number} would be one more than a model may have")
+            raise Mismatch(
+                f"{TABLES} tables are here, and table {number} would be one more than a model may "
+                "have"
+            )
         self._shelves[number] = shelf
 
     def _pull(self, worker: int, request: rows.PullRows) -> rows.Rows | None:
@@ -124,9 +160,13 @@ class TableService:
         for shelf, gradient in found:
             if shelf.broken:
                 raise UsageError(shelf.broken)
-            # where others decide whether the step is made, what is pushed again counts in place of the first
+            # where others decide whether the step is made, what is pushed again counts in place of
+            # the first
             if gradient.step != shelf.step + 1 or (worker in shelf.given and not request.decided):
-                raise Mismatch(f"worker {worker} gives step {gradient.step} of table {gradient.table}, which it has given before")
+                raise Mismatch(
+                    f"worker {worker} gives step {gradient.step} of table {gradient.table}, which "
+                    "it has given before"
+                )
             shelf.given[worker] = gradient
             if not request.decided and all(other in shelf.given for other in request.workers):
                 self._step(gradient.table, shelf, request.workers)
@@ -135,16 +175,26 @@ class TableService:
     def _list_pushers(self, worker: int, request: rows.ListPushers) -> rows.Workers:
         return rows.Workers(tuple(sorted(self._shelf(request.table).given)))
 
-    def _step(self, number: int, shelf: ServedTable, workers: Sequence[int], *, undo: bool = False) -> RowsBefore:
+    def _step(
+        self, number: int, shelf: ServedTable, workers: Sequence[int], *, undo: bool = False
+    ) -> RowsBefore:
         """Take the step, in the order of the workers: all are here."""
         found = [shelf.given[worker] for worker in workers]
         settings = found[0].settings
         if any(given.settings != settings for given in found):
-            sides = "; ".join(f"worker {worker}: {given.settings}" for worker, given in zip(workers, found, strict=True))
-            shelf.broken = f"workers step table {number} with different settings ({sides}): let schedules be alike on all of them"
+            sides = "; ".join(
+                f"worker {worker}: {given.settings}"
+                for worker, given in zip(workers, found, strict=True)
+            )
+            shelf.broken = (
+                f"workers step table {number} with different settings ({sides}): "
+                "let schedules be alike on all of them"
+            )
             raise UsageError(shelf.broken)
         if any(given.used for given in found):
-            before = shelf.table.step([(given.ids, given.grad) for given in found], settings, undo=undo)
+            before = shelf.table.step(
+                [(given.ids, given.grad) for given in found], settings, undo=undo
+            )
         else:
             before = shelf.table.change(settings)
         shelf.given, shelf.step = {}, shelf.step + 1
@@ -177,7 +227,9 @@ class TableService:
                 return None  # the step before has been decided, too
             absent = [other for other in workers if other not in shelf.held]
             if absent or not workers:
-                raise Mismatch(f"workers {absent} have come with nothing for step {step} of table {number}")
+                raise Mismatch(
+                    f"workers {absent} have come with nothing for step {step} of table {number}"
+                )
             _free_step(shelf.table, [shelf.held.pop(other) for other in workers], request)
             shelf.step = step
         return Acknowledged()
@@ -192,12 +244,18 @@ class TableService:
             if request.calls <= shelf.discarded or step.step <= shelf.step:
                 continue
             if step.step > shelf.step + 1:
-                raise Mismatch(f"step {step.step} of table {step.table} can't be made: {shelf.step} have been taken")
+                raise Mismatch(
+                    f"step {step.step} of table {step.table} can't be made: "
+                    f"{shelf.step} have been taken"
+                )
             if any(other not in shelf.given for other in request.workers):
                 return None  # losses are not survived yet
             shelf.made = [made for made in shelf.made if made.step > step.floor]
             if len(shelf.made) >= STEPS:
-                raise Mismatch(f"table {step.table} has made {STEPS} steps in a turn, and keeps no more of them to be undone")
+                raise Mismatch(
+                    f"table {step.table} has made {STEPS} steps in a turn, and keeps no more of "
+                    "them to be undone"
+                )
             before = self._step(step.table, shelf, request.workers, undo=True)
             shelf.made.append(RowStep(step.step, request.calls, before))
         return Acknowledged()
@@ -206,7 +264,9 @@ class TableService:
         for number, step in request.steps:
             shelf = self._shelf(number)
             shelf.discarded = max(shelf.discarded, request.calls)
-            while shelf.made and shelf.made[-1].step > step and shelf.made[-1].calls <= request.calls:
+            while (
+                shelf.made and shelf.made[-1].step > step and shelf.made[-1].calls <= request.calls
+            ):
                 made = shelf.made.pop()
                 shelf.table.back(made.before)
                 shelf.step = made.step - 1
@@ -215,11 +275,18 @@ class TableService:
     def _describe(self, worker: int, request: rows.DescribeTable) -> rows.TableState:
         shelf = self._shelf(request.table)
         table = shelf.table
-        return rows.TableState(table.spec.plain(), dict(table.settings), table.count, shelf.step, shelf.discarded)
+        return rows.TableState(
+            table.spec.plain(), dict(table.settings), table.count, shelf.step, shelf.discarded
+        )
 
     def _copy(self, worker: int, request: rows.CopyTable) -> Acknowledged:
         state = request.state
-        table = TableShard(TableSpec(**state.spec), dict(state.settings), server=request.server, servers=request.servers)
+        table = TableShard(
+            TableSpec(**state.spec),
+            dict(state.settings),
+            server=request.server,
+            servers=request.servers,
+        )
         table.count = state.count
         self._put(request.table, ServedTable(table, state.step, discarded=state.discarded))
         return Acknowledged()
@@ -230,7 +297,9 @@ class TableService:
         shelf = self._at_step(worker, request)
         if shelf is None:
             return None
-        return rows.TableDigest(f"{shelf.table.fingerprint():016x}", len(shelf.table), shelf.table.count)
+        return rows.TableDigest(
+            f"{shelf.table.fingerprint():016x}", len(shelf.table), shelf.table.count
+        )
 
     def _read(self, worker: int, request: rows.ReadRows) -> rows.RowsPart | None:
         shelf = self._at_step(worker, request)
@@ -252,10 +321,16 @@ class TableService:
         return Acknowledged()
 
 
-def _free_step(table: TableShard, found: Sequence[RowGradient], how: rows.ApplyRows | rows.CloseRowStep) -> None:
-    """Step with the settings of the first worker, whose schedule may be elsewhere than that of the others."""
+def _free_step(
+    table: TableShard, found: Sequence[RowGradient], how: rows.ApplyRows | rows.CloseRowStep
+) -> None:
+    """Step with the settings of the first worker, whose schedule may be elsewhere than that of
+    the others.
+    """
     settings = found[0].settings
     if any(given.used for given in found):
-        table.step([(given.ids, given.grad) for given in found], settings, factor=how.factor, part=how.part)
+        table.step(
+            [(given.ids, given.grad) for given in found], settings, factor=how.factor, part=how.part
+        )
     else:
         table.change(settings)

@@ -1,10 +1,14 @@
-"""How a dataclass becomes a message on the wire, and a message that has come the dataclass again: its fields say what may be in it.
+"""How a dataclass becomes a message on the wire, and a message that has come the dataclass again:
+its fields say what may be in it.
 
-    PullRows(table=0, step=7, free="", ids=<Tensor>)     --pack-->     {"table": 0, "step": 7, "free": ""}    [ids]
-                                                       <--unpack--    tensors travel as they lie in memory, and are not copied
+    PullRows(table=0, step=7, free="", ids=<Tensor>)     --pack-->     {"table": 0, "step": 7,
+                                                         "free": ""}    [ids]
+                                                       <--unpack--    tensors travel as they lie in
+                                                                      memory, and are not copied
 
-A field is an int, a float, a bool, a str, bytes, an `Index`, a map of plain values, a tensor, a `Message`, or a tuple of those; with
-`| None` it may be absent. `unpack` refuses whatever else has come, too little or too much, before anybody acts on it.
+A field is an int, a float, a bool, a str, bytes, an `Index`, a map of plain values, a tensor, a
+`Message`, or a tuple of those; with `| None` it may be absent. `unpack` refuses whatever else has
+come, too little or too much, before anybody acts on it.
 """
 
 from __future__ import annotations
@@ -12,7 +16,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Generic, NamedTuple, NewType, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    ClassVar,
+    Generic,
+    NamedTuple,
+    NewType,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from torch import Tensor
 
@@ -20,14 +36,17 @@ from paceline.comm.rpc import RpcClient, RpcMessage
 from paceline.errors import Mismatch, UsageError
 
 Index = NewType("Index", int)  # the number of a unit, an optimizer or a table, from 0 on
-MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, UsageError)  # what `unpack` raises
+# what `unpack` raises
+MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, UsageError)
 
 
 class FieldCodec(NamedTuple):
     """How the values of one type travel."""
 
-    load: Callable[[str, Any, Iterator[Tensor]], Any]  # from the field's name and what has come, to the value
-    dump: Callable[[Any, list[Tensor]], Any] | None = None  # from the value to what travels, tensors into the list; None: as it is
+    # from the field's name and what has come, to the value
+    load: Callable[[str, Any, Iterator[Tensor]], Any]
+    # from the value to what travels, tensors into the list; None: as it is
+    dump: Callable[[Any, list[Tensor]], Any] | None = None
     plain: frozenset[type] = frozenset()  # types of values that are taken as they come
 
 
@@ -43,17 +62,27 @@ class Message:
 
     _values: ClassVar[dict[str, FieldCodec]] = {}  # of fields in the header
     _tensors: ClassVar[dict[str, FieldCodec]] = {}  # of fields beside it
-    _dumped: ClassVar[list[tuple[str, Callable[[Any, list[Tensor]], Any]]]] = []  # fields in the header that don't travel as they are
+    # fields in the header that don't travel as they are
+    _dumped: ClassVar[list[tuple[str, Callable[[Any, list[Tensor]], Any]]]] = []
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        hints = {name: hint for name, hint in get_type_hints(cls).items() if get_origin(hint) is not ClassVar}
+        hints = {
+            name: hint
+            for name, hint in get_type_hints(cls).items()
+            if get_origin(hint) is not ClassVar
+        }
         cls._tensors = {name: _TENSORS[hint] for name, hint in hints.items() if hint in _TENSORS}
         cls._values = {name: _codec(hint) for name, hint in hints.items() if hint not in _TENSORS}
-        cls._dumped = [(name, codec.dump) for name, codec in cls._values.items() if codec.dump is not None]
+        cls._dumped = [
+            (name, codec.dump) for name, codec in cls._values.items() if codec.dump is not None
+        ]
 
     def pack(self) -> Content:
-        """Write as what travels. Tensors are not copied: they have to stay as they are until they have arrived."""
+        """Write as what travels.
+
+        Tensors are not copied: they have to stay as they are until they have arrived.
+        """
         tensors: list[Tensor] = []
         return Content(self.dump(tensors), tensors)
 
@@ -80,7 +109,9 @@ class Message:
 
     @classmethod
     def load(cls, body: Mapping[str, Any], tensors: Iterator[Tensor]) -> Self:
-        """Read what `dump` has written, taking as many of the tensors as there are fields for them."""
+        """Read what `dump` has written, taking as many of the tensors as there are fields for
+        them.
+        """
         if not isinstance(body, Mapping):
             raise TypeError(f"{cls.__name__} is no {body!r:.100}")
         message = cls.__new__(cls)
@@ -89,7 +120,9 @@ class Message:
             value = body[name]
             fields[name] = value if type(value) in codec.plain else codec.load(name, value, tensors)
         if len(body) > len(fields):
-            raise LookupError(f"{cls.__name__} has no {', '.join(map(repr, body.keys() - fields.keys())):.100}")
+            raise LookupError(
+                f"{cls.__name__} has no {', '.join(map(repr, body.keys() - fields.keys())):.100}"
+            )
         for name, codec in cls._tensors.items():
             fields[name] = codec.load(name, None, tensors)
         return message
@@ -104,7 +137,10 @@ R = TypeVar("R", bound=Message)
 
 
 class Request(Message, Generic[R]):
-    """The base of all requests of workers, each with the class of its reply. `kind` is its name on the wire, and in statistics."""
+    """The base of all requests of workers, each with the class of its reply.
+
+    `kind` is its name on the wire, and in statistics.
+    """
 
     kind: ClassVar[str]
     reply: ClassVar[type[Message]]
@@ -120,7 +156,8 @@ class Request(Message, Generic[R]):
         return max(getattr(self, "step", 0), 0)
 
 
-Handlers = dict[type[Request[Any]], Callable[[int, Any], Message | None]]  # from a worker and its request to the reply; None: it waits
+# from a worker and its request to the reply; None: it waits
+Handlers = dict[type[Request[Any]], Callable[[int, Any], Message | None]]
 
 
 class SentRequest(NamedTuple, Generic[R]):
@@ -136,16 +173,24 @@ class SentRequest(NamedTuple, Generic[R]):
 
 
 def send(caller: RpcClient, request: Request[R], seconds: float) -> SentRequest[R]:
-    """Send a request. Its tensors have to stay as they are until the reply has come. Raises what `RpcClient.send` raises."""
+    """Send a request.
+
+    Its tensors have to stay as they are until the reply has come. Raises what `RpcClient.send`
+    raises.
+    """
     body, tensors = request.pack()
-    number = caller.send(request.kind, step=request.step_served, body=body, tensors=tensors, seconds=seconds)
+    number = caller.send(
+        request.kind, step=request.step_served, body=body, tensors=tensors, seconds=seconds
+    )
     return SentRequest(caller, number, type(request))
 
 
 def call(caller: RpcClient, request: Request[R], seconds: float) -> R:
     """Send a request and wait for its reply. Raises what `RpcClient.call` raises."""
     body, tensors = request.pack()
-    answer = caller.call(request.kind, step=request.step_served, body=body, tensors=tensors, seconds=seconds)
+    answer = caller.call(
+        request.kind, step=request.step_served, body=body, tensors=tensors, seconds=seconds
+    )
     return _replied(type(request), caller, answer)
 
 
@@ -153,7 +198,9 @@ def _replied(request: type[Request[R]], caller: RpcClient, answer: RpcMessage) -
     try:
         return request.reply.unpack(answer.body, answer.tensors)  # type: ignore[return-value]
     except MALFORMED as error:
-        raise Mismatch(f"{caller.who} answered {request.kind} with something else: {error}") from error
+        raise Mismatch(
+            f"{caller.who} answered {request.kind} with something else: {error}"
+        ) from error
 
 
 def _of(*types: type) -> FieldCodec:
@@ -168,7 +215,9 @@ def _of(*types: type) -> FieldCodec:
 
 
 def _index(name: str, value: Any, tensors: Iterator[Tensor]) -> Any:
-    """Check a number that is counted from 0 on: with a negative one Python would count from the end."""
+    """Check a number that is counted from 0 on: with a negative one Python would count from the
+    end.
+    """
     if type(value) is not int or value < 0:
         raise UsageError(f"there is no {name} {value!r:.100}")
     return value
@@ -195,7 +244,9 @@ def _list(each: FieldCodec, length: int | None = None) -> FieldCodec:
     """Carry a tuple, of this length if there is one."""
 
     def load(name: str, value: Any, tensors: Iterator[Tensor]) -> Any:
-        if not isinstance(value, list | tuple) or len(value) != (len(value) if length is None else length):
+        if not isinstance(value, list | tuple) or len(value) != (
+            len(value) if length is None else length
+        ):
             raise TypeError(f"{name} is {value!r:.100}")
         return tuple([each.load(name, one, tensors) for one in value])
 
@@ -217,7 +268,10 @@ def _pair(first: FieldCodec, second: FieldCodec) -> FieldCodec:
 
 
 def _message(kind: type[Message]) -> FieldCodec:
-    return FieldCodec(lambda name, value, tensors: kind.load(value, tensors), lambda value, tensors: value.dump(tensors))
+    return FieldCodec(
+        lambda name, value, tensors: kind.load(value, tensors),
+        lambda value, tensors: value.dump(tensors),
+    )
 
 
 def _codec(hint: Any) -> FieldCodec:
@@ -233,7 +287,9 @@ def _codec(hint: Any) -> FieldCodec:
         return _list(_codec(args[0]), len(args))
     if origin is tuple and len(args) == 2:
         return _pair(*map(_codec, args))
-    assert isinstance(hint, type) and issubclass(hint, Message), f"a message can't have a field of type {hint}"
+    assert isinstance(hint, type) and issubclass(hint, Message), (
+        f"a message can't have a field of type {hint}"
+    )
     return _message(hint)
 
 

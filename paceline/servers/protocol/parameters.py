@@ -1,15 +1,18 @@
-"""Messages on the parameters of a shard: how it begins, gradients that are pushed, steps, and parameters that are pulled.
+"""Messages on the parameters of a shard: how it begins, gradients that are pushed, steps, and
+parameters that are pulled.
 
 worker                                 server
 PlanShard, FillUnit, LoadMemories      what it keeps, and how it begins
 PushGradient         ------------->    kept until the step; acknowledged
 ReadNorm             ------------->    the norm of the sums, once all workers' pushes are there
-CloseStep            ------------->    the step, once all workers have closed it, or once it is decided who makes it
+CloseStep            ------------->    the step, once all workers have closed it, or once it is
+                                       decided who makes it
 ApplyGradient        ------------->    a step with what this worker alone has pushed
 PullUnit             ------------->    the parameters, once that step has been taken
 ListAbsent           ------------->    the workers that have not closed a step yet
 
-Optimizers, and the units of a shard, are known by their numbers; the steps of an optimizer are counted from 1 on.
+Optimizers, and the units of a shard, are known by their numbers; the steps of an optimizer are
+counted from 1 on.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from torch import Tensor
 from paceline.servers.protocol.message import Acknowledged, Index, Message, Request
 from paceline.servers.protocol.samples import MissingWorkers
 
-Changes = tuple[tuple[int, Mapping[str, Any]], ...]  # of settings: numbers of groups, and their settings that count from now on
+# of settings: numbers of groups, and their settings that count from now on
+Changes = tuple[tuple[int, Mapping[str, Any]], ...]
 
 
 # ---- how it begins
@@ -46,7 +50,9 @@ class FillUnit(Request[Acknowledged], kind="fill"):
 
 @dataclass(frozen=True)
 class OptimizerMemories(Message):
-    """What optimizers remember of each piece of the plan: a packed snapshot with a list of "memories", as uint8."""
+    """What optimizers remember of each piece of the plan: a packed snapshot with a list of
+    "memories", as uint8.
+    """
 
     packed: Tensor
 
@@ -58,7 +64,9 @@ class ReadMemories(Request[OptimizerMemories], kind="memories"):
 
 @dataclass(frozen=True)
 class LoadMemories(Request[Acknowledged], kind="remember"):
-    """Set what optimizers remember of each piece: what `ReadMemories` gave, perhaps for pieces that were cut otherwise."""
+    """Set what optimizers remember of each piece: what `ReadMemories` gave, perhaps for pieces
+    that were cut otherwise.
+    """
 
     packed: Tensor
 
@@ -68,11 +76,12 @@ class LoadMemories(Request[Acknowledged], kind="remember"):
 
 @dataclass(frozen=True)
 class PushGradient(Request[Acknowledged], kind="push"):
-    """Push this worker's weighted gradient of a unit for `step`, in place of what it had pushed before.
+    """Push this worker's weighted gradient of a unit for `step`, in place of what it had pushed
+    before.
 
-    `turn` (of training) says in which coding it comes, `used` has a byte for each piece: whether the backward reached it. `keep`: it may
-    be for a later step; `drop_late`: it is left out if it can't be in `step` any more. `gradient`: 1-D, in the layout of the unit, or
-    coded (uint8).
+    `turn` (of training) says in which coding it comes, `used` has a byte for each piece: whether
+    the backward reached it. `keep`: it may be for a later step; `drop_late`: it is left out if it
+    can't be in `step` any more. `gradient`: 1-D, in the layout of the unit, or coded (uint8).
     """
 
     unit: Index
@@ -93,9 +102,11 @@ class Norm(Message):
 
 @dataclass(frozen=True)
 class ReadNorm(Request[Norm], kind="norm"):
-    """Ask for the norm (`norm_type` as in torch, inf for the largest) of the sum of these workers' gradients for a step.
+    """Ask for the norm (`norm_type` as in torch, inf for the largest) of the sum of these workers'
+    gradients for a step.
 
-    It waits until all of them have asked for it; or, where it is `decided` that they make the step, until that is the next one.
+    It waits until all of them have asked for it; or, where it is `decided` that they make the step,
+    until that is the next one.
     """
 
     optimizer: Index
@@ -107,10 +118,11 @@ class ReadNorm(Request[Norm], kind="norm"):
 
 @dataclass(frozen=True)
 class CloseStep(Request[Acknowledged], kind="close"):
-    """Make a step of an optimizer with the sum of these workers' gradients, times `factor`, if that has not been done.
+    """Make a step of an optimizer with the sum of these workers' gradients, times `factor`, if that
+    has not been done.
 
-    It waits until all of them have closed it in the same `turn`, with the same `settings`; or, where it is `decided` that they make the
-    step, until that is the next one. Then
+    It waits until all of them have closed it in the same `turn`, with the same `settings`; or,
+    where it is `decided` that they make the step, until that is the next one. Then
     - `part`: the learning rate is multiplied by it, the part of the global batch that they have;
     - `keep`: pushes of others stay, for a later step;
     - `same`: all workers say this, in lockstep, and have to say the same;
@@ -140,7 +152,8 @@ class AwaitStep(Request[Acknowledged], kind="taken"):
 
 @dataclass(frozen=True)
 class ApplyGradient(Request[Acknowledged], kind="apply"):
-    """Take a step with what this worker alone has pushed, times `factor`, if its `step` of this number has not been taken.
+    """Take a step with what this worker alone has pushed, times `factor`, if its `step` of this
+    number has not been taken.
 
     `part` as in `CloseStep`; `settings` of all groups.
     """
@@ -154,7 +167,9 @@ class ApplyGradient(Request[Acknowledged], kind="apply"):
 
 @dataclass(frozen=True)
 class ListAbsent(Request[MissingWorkers], kind="absent"):
-    """Ask which of these workers have not closed a step yet; for -step: not asked for the norm of it."""
+    """Ask which of these workers have not closed a step yet; for -step: not asked for the norm
+    of it.
+    """
 
     optimizer: Index
     step: int
@@ -173,7 +188,10 @@ class UnitValues(Message):
 
 @dataclass(frozen=True)
 class PullUnit(Request[UnitValues], kind="read"):
-    """Read the parameters of a unit once `step` has been taken. `copy`: others may step while they are sent."""
+    """Read the parameters of a unit once `step` has been taken.
+
+    `copy`: others may step while they are sent.
+    """
 
     unit: Index
     step: int

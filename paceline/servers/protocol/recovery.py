@@ -1,8 +1,10 @@
 """Messages after a loss: what servers discard, and what a copy of a server becomes.
 
-RollBackSteps                  in lockstep: discard this worker's pushes, and undo steps of this turn
+RollBackSteps                  in lockstep: discard this worker's pushes, and undo steps of this
+                               turn
 ReadShard, LoadShard           in lockstep: all that is kept, for a copy that has begun
-SkipStep                       out of lockstep: leave out a step that lost workers alone were to make
+SkipStep                       out of lockstep: leave out a step that lost workers alone were to
+                               make
 DiscardPushes                  discard pushes that are in no step
 """
 
@@ -17,14 +19,18 @@ from paceline.servers.protocol.message import Acknowledged, Index, Message, Requ
 
 @dataclass(frozen=True)
 class RollBackSteps(Request[Acknowledged], kind="back"):
-    """Begin a turn again: discard this worker's pushes for it, and undo these steps (optimizer, step), if that has not been done."""
+    """Begin a turn again: discard this worker's pushes for it, and undo these steps (optimizer,
+    step), if that has not been done.
+    """
 
     steps: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class SkipStep(Request[Acknowledged], kind="skip"):
-    """Count a step as made, with nothing in it, unless it has been made; as soon as it is the next one."""
+    """Count a step as made, with nothing in it, unless it has been made; as soon as it is the
+    next one.
+    """
 
     optimizer: Index
     step: int

@@ -1,13 +1,21 @@
-"""Messages to the scheduler on the first server, of workers that are not in lockstep: samples, turns, and who makes which step.
+"""Messages to the scheduler on the first server, of workers that are not in lockstep: samples,
+turns, and who makes which step.
 
-DealSamples      begin an epoch, or the next part of one        LeaveEpoch          take no more turns in it
-TakeSamples      the worker's next samples, when there are      PauseDealing        let all stop taking, and come together
-CompleteTurn     a turn is over: once the next may begin        ListBehind          the workers waited for
-ArriveAtStep     once it is decided which make the step         ListNotArrived      the workers waited for in a step
-GatherStep       once it is decided in which step it is         PostNote            a note to the first worker
-                 (or that the worker goes on)                   LoseWorkers         go on with the living alone
+DealSamples      begin an epoch, or the next part of one        LeaveEpoch          take no more
+                                                                turns in it
+TakeSamples      the worker's next samples, when there are      PauseDealing        let all stop
+                                                                taking, and come together
+CompleteTurn     a turn is over: once the next may begin        ListBehind          the workers
+                                                                waited for
+ArriveAtStep     once it is decided which make the step         ListNotArrived      the workers
+                                                                waited for in a step
+GatherStep       once it is decided in which step it is         PostNote            a note to the
+                                                                first worker
+                 (or that the worker goes on)                   LoseWorkers         go on with the
+                                                                living alone
 
-A request that comes again, as its worker was interrupted by a loss, does nothing twice, and is answered as before.
+A request that comes again, as its worker was interrupted by a loss, does nothing twice, and is
+answered as before.
 """
 
 from __future__ import annotations
@@ -20,7 +28,8 @@ from torch import Tensor
 
 from paceline.servers.protocol.message import Acknowledged, Index, Message, Request
 
-Piece = tuple[int, int, int]  # of a global batch: its number in the epoch, the first sample, and the one after the last
+# of a global batch: its number in the epoch, the first sample, and the one after the last
+Piece = tuple[int, int, int]
 
 
 # ---- samples and turns
@@ -35,7 +44,8 @@ class Clock(Message):
 
 @dataclass(frozen=True)
 class DealSamples(Request[Clock], kind="deal"):
-    """Deal the global batches of these sizes (int64, [n]), the first of which has the number `first` in its epoch, to these workers.
+    """Deal the global batches of these sizes (int64, [n]), the first of which has the number
+    `first` in its epoch, to these workers.
 
     `times`: how often that part of the epoch is gone on with, after all had stopped taking.
     """
@@ -49,7 +59,9 @@ class DealSamples(Request[Clock], kind="deal"):
 
 @dataclass(frozen=True)
 class Samples(Message):
-    """The next samples of a worker; None: there are none, for now if `paused`; `over`: it has no more turns to take."""
+    """The next samples of a worker; None: there are none, for now if `paused`; `over`: it has no
+    more turns to take.
+    """
 
     piece: Piece | None
     over: bool
@@ -83,7 +95,8 @@ class StepsDecided(Message):
 
 @dataclass(frozen=True)
 class CompleteTurn(Request[StepsDecided], kind="tick"):
-    """Complete turn `clock`, and wait until the next may begin: at most `bound` turns ahead of the slowest.
+    """Complete turn `clock`, and wait until the next may begin: at most `bound` turns ahead of the
+    slowest.
 
     `dropped`: its samples are in no step; `carried`: not yet, as no optimizer has stepped.
     """
@@ -111,7 +124,9 @@ class ListBehind(Request[MissingWorkers], kind="behind"):
 
 @dataclass(frozen=True)
 class Contribution(Message):
-    """What a worker says of the gradient that it comes with: the `part` of a global batch in it, and the settings of all groups."""
+    """What a worker says of the gradient that it comes with: the `part` of a global batch in it,
+    and the settings of all groups.
+    """
 
     part: float
     settings: tuple[tuple[int, Mapping[str, Any]], ...]
@@ -119,10 +134,12 @@ class Contribution(Message):
 
 @dataclass(frozen=True)
 class StepAssignment(Message):
-    """The step that a gradient is in, and who makes it: the workers, the `settings` of the first, and the sum of their `parts`.
+    """The step that a gradient is in, and who makes it: the workers, the `settings` of the first,
+    and the sum of their `parts`.
 
-    `late`: it is too late, and `step` the last that was decided. `is_open`: the worker goes on before it is made, and `step` is the last
-    one before. `mine`: this worker has it made. `slowest`: turns that all have completed.
+    `late`: it is too late, and `step` the last that was decided. `is_open`: the worker goes on
+    before it is made, and `step` is the last one before. `mine`: this worker has it made.
+    `slowest`: turns that all have completed.
     """
 
     step: int
@@ -137,7 +154,10 @@ class StepAssignment(Message):
 
 @dataclass(frozen=True)
 class ArriveAtStep(Request[StepAssignment], kind="arrive"):
-    """Come to a step of an optimizer, which the first to come make: all but so many `backups`. Step 0: the worker wants to be late."""
+    """Come to a step of an optimizer, which the first to come make: all but so many `backups`.
+
+    Step 0: the worker wants to be late.
+    """
 
     optimizer: Index
     step: int
@@ -180,9 +200,11 @@ class Notes(Message):
 
 @dataclass(frozen=True)
 class PostNote(Request[Notes], kind="post"):
-    """Send a note (uint8, empty: none) to the first worker, this worker's `number` from 1 on, or 0 where it can't come twice.
+    """Send a note (uint8, empty: none) to the first worker, this worker's `number` from 1 on, or 0
+    where it can't come twice.
 
-    `stop`: no more samples are dealt in this epoch. `collect`: read the notes that have come, but for the first `had`, which arrived.
+    `stop`: no more samples are dealt in this epoch. `collect`: read the notes that have come, but
+    for the first `had`, which arrived.
     """
 
     number: int
@@ -194,7 +216,9 @@ class PostNote(Request[Notes], kind="post"):
 
 @dataclass(frozen=True)
 class LostWork(Message):
-    """What went with lost workers: `steps` (optimizer, step) that they alone were to make, and how many samples nobody takes any more."""
+    """What went with lost workers: `steps` (optimizer, step) that they alone were to make, and
+    how many samples nobody takes any more.
+    """
 
     steps: tuple[tuple[int, int], ...]
     samples: int

@@ -1,4 +1,6 @@
-"""Messages to a server as a process: whether it lives, how fast the way to it is, what it has done, and its end."""
+"""Messages to a server as a process: whether it lives, how fast the way to it is, what it has
+done, and its end.
+"""
 
 from __future__ import annotations
 

@@ -1,23 +1,31 @@
-"""Steps of sparse tables where `TableServers.give` is not enough, as workers are not in lockstep, or losses are survived.
+"""Steps of sparse tables where `TableServers.give` is not enough, as workers are not in lockstep,
+or losses are survived.
 
 `PerWorkerRowSteps`: rows step with the optimizers on the servers of `ParameterServer`.
 
-    Asynchronous      ApplyRows                           each gradient is a step of its own, as it is for everything else
-    StaleSynchronous, HoldRows | decided | CloseRowStep   gradients of rows lie on all servers before it is decided which workers make
-    BackupWorkers                                         a step, and the same workers step rows and everything else
+    Asynchronous      ApplyRows                           each gradient is a step of its own, as it
+                                                          is for everything else
+    StaleSynchronous, HoldRows | decided | CloseRowStep   gradients of rows lie on all servers
+                                                          before it is decided which workers make
+    BackupWorkers                                         a step, and the same workers step rows and
+                                                          everything else
 
-A pull is answered once the last step that its worker knows of has been made (its own, if asynchronous). There may be later ones in it.
-An optimizer that has nothing but tables takes part in the decision like any other.
+A pull is answered once the last step that its worker knows of has been made (its own, if
+asynchronous). There may be later ones in it. An optimizer that has nothing but tables takes part in
+the decision like any other.
 
-`LockstepRowSteps`: all gradients are on all copies before a step is made, on all workers or on none.
+`LockstepRowSteps`: all gradients are on all copies before a step is made, on all workers or on
+none.
 
-    give to all copies |  settled: all workers' gradients are on all copies  |  the dense part steps  |  make
+    give to all copies |  settled: all workers' gradients are on all copies  |  the dense part steps
+                          |  make
       a worker or a server is lost here: none of it counts,                    the same, if it can       lost here: the step is made, as
       the turn is dealt again                                                                             each of the living says so
 
-The dense part steps between the two, as it may be what fails. Where a turn is dealt again after a step of it was made (by one of two
-optimizers), that step is undone on the servers, too. Rows are read from a copy where their primary is lost, without any wait for it.
-"""
+The dense part steps between the two, as it may be what fails. Where a turn is dealt again after a
+step of it was made (by one of two optimizers), that step is undone on the servers, too. Rows are
+read from a copy where their primary is lost, without any wait for it.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -57,17 +65,28 @@ class OwnedTable(Protocol):
 
 
 class PerWorkerRowSteps:
-    """The tables that step with a strategy's optimizers, which are known by their numbers; none before `open`."""
+    """The tables that step with a strategy's optimizers, which are known by their numbers; none
+    before `open`.
+    """
 
     def __init__(self, link: ServerLink) -> None:
         self._link = link
         self._library: TableServers | None = None
         self._owned: Callable[[Any], Sequence[OwnedTable]] = lambda optimizer: ()
-        self._found: dict[int, list[TableGradient]] = {}  # by optimizer: this worker's gradients for its next step
+        # by optimizer: this worker's gradients for its next step
+        self._found: dict[int, list[TableGradient]] = {}
         self._held: set[int] = set()  # optimizers whose gradients are on the servers already
 
-    def open(self, library: TableServers, owned: Callable[[Any], Sequence[OwnedTable]], optimizers: Sequence[Any]) -> None:
-        """Step these optimizers' tables from now on; `owned` returns the tables of an optimizer. Called again when there are more."""
+    def open(
+        self,
+        library: TableServers,
+        owned: Callable[[Any], Sequence[OwnedTable]],
+        optimizers: Sequence[Any],
+    ) -> None:
+        """Step these optimizers' tables from now on; `owned` returns the tables of an optimizer.
+
+        Called again when there are more.
+        """
         link = self._link
         self._library, self._owned = library, owned
         library.unlock(alone=link.alone)
@@ -80,8 +99,10 @@ class PerWorkerRowSteps:
             late = [table.lookup.name for table in owned(optimizer) if not table.lookup.steps]
             if steps and late:
                 raise UsageError(
-                    f"the sparse table {late[0]} has come to an optimizer that has stepped already, and with staleness or backup_workers "
-                    "servers can't tell where it stands: prepare all tables of an optimizer before it steps"
+                    f"the sparse table {late[0]} has come to an optimizer that has stepped "
+                    "already, and with staleness or backup_workers "
+                    "servers can't tell where it stands: prepare all tables of an optimizer before "
+                    "it steps"
                 )
 
     def has(self, optimizer: Any) -> bool:
@@ -94,12 +115,20 @@ class PerWorkerRowSteps:
     # ---- what I come with
 
     def offer(self, optimizer: Any) -> None:
-        """Take the tables' gradients for a step of the optimizer. Raises `UsageError` where others were clipped with it."""
-        number = next(number for number, known in enumerate(self._link.optimizers) if known is optimizer)
+        """Take the tables' gradients for a step of the optimizer.
+
+        Raises `UsageError` where others were clipped with it.
+        """
+        number = next(
+            number for number, known in enumerate(self._link.optimizers) if known is optimizer
+        )
         now = [table.gradient() for table in self._tables(number)]
-        if number in self._held and any(_other(one, two) for one, two in zip(self._found[number], now, strict=True)):
+        if number in self._held and any(
+            _other(one, two) for one, two in zip(self._found[number], now, strict=True)
+        ):
             raise UsageError(
-                "a sparse table has other gradients than at run.clip, by which servers had been told of them: call backward before that"
+                "a sparse table has other gradients than at run.clip, by which servers had been "
+                "told of them: call backward before that"
             )
         self._found[number] = now
 
@@ -110,30 +139,49 @@ class PerWorkerRowSteps:
             return
         self._found[number] = self._found.get(number) or [table.gradient() for table in tables]
         after = tables[0].lookup.steps
-        for sent in library.spread(self._steps(number, tables), lambda gradients: rows.HoldRows(gradients, after)):
+        for sent in library.spread(
+            self._steps(number, tables), lambda gradients: rows.HoldRows(gradients, after)
+        ):
             library.wait(sent)
         self._held.add(number)
 
-    def _steps(self, number: int, tables: Sequence[OwnedTable]) -> list[tuple[TableClient, TableGradient, dict[str, Any]]]:
+    def _steps(
+        self, number: int, tables: Sequence[OwnedTable]
+    ) -> list[tuple[TableClient, TableGradient, dict[str, Any]]]:
         found = self._found[number]
-        return [(table.lookup, gradient, table.settings) for table, gradient in zip(tables, found, strict=True)]
+        return [
+            (table.lookup, gradient, table.settings)
+            for table, gradient in zip(tables, found, strict=True)
+        ]
 
     # ---- steps
 
     def apply(self, number: int) -> list[SentRequest[Acknowledged]]:
-        """Make a step with my gradients alone, by my part of the learning rate; return the requests."""
-        tables, library, part = self._tables(number), self._library, self._link.context.step_state.share_of_step
+        """Make a step with my gradients alone, by my part of the learning rate; return the
+        requests.
+        """
+        tables, library, part = (
+            self._tables(number),
+            self._library,
+            self._link.context.step_state.share_of_step,
+        )
         if not tables or library is None:
             return []
         factor = 1.0 / part if part else 0.0
-        sent = library.spread(self._steps(number, tables), lambda gradients: rows.ApplyRows(gradients, factor, part))
+        sent = library.spread(
+            self._steps(number, tables), lambda gradients: rows.ApplyRows(gradients, factor, part)
+        )
         del self._found[number]
         for table in tables:
             table.lookup.advance()
         return sent
 
-    def close(self, number: int, step: int, found: StepAssignment, part: float) -> list[SentRequest[Acknowledged]]:
-        """Let the `found` workers make this step, with the mean of their gradients, by `part` of the learning rate."""
+    def close(
+        self, number: int, step: int, found: StepAssignment, part: float
+    ) -> list[SentRequest[Acknowledged]]:
+        """Let the `found` workers make this step, with the mean of their gradients, by `part` of
+        the learning rate.
+        """
         tables, library, seconds = self._tables(number), self._library, self._link.seconds
         if not tables or library is None:
             return []
@@ -144,7 +192,10 @@ class PerWorkerRowSteps:
         return sent
 
     def go(self, number: int, step: int) -> None:
-        """Go on from this step of an optimizer. What I had given is in it, or in a later one, or discarded."""
+        """Go on from this step of an optimizer.
+
+        What I had given is in it, or in a later one, or discarded.
+        """
         if number in self._held:  # else it has been offered for a step that is still to come
             self._held.remove(number)
             del self._found[number]
@@ -157,21 +208,35 @@ class LockstepRowSteps:
 
     def __init__(self, library: TableServers, pool: ServerPool) -> None:
         self._library = library
-        self.copies = ServerReplication(library.context, pool, library.wires, library.replicas, fill=self._fill, kind="table server")
+        self.copies = ServerReplication(
+            library.context,
+            pool,
+            library.wires,
+            library.replicas,
+            fill=self._fill,
+            kind="table server",
+        )
         self._workers: list[int] = []  # the workers whose gradients make the next step
-        self._floors: dict[int, int] = {}  # by number of a table: how many steps it had taken when the turn began, if it has stepped since
+        # by number of a table: how many steps it had taken when the turn began, if it has stepped
+        # since
+        self._floors: dict[int, int] = {}
         self.within = False  # a turn of training is under way
 
     # ---- a step
 
     def settle(self, found: Sequence[Step]) -> None:
-        """Send all servers what the next step of these tables is made of. Raises `CallDiscarded`, on all workers, if it can't be made."""
+        """Send all servers what the next step of these tables is made of.
+
+        Raises `CallDiscarded`, on all workers, if it can't be made.
+        """
         library, agreement = self._library, self._library.context.agreement
         if library.context.step_state.exchange_closed:
             raise CallDiscarded("a worker was lost in this turn")
 
         def act() -> list[int]:
-            for sent in library.spread(found, lambda gradients: rows.PushRows(gradients, (), decided=True)):
+            for sent in library.spread(
+                found, lambda gradients: rows.PushRows(gradients, (), decided=True)
+            ):
                 library.wait(sent)
             return list(agreement.origins)
 
@@ -185,12 +250,19 @@ class LockstepRowSteps:
         for lookup in tables:
             floor = self._floors.setdefault(lookup.number, lookup.steps)
             steps.append(rows.DecidedRowStep(lookup.number, lookup.steps + 1, floor))
-        self._everywhere(rows.MakeRowSteps(tuple(steps), tuple(self._workers), self._library.context.agreement.calls))
+        self._everywhere(
+            rows.MakeRowSteps(
+                tuple(steps), tuple(self._workers), self._library.context.agreement.calls
+            )
+        )
         for lookup in tables:
             lookup.advance()
 
     def _everywhere(self, request: Request[Acknowledged]) -> None:
-        """Send to all servers. A lost one shows in the next collective call, or when no other copy can answer."""
+        """Send to all servers.
+
+        A lost one shows in the next collective call, or when no other copy can answer.
+        """
         library, sent = self._library, list[SentRequest[Acknowledged]]()
 
         def act() -> None:
@@ -209,7 +281,10 @@ class LockstepRowSteps:
         self._floors.clear()
 
     def commit(self) -> None:
-        """End a turn, and take in copies of servers that have begun. Collective, if any are being started."""
+        """End a turn, and take in copies of servers that have begun.
+
+        Collective, if any are being started.
+        """
         self.within = False
         self._floors.clear()
         self.copies.renew()
@@ -218,7 +293,9 @@ class LockstepRowSteps:
         """Undo the turn on the servers, as it is dealt again."""
         library, floors = self._library, self._floors
         if floors:
-            self._everywhere(rows.RollBackRows(tuple(floors.items()), library.context.agreement.calls))
+            self._everywhere(
+                rows.RollBackRows(tuple(floors.items()), library.context.agreement.calls)
+            )
         for lookup in library.tables:
             lookup.discard_ahead(floors.get(lookup.number))
         for caller in library.wires.callers:
@@ -229,10 +306,16 @@ class LockstepRowSteps:
 
     def layout(self) -> Any:
         """Return what a joining worker has to know, as JSON values."""
-        return {"room": self.copies.pool.join_info(), "tables": [[lookup.steps, lookup.spec.seed] for lookup in self._library.tables]}
+        return {
+            "room": self.copies.pool.join_info(),
+            "tables": [[lookup.steps, lookup.spec.seed] for lookup in self._library.tables],
+        }
 
     def regroup(self, context: SyncContext, layout: Any) -> None:
-        """Go on with the context's new group of workers. Collective. Raises `StateLost` where no copy of a shard is left."""
+        """Go on with the context's new group of workers.
+
+        Collective. Raises `StateLost` where no copy of a shard is left.
+        """
         library = self._library
         context.extra_groups.append(ServerTraffic(library.wires))
         if layout is not None:
@@ -260,4 +343,6 @@ class LockstepRowSteps:
 
 
 def _other(one: TableGradient, two: TableGradient) -> bool:
-    return one.used != two.used or (one.values is not two.values and bool(len(one.ids) or len(two.ids)))
+    return one.used != two.used or (
+        one.values is not two.values and bool(len(one.ids) or len(two.ids))
+    )

@@ -1,11 +1,14 @@
-"""The parameter server, seen from a worker: gradients go to servers while backward runs, steps are taken there, parameters come back.
+"""The parameter server, seen from a worker: gradients go to servers while backward runs, steps are
+taken there, parameters come back.
 
     backward   g9 g8 | g7 g6 ... | g1 g0 |
-    push            ---- unit 0 ---- unit 1 ----     to the server that keeps it, as soon as a unit is complete
+    push            ---- unit 0 ---- unit 1 ----     to the server that keeps it, as soon as a unit
+                                                     is complete
     step                                       close | read unit 0, unit 1, ... -> parameters
 
-What counts is p.grad when the optimizer steps: what was changed after it had been pushed is pushed again, in place of the first.
-When workers wait for each other, and which gradients make a step, is a matter of the consistency model (`consistency`).
+What counts is p.grad when the optimizer steps: what was changed after it had been pushed is pushed
+again, in place of the first. When workers wait for each other, and which gradients make a step, is
+a matter of the consistency model (`consistency`).
 """
 
 from __future__ import annotations
@@ -43,16 +46,25 @@ class ParameterServerSync:
 
     exchanges_in_backward = False  # backward doesn't wait
 
-    def __init__(self, context: SyncContext, options: ServerOptions, model: ConsistencyModel) -> None:
+    def __init__(
+        self, context: SyncContext, options: ServerOptions, model: ConsistencyModel
+    ) -> None:
         if context.servers is None:
-            raise UsageError("ParameterServer needs servers, and nobody starts any here: start the workers with `paceline run`")
+            raise UsageError(
+                "ParameterServer needs servers, and nobody starts any here: "
+                "start the workers with `paceline run`"
+            )
         self.context = context
-        self.link = ServerLink(context, options, lockstep=model.lockstep, drops=model.drops, alone=model.alone)
-        self.rows = PerWorkerRowSteps(self.link)  # what else these optimizers step, where workers are not in lockstep
+        self.link = ServerLink(
+            context, options, lockstep=model.lockstep, drops=model.drops, alone=model.alone
+        )
+        # what else these optimizers step, where workers are not in lockstep
+        self.rows = PerWorkerRowSteps(self.link)
         self.consistency = model.make(self.link, self.rows)
         self._endpoints: ServerEndpoints | None = None
         self._waiting = False  # this worker hasn't been told yet where servers are
-        self._at: dict[int, int] = {}  # number of a slot, as backward counts -> its place among the link's slots
+        # number of a slot, as backward counts -> its place among the link's slots
+        self._at: dict[int, int] = {}
         self._grads: dict[int, Tensor] = {}
 
     @property
@@ -69,14 +81,25 @@ class ParameterServerSync:
         link = self.link
         if any(link.steps_taken):
             raise UsageError(
-                "parameters that were frozen, or have come with another model, are trained now, and servers can't take in more of them "
-                "once they have stepped: prepare all of them before, and let them require gradients then, or use AllReduce"
+                "parameters that were frozen, or have come with another model, are trained now, "
+                "and servers can't take in more of them "
+                "once they have stepped: prepare all of them before, and let them require "
+                "gradients then, or use AllReduce"
             )
         if any(slot.parameter.device.type != "cpu" for slot in slots):
-            raise UsageError("ParameterServer can't serve models on GPUs yet; say start(device='cpu'), or use another strategy")
+            raise UsageError(
+                "ParameterServer can't serve models on GPUs yet; say start(device='cpu'), or use "
+                "another strategy"
+            )
         stepped = [slot.optimizer is not None for slot in slots]
-        self._at = {number: at for at, number in enumerate(number for number, some in enumerate(stepped) if some)}
-        link.attach([slot for slot in slots if slot.optimizer is not None], [known for known in link.optimizers if self.rows.has(known)])
+        self._at = {
+            number: at
+            for at, number in enumerate(number for number, some in enumerate(stepped) if some)
+        }
+        link.attach(
+            [slot for slot in slots if slot.optimizer is not None],
+            [known for known in link.optimizers if self.rows.has(known)],
+        )
         link.connections.dismiss(told=self.context.group.rank == 0)
         assert self.context.servers is not None
         endpoints = self.context.servers(link.options.servers, link.options.replicas)
@@ -96,9 +119,15 @@ class ParameterServerSync:
         self.consistency.begin()
 
     def _hand_over(self, memories: Sequence[Mapping[str, Any]] | None) -> None:
-        """Fill servers with the first worker's parameters and `memories` (None: its optimizers' state). Collective."""
+        """Fill servers with the first worker's parameters and `memories` (None: its optimizers'
+        state). Collective.
+        """
         link = self.link
-        mine = [slot.optimizer.state.pop(slot.parameter, {}) for slot in link.slots if slot.optimizer is not None]
+        mine = [
+            slot.optimizer.state.pop(slot.parameter, {})
+            for slot in link.slots
+            if slot.optimizer is not None
+        ]
         if link.connections.of and self.context.group.rank == 0:
             transfer.fill(link, mine if memories is None else memories)
         self.context.agreement.meet("servers")
@@ -107,18 +136,24 @@ class ParameterServerSync:
 
     def ready(self, number: int, grad: Tensor, scale: float) -> None:
         factor = self.link.factor(grad, scale)
-        value = torch.zeros_like(grad) if factor == 0.0 else grad if factor == 1.0 else grad * factor
+        value = (
+            torch.zeros_like(grad) if factor == 0.0 else grad if factor == 1.0 else grad * factor
+        )
         at = self._at.get(number, ~number)  # what no optimizer steps stays here
         self._grads[at] = self._grads[at] + value if at in self._grads else value
         for unit in self.link.layout.of.get(at, ()):
             if not unit.pushed and all(piece.slot in self._grads for piece, _ in unit.members):
                 self.consistency.pushing(unit.optimizer)
-                self.link.push_early(unit, {piece.slot: self._grads[piece.slot] for piece, _ in unit.members})
+                self.link.push_early(
+                    unit, {piece.slot: self._grads[piece.slot] for piece, _ in unit.members}
+                )
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
         self.link.weigh()
         found, self._grads = self._grads, {}
-        return [(number, found[at]) for number, at in self._at.items() if at in found] + [(~at, x) for at, x in found.items() if at < 0]
+        return [(number, found[at]) for number, at in self._at.items() if at in found] + [
+            (~at, x) for at, x in found.items() if at < 0
+        ]
 
     # ---- a step
 
@@ -138,11 +173,15 @@ class ParameterServerSync:
         self.link.codec.waited(began, time.perf_counter() - began, len(self.link.callers))
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Let the next steps be clipped by the norm of the gradients that make them, and return that norm."""
+        """Let the next steps be clipped by the norm of the gradients that make them, and return
+        that norm.
+        """
         link = self.link
         numbers = covered(parameters, link.slots, [owner for owner, _ in link.layout.owners])
         asked = PendingClip(numbers, max_norm, norm_type)
-        return torch.tensor(link.clip_by(asked, self.consistency.norms(numbers, norm_type, max_norm)))
+        return torch.tensor(
+            link.clip_by(asked, self.consistency.norms(numbers, norm_type, max_norm))
+        )
 
     def commit(self) -> None:
         self.link.codec.commit()
@@ -156,12 +195,19 @@ class ParameterServerSync:
         self.consistency.abort()
 
     def converge(self) -> None:
-        link, agreement, sample_queue = self.link, self.context.agreement, self.consistency.sample_queue
+        link, agreement, sample_queue = (
+            self.link,
+            self.context.agreement,
+            self.consistency.sample_queue,
+        )
         if link.free and link.slots and sample_queue is not None and sample_queue.open:
             sample_queue.rest()
             agreement.meet("servers rest")  # from here on no worker pushes
-            if self.context.survives and self.context.group.rank == 0:  # what lost workers had pushed
-                agreement.lasting(lambda: [call(caller, DiscardPushes(), link.seconds) for caller in link.callers])
+            # what lost workers had pushed
+            if self.context.survives and self.context.group.rank == 0:
+                agreement.lasting(
+                    lambda: [call(caller, DiscardPushes(), link.seconds) for caller in link.callers]
+                )
             agreement.lasting(lambda: link.catch_up({}))
             agreement.meet("servers are read")  # no worker pushes again before all have read
 
@@ -169,10 +215,17 @@ class ParameterServerSync:
         recovery, sample_queue = self.consistency.recovery, self.consistency.sample_queue
         assert recovery is not None
         times = 0 if sample_queue is None else sample_queue.times + 1
-        return {"room": recovery.copies.pool.join_info(), "steps": self.link.steps_taken, "times": times}
+        return {
+            "room": recovery.copies.pool.join_info(),
+            "steps": self.link.steps_taken,
+            "times": times,
+        }
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
-        """Go on with the workers and servers that are left. Raises `StateLost` where what a lost server kept is nowhere else."""
+        """Go on with the workers and servers that are left.
+
+        Raises `StateLost` where what a lost server kept is nowhere else.
+        """
         self.context = context
         self.link.regroup(context)
         if not self.link.slots:
@@ -191,7 +244,10 @@ class ParameterServerSync:
         """Do nothing, as all state is on servers or came with the parameters."""
 
     def detach(self) -> None:
-        connections, pool = self.link.connections, None if self._endpoints is None else self._endpoints.pool
+        connections, pool = (
+            self.link.connections,
+            None if self._endpoints is None else self._endpoints.pool,
+        )
         left = connections.left
         if self.copies is not None:
             self.copies.close()
@@ -208,13 +264,17 @@ class ParameterServerSync:
 
     def facts(self) -> list[dict[str, Any]]:
         """Return what each server has done so far, for the summary."""
-        return self.context.agreement.lasting(lambda: self.link.connections.facts(self.link.seconds))
+        return self.context.agreement.lasting(
+            lambda: self.link.connections.facts(self.link.seconds)
+        )
 
     def served(self) -> list[Served]:
         return self.link.connections.served(self.link.seconds) if self.context.trace.kept else []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of optimizers on servers for each parameter, on the first worker; and what this worker's codec keeps."""
+        """Return the state of optimizers on servers for each parameter, on the first worker; and
+        what this worker's codec keeps.
+        """
         kept = self.link.codec.state_dict(self.link.slots)
         if not self.link.callers or self.context.group.rank:
             return {"memories": None, **kept}

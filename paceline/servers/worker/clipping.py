@@ -13,26 +13,40 @@ from paceline.sync.base import Slot
 
 
 class PendingClip(NamedTuple):
-    """A clip of the next steps of these optimizers (`numbers`) together, to a norm of at most `most`, of this kind."""
+    """A clip of the next steps of these optimizers (`numbers`) together, to a norm of at most
+    `most`, of this kind.
+    """
 
     numbers: list[int]
     most: float
     kind: float
 
     def shrink(self, norms: Sequence[float]) -> tuple[float, float]:
-        """Return the norm of the whole, from those of its parts, and the factor that gradients are multiplied by."""
+        """Return the norm of the whole, from those of its parts, and the factor that gradients
+        are multiplied by.
+        """
         total = float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), self.kind))
         return total, shrink(total, self.most)
 
 
-def covered(parameters: Sequence[Tensor], slots: Sequence[Slot], owners: Sequence[int]) -> list[int]:
-    """Return the optimizers of these parameters. Raises `UsageError` if one has others, too. `owners`: the optimizer of each slot."""
+def covered(
+    parameters: Sequence[Tensor], slots: Sequence[Slot], owners: Sequence[int]
+) -> list[int]:
+    """Return the optimizers of these parameters.
+
+    Raises `UsageError` if one has others, too. `owners`: the optimizer of each slot.
+    """
     mine = {id(parameter) for parameter in parameters}
-    numbers = sorted({owner for slot, owner in zip(slots, owners, strict=True) if id(slot.parameter) in mine})
-    theirs = {id(slot.parameter) for slot, owner in zip(slots, owners, strict=True) if owner in numbers}
+    numbers = sorted(
+        {owner for slot, owner in zip(slots, owners, strict=True) if id(slot.parameter) in mine}
+    )
+    theirs = {
+        id(slot.parameter) for slot, owner in zip(slots, owners, strict=True) if owner in numbers
+    }
     if not numbers or not theirs <= mine:
         raise UsageError(
-            "with ParameterServer run.clip takes all parameters of an optimizer together, as only servers have the gradients of all "
+            "with ParameterServer run.clip takes all parameters of an optimizer together, as only "
+            "servers have the gradients of all "
             "workers: give it the model that the optimizer was made for"
         )
     return numbers
@@ -40,7 +54,11 @@ def covered(parameters: Sequence[Tensor], slots: Sequence[Slot], owners: Sequenc
 
 def own_norm(slots: Sequence[Slot], kind: float) -> float:
     """Return the norm of this worker's own gradients of these parameters."""
-    return float(nn.utils.get_total_norm([slot.parameter.grad for slot in slots if slot.parameter.grad is not None], kind))
+    return float(
+        nn.utils.get_total_norm(
+            [slot.parameter.grad for slot in slots if slot.parameter.grad is not None], kind
+        )
+    )
 
 
 def shrink(norm: float, limit: float) -> float:

@@ -1,12 +1,14 @@
-"""The codec between a worker and the servers, on the worker's side: what a push loses is kept and sent with the next one.
+"""The codec between a worker and the servers, on the worker's side: what a push loses is kept and
+sent with the next one.
 
     worker                                                  server
-    push   gradient + residual  --encode-->  message  --->  decode, add to those of the other workers
+    push   gradient + residual  --encode-->  message  --->  decode, add to those of the other
+                                                            workers
            residual = what the message lost
     pull   parameters           <-------------------------  parameters, exactly
 
-A residual counts when the turn is over (`commit`), and is discarded if the turn failed (`forget`). A gradient that is pushed twice in a
-step is encoded from the same residual.
+A residual counts when the turn is over (`commit`), and is discarded if the turn failed (`forget`).
+A gradient that is pushed twice in a step is encoded from the same residual.
 """
 
 from __future__ import annotations
@@ -27,14 +29,25 @@ from paceline.servers.protocol.message import send
 from paceline.servers.protocol.service import Echo
 from paceline.servers.worker.units import ServerLinks, TransferUnit, rows
 from paceline.sync.base import Slot
-from paceline.sync.codec_cost import SAMPLE, CodecAccount, CodecTurn, ExactRate, ExchangeCost, exposed, measure, sampled
+from paceline.sync.codec_cost import (
+    SAMPLE,
+    CodecAccount,
+    CodecTurn,
+    ExactRate,
+    ExchangeCost,
+    exposed,
+    measure,
+    sampled,
+)
 from paceline.sync.context import SyncContext
 
 Key = tuple[int, int]  # a unit: its server, and its number there
 
 
 class PushTimes(NamedTuple):
-    """One push: when it left; its bytes, and those of the exact tensor; seconds of a processor to encode it, and to decode it."""
+    """One push: when it left; its bytes, and those of the exact tensor; seconds of a processor
+    to encode it, and to decode it.
+    """
 
     when: float
     sent: int
@@ -70,7 +83,10 @@ class PushPullCodec:
         """Return the codings of a parameter; none for dtypes that aren't real."""
         found = phases(self._codec, slot.name, slot.parameter.shape)
         if found and not slot.parameter.dtype.is_floating_point:
-            self._context.announce(f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for real numbers")
+            self._context.announce(
+                f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for "
+                "real numbers"
+            )
             return ()
         if found and slot.parameter.dtype == torch.float64 and not self._narrowed:
             self._narrowed = True
@@ -91,21 +107,33 @@ class PushPullCodec:
         """Measure how fast the link to the servers is, if anything is coded. Collective."""
         if self._units and self.account.rate is None:
             before = connections.traffic + Traffic()
-            found = measure(self._context.group, torch.device("cpu"), lambda x: LinkEcho(connections, x, seconds))
+            found = measure(
+                self._context.group,
+                torch.device("cpu"),
+                lambda x: LinkEcho(connections, x, seconds),
+            )
             self.account.rate = ExactRate(found.latency, found.per_byte, 2.0)  # there and back
             self._context.probe_traffic.count(connections.traffic - before)
 
     # ---- what is sent
 
     def encode(self, unit: TransferUnit, used: bytes, *, counts: bool) -> Tensor:
-        """Encode a unit whose gradients are laid out, with its residual but for pieces that were not `used`. Returns the message.
+        """Encode a unit whose gradients are laid out, with its residual but for pieces that were
+        not `used`. Returns the message.
 
         `counts`: whether the server will use it; if not, all residuals are kept.
         """
         if not unit.ways:
             return unit.flat
-        began, key, turn = time.thread_time(), (unit.server, unit.number), self._context.step_state.turn
-        phase, base = at(unit.ways, turn), self._stepped.get(key, self._kept.get(key)) if counts else None
+        began, key, turn = (
+            time.thread_time(),
+            (unit.server, unit.number),
+            self._context.step_state.turn,
+        )
+        phase, base = (
+            at(unit.ways, turn),
+            self._stepped.get(key, self._kept.get(key)) if counts else None,
+        )
         self._pushed.pop(key, None)
         held = None  # the part of the residual that stays here, as its piece is not used
         given = unit.flat if phase.coding is None else unit.flat.float()
@@ -124,11 +152,18 @@ class PushPullCodec:
             self._pushed[key] = left if held is None else left.add_(held)
         decoding = self._decoding.get(self._numbers[key], 0.0) if phase.coding is not None else 0.0
         took = time.thread_time() - began
-        self._counted.pushes.append(PushTimes(time.perf_counter(), sent.nbytes, unit.flat.nbytes, took, decoding))
+        self._counted.pushes.append(
+            PushTimes(time.perf_counter(), sent.nbytes, unit.flat.nbytes, took, decoding)
+        )
         return sent
 
-    def _code(self, phase: CodingPhase, given: Tensor, index: int, *, spare: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the message, and the residual if one is kept. `spare`: `given` isn't needed afterwards."""
+    def _code(
+        self, phase: CodingPhase, given: Tensor, index: int, *, spare: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the message, and the residual if one is kept.
+
+        `spare`: `given` isn't needed afterwards.
+        """
         coding, turn = phase.coding, self._context.step_state.turn
         assert coding is not None
         whole, message = room(coding, given.numel())
@@ -148,7 +183,9 @@ class PushPullCodec:
     # ---- what is kept
 
     def over(self, units: Sequence[TransferUnit], *, stepped: bool) -> None:
-        """Keep the new residuals of these units, whose pushes are in a step; discard them if not `stepped`."""
+        """Keep the new residuals of these units, whose pushes are in a step; discard them if not
+        `stepped`.
+        """
         for key in {(unit.server, unit.number) for unit in units}.intersection(self._pushed):
             left = self._pushed.pop(key)
             if stepped:
@@ -170,18 +207,26 @@ class PushPullCodec:
         self._counted, self._turn = CodecCounts(), CodecTurn(0, 0, 0, 0, 0)
 
     def residuals(self, slots: Sequence[Slot]) -> list[Tensor | None]:
-        """Return the residual of each slot, with the turn under way, in the shape of the parameter; None where there is none."""
+        """Return the residual of each slot, with the turn under way, in the shape of the
+        parameter; None where there is none.
+        """
         found: list[Tensor | None] = [None] * len(slots)
         for key, residual in (self._kept | self._stepped).items():
-            for (piece, _), view in zip(self._units[key].members, self._units[key].over(residual), strict=True):
+            for (piece, _), view in zip(
+                self._units[key].members, self._units[key].over(residual), strict=True
+            ):
                 whole = found[piece.slot]
                 if whole is None:
-                    whole = found[piece.slot] = torch.zeros_like(slots[piece.slot].parameter, dtype=torch.float32, requires_grad=False)
+                    whole = found[piece.slot] = torch.zeros_like(
+                        slots[piece.slot].parameter, dtype=torch.float32, requires_grad=False
+                    )
                 rows(whole, piece).copy_(view)
         return found
 
     def take_over(self, found: Sequence[Sequence[Tensor | None]]) -> None:
-        """Replace my residuals by the sum of these `residuals` of several workers, to send them later."""
+        """Replace my residuals by the sum of these `residuals` of several workers, to send them
+        later.
+        """
         self.forget()
         self._kept.clear()
         for key, unit in self._units.items():
@@ -195,21 +240,35 @@ class PushPullCodec:
 
     def state_dict(self, slots: Sequence[Slot]) -> dict[str, Any]:
         """Return what has to survive of this worker; nothing where there is no codec."""
-        return {"codec": repr(self._codec), "residuals": self.residuals(slots)} if self._units else {}
+        return (
+            {"codec": repr(self._codec), "residuals": self.residuals(slots)} if self._units else {}
+        )
 
     def load_state_dicts(self, found: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from every worker's `state_dict`, in rank order: the sum of all residuals stays the same."""
+        """Go on from every worker's `state_dict`, in rank order: the sum of all residuals stays
+        the same.
+        """
         written = next((state["codec"] for state in found if "codec" in state), None)
         mine, group = repr(self._codec) if self._units else None, self._context.group
         if written is not None and written != mine:
-            self._context.announce(f"the checkpoint was written with codec={written}, this is codec={mine}: what that had kept is dropped")
+            self._context.announce(
+                f"the checkpoint was written with codec={written}, this is codec={mine}: "
+                "what that had kept is dropped"
+            )
             found = []
-        self.take_over([state["residuals"] for state in found[group.rank :: group.size] if "residuals" in state])
+        self.take_over(
+            [
+                state["residuals"]
+                for state in found[group.rank :: group.size]
+                if "residuals" in state
+            ]
+        )
 
     # ---- does it pay
 
     def waited(self, needed: float, shown: float, servers: int) -> None:
-        """Count a step that was waited for since `needed` (of the performance counter), for `shown` seconds in all.
+        """Count a step that was waited for since `needed` (of the performance counter), for `shown`
+        seconds in all.
 
         Servers are taken to code as fast as this worker.
         """
@@ -217,9 +276,21 @@ class PushPullCodec:
         if rate is None or not found.pushes:
             return
         pushes, half = found.pushes, rate.per_byte / 2
-        ready, each = [push.when for push in pushes], self._context.group.size / servers  # a server decodes what all have pushed
-        coded = exposed(ready, [ExchangeCost(0.0, rate.latency / 2 + half * push.sent, each * push.decoding) for push in pushes], needed)
-        exact = exposed(ready, [ExchangeCost(0.0, rate.latency / 2 + half * push.exact, 0.0) for push in pushes], needed)
+        # a server decodes what all have pushed
+        ready, each = [push.when for push in pushes], self._context.group.size / servers
+        coded = exposed(
+            ready,
+            [
+                ExchangeCost(0.0, rate.latency / 2 + half * push.sent, each * push.decoding)
+                for push in pushes
+            ],
+            needed,
+        )
+        exact = exposed(
+            ready,
+            [ExchangeCost(0.0, rate.latency / 2 + half * push.exact, 0.0) for push in pushes],
+            needed,
+        )
         encoding = sum(push.encoding for push in pushes)
         more = coded + encoding - exact  # my encoding is part of backward
         self._turn.sent += sum(push.sent for push in pushes)
@@ -250,7 +321,9 @@ class LinkEcho:
 
 
 def _unused(unit: TransferUnit, used: bytes, base: Tensor) -> Tensor | None:
-    """Return the pieces of a residual that are not used, with zeros elsewhere; None if all are used."""
+    """Return the pieces of a residual that are not used, with zeros elsewhere; None if all are
+    used.
+    """
     if all(used):
         return None
     held = base.clone()

@@ -1,9 +1,13 @@
-"""Connections of a worker to each shard's primary and copies: all receive the same, the primary answers, a copy replaces a lost primary.
+"""Connections of a worker to each shard's primary and copies: all receive the same, the primary
+answers, a copy replaces a lost primary.
 
-    worker     push, close  --->  primary of shard 0 (server 0)     copy of shard 0 (server 2, on another host)
-               read         --->  primary of shard 0                becomes the primary when that is lost
+    worker     push, close  --->  primary of shard 0 (server 0)     copy of shard 0 (server 2, on
+                                                                    another host)
+               read         --->  primary of shard 0                becomes the primary when that is
+                                                                    lost
 
-A push counts once all living copies have it. Their state is equal, as it depends on what they receive, not on the order of the workers.
+A push counts once all living copies have it. Their state is equal, as it depends on what they
+receive, not on the order of the workers.
 """
 
 from __future__ import annotations
@@ -34,7 +38,11 @@ class ServerTraffic:
     """Counts what is sent to servers from now on (a `Sender`). The connections outlive it."""
 
     def __init__(self, connections: ServerLinks) -> None:
-        self._connections, self._sent, self._waited = connections, connections.traffic, connections.waited
+        self._connections, self._sent, self._waited = (
+            connections,
+            connections.traffic,
+            connections.waited,
+        )
 
     @property
     def traffic(self) -> Traffic:
@@ -51,7 +59,9 @@ class ServerTraffic:
 
 
 def _ahead(caller: RpcClient, seconds: float) -> int:
-    """Return how far the clock of a server is ahead of mine, in nanoseconds: off by at most half of the fastest answer."""
+    """Return how far the clock of a server is ahead of mine, in nanoseconds: off by at most half
+    of the fastest answer.
+    """
     found = []
     for _ in range(PINGS):
         before = time.perf_counter_ns()
@@ -76,7 +86,10 @@ class ReplicaConnections(ServerLinks):
         return [copies[0] for copies in self.of]
 
     def open(self, endpoints: ServerEndpoints, me: int) -> None:
-        """Connect to these servers, as worker `me`. Where servers outlive workers, a lost one ends only the waits for itself."""
+        """Connect to these servers, as worker `me`.
+
+        Where servers outlive workers, a lost one ends only the waits for itself.
+        """
         self._by_number.clear()
         if endpoints.pool is None:
             super().open(endpoints, me)
@@ -97,14 +110,17 @@ class ReplicaConnections(ServerLinks):
         return call(last, request, seconds)
 
     def reach(self, endpoints: ServerEndpoints, me: int) -> None:
-        """Connect to new servers among these endpoints, and hang up on servers that are not among them any more."""
+        """Connect to new servers among these endpoints, and hang up on servers that are not
+        among them any more.
+        """
         numbers = endpoints.numbers or tuple(range(len(endpoints.addresses)))
         for place, number in enumerate(numbers):
             if number not in self._by_number:
                 self._by_number[number] = self.call(endpoints, me, place)
         for number in self._by_number.keys() - {*numbers}:
             caller = self._by_number.pop(number)
-            caller.end(ServerLost(f"{caller.who} is not among the servers any more"))  # another server is asked instead
+            # another server is asked instead
+            caller.end(ServerLost(f"{caller.who} is not among the servers any more"))
             self._hang_up(caller)
         shards = endpoints.shards or numbers
         self.of = [[] for _ in range(max(shards, default=-1) + 1)]
@@ -115,7 +131,9 @@ class ReplicaConnections(ServerLinks):
     def call(self, endpoints: ServerEndpoints, me: int, place: int = 0) -> RpcClient:
         """Connect to the server at index `place` of these endpoints."""
         address, name, timings = endpoints.addresses[place], endpoints.names[place], self._timings
-        found = RpcClient(address, endpoints.keys, sender=me, who=name, alert=timings.silence, timings=timings)
+        found = RpcClient(
+            address, endpoints.keys, sender=me, who=name, alert=timings.silence, timings=timings
+        )
         found.cancel_scope = self.cancel_scope
         return found
 
@@ -138,7 +156,10 @@ class ReplicaConnections(ServerLinks):
         self.waited += time.perf_counter() - began
 
     def lost(self, seconds: float) -> list[int]:
-        """Return the numbers of servers that don't answer within so many seconds. Messages under way are forgotten."""
+        """Return the numbers of servers that don't answer within so many seconds.
+
+        Messages under way are forgotten.
+        """
         end, asked, lost = time.monotonic() + seconds, dict[int, SentRequest[Alive]](), list[int]()
         for number, caller in self._by_number.items():
             caller.forget()
@@ -155,11 +176,16 @@ class ReplicaConnections(ServerLinks):
 
     def names(self, numbers: Collection[int]) -> list[str]:
         """Return the names of these servers."""
-        return [self._by_number[number].who for number in sorted(numbers) if number in self._by_number]
+        return [
+            self._by_number[number].who for number in sorted(numbers) if number in self._by_number
+        ]
 
     def facts(self, seconds: float) -> list[dict[str, Any]]:
         """Return name and counts of each primary, for the summary."""
-        return [{"name": self.primaries[shard].who, **self.ask(shard, ReadFacts(), seconds).facts} for shard in range(len(self.of))]
+        return [
+            {"name": self.primaries[shard].who, **self.ask(shard, ReadFacts(), seconds).facts}
+            for shard in range(len(self.of))
+        ]
 
     def served(self, seconds: float) -> list[Served]:
         """Return when each primary did what, as far as it remembers."""
@@ -169,11 +195,21 @@ class ReplicaConnections(ServerLinks):
                 packed = call(caller, ReadTimeline(), seconds).packed.numpy().tobytes()
                 ahead = 0 if caller.near else _ahead(caller, seconds)
                 spans, waiting = msgpack.unpackb(packed)
-                found.append(Served(caller.who, ahead, [Span(*span) for span in spans], [(when, count) for when, count in waiting]))
+                found.append(
+                    Served(
+                        caller.who,
+                        ahead,
+                        [Span(*span) for span in spans],
+                        [(when, count) for when, count in waiting],
+                    )
+                )
         return found
 
     def dismiss(self, *, told: bool = True) -> None:
-        """Hang up; with `told`, tell all servers first that they can end. One that doesn't answer is ended by its launcher."""
+        """Hang up; with `told`, tell all servers first that they can end.
+
+        One that doesn't answer is ended by its launcher.
+        """
         for caller in self.callers if told else ():
             with contextlib.suppress(*LOSSES, DeadlineExceeded):
                 call(caller, EndServer(), 1.0)
@@ -181,21 +217,42 @@ class ReplicaConnections(ServerLinks):
 
 
 class ServerWait(NamedTuple):
-    """A wait for a server: which rank waits, among which workers (their numbers, by rank), and for how many seconds."""
+    """A wait for a server: which rank waits, among which workers (their numbers, by rank), and
+    for how many seconds.
+    """
 
     rank: int
     workers: Sequence[int]
     seconds: float
 
 
-def named(error: DeadlineExceeded, caller: RpcClient, what: str, who: Request[MissingWorkers], waiter: ServerWait) -> DeadlineExceeded:
-    """Return the error with the names of the missing workers. The request `who` asks the server for them."""
+def named(
+    error: DeadlineExceeded,
+    caller: RpcClient,
+    what: str,
+    who: Request[MissingWorkers],
+    waiter: ServerWait,
+) -> DeadlineExceeded:
+    """Return the error with the names of the missing workers.
+
+    The request `who` asks the server for them.
+    """
     try:
         found = call(caller, who, min(waiter.seconds, 2.0)).missing
     except PacelineError:
         return error  # the server itself doesn't answer
     ranks = {worker: rank for rank, worker in enumerate(waiter.workers)}
-    names = ", ".join(f"rank {ranks[worker]}, which has completed {turns} turns" for worker, turns in found if worker in ranks)
+    names = ", ".join(
+        f"rank {ranks[worker]}, which has completed {turns} turns"
+        for worker, turns in found
+        if worker in ranks
+    )
     missing = tuple(ranks[worker] for worker, _ in found if worker in ranks)
-    text = f"{what}: rank {waiter.rank} waited {waiter.seconds:g} s in vain for {names or 'nobody who can be named'}"
-    return DeadlineExceeded(f"{text}. If it is only slow, raise start(deadline=seconds); else look at its own output", missing)
+    text = (
+        f"{what}: rank {waiter.rank} waited {waiter.seconds:g} s in vain for "
+        f"{names or 'nobody who can be named'}"
+    )
+    return DeadlineExceeded(
+        f"{text}. If it is only slow, raise start(deadline=seconds); else look at its own output",
+        missing,
+    )

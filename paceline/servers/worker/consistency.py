@@ -1,13 +1,19 @@
-"""Consistency models of the parameter server: when workers wait for each other, and which gradients make a step.
+"""Consistency models of the parameter server: when workers wait for each other, and which gradients
+make a step.
 
-    BulkSynchronous    all push, all close: one step with the sum of all       all workers in the same step
-    BackupWorkers      all push; the first to arrive make the step             a late worker takes the result, and goes on with the next
-    StaleSynchronous   all push; those on time make the step                   at most `staleness` turns ahead of the slowest;
-                                                                               a late worker is in the next step, and goes on before it
+    BulkSynchronous    all push, all close: one step with the sum of all       all workers in the
+                       same step
+    BackupWorkers      all push; the first to arrive make the step             a late worker takes
+                       the result, and goes on with the next
+    StaleSynchronous   all push; those on time make the step                   at most `staleness`
+                       turns ahead of the slowest;
+                                                                               a late worker is in
+                                                                               the next step, and
+                                                                               goes on before it
     Asynchronous       each applies what it has pushed as a step of its own    no worker waits
 
-In all but the first each worker takes its samples when it is ready for them (`sample_queue`). Where losses are survived a model has a
-recovering part (`recovery`).
+In all but the first each worker takes its samples when it is ready for them (`sample_queue`). Where
+losses are survived a model has a recovering part (`recovery`).
 """
 
 from __future__ import annotations
@@ -18,8 +24,19 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from paceline.servers.process import optimizers
 from paceline.servers.protocol.message import Index, R, SentRequest
-from paceline.servers.protocol.parameters import ApplyGradient, AwaitStep, CloseStep, ListAbsent, ReadNorm
-from paceline.servers.protocol.samples import ArriveAtStep, GatherStep, ListNotArrived, StepAssignment
+from paceline.servers.protocol.parameters import (
+    ApplyGradient,
+    AwaitStep,
+    CloseStep,
+    ListAbsent,
+    ReadNorm,
+)
+from paceline.servers.protocol.samples import (
+    ArriveAtStep,
+    GatherStep,
+    ListNotArrived,
+    StepAssignment,
+)
 from paceline.servers.worker.clipping import shrink
 from paceline.servers.worker.link import ServerLink
 from paceline.servers.worker.recovery import LockstepRecovery, ServerRecovery
@@ -38,7 +55,9 @@ class Consistency(Protocol):
 
     @property
     def sample_queue(self) -> SampleQueueClient | None:
-        """The queue from which workers that are not in lockstep take their samples; None where they are."""
+        """The queue from which workers that are not in lockstep take their samples; None where
+        they are.
+        """
         ...
 
     @property
@@ -63,7 +82,9 @@ class Consistency(Protocol):
         ...
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        """Return norms of parts of the gradients that will make the next steps of these optimizers, clipped to `limit` together."""
+        """Return norms of parts of the gradients that will make the next steps of these
+        optimizers, clipped to `limit` together.
+        """
         ...
 
     def commit(self) -> None:
@@ -71,16 +92,24 @@ class Consistency(Protocol):
         ...
 
     def abort(self) -> None:
-        """Undo the turn on servers, as it is dealt again. Raises `StateLost` where that can't be."""
+        """Undo the turn on servers, as it is dealt again.
+
+        Raises `StateLost` where that can't be.
+        """
         ...
 
     def regroup(self) -> None:
-        """Go on with the workers and servers that are there now. Collective. Raises `StateLost` where no copy of a shard is left."""
+        """Go on with the workers and servers that are there now.
+
+        Collective. Raises `StateLost` where no copy of a shard is left.
+        """
         ...
 
 
 class ConsistencyModel(NamedTuple):
-    """A consistency model that was asked for: what makes it for a link and row steps, and what pushes and pulls depend on."""
+    """A consistency model that was asked for: what makes it for a link and row steps, and what
+    pushes and pulls depend on.
+    """
 
     make: Callable[[ServerLink, PerWorkerRowSteps], Consistency]
     lockstep: bool = False  # all workers are meant to take the same steps
@@ -115,10 +144,14 @@ class BulkSynchronous:
 
     def _repeat(self, act: Callable[[], T], what: str) -> T:
         """Run `act`; where losses are survived, again after each loss, on all workers."""
-        return act() if self.recovery is None else self._link.context.agreement.repeat(act, what=what)
+        return (
+            act() if self.recovery is None else self._link.context.agreement.repeat(act, what=what)
+        )
 
     def _wait(self, sent: SentRequest[R], what: str, number: int, step: int) -> R:
-        """Return the reply to a request; servers wait for the other workers before, unless all are known to have come."""
+        """Return the reply to a request; servers wait for the other workers before, unless all
+        are known to have come.
+        """
         link = self._link
         if self.recovery is not None:
             return sent.wait(link.seconds)
@@ -126,8 +159,16 @@ class BulkSynchronous:
 
     def step(self, number: int) -> None:
         link, makers = self._link, self._settle(number, wait=False)
-        units, now, step = link.units(number), optimizers.settings(link.optimizers[number]), link.steps_taken[number] + 1
-        changes = optimizers.changed(self._told[number], now) if self.recovery is None else dict(enumerate(now))
+        units, now, step = (
+            link.units(number),
+            optimizers.settings(link.optimizers[number]),
+            link.steps_taken[number] + 1,
+        )
+        changes = (
+            optimizers.changed(self._told[number], now)
+            if self.recovery is None
+            else dict(enumerate(now))
+        )
         factor, turn = link.factors.pop(number, 1.0), link.context.step_state.step
         close = CloseStep(Index(number), step, turn, makers, factor, tuple(changes.items()))
         if self.recovery is not None:
@@ -149,11 +190,20 @@ class BulkSynchronous:
         link, decided = self._link, self.recovery is not None
         makers = {number: self._settle(number) for number in numbers}
         steps = {number: link.steps_taken[number] + 1 for number in numbers}
-        asks = {number: ReadNorm(Index(number), steps[number], makers[number], kind, decided) for number in numbers}
+        asks = {
+            number: ReadNorm(Index(number), steps[number], makers[number], kind, decided)
+            for number in numbers
+        }
 
         def act() -> list[float]:
-            asked = [(number, sent) for number in numbers for sent in link.everywhere(number, asks[number], ask=decided)]
-            return [self._wait(sent, "run.clip", number, -steps[number]).norm for number, sent in asked]
+            asked = [
+                (number, sent)
+                for number in numbers
+                for sent in link.everywhere(number, asks[number], ask=decided)
+            ]
+            return [
+                self._wait(sent, "run.clip", number, -steps[number]).norm for number, sent in asked
+            ]
 
         return self._repeat(act, "run.clip")
 
@@ -178,7 +228,9 @@ class Asynchronous(ScheduledSteps):
         units = link.settle(number, wait=False)
         factor, part = link.factors.get(number, 1.0), link.context.step_state.share_of_step
         settings = tuple(enumerate(optimizers.settings(link.optimizers[number])))
-        applied = link.everywhere(number, ApplyGradient(Index(number), step, factor, part, settings))
+        applied = link.everywhere(
+            number, ApplyGradient(Index(number), step, factor, part, settings)
+        )
         reads = link.ask_for(units, 0)
         applied += self._rows.apply(number)
         for sent in applied:
@@ -191,24 +243,35 @@ class Asynchronous(ScheduledSteps):
 
 
 class StaleSynchronous(ScheduledSteps):
-    """Stale-synchronous: a step is made by all workers on time, and by those that were late for the one before.
+    """Stale-synchronous: a step is made by all workers on time, and by those that were late for the
+    one before.
 
-    Where nothing can be lost, a late worker doesn't wait for the open step, but goes on with the parameters there are; before it pushes
-    more, that step has been made.
+    Where nothing can be lost, a late worker doesn't wait for the open step, but goes on with the
+    parameters there are; before it pushes more, that step has been made.
     """
 
     def __init__(self, link: ServerLink, rows: PerWorkerRowSteps, *, bound: int) -> None:
         super().__init__(link, rows, bound)
-        self._known: dict[int, int] = {}  # by optimizer: turns that all had completed when its parameters were last read
-        self._open: set[int] = set()  # optimizers whose step with this worker's last gradient had not been made when it went on
-        self._clips: dict[int, tuple[float, float]] = {}  # of the open ones: the kind of norm, and its limit
+        # by optimizer: turns that all had completed when its parameters were last read
+        self._known: dict[int, int] = {}
+        # optimizers whose step with this worker's last gradient had not been made when it went on
+        self._open: set[int] = set()
+        # of the open ones: the kind of norm, and its limit
+        self._clips: dict[int, tuple[float, float]] = {}
 
     def _ask(self, number: int, *, may_go_on: bool) -> StepAssignment:
-        return self._gather(number, self._gradient(number), may_go_on=may_go_on and self.recovery is None)
+        return self._gather(
+            number, self._gradient(number), may_go_on=may_go_on and self.recovery is None
+        )
 
     def _gather(self, number: int, gradient: int, *, may_go_on: bool) -> StepAssignment:
         """Ask in which step a gradient is; with `may_go_on` it may be open still."""
-        return self._call(number, gradient, 0, partial(GatherStep, Index(number), gradient, self._bound, may_go_on))
+        return self._call(
+            number,
+            gradient,
+            0,
+            partial(GatherStep, Index(number), gradient, self._bound, may_go_on),
+        )
 
     def _close(self, number: int, found: StepAssignment, *, read: bool = True) -> None:
         if found.is_open:
@@ -236,11 +299,15 @@ class StaleSynchronous(ScheduledSteps):
             link.factors.pop(number, None)
         else:
             for sent in link.everywhere(number, AwaitStep(Index(number), found.step)):
-                link.wait(sent, f"optimizer.step {found.step}", ListNotArrived(Index(number), found.step))
+                link.wait(
+                    sent, f"optimizer.step {found.step}", ListNotArrived(Index(number), found.step)
+                )
             self._rows.go(number, found.step)
 
     def _norm_of_step(self, number: int, kind: float, limit: float, *, may_go_on: bool) -> float:
-        """Return the norm of the gradients that make the step; of mine, where I go on before that."""
+        """Return the norm of the gradients that make the step; of mine, where I go on before
+        that.
+        """
         found = self._decide(number, may_go_on=may_go_on)
         if not found.is_open:
             return self._norm(number, found, kind)
@@ -257,11 +324,16 @@ class StaleSynchronous(ScheduledSteps):
         link.context.agreement.lasting(lambda: link.catch_up(steps))
         for number, step in steps.items():
             self._rows.go(number, step)
-        self._known = dict.fromkeys(range(len(link.optimizers)), sample_queue.clock - int(self._bound))
+        self._known = dict.fromkeys(
+            range(len(link.optimizers)), sample_queue.clock - int(self._bound)
+        )
 
 
 class BackupWorkers(ScheduledSteps):
-    """Backup workers: the first to arrive make a step, all but so many `backups`. Gradients that come later are dropped."""
+    """Backup workers: the first to arrive make a step, all but so many `backups`.
+
+    Gradients that come later are dropped.
+    """
 
     def __init__(self, link: ServerLink, rows: PerWorkerRowSteps, *, backups: int) -> None:
         super().__init__(link, rows)
@@ -273,7 +345,9 @@ class BackupWorkers(ScheduledSteps):
 
     def _ask(self, number: int, *, may_go_on: bool) -> StepAssignment:
         step = self._gradient(number)
-        return self._call(number, step, step, partial(ArriveAtStep, Index(number), step, self._backups))
+        return self._call(
+            number, step, step, partial(ArriveAtStep, Index(number), step, self._backups)
+        )
 
     def _weigh(self, found: StepAssignment) -> tuple[float, float, bool]:
         return found.parts, 1.0, False

@@ -1,4 +1,6 @@
-"""Options of the parameter server's client, whatever the consistency model (`ParameterServer` says what each means)."""
+"""Options of the parameter server's client, whatever the consistency model (`ParameterServer`
+says what each means).
+"""
 
 from __future__ import annotations
 

@@ -1,17 +1,26 @@
-"""What a consistency model needs where workers and servers may be lost. Where nothing can be lost, it isn't there.
+"""What a consistency model needs where workers and servers may be lost.
+
+Where nothing can be lost, it isn't there.
 
 In lockstep a step is settled once the gradients of all are where they have to be, and is made then:
 
-    push all  |  settled: all workers' pushes are on all copies  |  close, read       by each worker; the first to close makes the step
-      a worker is lost here: none of it counts,                     lost here: the step is made, with what
+    push all  |  settled: all workers' pushes are on all copies  |  close, read       by each
+                                                                    worker; the first to close makes
+                                                                    the step
+      a worker is lost here: none of it counts,                     lost here: the step is made,
+                                                                    with what
       the turn is dealt again                                       the lost one had pushed
-      a server is lost here: the same                               lost here: its copies have all of it
+      a server is lost here: the same                               lost here: its copies have all
+                                                                    of it
 
-Where workers are not in lockstep servers have no copies, and a lost one ends the run. So the scheduler lives, and each request may come
-twice: whoever was interrupted by the loss of a worker asks again. The scheduler deals again what that had under way. A step that it was to
-make with others they make, with its gradient; one that it was to make alone is left out. So its last samples may count twice.
+Where workers are not in lockstep servers have no copies, and a lost one ends the run. So the
+scheduler lives, and each request may come twice: whoever was interrupted by the loss of a worker
+asks again. The scheduler deals again what that had under way. A step that it was to make with
+others they make, with its gradient; one that it was to make alone is left out. So its last samples
+may count twice.
 
-A copy that was started in the place of a lost server is given what the others have between two steps.
+A copy that was started in the place of a lost server is given what the others have between two
+steps.
 """
 
 from __future__ import annotations
@@ -46,15 +55,19 @@ class LockstepRecovery:
 
     def __init__(self, link: ServerLink, copies: ServerReplication) -> None:
         self._link, self.copies = link, copies
-        self._makers: dict[int, list[int]] = {}  # by optimizer: the workers whose gradients make its next step, once that is settled
+        # by optimizer: the workers whose gradients make its next step, once that is settled
+        self._makers: dict[int, list[int]] = {}
         self._made: list[int] = []  # the optimizers that have stepped in this turn
 
     def decided(self, close: CloseStep) -> CloseStep:
-        """Return how a step is closed that is decided: alike by all workers, and to be undone while that of another optimizer may fail."""
+        """Return how a step is closed that is decided: alike by all workers, and to be undone
+        while that of another optimizer may fail.
+        """
         return replace(close, decided=True, same=True, undo=len(self._link.optimizers) > 1)
 
     def settle(self, number: int) -> list[int]:
-        """Make sure that all gradients of the next step are on all servers, whoever is lost then; return the workers that make it.
+        """Make sure that all gradients of the next step are on all servers, whoever is lost then;
+        return the workers that make it.
 
         Raises `CallDiscarded`, on all, if they can't be any more.
         """
@@ -73,7 +86,10 @@ class LockstepRecovery:
         return self._makers[number]
 
     def stepped(self, number: int) -> None:
-        """Note that an optimizer has stepped, and take in copies that have begun. Collective, if any are being started."""
+        """Note that an optimizer has stepped, and take in copies that have begun.
+
+        Collective, if any are being started.
+        """
         self._made.append(number)
         del self._makers[number]
         if self.copies.waits:
@@ -81,7 +97,9 @@ class LockstepRecovery:
         self.copies.renew()
 
     def _quieten(self) -> None:
-        """Wait until my pushes for other optimizers have arrived, too, so that a new copy is filled with them."""
+        """Wait until my pushes for other optimizers have arrived, too, so that a new copy is
+        filled with them.
+        """
         for caller in self._link.connections.callers:
             call(caller, CheckAlive(), self._link.seconds)  # answered after it
 
@@ -90,14 +108,18 @@ class LockstepRecovery:
         self._made.clear()
 
     def abort(self) -> None:
-        """Undo the turn on servers, as it is dealt again. Raises `StateLost` where one optimizer steps twice in it."""
+        """Undo the turn on servers, as it is dealt again.
+
+        Raises `StateLost` where one optimizer steps twice in it.
+        """
         link, made = self._link, self._made
         link.release()
         self._makers.clear()
         link.factors.clear()
         if len({*made}) < len(made) or (made and len(link.optimizers) == 1):
             raise StateLost(
-                "a worker was lost in a turn in which an optimizer steps twice, and servers go back by one step of each alone: resume from "
+                "a worker was lost in a turn in which an optimizer steps twice, and servers go "
+                "back by one step of each alone: resume from "
                 "a checkpoint"
             )
         back = RollBackSteps(tuple((number, link.steps_taken[number]) for number in made))
@@ -109,18 +131,28 @@ class LockstepRecovery:
         self._made.clear()
 
     def regroup(self) -> None:
-        """Go on with the workers and servers that are left. Collective. Raises `StateLost` where no copy of a shard is left."""
+        """Go on with the workers and servers that are left.
+
+        Collective. Raises `StateLost` where no copy of a shard is left.
+        """
         self.copies.survey(self._link.context)
 
 
 class QueueRecovery:
-    """The recovering part where workers are not in lockstep, and take their samples from a queue."""
+    """The recovering part where workers are not in lockstep, and take their samples from a
+    queue.
+    """
 
-    def __init__(self, link: ServerLink, copies: ServerReplication, sample_queue: SampleQueueClient) -> None:
+    def __init__(
+        self, link: ServerLink, copies: ServerReplication, sample_queue: SampleQueueClient
+    ) -> None:
         self._link, self.copies, self._sample_queue = link, copies, sample_queue
 
     def regroup(self) -> None:
-        """Go on after workers have changed. Collective. Raises `StateLost` where a server was lost."""
+        """Go on after workers have changed.
+
+        Collective. Raises `StateLost` where a server was lost.
+        """
         link = self._link
         link.connections.follow(link.context.cancel_scope)
         self.copies.survey(link.context)  # all that I have sent has arrived
@@ -129,7 +161,11 @@ class QueueRecovery:
         if link.context.group.rank == 0:
             lost = call(link.callers[0], LoseWorkers(tuple(link.workers)), link.seconds)
             for optimizer, step in lost.steps:
-                link.everywhere(optimizer, SkipStep(Index(optimizer), step))  # it may have to wait for steps of the living
+                # it may have to wait for steps of the living
+                link.everywhere(optimizer, SkipStep(Index(optimizer), step))
             if lost.samples:
                 epoch = self._sample_queue.part[0]
-                link.context.announce(f"{lost.samples} samples of epoch {epoch} were lost with a worker, when all others had ended it")
+                link.context.announce(
+                    f"{lost.samples} samples of epoch {epoch} were lost with a worker, when all "
+                    "others had ended it"
+                )

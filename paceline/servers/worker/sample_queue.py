@@ -1,6 +1,8 @@
-"""One worker's end of the sample queue: what it asks the scheduler on the first server for, samples and whether to go on.
+"""One worker's end of the sample queue: what it asks the scheduler on the first server for, samples
+and whether to go on.
 
-    take 4   take 6   take 7   tick   take 9   tick     each tick is for the oldest piece, whose turn is over then
+    take 4   take 6   take 7   tick   take 9   tick     each tick is for the oldest piece, whose
+                                                        turn is over then
 
 Where losses are survived each call is begun anew after one, and does nothing twice.
 """
@@ -39,7 +41,10 @@ NONE: Part = (-1, -1)
 
 
 class SampleQueueClient:
-    """Asks the scheduler for samples, and whether to go on. `leaving` is called before this worker takes no more turns."""
+    """Asks the scheduler for samples, and whether to go on.
+
+    `leaving` is called before this worker takes no more turns.
+    """
 
     def __init__(self, link: ServerLink, leaving: Callable[[], None] = lambda: None) -> None:
         self._link, self._leaving = link, leaving
@@ -53,8 +58,10 @@ class SampleQueueClient:
         self._stepped = False  # an optimizer has stepped in this turn
         self._left = False
         self._owes = False  # a turn is over, and this worker may not begin the next yet
-        self._tick = CompleteTurn(0, False, False, math.inf)  # what the scheduler is told of my last turn
-        self._going: SentRequest[StepsDecided] | None = None  # the request that is answered when it may
+        # what the scheduler is told of my last turn
+        self._tick = CompleteTurn(0, False, False, math.inf)
+        # the request that is answered when it may
+        self._going: SentRequest[StepsDecided] | None = None
         self._had = self._letters = 0  # how many letters came last, and how many were sent
 
     def _lasting(self, act: Callable[[], T]) -> T:
@@ -72,10 +79,20 @@ class SampleQueueClient:
 
     def begin(self, epoch: int, first: int, sizes: Sequence[int]) -> None:
         link, tensor = self._link, torch.tensor(sizes, dtype=torch.int64)
-        times = self.times + 1 if self.paused else self.times if self.part in (NONE, (epoch, first)) else 0
+        times = (
+            self.times + 1
+            if self.paused
+            else self.times
+            if self.part in (NONE, (epoch, first))
+            else 0
+        )
 
         def act() -> Clock:
-            return call(link.callers[0], DealSamples(epoch, first, tuple(link.workers), times, tensor), link.seconds)
+            return call(
+                link.callers[0],
+                DealSamples(epoch, first, tuple(link.workers), times, tensor),
+                link.seconds,
+            )
 
         self.go()
         self.clock = self._lasting(act).clock
@@ -86,7 +103,11 @@ class SampleQueueClient:
         link = self._link
 
         def act() -> Samples:
-            return link.wait(send(link.callers[0], TakeSamples(most, self._taken + 1), link.seconds), "the next batch", ListBehind())
+            return link.wait(
+                send(link.callers[0], TakeSamples(most, self._taken + 1), link.seconds),
+                "the next batch",
+                ListBehind(),
+            )
 
         found = self._wait(act)
         self._left, self.paused = found.over, found.paused
@@ -112,13 +133,17 @@ class SampleQueueClient:
             self._call(PauseDealing())
 
     def stepped(self) -> None:
-        """Note that an optimizer has stepped: samples of this turn, and of those before it, are in a step, or were left out."""
+        """Note that an optimizer has stepped: samples of this turn, and of those before it, are
+        in a step, or were left out.
+        """
         self._stepped = True
 
     # ---- turns
 
     def tick(self, bound: float, *, dropped: bool) -> None:
-        """End my turn, that of the oldest piece. `bound`: how many turns I may be ahead of the slowest in the next.
+        """End my turn, that of the oldest piece.
+
+        `bound`: how many turns I may be ahead of the slowest in the next.
 
         `dropped`: the samples of the piece are in no step.
         """
@@ -135,7 +160,9 @@ class SampleQueueClient:
             self._going = send(link.callers[0], self._tick, link.seconds)
 
     def go(self) -> dict[int, int]:
-        """Wait until I may begin the next turn; return the last step that was decided of each optimizer, if that had to be asked."""
+        """Wait until I may begin the next turn; return the last step that was decided of each
+        optimizer, if that had to be asked.
+        """
         link = self._link
 
         def act() -> StepsDecided | None:
@@ -161,7 +188,11 @@ class SampleQueueClient:
 
         def act() -> Notes:
             collect = link.context.group.rank == 0
-            return call(link.callers[0], PostNote(self._letters, stop, collect, self._had, packed(body)), link.seconds)
+            return call(
+                link.callers[0],
+                PostNote(self._letters, stop, collect, self._had, packed(body)),
+                link.seconds,
+            )
 
         found = self._lasting(act)
         self._had = len(found.notes)

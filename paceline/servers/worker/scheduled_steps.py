@@ -1,11 +1,14 @@
-"""Steps of workers that are not in lockstep: the scheduler decides by which workers a step is made, and each of those has servers make it.
+"""Steps of workers that are not in lockstep: the scheduler decides by which workers a step is made,
+and each of those has servers make it.
 
     worker            push ....... decide             close | read                        tick
     all servers       | kept                          | the step, once, whoever closes it
-    scheduler                      | this step, by these workers; or too late             | the next turn may begin
+    scheduler                      | this step, by these workers; or too late             | the next
+                                   turn may begin
 
-Models differ in what they ask the scheduler, and in what a late worker does (`consistency`). Where losses are survived, each call is begun
-anew after one: a gradient that is pushed again replaces the first, a step that is decided stays so, and a server makes it once.
+Models differ in what they ask the scheduler, and in what a late worker does (`consistency`). Where
+losses are survived, each call is begun anew after one: a gradient that is pushed again replaces the
+first, a step that is decided stays so, and a server makes it once.
 """
 
 from __future__ import annotations
@@ -37,8 +40,10 @@ class ScheduledSteps:
         self._link, self._rows, self._bound = link, rows, bound
         self.sample_queue = SampleQueueClient(link, self._leave)
         self.recovery: QueueRecovery | None = None
-        self._count: dict[int, int] = {}  # by optimizer: how many gradients of this worker are in steps, or were left out
-        self._decided: dict[int, StepAssignment] = {}  # by optimizer: the decision on its next step, where that has been asked for
+        # by optimizer: how many gradients of this worker are in steps, or were left out
+        self._count: dict[int, int] = {}
+        # by optimizer: the decision on its next step, where that has been asked for
+        self._decided: dict[int, StepAssignment] = {}
         self._late = False  # in this turn, for any optimizer
 
     def survive(self, copies: ServerReplication) -> None:
@@ -59,7 +64,8 @@ class ScheduledSteps:
         link = self._link
         if not self.sample_queue.open and link.free:
             raise UsageError(
-                "with staleness or backup_workers optimizers step inside the loop over a prepared DataLoader, whose samples are dealt to "
+                "with staleness or backup_workers optimizers step inside the loop over a prepared "
+                "DataLoader, whose samples are dealt to "
                 "whoever is ready for them: prepare the loader too, or leave both out"
             )
         gradient = self._gradient(number)
@@ -82,7 +88,10 @@ class ScheduledSteps:
             self._close(number, found)
 
     def _decide(self, number: int, *, may_go_on: bool = True) -> StepAssignment:
-        """Ask which step I am in, and who makes it. `may_go_on`: before it is made, if I am late and the model allows that."""
+        """Ask which step I am in, and who makes it.
+
+        `may_go_on`: before it is made, if I am late and the model allows that.
+        """
         if number not in self._decided:
             self.pushing(number)
             self._link.settle(number)
@@ -94,16 +103,30 @@ class ScheduledSteps:
         """Ask the scheduler in which step my next gradient is, which has been pushed."""
         raise NotImplementedError
 
-    def _call(self, number: int, gradient: int, step: int, come: Callable[[Contribution], Request[StepAssignment]]) -> StepAssignment:
-        """Come to the scheduler with this gradient, and wait until it is decided in which step of an optimizer it is."""
+    def _call(
+        self,
+        number: int,
+        gradient: int,
+        step: int,
+        come: Callable[[Contribution], Request[StepAssignment]],
+    ) -> StepAssignment:
+        """Come to the scheduler with this gradient, and wait until it is decided in which step
+        of an optimizer it is.
+        """
         link, part = self._link, self._link.context.step_state.share_of_step
-        contribution = Contribution(part, tuple(enumerate(optimizers.settings(link.optimizers[number]))))
+        contribution = Contribution(
+            part, tuple(enumerate(optimizers.settings(link.optimizers[number])))
+        )
         with link.connections.waiting():
             sent = send(link.callers[0], come(contribution), link.seconds)
-            return link.wait(sent, f"optimizer.step {gradient}", ListNotArrived(Index(number), step))
+            return link.wait(
+                sent, f"optimizer.step {gradient}", ListNotArrived(Index(number), step)
+            )
 
     def _weigh(self, found: StepAssignment) -> tuple[float, float, bool]:
-        """Return what a step's sum is divided by, its part of the learning rate, and whether pushes of others are kept."""
+        """Return what a step's sum is divided by, its part of the learning rate, and whether
+        pushes of others are kept.
+        """
         return found.parts, found.parts, True
 
     def _close(self, number: int, found: StepAssignment, *, read: bool = True) -> None:
@@ -111,7 +134,17 @@ class ScheduledSteps:
         link, step, units = self._link, found.step, self._link.units(number) if read else []
         divisor, part, keep = self._weigh(found)
         factor, turn = link.factors.get(number, 1.0) / divisor, link.context.step_state.step
-        close = CloseStep(Index(number), step, turn, found.workers, factor, found.settings, decided=True, part=part, keep=keep)
+        close = CloseStep(
+            Index(number),
+            step,
+            turn,
+            found.workers,
+            factor,
+            found.settings,
+            decided=True,
+            part=part,
+            keep=keep,
+        )
         closes, reads = link.everywhere(number, close), link.ask_for(units, step)
         closes += self._rows.close(number, step, found, part)
         for sent in closes:
@@ -141,9 +174,14 @@ class ScheduledSteps:
     def _norm(self, number: int, found: StepAssignment, kind: float) -> float:
         """Return the norm of the mean of the gradients of a step that is decided."""
         link = self._link
-        asked = link.everywhere(number, ReadNorm(Index(number), found.step, found.workers, kind, decided=True), ask=True)
+        asked = link.everywhere(
+            number, ReadNorm(Index(number), found.step, found.workers, kind, decided=True), ask=True
+        )
         norms = [sent.wait(link.seconds).norm for sent in asked]
-        return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), kind)) / found.parts
+        return (
+            float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), kind))
+            / found.parts
+        )
 
     # ---- the end of a turn, and losses
 

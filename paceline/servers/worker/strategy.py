@@ -13,14 +13,23 @@ from paceline.formatting import spell
 from paceline.removed import removed
 from paceline.servers.process.codings import check
 from paceline.servers.worker.client import ParameterServerSync
-from paceline.servers.worker.consistency import Asynchronous, BackupWorkers, BulkSynchronous, ConsistencyModel, StaleSynchronous
+from paceline.servers.worker.consistency import (
+    Asynchronous,
+    BackupWorkers,
+    BulkSynchronous,
+    ConsistencyModel,
+    StaleSynchronous,
+)
 from paceline.sync.base import Sync
 from paceline.sync.context import SyncContext
 
 
 @removed(
     pull="optimizer.step() pulls the parameters; leave pull out",
-    requeue="what backup workers drop is counted, and not dealt again; leave requeue out, or say AllReduce()",
+    requeue=(
+        "what backup workers drop is counted, and not dealt again; leave requeue out, or say "
+        "AllReduce()"
+    ),
 )
 @dataclass(frozen=True)
 class ParameterServer:
@@ -33,17 +42,17 @@ class ParameterServer:
     sets the parameters to the values of the servers. Clip with `run.clip`, which clips the gradient
     that a step takes.
 
-    Lockstep (`staleness=0`, bulk synchronous): all workers take the same steps at the same time, with
-    the mean gradient weighted by samples. The weights are those of AllReduce.
+    Lockstep (`staleness=0`, bulk synchronous): all workers take the same steps at the same time,
+    with the mean gradient weighted by samples. The weights are those of AllReduce.
 
-    Stale synchronous (`staleness=s`, Ho et al. 2013): a worker goes on without late workers, and is at
-    most s turns ahead of the slowest. Its parameters have all gradients of s turns ago. A step takes
-    the mean over all gradients that have come since the step before, and a learning rate in
+    Stale synchronous (`staleness=s`, Ho et al. 2013): a worker goes on without late workers, and is
+    at most s turns ahead of the slowest. Its parameters have all gradients of s turns ago. A step
+    takes the mean over all gradients that have come since the step before, and a learning rate in
     proportion to their part of a global batch. So each sample counts the same (with momentum to the
     first order), and nothing is dropped.
 
-    Asynchronous (`staleness=inf`): no worker waits. The gradient of each worker is a step of its own,
-    with a learning rate in proportion to its part of the global batch.
+    Asynchronous (`staleness=inf`): no worker waits. The gradient of each worker is a step of its
+    own, with a learning rate in proportion to its part of the global batch.
 
     Out of lockstep a worker takes its next samples when it is ready, so fast workers train more.
     Calls that all workers make together (`run.mean`, `gather`, `save`, evaluation) belong between
@@ -55,8 +64,8 @@ class ParameterServer:
         backup_workers: Number of slowest workers that a step doesn't wait for (Chen et al. 2016,
             "Revisiting Distributed Synchronous SGD"). Their gradients are dropped and counted.
             Default: 0.
-        replicas: Number of servers that keep the same part, on different hosts if possible, so that a
-            server may be lost (`paceline run --min-workers`). In lockstep only. Default: 1.
+        replicas: Number of servers that keep the same part, on different hosts if possible, so that
+            a server may be lost (`paceline run --min-workers`). In lockstep only. Default: 1.
         bucket_mb: Size of a bucket in MB. Default: 4.
         codec: How gradients are written on the way to the servers, such as `int8()` or
             `error_feedback(topk(0.01))`. Parameters come back exactly. Default: exact.
@@ -77,31 +86,56 @@ class ParameterServer:
     def __post_init__(self) -> None:
         check(self.codec)
         if self.servers is not None and self.servers < 1:
-            raise UsageError(f"servers={self.servers} is no number of servers; give 1 or more, or leave it out for one on each host")
+            raise UsageError(
+                f"servers={self.servers} is no number of servers; give 1 or more, or leave it out "
+                "for one on each host"
+            )
         if not self.bucket_mb > 0:
-            raise UsageError(f"bucket_mb={self.bucket_mb} is not a size; give megabytes above 0, e.g. bucket_mb=4")
-        if not (self.staleness == math.inf or (self.staleness >= 0 and self.staleness == int(self.staleness))):
-            raise UsageError(f"staleness={self.staleness} is no bound; give 0 (in lockstep), a number of turns, or inf (no bound)")
+            raise UsageError(
+                f"bucket_mb={self.bucket_mb} is not a size; give megabytes above 0, e.g. "
+                "bucket_mb=4"
+            )
+        if not (
+            self.staleness == math.inf
+            or (self.staleness >= 0 and self.staleness == int(self.staleness))
+        ):
+            raise UsageError(
+                f"staleness={self.staleness} is no bound; give 0 (in lockstep), a number of turns, "
+                "or inf (no bound)"
+            )
         if self.backup_workers < 0:
-            raise UsageError(f"backup_workers={self.backup_workers} is no number of workers; give 0 or more")
+            raise UsageError(
+                f"backup_workers={self.backup_workers} is no number of workers; give 0 or more"
+            )
         if self.backup_workers and self.staleness:
-            raise UsageError("backup_workers is for steps that workers take together: leave out staleness, or backup_workers")
+            raise UsageError(
+                "backup_workers is for steps that workers take together: "
+                "leave out staleness, or backup_workers"
+            )
         if self.replicas < 1:
-            raise UsageError(f"replicas={self.replicas} is no number of servers that keep the same; give 1 (no copies) or more")
+            raise UsageError(
+                f"replicas={self.replicas} is no number of servers that keep the same; "
+                "give 1 (no copies) or more"
+            )
         if self.replicas > 1 and (self.staleness or self.backup_workers):
             raise UsageError(
-                f"replicas={self.replicas} is for workers in lockstep, and with staleness or backup_workers they are not: leave out "
+                f"replicas={self.replicas} is for workers in lockstep, and with staleness or "
+                "backup_workers they are not: leave out "
                 "replicas, and save checkpoints; or leave those out"
             )
 
     def begin(self, context: SyncContext) -> Sync:
         if context.cut_axes:
             raise UsageError(
-                f"{self!r}: servers keep whole parameters, and the mesh cuts along {' and '.join(context.cut_axes)}; use AllReduce, "
+                f"{self!r}: servers keep whole parameters, and the mesh cuts along "
+                f"{' and '.join(context.cut_axes)}; use AllReduce, "
                 "LocalSGD or Gossip, which work on the parts"
             )
         if self.backup_workers >= max(context.group.size, 2):
-            raise UsageError(f"backup_workers={self.backup_workers} of {context.group.size} workers leaves none to wait for; give fewer")
+            raise UsageError(
+                f"backup_workers={self.backup_workers} of {context.group.size} workers leaves none "
+                "to wait for; give fewer"
+            )
         return ParameterServerSync(context, self, self._model())
 
     def _model(self) -> ConsistencyModel:

@@ -1,4 +1,6 @@
-"""Transfer of whole states: filling servers, reading them to be saved, and filling copies; parameters and optimizer state."""
+"""Transfer of whole states: filling servers, reading them to be saved, and filling copies;
+parameters and optimizer state.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,20 @@ def fill(link: ServerLink, memories: Sequence[Mapping[str, Any]]) -> None:
             view.copy_(rows(link.slots[piece.slot].parameter.detach(), piece))
         link.connections.tell(unit.server, FillUnit(unit.number, unit.flat), link.seconds)
     for server, plan in enumerate(link.plans):
-        found = [part(memories[piece.slot], piece, link.slots[piece.slot].parameter) for piece in plan.pieces]
-        link.connections.tell(server, LoadMemories(packed(pack({"memories": found}).dumps())), link.seconds)
+        found = [
+            part(memories[piece.slot], piece, link.slots[piece.slot].parameter)
+            for piece in plan.pieces
+        ]
+        link.connections.tell(
+            server, LoadMemories(packed(pack({"memories": found}).dumps())), link.seconds
+        )
 
 
 def copy(link: ServerLink, shard: int, caller: RpcClient) -> Iterator[None]:
-    """Fill a copy of this shard, at the other end of `caller`, from a living one. Yields after each piece."""
+    """Fill a copy of this shard, at the other end of `caller`, from a living one.
+
+    Yields after each piece.
+    """
     state = link.connections.ask(shard, ReadShard(), link.seconds)
     call(caller, PlanShard(packed(write(link.plans[shard]))), link.seconds)
     yield
@@ -52,25 +62,34 @@ def memories(link: ServerLink, slots: int) -> list[dict[str, Any]]:
 
 
 def saved(states: Sequence[Mapping[str, Any]], slots: int) -> list[Any] | None:
-    """Return the `memories` in the states of all workers in a checkpoint. Raises `UsageError` for another strategy, or model."""
+    """Return the `memories` in the states of all workers in a checkpoint.
+
+    Raises `UsageError` for another strategy, or model.
+    """
     check_strategy("ParameterServer", states, "memories")
     found = next((state["memories"] for state in states if state["memories"] is not None), None)
     if found is not None and len(found) != slots:
-        raise UsageError(f"this checkpoint is of a model of {len(found)} parameters, and here are {slots}")
+        raise UsageError(
+            f"this checkpoint is of a model of {len(found)} parameters, and here are {slots}"
+        )
     return found
 
 
 def replication(link: ServerLink, endpoints: ServerEndpoints) -> ServerReplication | None:
-    """Return what replaces these servers where they are lost, by copies that are filled from others; None where none can be started.
+    """Return what replaces these servers where they are lost, by copies that are filled from
+    others; None where none can be started.
 
     Raises `UsageError` for replicas where none can be started.
     """
     replicas = link.options.replicas
     if endpoints.pool is not None:
-        return ServerReplication(link.context, endpoints.pool, link.connections, replicas, fill=partial(copy, link))
+        return ServerReplication(
+            link.context, endpoints.pool, link.connections, replicas, fill=partial(copy, link)
+        )
     if replicas > 1:
         raise UsageError(
-            f"replicas={replicas} is for runs that go on when a server is lost: start them with `paceline run --min-workers "
+            f"replicas={replicas} is for runs that go on when a server is lost: "
+            "start them with `paceline run --min-workers "
             "N`, or leave it out"
         )
     return None

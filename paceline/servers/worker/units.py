@@ -27,14 +27,17 @@ from paceline.timings import DEFAULTS, ServerTimings
 
 @dataclass
 class TransferUnit:
-    """A unit of a server, as this worker has it: the memory that travels, and the parts of parameters in it."""
+    """A unit of a server, as this worker has it: the memory that travels, and the parts of
+    parameters in it.
+    """
 
     server: int
     number: Index  # on that server
     optimizer: int
     flat: Tensor
     members: list[tuple[RowRange, Tensor]]  # parts of parameters, and where each lies
-    sent: list[SentRequest[Acknowledged]] = field(default_factory=list)  # pushes that wait to be acknowledged
+    # pushes that wait to be acknowledged
+    sent: list[SentRequest[Acknowledged]] = field(default_factory=list)
     pushed: dict[int, tuple[Tensor | None, int]] = field(
         default_factory=dict
     )  # of this step: which gradients, by slot, as of which version
@@ -53,16 +56,24 @@ class TransferUnit:
     def over(self, flat: Tensor) -> list[Tensor]:
         """Return where the members lie in another flat tensor of the same length."""
         start = self.flat.storage_offset()
-        return [flat.as_strided(view.size(), view.stride(), view.storage_offset() - start) for _, view in self.members]
+        return [
+            flat.as_strided(view.size(), view.stride(), view.storage_offset() - start)
+            for _, view in self.members
+        ]
 
-    def pack(self, slots: Sequence[Slot], grads: Mapping[int, Tensor | None], factor: float) -> bytes:
-        """Lay these gradients, times `factor`, into the memory that travels; return a flag for each member: whether it has a gradient."""
+    def pack(
+        self, slots: Sequence[Slot], grads: Mapping[int, Tensor | None], factor: float
+    ) -> bytes:
+        """Lay these gradients, times `factor`, into the memory that travels; return a flag for
+        each member: whether it has a gradient.
+        """
         used = bytearray()
         for piece, view in self.members:
             grad = grads[piece.slot]
             if grad is not None and grad.is_sparse:
                 raise UsageError(
-                    f"the gradient of {slots[piece.slot].name} is sparse, and ParameterServer takes dense ones: leave out sparse=True"
+                    f"the gradient of {slots[piece.slot].name} is sparse, and ParameterServer "
+                    "takes dense ones: leave out sparse=True"
                 )
             used.append(grad is not None)
             if grad is None or not factor:
@@ -75,7 +86,8 @@ class TransferUnit:
     def changed(self, grads: Mapping[int, Tensor | None]) -> bool:
         """Whether these gradients differ from those that were pushed."""
         return not self.pushed or any(
-            grad is not self.pushed[slot][0] or version(grad) != self.pushed[slot][1] for slot, grad in grads.items()
+            grad is not self.pushed[slot][0] or version(grad) != self.pushed[slot][1]
+            for slot, grad in grads.items()
         )
 
     def give(self, slots: Sequence[Slot], flat: Tensor) -> None:
@@ -85,30 +97,58 @@ class TransferUnit:
 
 
 class UnitLayout:
-    """The layout of parameters: each server's part (`plans`), and its units here (`units`; `of`: by slot). `ways`: codings of each slot."""
+    """The layout of parameters: each server's part (`plans`), and its units here (`units`; `of`:
+    by slot). `ways`: codings of each slot.
+    """
 
     def __init__(
-        self, slots: Sequence[Slot], optimizers: Sequence[Optimizer], servers: int, nbytes: int, *, ways: Sequence[Phases] = ()
+        self,
+        slots: Sequence[Slot],
+        optimizers: Sequence[Optimizer],
+        servers: int,
+        nbytes: int,
+        *,
+        ways: Sequence[Phases] = (),
     ) -> None:
         shapes = [BucketShape.of(slot.parameter) for slot in slots]
         settings = [recipe.settings(optimizer) for optimizer in optimizers]
         names = [recipe.describe(optimizer) for optimizer in optimizers]
-        self.owners = [_owner(slot, optimizers) for slot in slots]  # optimizer and group of each slot
-        found = pieces(shapes, servers, [names[optimizer] in recipe.WHOLE for optimizer, _ in self.owners])
+        # optimizer and group of each slot
+        self.owners = [_owner(slot, optimizers) for slot in slots]
+        found = pieces(
+            shapes, servers, [names[optimizer] in recipe.WHOLE for optimizer, _ in self.owners]
+        )
         ways = ways or [()] * len(slots)
         self.plans: list[ShardPlan] = []
         self.units: list[TransferUnit] = []
         self.of: dict[int, list[TransferUnit]] = {}
         for server, numbers in enumerate(deal(found, servers)):
             mine = [found[number] for number in numbers]
-            kinds = [piece.shape._replace(kind=(self.owners[piece.slot][0], ways[piece.slot])) for piece in mine]
+            kinds = [
+                piece.shape._replace(kind=(self.owners[piece.slot][0], ways[piece.slot]))
+                for piece in mine
+            ]
             runs = cut(kinds, reversed(range(len(mine))), nbytes)
-            owners, coded = [self.owners[piece.slot] for piece in mine], [ways[mine[run[0]].slot] for run in runs]
+            owners, coded = (
+                [self.owners[piece.slot] for piece in mine],
+                [ways[mine[run[0]].slot] for run in runs],
+            )
             plan = ShardPlan(mine, runs, owners, list(zip(names, settings, strict=True)), coded)
             self.plans.append(plan)
-            for number, (run, bucket) in enumerate(zip(runs, build(plan.shapes, runs, _empty), strict=True)):
-                members = [(mine[piece], view) for piece, view in zip(run, bucket.views, strict=True)]
-                unit = TransferUnit(server, Index(number), owners[run[0]][0], bucket.flat, members, ways=coded[number])
+            for number, (run, bucket) in enumerate(
+                zip(runs, build(plan.shapes, runs, _empty), strict=True)
+            ):
+                members = [
+                    (mine[piece], view) for piece, view in zip(run, bucket.views, strict=True)
+                ]
+                unit = TransferUnit(
+                    server,
+                    Index(number),
+                    owners[run[0]][0],
+                    bucket.flat,
+                    members,
+                    ways=coded[number],
+                )
                 self.units.append(unit)
                 for slot in {piece.slot for piece, _ in members}:
                     self.of.setdefault(slot, []).append(unit)
@@ -157,12 +197,21 @@ class ServerLinks:
 
 def packed(body: bytes) -> Tensor:
     """Return bytes as a tensor, to be sent."""
-    return torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(body), dtype=torch.uint8)
+        if body
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 def letters(found: Notes) -> list[tuple[int, bytes]]:
-    """Return the letters that the scheduler has passed on: the sender's number, and the contents."""
-    return [(worker, letter.numpy().tobytes()) for worker, letter in zip(found.workers, found.notes, strict=True)]
+    """Return the letters that the scheduler has passed on: the sender's number, and the
+    contents.
+    """
+    return [
+        (worker, letter.numpy().tobytes())
+        for worker, letter in zip(found.workers, found.notes, strict=True)
+    ]
 
 
 def _sent(caller: RpcClient) -> Traffic:
@@ -194,7 +243,9 @@ def version(grad: Tensor | None) -> int:
 def part(memory: Mapping[str, Any], piece: RowRange, parameter: Tensor) -> dict[str, Any]:
     """Return an optimizer's state for some rows, from that for all rows."""
     return {
-        name: rows(value, piece).contiguous() if isinstance(value, Tensor) and value.shape == parameter.shape else value
+        name: rows(value, piece).contiguous()
+        if isinstance(value, Tensor) and value.shape == parameter.shape
+        else value
         for name, value in memory.items()
     }
 
@@ -205,5 +256,12 @@ def whole(parts: Sequence[tuple[RowRange, Mapping[str, Any]]]) -> dict[str, Any]
     if first.whole:
         return dict(memory)
     ordered = [found for _, found in sorted(parts, key=lambda found: found[0].start)]
-    like = {name for name, value in memory.items() if isinstance(value, Tensor) and value.shape == first.shape.size}
-    return {name: torch.cat([found[name] for found in ordered]) if name in like else value for name, value in memory.items()}
+    like = {
+        name
+        for name, value in memory.items()
+        if isinstance(value, Tensor) and value.shape == first.shape.size
+    }
+    return {
+        name: torch.cat([found[name] for found in ordered]) if name in like else value
+        for name, value in memory.items()
+    }

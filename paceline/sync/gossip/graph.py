@@ -1,12 +1,18 @@
-"""Graphs of gossip as data: for each step a matrix of weights, with a proof that the values of all workers come together.
+"""Graphs of gossip as data: for each step a matrix of weights, with a proof that the values of all
+workers come together.
 
-    ring          each with its two neighbours, a third each                              W = 1/3 on three diagonals
-    exponential   each hears one: the rank 1, 2, 4, ... before it, in turn                 W = 1/2 (I + shift by 2^k)   (Assran et al. 2019)
-    matching      random pairs, others in every step, the same for all who know the seed   W = 1/2 (I + swaps)          (Boyd et al. 2006)
+    ring          each with its two neighbours, a third each                              W = 1/3 on
+                  three diagonals
+    exponential   each hears one: the rank 1, 2, 4, ... before it, in turn                 W = 1/2
+                  (I + shift by 2^k)   (Assran et al. 2019)
+    matching      random pairs, others in every step, the same for all who know the seed   W = 1/2
+                  (I + swaps)          (Boyd et al. 2006)
     full          everybody with everybody                                                W = 1/n
-    edges         pairs of ranks of your own, weighted by Metropolis and Hastings          W = 1 / (1 + the larger degree)
+    edges         pairs of ranks of your own, weighted by Metropolis and Hastings          W = 1 /
+                  (1 + the larger degree)
 
-W is doubly stochastic: rows and columns sum to 1, so the mean of all values never changes. How fast they come together is its spectral gap.
+W is doubly stochastic: rows and columns sum to 1, so the mean of all values never changes. How fast
+they come together is its spectral gap.
 """
 
 from __future__ import annotations
@@ -44,7 +50,8 @@ def period(graph: str | Edges, size: int) -> int:
 
 
 def gap(graph: str | Edges, size: int) -> float:
-    """Return 1 minus the factor by which a step brings values nearer to their mean, on average; 1 is at once, 0 is never.
+    """Return 1 minus the factor by which a step brings values nearer to their mean, on average; 1
+    is at once, 0 is never.
 
     For "matching" it is that of the mean matrix (Boyd et al. 2006): a matching squared is itself.
     """
@@ -69,27 +76,51 @@ def check(graph: str | Edges) -> None:
         if wrong := unknown("graph", graph, Graph):
             raise UsageError(f"{wrong}; or pairs of ranks, such as ((0, 1), (1, 2))")
         return
-    good = isinstance(graph, tuple) and graph and all(isinstance(edge, tuple) and len(edge) == 2 for edge in graph)
-    if not good or any(not isinstance(rank, int) or rank < 0 for edge in graph for rank in edge) or any(a == b for a, b in graph):
-        raise UsageError(f"graph={graph!r} is no graph; give a name, or pairs of different ranks, such as ((0, 1), (1, 2))")
+    good = (
+        isinstance(graph, tuple)
+        and graph
+        and all(isinstance(edge, tuple) and len(edge) == 2 for edge in graph)
+    )
+    if (
+        not good
+        or any(not isinstance(rank, int) or rank < 0 for edge in graph for rank in edge)
+        or any(a == b for a, b in graph)
+    ):
+        raise UsageError(
+            f"graph={graph!r} is no graph; give a name, or pairs of different ranks, such as ((0, "
+            "1), (1, 2))"
+        )
 
 
 def prove(graph: str | Edges, size: int) -> float:
-    """Return the spectral gap, after a check that W is doubly stochastic and mixes. Raises `UsageError` where it doesn't."""
+    """Return the spectral gap, after a check that W is doubly stochastic and mixes.
+
+    Raises `UsageError` where it doesn't.
+    """
     if not isinstance(graph, str) and max(rank for edge in graph for rank in edge) >= size:
-        raise UsageError(f"graph={graph!r} has rank {max(rank for edge in graph for rank in edge)}, and there are {size} workers")
+        raise UsageError(
+            f"graph={graph!r} has rank {max(rank for edge in graph for rank in edge)}, and there "
+            f"are {size} workers"
+        )
     for step in range(period(graph, size) or 2 * size):
         w = weights(graph, size, step)
-        assert (w >= 0).all() and np.allclose(w.sum(0), 1) and np.allclose(w.sum(1), 1), "W is doubly stochastic"
+        assert (w >= 0).all() and np.allclose(w.sum(0), 1) and np.allclose(w.sum(1), 1), (
+            "W is doubly stochastic"
+        )
     found = gap(graph, size)
     if found < LEAST:
         apart = _component(graph, size) if not isinstance(graph, str) else []
-        raise UsageError(f"graph={graph!r} never mixes: ranks {apart} hear nothing of the others among {size}; join them by a pair")
+        raise UsageError(
+            f"graph={graph!r} never mixes: ranks {apart} hear nothing of the others among {size}; "
+            "join them by a pair"
+        )
     return found
 
 
 def _ring(size: int, step: int) -> Matrix:
-    return _edges(tuple((rank, (rank + 1) % size) for rank in range(size if size > 2 else size - 1)), size)
+    return _edges(
+        tuple((rank, (rank + 1) % size) for rank in range(size if size > 2 else size - 1)), size
+    )
 
 
 def _exponential(size: int, step: int) -> Matrix:
@@ -132,4 +163,9 @@ def _component(edges: Edges, size: int) -> list[int]:
     return sorted(sets[0])
 
 
-GRAPHS: dict[str, Callable[[int, int], Matrix]] = {"ring": _ring, "exponential": _exponential, "matching": _matching, "full": _full}
+GRAPHS: dict[str, Callable[[int, int], Matrix]] = {
+    "ring": _ring,
+    "exponential": _exponential,
+    "matching": _matching,
+    "full": _full,
+}

@@ -1,9 +1,12 @@
 """Gossip: workers step by themselves and mix with neighbours only; no step waits for all workers.
 
-x_i = sum over j of W_ij x_j                          exact (D-PSGD, Lian et al. 2017; step, then mix)
+x_i = sum over j of W_ij x_j                          exact (D-PSGD, Lian et al. 2017; step, then
+                                                      mix)
 
-known_ij += coded(x_i - known_ij)                     coded (CHOCO-SGD, Koloskova et al. 2019): neighbours know each other about,
-x_i += gamma sum over j of W_ij (known_ji - known_ij)  and what they know comes nearer with each message; the mean never changes
+known_ij += coded(x_i - known_ij)                     coded (CHOCO-SGD, Koloskova et al. 2019):
+                                                      neighbours know each other about,
+x_i += gamma sum over j of W_ij (known_ji - known_ij)  and what they know comes nearer with each
+                                                       message; the mean never changes
 """
 
 from __future__ import annotations
@@ -33,16 +36,18 @@ Near = Sequence[tuple[int, float]]  # neighbours: (rank, weight)
 
 @dataclass(frozen=True)
 class Gossip:
-    """p.grad is my own share's contribution, times the number of workers; step moves my own replica, and mixes with neighbours after it.
+    """p.grad is my own share's contribution, times the number of workers; step moves my own
+    replica, and mixes with neighbours after it.
 
     >>> pl.start(sync=pl.Gossip(graph="exponential", codec=pl.int8()))
 
-    `graph`: "ring", "exponential" (one neighbour a step), "matching" (random pairs), "full" (then plain SGD is AllReduce), or pairs of
-    ranks. `codec`: a coding such as `int8()` or `topk(0.01)`; what it loses is corrected later by itself (no error_feedback), and `gamma`
-    below 1 steps more carefully for those that lose much. `every`: steps between two messages.
+    `graph`: "ring", "exponential" (one neighbour a step), "matching" (random pairs), "full" (then
+    plain SGD is AllReduce), or pairs of ranks. `codec`: a coding such as `int8()` or `topk(0.01)`;
+    what it loses is corrected later by itself (no error_feedback), and `gamma` below 1 steps more
+    carefully for those that lose much. `every`: steps between two messages.
 
-    Replicas differ all the time. They become equal, the mean of all, where they are looked at as one: before an evaluation, at `run.save`,
-    and at the end of the run.
+    Replicas differ all the time. They become equal, the mean of all, where they are looked at as
+    one: before an evaluation, at `run.save`, and at the end of the run.
     """
 
     graph: Graph | Edges = "exponential"
@@ -56,9 +61,15 @@ class Gossip:
     def __post_init__(self) -> None:
         check(self.graph)
         if not hasattr(self.codec, "layout"):
-            raise UsageError(f"{self!r}: gossip wants a coding, such as int8() or topk(0.01); it corrects what is lost itself")
+            raise UsageError(
+                f"{self!r}: gossip wants a coding, such as int8() or topk(0.01); "
+                "it corrects what is lost itself"
+            )
         if not 0 < self.gamma <= 1 or self.every < 1 or not self.bucket_mb > 0:
-            raise UsageError(f"{self!r}: gamma has to be above 0 and at most 1, every 1 or more, bucket_mb above 0")
+            raise UsageError(
+                f"{self!r}: gamma has to be above 0 and at most 1, every 1 or more, bucket_mb "
+                "above 0"
+            )
         if isinstance(self.codec, exact) and self.gamma != 1:
             raise UsageError(f"{self!r}: gamma is for codecs that lose something; leave it out")
 
@@ -67,14 +78,17 @@ class Gossip:
         if context.group.size > 1:
             shown = self.graph if isinstance(self.graph, str) else "this graph"
             context.announce(
-                f"gossip on {shown}: a mixing brings {context.group.size} replicas nearer by {found:.0%} (spectral gap {found:.3f})"
+                f"gossip on {shown}: a mixing brings {context.group.size} replicas nearer by "
+                f"{found:.0%} (spectral gap {found:.3f})"
             )
         return GossipSync(context, self)
 
 
 @dataclass
 class _MixingRound:
-    """Figures of a coded mixing: bytes, time, and a sample of how far my replica is from what neighbours know of it."""
+    """Figures of a coded mixing: bytes, time, and a sample of how far my replica is from what
+    neighbours know of it.
+    """
 
     sent: int = 0
     exact: list[int] = field(default_factory=list)  # bytes of each tensor that was sent, as it is
@@ -93,7 +107,9 @@ class _MixingRound:
         if not self.exact or account.rate is None:
             return
         exact_shown = sum(account.rate.seconds(nbytes) for nbytes in self.exact)
-        account.add(CodecTurn(float(self.sent), float(sum(self.exact)), self.coding, shown, exact_shown))
+        account.add(
+            CodecTurn(float(self.sent), float(sum(self.exact)), self.coding, shown, exact_shown)
+        )
         account.compare(Finished(torch.cat(self.mine)), torch.cat(self.known))
         account.settle()
 
@@ -109,14 +125,19 @@ class GossipSync:
         self._slots: list[Slot] = []
         self._buckets: list[Bucket] = []
         self._equal: list[Tensor] = []  # of each bucket: what all were when replicas were equal
-        self._known: dict[tuple[int, int, bool], Tensor] = {}  # by bucket, peer, and whether it is mine as that one knows it
+        # by bucket, peer, and whether it is mine as that one knows it
+        self._known: dict[tuple[int, int, bool], Tensor] = {}
         self._grads: dict[int, Tensor] = {}
         self._steps = 0
         self._equals = True  # nothing has changed since replicas were equal
         self._open = False  # a step is under way
         self._others = False  # the workers have changed since replicas were equal
         self._graph = plan.graph
-        self._account = None if isinstance(plan.codec, exact) else CodecAccount(repr(plan.codec), "what neighbours know")
+        self._account = (
+            None
+            if isinstance(plan.codec, exact)
+            else CodecAccount(repr(plan.codec), "what neighbours know")
+        )
         if self._account is not None:
             context.accounts.append(self._account)
         self._turn = _MixingRound()
@@ -126,13 +147,22 @@ class GossipSync:
     def attach(self, slots: Sequence[Slot]) -> None:
         self.converge()
         self._slots = list(slots)
-        shapes = [BucketShape.of(slot.parameter)._replace(kind=("gossip", slot.shard)) for slot in slots]
+        shapes = [
+            BucketShape.of(slot.parameter)._replace(kind=("gossip", slot.shard)) for slot in slots
+        ]
         runs = cut(shapes, range(len(shapes)), int(self._plan.bucket_mb * 1e6))
-        self._buckets = build(shapes, runs, lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
+        self._buckets = build(
+            shapes,
+            runs,
+            lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device),
+        )
         if self._account is not None:
             for slot in slots:
                 if not slot.parameter.dtype.is_floating_point:
-                    self._context.announce(f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for real numbers")
+                    self._context.announce(
+                        f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs "
+                        "are for real numbers"
+                    )
         self._forget()
         self._measure()
 
@@ -144,7 +174,11 @@ class GossipSync:
         sources, targets = self._neighbours(0)
 
         def send(x: Tensor) -> Work[None]:
-            return group.exchange([(rank, x) for rank, _ in targets], [(rank, torch.empty_like(x)) for rank, _ in sources], tag=TAG - 1)
+            return group.exchange(
+                [(rank, x) for rank, _ in targets],
+                [(rank, torch.empty_like(x)) for rank, _ in sources],
+                tag=TAG - 1,
+            )
 
         before = group.traffic + Traffic()
         account.rate = measure(group, self._buckets[0].flat.device, send)
@@ -155,7 +189,11 @@ class GossipSync:
         self._known.clear()
         coded = not isinstance(self._plan.codec, exact)
         self._others = False
-        self._equal = [self._read(bucket).to(_wide(bucket.flat.dtype), copy=True) for bucket in self._buckets] if coded else []
+        self._equal = (
+            [self._read(bucket).to(_wide(bucket.flat.dtype), copy=True) for bucket in self._buckets]
+            if coded
+            else []
+        )
 
     def _read(self, bucket: Bucket) -> Tensor:
         for number, view in zip(bucket.members, bucket.views, strict=True):
@@ -187,7 +225,11 @@ class GossipSync:
         """End a step, and mix if that is due."""
         self._steps += 1
         self._open = False
-        if not self._equals and self._steps % self._plan.every == 0 and self._context.group.size > 1:
+        if (
+            not self._equals
+            and self._steps % self._plan.every == 0
+            and self._context.group.size > 1
+        ):
             begun = time.perf_counter_ns()
             self._mix(self._steps // self._plan.every - 1)
             self._context.trace.record("gossip", "exchange", begun, time.perf_counter_ns())
@@ -204,7 +246,9 @@ class GossipSync:
             self._turn.tell(self._account, time.perf_counter() - begun)
 
     def _mixed(self, turn: int) -> bool:
-        """Compute in each bucket what my replica becomes; whether all become the same, as once after the workers have changed."""
+        """Compute in each bucket what my replica becomes; whether all become the same, as once
+        after the workers have changed.
+        """
         if self._others:
             self._means()
             return True
@@ -221,17 +265,25 @@ class GossipSync:
             flat.div_(self._context.group.size)
 
     def _neighbours(self, turn: int) -> tuple[Near, Near]:
-        """Return (rank, weight) of the neighbours that I hear from, and of those that hear from me."""
+        """Return (rank, weight) of the neighbours that I hear from, and of those that hear from
+        me.
+        """
         me = self._context.group.rank
         w = weights(self._graph, self._context.group.size, turn)
-        sources = [(rank, float(w[me, rank])) for rank in range(len(w)) if rank != me and w[me, rank]]
-        return sources, [(rank, float(w[rank, me])) for rank in range(len(w)) if rank != me and w[rank, me]]
+        sources = [
+            (rank, float(w[me, rank])) for rank in range(len(w)) if rank != me and w[me, rank]
+        ]
+        return sources, [
+            (rank, float(w[rank, me])) for rank in range(len(w)) if rank != me and w[rank, me]
+        ]
 
     def _mix_exact(self, index: int, sources: Near, targets: Near) -> None:
         bucket = self._buckets[index]
         mine = self._read(bucket)
         theirs = {rank: torch.empty_like(mine) for rank, _ in sources}
-        self._context.group.exchange([(rank, mine) for rank, _ in targets], list(theirs.items()), tag=TAG + index).wait()
+        self._context.group.exchange(
+            [(rank, mine) for rank, _ in targets], list(theirs.items()), tag=TAG + index
+        ).wait()
         mine.mul_(1 - sum(weight for _, weight in sources))
         for rank, weight in sources:
             mine.add_(theirs[rank], alpha=weight)
@@ -244,7 +296,9 @@ class GossipSync:
             known = self._about(index, rank, own=True)
             whole, message = room(coding, mine.numel(), mine.device)
             pair = self._context.group.rank * 256 + rank
-            coding.encode((mine - known).float(), message, seeded(self._steps, index, pair, mine.device))
+            coding.encode(
+                (mine - known).float(), message, seeded(self._steps, index, pair, mine.device)
+            )
             _learn(coding, message, known)
             sends.append((rank, whole))
             self._turn.sent += whole.nbytes
@@ -265,7 +319,9 @@ class GossipSync:
         bucket.flat.copy_(mine)
 
     def _about(self, index: int, rank: int, *, own: bool) -> Tensor:
-        """Return what that rank knows of me (`own`), or I of it; at first what all replicas were when they were equal."""
+        """Return what that rank knows of me (`own`), or I of it; at first what all replicas were
+        when they were equal.
+        """
         key = (index, rank, own)
         if key not in self._known:
             self._known[key] = self._equal[index].clone()
@@ -292,11 +348,14 @@ class GossipSync:
         return None if rate is None else list(rate)
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
-        """Let the next mixing make all replicas equal, as neighbours have changed and don't know each other."""
+        """Let the next mixing make all replicas equal, as neighbours have changed and don't know
+        each other.
+        """
         self._context = context
         if not isinstance(self._graph, str):
             context.announce(
-                "the graph was given as pairs of ranks, and the workers are others now: gossip goes on with graph='exponential'"
+                "the graph was given as pairs of ranks, and the workers are others now: "
+                "gossip goes on with graph='exponential'"
             )
             self._graph = "exponential"
         if self._account is not None and self._account.rate is None and layout is not None:
@@ -323,7 +382,9 @@ class GossipSync:
 
 
 def _wide(kind: torch.dtype) -> torch.dtype:
-    """Return the dtype in which replicas of this dtype are mixed, so that rounding loses nothing."""
+    """Return the dtype in which replicas of this dtype are mixed, so that rounding loses
+    nothing.
+    """
     return torch.promote_types(kind, torch.float32) if kind.is_floating_point else kind
 
 

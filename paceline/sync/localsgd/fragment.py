@@ -1,4 +1,6 @@
-"""Fragments: parts of the model whose changes travel together, with the values all last agreed on, and the state of their round."""
+"""Fragments: parts of the model whose changes travel together, with the values all last agreed
+on, and the state of their round.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,13 @@ from paceline.formatting import spell
 
 @dataclass(frozen=True)
 class adaptive:
-    """Round lengths that adapt: `first` steps at the beginning; then twice as many while replicas stay close, half when they drift apart.
+    """Round lengths that adapt: `first` steps at the beginning; then twice as many while replicas
+    stay close, half when they drift apart.
 
     >>> pl.start(sync=pl.LocalSGD(every=pl.adaptive(first=8, most=64)))
 
-    They drift apart when the root mean square of the difference between each worker's change and the mean change is more than
-    `drift` times the mean change; they stay close below half of that.
+    They drift apart when the root mean square of the difference between each worker's change and
+    the mean change is more than `drift` times the mean change; they stay close below half of that.
     """
 
     first: int = 8
@@ -34,7 +37,9 @@ class adaptive:
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.first <= self.most or not self.drift > 0:
-            raise UsageError(f"{self!r}: 1 <= least <= first <= most and drift above 0 have to hold")
+            raise UsageError(
+                f"{self!r}: 1 <= least <= first <= most and drift above 0 have to hold"
+            )
 
     def next(self, every: int, found: float) -> int:
         """Return the steps of the next round, after one of `every` whose drift was `found`."""
@@ -45,7 +50,9 @@ class adaptive:
 
 @dataclass
 class FragmentUnit:
-    """A bucket of parameters that travel together, the values all last agreed on, and the outer optimizer's state."""
+    """A bucket of parameters that travel together, the values all last agreed on, and the outer
+    optimizer's state.
+    """
 
     index: int
     bucket: Bucket  # flat: what I have changed, then what all have
@@ -64,7 +71,9 @@ class FragmentUnit:
 
 @dataclass
 class Fragment:
-    """Some units that take turns with those of other fragments, and how far their round has come."""
+    """Some units that take turns with those of other fragments, and how far their round has
+    come.
+    """
 
     landed: int = 0  # the step after which all last agreed
     units: list[FragmentUnit] = field(default_factory=list)
@@ -80,13 +89,16 @@ class Fragment:
     level: int = -1  # the step after which all replicas were what had come
 
     def own(self, changed: Callable[[FragmentUnit, Tensor], Tensor]) -> dict[str, Any] | None:
-        """Return my weighted changes and what I carry, with my part of the samples in steps; None if nothing has changed.
+        """Return my weighted changes and what I carry, with my part of the samples in steps; None
+        if nothing has changed.
 
         `changed` writes what I have changed in a unit into memory.
         """
         if not self.flying and not self.steps:
             return None
-        part, steps = (self.mine, self.length) if self.flying else (self.parts / self.steps, self.steps)
+        part, steps = (
+            (self.mine, self.length) if self.flying else (self.parts / self.steps, self.steps)
+        )
         changes = []
         for unit in self.units:
             unit.copied = torch.zeros_like(unit.start) if unit.copied is None else unit.copied
@@ -95,7 +107,9 @@ class Fragment:
 
     def fits(self, theirs: dict[str, Any] | None) -> bool:
         """Whether what another's `own` returned is of the same units."""
-        return theirs is None or [change.shape for change in theirs["changes"]] == [unit.start.shape for unit in self.units]
+        return theirs is None or [change.shape for change in theirs["changes"]] == [
+            unit.start.shape for unit in self.units
+        ]
 
     def carry(self, theirs: dict[str, Any]) -> None:
         """Send, from now on, a lost worker's `own` together with my changes."""

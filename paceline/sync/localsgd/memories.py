@@ -1,6 +1,8 @@
-"""What outer optimizers remember of each parameter, by its name: it stays where parameters are unfrozen or added, and in checkpoints.
+"""What outer optimizers remember of each parameter, by its name: it stays where parameters are
+unfrozen or added, and in checkpoints.
 
-units before    [a b] [c]        remembered: a, b, c        units now    [q a] [b c]       q begins anew
+units before    [a b] [c]        remembered: a, b, c        units now    [q a] [b c]       q begins
+                                                            anew
 """
 
 from __future__ import annotations
@@ -40,13 +42,19 @@ class OuterMemories:
 
 
 def named(unit: FragmentUnit) -> bool:
-    """Whether what an outer optimizer remembers of a unit is of each of its elements, and so of each parameter."""
+    """Whether what an outer optimizer remembers of a unit is of each of its elements, and so of
+    each parameter.
+    """
     return unit.memory is not None and unit.memory.shape == unit.start.shape
 
 
 def _views(units: Iterable[FragmentUnit], slots: Sequence[Slot]) -> Iterable[tuple[str, Tensor]]:
-    """Yield the name of each parameter that an outer optimizer remembers something of, and that: an element for each of its own."""
+    """Yield the name of each parameter that an outer optimizer remembers something of, and that:
+    an element for each of its own.
+    """
     for unit in units:
         if unit.memory is not None and named(unit):
-            for number, view in zip(unit.bucket.members, unit.bucket.over(unit.memory), strict=True):
+            for number, view in zip(
+                unit.bucket.members, unit.bucket.over(unit.memory), strict=True
+            ):
                 yield slots[number].name, view

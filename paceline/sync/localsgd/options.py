@@ -1,4 +1,6 @@
-"""What the user of local SGD sets, checked: how long a round is, what travels at its end, and how replicas go on from there."""
+"""What the user of local SGD sets, checked: how long a round is, what travels at its end, and
+how replicas go on from there.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +36,37 @@ class RoundOptions:
 
     def __post_init__(self) -> None:
         if isinstance(self.codec, auto):
-            raise UsageError(f"{self.codec!r} measures steps of AllReduce; give LocalSGD a codec, such as int8()")
+            raise UsageError(
+                f"{self.codec!r} measures steps of AllReduce; give LocalSGD a codec, such as int8()"
+            )
         lift(self.codec)
         steps = self.every.least if isinstance(self.every, adaptive) else self.every
         if not isinstance(self.every, int | adaptive) or steps < 1:
-            raise UsageError(f"every={self.every!r} is not a number of steps; give 1 or more, or adaptive(...)")
+            raise UsageError(
+                f"every={self.every!r} is not a number of steps; give 1 or more, or adaptive(...)"
+            )
         if wrong := unknown("momentum", self.momentum, Momentum):
             raise UsageError(wrong)
         if not hasattr(self.outer, "move"):
-            raise UsageError(f"outer={self.outer!r} is no outer optimizer; there are average() and nesterov(0.7, 0.9)")
-        if self.after < 0 or self.fragments < 1 or not 0 <= self.alpha < 1 or not self.bucket_mb > 0:
-            raise UsageError(f"{self!r}: after has to be 0 or more, fragments 1 or more, alpha from 0 to below 1, bucket_mb above 0")
+            raise UsageError(
+                f"outer={self.outer!r} is no outer optimizer; "
+                "there are average() and nesterov(0.7, 0.9)"
+            )
+        if (
+            self.after < 0
+            or self.fragments < 1
+            or not 0 <= self.alpha < 1
+            or not self.bucket_mb > 0
+        ):
+            raise UsageError(
+                f"{self!r}: after has to be 0 or more, fragments 1 or more, alpha from 0 to below "
+                "1, bucket_mb above 0"
+            )
         if not 0 <= self.delay < steps:
-            raise UsageError(f"{self!r}: delay has to be 0 or more, and less than the {steps} steps of a round")
+            raise UsageError(
+                f"{self!r}: delay has to be 0 or more, and less than the {steps} steps of a round"
+            )
         if self.alpha and not self.delay:
-            raise UsageError(f"{self!r}: alpha mixes what is late; give delay too, or leave alpha out")
+            raise UsageError(
+                f"{self!r}: alpha mixes what is late; give delay too, or leave alpha out"
+            )

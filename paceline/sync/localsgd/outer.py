@@ -1,7 +1,9 @@
-"""Outer optimizers of local SGD: take the workers' mean change as it is, or as a gradient for an optimizer of its own.
+"""Outer optimizers of local SGD: take the workers' mean change as it is, or as a gradient for an
+optimizer of its own.
 
 average     x = x0 + change
-nesterov    v = momentum v - change;  x = x0 - lr (momentum v - change)      DiLoCo (Douillard et al. 2023)
+nesterov    v = momentum v - change;  x = x0 - lr (momentum v - change)      DiLoCo (Douillard et
+                                      al. 2023)
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ class Outer(Protocol):
         ...
 
     def move(self, start: Tensor, change: Tensor, memory: Tensor | None) -> None:
-        """Move `start` by the mean `change` of all workers; `start` and `memory` are changed in place, `change` may be."""
+        """Move `start` by the mean `change` of all workers; `start` and `memory` are changed in
+        place, `change` may be.
+        """
         ...
 
 
@@ -46,7 +50,8 @@ class average:
 
 @dataclass(frozen=True)
 class nesterov:
-    """SGD with Nesterov momentum on the negative mean change (DiLoCo, Douillard et al. 2023: lr 0.7, momentum 0.9).
+    """SGD with Nesterov momentum on the negative mean change (DiLoCo, Douillard et al. 2023: lr
+    0.7, momentum 0.9).
 
     >>> pl.start(sync=pl.LocalSGD(every=32, outer=pl.nesterov(0.7, 0.9)))
     """

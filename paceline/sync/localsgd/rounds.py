@@ -1,4 +1,6 @@
-"""Rounds of local SGD: each worker sends its changes, their mean is taken, and all go on from there (see `LocalSGD`)."""
+"""Rounds of local SGD: each worker sends its changes, their mean is taken, and all go on from
+there (see `LocalSGD`).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ class LocalSGDSync:
     def __init__(self, context: SyncContext, options: RoundOptions) -> None:
         self._context, self._options = context, options
         self._every = options.every.first if isinstance(options.every, adaptive) else options.every
-        self._coded = None if isinstance(lift(options.codec), plain) else CompressedExchange(context, options.codec, hosts=True)
+        self._coded = (
+            None
+            if isinstance(lift(options.codec), plain)
+            else CompressedExchange(context, options.codec, hosts=True)
+        )
         self._reducer = reducer("auto", coded=self._coded is not None)(context)
         self._warm = AllReduce().begin(context) if options.after else None
         self._slots: list[Slot] = []
@@ -42,7 +48,8 @@ class LocalSGDSync:
         self._steps = 0  # taken in all
         self._part = 0.0  # mine of the samples of this step
         self._open = self._counted = False  # a step is under way; its change is in a round already
-        self._drift = (0.0, 0.0)  # of my last round: squares of what my change differs by, and of the mean change
+        # of my last round: squares of what my change differs by, and of the mean change
+        self._drift = (0.0, 0.0)
         self._rounds = [Fragment() for _ in range(options.fragments)]
         self._memories = OuterMemories()
         self.has_sync_points = options.fragments == 1 and not options.alpha
@@ -66,16 +73,28 @@ class LocalSGDSync:
             self._memories.give(self._units, self._slots)
 
     def _lay_out(self, rounds: list[Fragment]) -> None:
-        """Cut the model into these fragments, of about the same size, and those into buckets; all replicas are equal now. Collective."""
+        """Cut the model into these fragments, of about the same size, and those into buckets;
+        all replicas are equal now. Collective.
+        """
         kinds = [None if self._coded is None else self._coded.kind(slot) for slot in self._slots]
-        layouts = [None if kind is None else (kind, slot.shard) for slot, kind in zip(self._slots, kinds, strict=True)]
-        shapes = [BucketShape.of(slot.parameter)._replace(kind=kind) for slot, kind in zip(self._slots, layouts, strict=True)]
+        layouts = [
+            None if kind is None else (kind, slot.shard)
+            for slot, kind in zip(self._slots, kinds, strict=True)
+        ]
+        shapes = [
+            BucketShape.of(slot.parameter)._replace(kind=kind)
+            for slot, kind in zip(self._slots, layouts, strict=True)
+        ]
         whole, before, count = sum(shape.numel for shape in shapes) or 1, 0, self._options.fragments
         members = [list[int]() for _ in range(count)]
         for number, shape in enumerate(shapes):
             members[min(before * count // whole, count - 1)].append(number)
             before += shape.numel
-        runs = [(run, turn) for numbers, turn in zip(members, rounds, strict=True) for run in cut(shapes, numbers, self._limit)]
+        runs = [
+            (run, turn)
+            for numbers, turn in zip(members, rounds, strict=True)
+            for run in cut(shapes, numbers, self._limit)
+        ]
         buckets = build(shapes, [run for run, _ in runs], self._empty)
         if self._coded is not None:
             self._coded.lay_out(buckets, [slot.name for slot in self._slots], shapes, kinds)
@@ -92,7 +111,11 @@ class LocalSGDSync:
         return [unit for turn in self._rounds for unit in turn.units]
 
     def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=device) if device.type != "cpu" else self._reducer.empty(numel, dtype)
+        return (
+            torch.empty(numel, dtype=dtype, device=device)
+            if device.type != "cpu"
+            else self._reducer.empty(numel, dtype)
+        )
 
     def _read(self, bucket: Bucket, into: Tensor) -> Tensor:
         """Copy the parameters as they are, laid out as in the bucket."""
@@ -112,7 +135,9 @@ class LocalSGDSync:
             self._warm.ready(number, grad, scale)
             return
         state = self._context.step_state
-        value = weighted(grad, state.local_factor(grad, scale) if self._context.sharers is None else scale)
+        value = weighted(
+            grad, state.local_factor(grad, scale) if self._context.sharers is None else scale
+        )
         self._grads[number] = self._grads[number] + value if number in self._grads else value
 
     def overwrites(self, number: int, grad: Tensor) -> bool:
@@ -170,7 +195,10 @@ class LocalSGDSync:
             self._memories.give(self._units, self._slots)
 
     def _due(self, number: int) -> bool:
-        """Whether a fragment is to be sent. Fragments take turns: each first comes after a part of a round, then after whole ones."""
+        """Whether a fragment is to be sent.
+
+        Fragments take turns: each first comes after a part of a round, then after whole ones.
+        """
         turn = self._rounds[number]
         local = self._steps - self._options.after
         if local < self._every:  # the first round
@@ -217,13 +245,19 @@ class LocalSGDSync:
         works = [unit.work for unit in turn.units if unit.work is not None]
         if len(works) < len(turn.units):
             raise ViewChanged("a worker was lost while changes were sent")
-        with contextlib.nullcontext() if self._coded is None else self._coded.awaited([(unit.index, unit.begun) for unit in turn.units]):
+        with (
+            contextlib.nullcontext()
+            if self._coded is None
+            else self._coded.awaited([(unit.index, unit.begun) for unit in turn.units])
+        ):
             changes = [work.wait() for work in works]
         turn.here = True
         return changes, self._mean_memories(turn) if self._options.momentum == "averaged" else []
 
     def _void(self, number: int) -> None:
-        """Discard an exchange in which a worker was lost before all had its result; it is sent anew."""
+        """Discard an exchange in which a worker was lost before all had its result; it is sent
+        anew.
+        """
         turn = self._rounds[number]
         turn.here = False
         for unit in turn.units:
@@ -234,7 +268,9 @@ class LocalSGDSync:
     def _land(self, number: int, alpha: float) -> None:
         """Go on from the mean change of all workers, once it has arrived."""
         begun, apart, moved, turn = time.perf_counter_ns(), 0.0, 0.0, self._rounds[number]
-        changes, memories = self._context.agreement.repeat(lambda: self._arrive(number), lambda: self._void(number), f"round of {number}")
+        changes, memories = self._context.agreement.repeat(
+            lambda: self._arrive(number), lambda: self._void(number), f"round of {number}"
+        )
         for unit, change in zip(turn.units, changes, strict=True):
             unit.work = None
             change.div_(turn.weights)
@@ -254,34 +290,58 @@ class LocalSGDSync:
         self._context.trace.record("round", "exchange", begun, time.perf_counter_ns())
 
     def _adapt(self, drifts: Sequence[Sequence[float]]) -> None:
-        """Set the length of the next round by how far replicas had drifted apart at the end of the last one."""
+        """Set the length of the next round by how far replicas had drifted apart at the end of
+        the last one.
+        """
         apart, moved = (sum(drift[side] for drift in drifts) / len(drifts) for side in (0, 1))
         if isinstance(self._options.every, adaptive) and moved > 0:
-            self._every = max(self._options.every.next(self._every, math.sqrt(apart / moved)), self._options.delay + 1)
+            self._every = max(
+                self._options.every.next(self._every, math.sqrt(apart / moved)),
+                self._options.delay + 1,
+            )
 
     def _mean_memories(self, turn: Fragment) -> list[tuple[Tensor, Tensor]]:
         """Return the optimizers' state of a fragment's parameters, and the means of it."""
         tensors, found = [], []
         for unit in turn.units:
             for slot in (self._slots[number] for number in unit.bucket.members):
-                state = {} if slot.optimizer is None else slot.optimizer.state.get(slot.parameter, {})
-                alike = [value for value in state.values() if isinstance(value, Tensor) and value.shape == slot.parameter.shape]
+                state = (
+                    {} if slot.optimizer is None else slot.optimizer.state.get(slot.parameter, {})
+                )
+                alike = [
+                    value
+                    for value in state.values()
+                    if isinstance(value, Tensor) and value.shape == slot.parameter.shape
+                ]
                 tensors += [value for value in alike if value.is_floating_point()]
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
             kind = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.reshape(-1) for tensor in kind]).mul_(turn.mine)
-            means = self._reducer.all_reduce(flat, f"momentum {dtype}").wait().div_(turn.living or 1.0)
-            found += [(tensor, mean.view(tensor.shape)) for tensor, mean in zip(kind, means.split([t.numel() for t in kind]), strict=True)]
+            means = (
+                self._reducer.all_reduce(flat, f"momentum {dtype}").wait().div_(turn.living or 1.0)
+            )
+            found += [
+                (tensor, mean.view(tensor.shape))
+                for tensor, mean in zip(kind, means.split([t.numel() for t in kind]), strict=True)
+            ]
         return found
 
     def replicated_state(self) -> dict[str, Tensor] | None:
-        """Return the values that all agreed on, right after a round; during the warm-up an empty dict, as all is equal."""
+        """Return the values that all agreed on, right after a round; during the warm-up an empty
+        dict, as all is equal.
+        """
         if self._warm is not None:
             return {}
         if any(turn.level != self._steps for turn in self._rounds if turn.units):
             return None
-        memories = {f"momentum of rounds, {unit.index}": unit.memory for unit in self._units if unit.memory is not None}
-        return {f"where all last agreed to be, {unit.index}": unit.start for unit in self._units} | memories
+        memories = {
+            f"momentum of rounds, {unit.index}": unit.memory
+            for unit in self._units
+            if unit.memory is not None
+        }
+        return {
+            f"where all last agreed to be, {unit.index}": unit.start for unit in self._units
+        } | memories
 
     def converge(self) -> None:
         """End a round early; the step under way is part of it."""
@@ -315,9 +375,14 @@ class LocalSGDSync:
         return {"steps": self._steps, "every": self._every, "warm": warm, "coded": coded}
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
-        """Keep the values that all last agreed on, and send anew what has not arrived everywhere."""
+        """Keep the values that all last agreed on, and send anew what has not arrived
+        everywhere.
+        """
         layout = self.join_info() if layout is None else layout
-        self._context, self._reducer = context, reducer("auto", coded=self._coded is not None)(context)
+        self._context, self._reducer = (
+            context,
+            reducer("auto", coded=self._coded is not None)(context),
+        )
         self._steps, self._every = layout["steps"], layout["every"]
         if self._coded is not None:
             self._coded.regroup()
@@ -332,8 +397,14 @@ class LocalSGDSync:
         rounds = [Fragment() for _ in self._rounds]
         self._lay_out(rounds)  # or another worker is lost meanwhile, and all is as it was
         for turn, old in zip(rounds, self._rounds, strict=True):
-            for new, unit in zip(turn.units, old.units, strict=False):  # a worker that has just joined may have none
-                new.start, new.memory, new.carried, new.copied = unit.start, unit.memory, unit.carried, unit.copied
+            # a worker that has just joined may have none
+            for new, unit in zip(turn.units, old.units, strict=False):
+                new.start, new.memory, new.carried, new.copied = (
+                    unit.start,
+                    unit.memory,
+                    unit.carried,
+                    unit.copied,
+                )
                 if not old.here and self._coded is not None and kept is not None:
                     kept[1].pop(unit.index, None)
             old.units = turn.units
@@ -341,8 +412,12 @@ class LocalSGDSync:
             self._coded.keep(kept)
 
     def _rounds_began(self) -> bool:
-        """Whether rounds have begun, on some worker at least: another may have been lost while they began. Collective."""
-        return not self._options.after or any(self._context.group.agree(b"1" if self._units else b""))
+        """Whether rounds have begun, on some worker at least: another may have been lost while
+        they began. Collective.
+        """
+        return not self._options.after or any(
+            self._context.group.agree(b"1" if self._units else b"")
+        )
 
     def load_from_peer(self, state: dict[str, Any]) -> None:
         for unit, memory in zip(self._units, state["memory"], strict=True):
@@ -366,17 +441,24 @@ class LocalSGDSync:
         return {"rounds": [turn.own(self._changed) for turn in self._rounds], "coded": coded}
 
     def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
-        """Carry a lost worker's changes into the rounds under way; a round that has ended since included them."""
+        """Carry a lost worker's changes into the rounds under way; a round that has ended since
+        included them.
+        """
         fresh = [turn for turn in self._rounds if turn.landed <= step]
         rounds = list(zip(self._rounds, state["rounds"], strict=False))
-        if not fresh or len(rounds) != len(state["rounds"]) or not all(turn.fits(theirs) for turn, theirs in rounds):
+        if (
+            not fresh
+            or len(rounds) != len(state["rounds"])
+            or not all(turn.fits(theirs) for turn, theirs in rounds)
+        ):
             return False
         for turn, theirs in rounds:
             if turn.landed <= step and theirs is not None:
                 turn.carry(theirs)
         if self._coded is not None and state["coded"] is not None:
             self._coded.load_unreplicated_state(
-                state["coded"], {unit.index for turn in self._rounds if turn.landed > step for unit in turn.units}
+                state["coded"],
+                {unit.index for turn in self._rounds if turn.landed > step for unit in turn.units},
             )
         return True
 
@@ -413,10 +495,14 @@ class LocalSGDSync:
             if found[0]["sizes"] == [unit.start.numel() for unit in units]:
                 for unit, memory in zip(units, found[0]["memory"], strict=True):
                     unit.memory = unit.memory if memory is None or unit.memory is None else memory
-            elif self._coded is not None or any(memory is not None for memory in found[0]["memory"]):
+            elif self._coded is not None or any(
+                memory is not None for memory in found[0]["memory"]
+            ):
                 raise UsageError(
-                    "this checkpoint was written for another model, with other parameters unfrozen, or with other fragments or bucket_mb, "
-                    "and a codec has kept something of those, or an older version momentum without names: resume with the same"
+                    "this checkpoint was written for another model, with other parameters "
+                    "unfrozen, or with other fragments or bucket_mb, "
+                    "and a codec has kept something of those, or an older version momentum without "
+                    "names: resume with the same"
                 )
             self._memories.load(found[0].get("memories", {}))
             self._memories.give(units, self._slots)

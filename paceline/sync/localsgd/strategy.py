@@ -1,12 +1,15 @@
-"""Local SGD, DiLoCo, and streaming DiLoCo: workers step by themselves, and agree every so many steps on where they are.
+"""Local SGD, DiLoCo, and streaming DiLoCo: workers step by themselves, and agree every so many
+steps on where they are.
 
     worker 0   step step step step |  mean of what each has changed  | step step step step |
     worker 1   step step step step |  since they last agreed         | step step step step |
 
-    fragments=2, delay=1   fragment 0   s s s s[send]s[mix]s s s[send]s[mix]        one fragment at a time, while steps go on
+    fragments=2, delay=1   fragment 0   s s s s[send]s[mix]s s s[send]s[mix]        one fragment at
+                                        a time, while steps go on
                            fragment 1   s s[send]s[mix]s s s[send]s[mix]s s
 
-What a worker has changed counts by its part of the samples, so that `every=1` with plain SGD is AllReduce.
+What a worker has changed counts by its part of the samples, so that `every=1` with plain SGD is
+AllReduce.
 """
 
 from __future__ import annotations
@@ -42,8 +45,8 @@ class LocalSGD(RoundOptions):
         fragments: Parts of the model that are exchanged in turn (streaming DiLoCo, Douillard et al.
             2025). Default: 1.
         delay: Steps between sending a part and using its mean, fewer than `every`. Default: 0.
-        alpha: Weight of the worker's own values when a mean comes in: x = alpha x + (1 - alpha) mean.
-            Default: 0.
+        alpha: Weight of the worker's own values when a mean comes in: x = alpha x + (1 - alpha)
+            mean. Default: 0.
         bucket_mb: Size of a bucket in MB. Default: 8.
 
     Raises:
@@ -55,7 +58,8 @@ class LocalSGD(RoundOptions):
     def begin(self, context: SyncContext) -> LocalSGDSync:
         if context.cut_axes and isinstance(self.every, adaptive):
             raise UsageError(
-                f"{self!r}: rounds adapt to how far replicas drift apart, and each part of a cut model would find another length; "
+                f"{self!r}: rounds adapt to how far replicas drift apart, and each part of a cut "
+                "model would find another length; "
                 "give a number of steps"
             )
         return LocalSGDSync(context, self)

@@ -1,7 +1,9 @@
-"""The measured cluster that a run is given: read, compared with the hosts that are there, and what the choice of a way takes from it.
+"""The measured cluster that a run is given: read, compared with the hosts that are there, and what
+the choice of a way takes from it.
 
 paceline probe                         cluster.json on the first host, to be copied to all
-paceline run --cluster cluster.json    each reads it | all have the same digest | hosts are those of the file | links, cores
+paceline run --cluster cluster.json    each reads it | all have the same digest | hosts are those of
+                                       the file | links, cores
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from paceline.errors import UsageError
 from paceline.formatting import counted
 from paceline.sync.route_choice import RouteFacts
 
-Measured: TypeAlias = str | os.PathLike[str] | Topology  # a file that `paceline probe` has written, or what `pl.probe` returned
+# a file that `paceline probe` has written, or what `pl.probe` returned
+Measured: TypeAlias = str | os.PathLike[str] | Topology
 SHOWN = 8  # hosts that an error names
 
 
@@ -34,16 +37,23 @@ class ClusterFile:
     def of(cls, asked: Measured | None, *, survives: bool = False) -> ClusterFile | None:
         """Read what a script or the command line asks for.
 
-        Raises `UsageError` for what isn't a measured cluster, and for any in a run that `survives` losses.
+        Raises `UsageError` for what isn't a measured cluster, and for any in a run that `survives`
+        losses.
         """
         if asked is None:
             return None
         if survives:
-            raise UsageError("cluster=... says how fast the links of fixed hosts are, and with --min-workers hosts change: leave one out")
+            raise UsageError(
+                "cluster=... says how fast the links of fixed hosts are, and with --min-workers "
+                "hosts change: leave one out"
+            )
         if isinstance(asked, Topology):
             return cls(asked, "the measured cluster")
         if not isinstance(asked, str | os.PathLike):
-            raise UsageError(f"cluster={asked!r} is no measured cluster: give the file of `paceline probe`, or what pl.probe returned")
+            raise UsageError(
+                f"cluster={asked!r} is no measured cluster: give the file of `paceline probe`, or "
+                "what pl.probe returned"
+            )
         return cls(topology_file.read(Path(asked)), Path(asked).name)
 
     @property
@@ -52,31 +62,51 @@ class ClusterFile:
         return hashlib.sha256(topology_file.dump(self.topology).encode()).hexdigest()
 
     def check(self, present: Topology) -> None:
-        """Raise `UsageError` unless these hosts, with as many workers each, are those that were measured, and all have a measured link."""
-        measured, here = (Counter({host.name: len(host.ranks) for host in topology.hosts}) for topology in (self.topology, present))
+        """Raise `UsageError` unless these hosts, with as many workers each, are those that were
+        measured, and all have a measured link.
+        """
+        measured, here = (
+            Counter({host.name: len(host.ranks) for host in topology.hosts})
+            for topology in (self.topology, present)
+        )
         if measured != here:
             raise UsageError(
-                f"{self.source} was measured on {_named(measured)}, and this job has {_named(here)}: measure it again with `paceline probe`"
+                f"{self.source} was measured on {_named(measured)}, and this job has "
+                f"{_named(here)}: measure it again with `paceline probe`"
             )
         for index, host in enumerate(self.topology.hosts):
             if len(self.topology.hosts) > 1 and self._rate(index) <= 0:
-                raise UsageError(f"{self.source} has no measured link of {host.name} to another host: measure again with `paceline probe`")
+                raise UsageError(
+                    f"{self.source} has no measured link of {host.name} to another host: "
+                    "measure again with `paceline probe`"
+                )
 
     def facts(self, present: Topology) -> RouteFacts:
-        """Return what the choice of a way needs, in the order of the hosts that are there; `check` has found them in the file."""
+        """Return what the choice of a way needs, in the order of the hosts that are there;
+        `check` has found them in the file.
+        """
         numbers = {host.name: number for number, host in enumerate(self.topology.hosts)}
         rates = tuple(self._rate(numbers[host.name]) for host in present.hosts)
-        between = [link.latency_seconds for link in self.topology.links if link.source != link.target]
+        between = [
+            link.latency_seconds for link in self.topology.links if link.source != link.target
+        ]
         return RouteFacts(rates, max(between, default=0.0), self._cores(), self.source)
 
     def _rate(self, host: int) -> float:
-        """Return what the link of a host carries: the best that was measured out of it or into it, whichever is less."""
+        """Return what the link of a host carries: the best that was measured out of it or into
+        it, whichever is less.
+        """
         between = [link for link in self.topology.links if link.source != link.target]
         out = max((link.bytes_per_second for link in between if link.source == host), default=0.0)
-        return min(out, max((link.bytes_per_second for link in between if link.target == host), default=0.0))
+        return min(
+            out,
+            max((link.bytes_per_second for link in between if link.target == host), default=0.0),
+        )
 
     def _cores(self) -> float:
-        """Return the cores of each worker, where there are fewest: of a host, within its quota, and of a machine that hosts share."""
+        """Return the cores of each worker, where there are fewest: of a host, within its quota,
+        and of a machine that hosts share.
+        """
         on_machine: Counter[str] = Counter()
         for host in self.topology.hosts:
             on_machine[host.machine] += len(host.ranks)
@@ -90,4 +120,6 @@ def _own_cores(host: HostRanks, neighbours: int) -> float:
 
 def _named(hosts: Counter[str]) -> str:
     words = [f"{name} ({counted(count, 'worker')})" for name, count in hosts.items()]
-    return ", ".join(words[:SHOWN]) + (f" and {len(words) - SHOWN} more" if len(words) > SHOWN else "")
+    return ", ".join(words[:SHOWN]) + (
+        f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
+    )

@@ -1,7 +1,8 @@
 """Measures what the device of a worker computes: products of matrices, and copies in memory.
 
-A control group with a quota lets a worker compute for a part of each period of 100 ms, and holds it until the next. Products take some
-milliseconds, so that these gaps are seen, and whole periods are counted:
+A control group with a quota lets a worker compute for a part of each period of 100 ms, and holds it
+until the next. Products take some milliseconds, so that these gaps are seen, and whole periods are
+counted:
 
     products  |||||||.........||||||.........||||||.........|||
                              [-----counted-----------------]
@@ -30,7 +31,9 @@ GAP: Final = 6e-3  # seconds more than is typical
 
 
 class Measured(NamedTuple):
-    """How often something was done in a second, and how far the middle half of the times lies apart, as a part of the median."""
+    """How often something was done in a second, and how far the middle half of the times lies
+    apart, as a part of the median.
+    """
 
     rate: float
     spread: float
@@ -38,7 +41,9 @@ class Measured(NamedTuple):
 
 
 def side(device: torch.device, dtype: str) -> int:
-    """Return the smallest matrices whose product takes long enough to be timed, of those that there are."""
+    """Return the smallest matrices whose product takes long enough to be timed, of those that
+    there are.
+    """
     for length in SIDES:
         multiply = _product(device, dtype, length)
         if min(_once(multiply, device) for _ in range(3)) >= SHORTEST_PRODUCT:
@@ -46,8 +51,12 @@ def side(device: torch.device, dtype: str) -> int:
     return SIDES[-1]
 
 
-def product_speed(device: torch.device, dtype: str, length: int, seconds: float) -> tuple[DeviceSpeed, float]:
-    """Measure products of matrices of this length for so long; also return the seconds of a processor for each second of that."""
+def product_speed(
+    device: torch.device, dtype: str, length: int, seconds: float
+) -> tuple[DeviceSpeed, float]:
+    """Measure products of matrices of this length for so long; also return the seconds of a
+    processor for each second of that.
+    """
     found = measure(_product(device, dtype, length), device, seconds)
     return DeviceSpeed(dtype, 2.0 * length**3 * found.rate, found.spread), found.attended
 
@@ -59,7 +68,9 @@ def copy_rate(pair: tuple[Tensor, Tensor], seconds: float) -> float:
 
 
 def copied_pair(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two tensors in the memory of the device, larger than caches if there is room: `copy_rate` copies one to the other."""
+    """Return two tensors in the memory of the device, larger than caches if there is room:
+    `copy_rate` copies one to the other.
+    """
     nbytes = min(COPIED, max(1 << 20, free_memory(device).free // 8) // 4 * 4)
     return torch.zeros(nbytes // 4, device=device), torch.zeros(nbytes // 4, device=device)
 
@@ -87,16 +98,21 @@ def measure(act: Callable[[], object], device: torch.device, seconds: float) -> 
 
 
 def steady(ends: Sequence[float]) -> tuple[float, float]:
-    """Return the rate (in a second) and the spread of something that began at the first of these times, and ended at each of the others.
+    """Return the rate (in a second) and the spread of something that began at the first of these
+    times, and ended at each of the others.
 
-    With gaps, from the end of the first to the end of the last, if that is most of the time; else the middle one of some parts.
+    With gaps, from the end of the first to the end of the last, if that is most of the time; else
+    the middle one of some parts.
     """
     times = [after - before for before, after in pairwise(ends)]
     typical = statistics.median(times)
     gaps = [index for index, each in enumerate(times) if each > max(3 * typical, typical + GAP)]
     usual = sorted(each for each in times if each <= max(3 * typical, typical + GAP))
     spread = (usual[-1 - len(usual) // 4] - usual[len(usual) // 4]) / typical
-    if len(gaps) > 1 and (counted := ends[gaps[-1] + 1] - ends[gaps[0] + 1]) >= (ends[-1] - ends[0]) / 2:
+    if (
+        len(gaps) > 1
+        and (counted := ends[gaps[-1] + 1] - ends[gaps[0] + 1]) >= (ends[-1] - ends[0]) / 2
+    ):
         return (gaps[-1] - gaps[0]) / counted, spread
     bounds = [round(part * len(times) / PARTS) for part in range(PARTS + 1)]
     rates = [(stop - start) / (ends[stop] - ends[start]) for start, stop in pairwise(bounds)]
@@ -105,7 +121,9 @@ def steady(ends: Sequence[float]) -> tuple[float, float]:
 
 def _product(device: torch.device, dtype: str, length: int) -> Callable[[], Tensor]:
     kind = getattr(torch, dtype)
-    one, other = (torch.full((length, length), value, dtype=kind, device=device) for value in (0.5, 0.25))
+    one, other = (
+        torch.full((length, length), value, dtype=kind, device=device) for value in (0.5, 0.25)
+    )
     out = torch.empty_like(one)
     return lambda: torch.matmul(one, other, out=out)
 

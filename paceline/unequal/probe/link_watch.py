@@ -1,9 +1,10 @@
-"""Says whose link has become slow: measures the links between hosts once exchanges take longer, while no step is under way.
+"""Says whose link has become slow: measures the links between hosts once exchanges take longer,
+while no step is under way.
 
 flush   flush   flush (slow for long enough)                    flush
   |  :  :  |  :  :  | rounds of pairs of hosts, a few 100 KB each   | the line, the status line, `links` of the summary
      a glance: have the last two steps become slow at once?
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -26,7 +27,15 @@ from paceline.record.history import RunHistory
 from paceline.sync.base import Strategy
 from paceline.trace import PARTS
 from paceline.unequal.probe.links import LinkMeter
-from paceline.unequal.probe.slow_links import CodecCost, ExchangeSensor, Slowdown, SlowLink, find, predict, rounds
+from paceline.unequal.probe.slow_links import (
+    CodecCost,
+    ExchangeSensor,
+    Slowdown,
+    SlowLink,
+    find,
+    predict,
+    rounds,
+)
 from paceline.workers.axes import RunAxes
 
 STREAM: Final = 0.08  # seconds of a stream of one direction, about
@@ -36,14 +45,31 @@ WORTH: Final = 1.1  # times as fast, from which on a codec is advised
 
 
 class LinkWatch:
-    """One worker's part in watching the links of a run on several hosts, in which all workers are in lockstep."""
+    """One worker's part in watching the links of a run on several hosts, in which all workers
+    are in lockstep.
+    """
 
-    def __init__(self, loop: TrainingLoop, axes: RunAxes, strategy: Strategy, history: RunHistory, *, survives: bool) -> None:
-        self._loop, self._axes, self._strategy, self._history, self._survives = loop, axes, strategy, history, survives
+    def __init__(
+        self,
+        loop: TrainingLoop,
+        axes: RunAxes,
+        strategy: Strategy,
+        history: RunHistory,
+        *,
+        survives: bool,
+    ) -> None:
+        self._loop, self._axes, self._strategy, self._history, self._survives = (
+            loop,
+            axes,
+            strategy,
+            history,
+            survives,
+        )
         self._sensor = ExchangeSensor()
         self._last: deque[list[float]] = deque(maxlen=2)  # seconds of PARTS of my last steps
         self._next: int | None = None  # the step after which all meet for a glance
-        self._marks: deque[tuple[int, int]] = deque(maxlen=2)  # steps, and bytes sent between hosts, at the last flushes
+        # steps, and bytes sent between hosts, at the last flushes
+        self._marks: deque[tuple[int, int]] = deque(maxlen=2)
         self._remark = ""
         self.found: list[dict[str, Any]] = []
 
@@ -53,7 +79,9 @@ class LinkWatch:
         return self._remark if self._sensor.slow else ""
 
     def take(self, names: Sequence[int], steps: Sequence[Sequence[Sequence[float]]]) -> None:
-        """Take in the seconds of PARTS of all steps since the last flush, by rank, the same on all workers. Collective."""
+        """Take in the seconds of PARTS of all steps since the last flush, by rank, the same on
+        all workers. Collective.
+        """
         if self._axes.cut or len(self._axes.cluster().hosts) < 2:
             return
         self._marks.append((self._loop.steps, self._loop.sent.between))
@@ -64,7 +92,10 @@ class LinkWatch:
             self._plan()
 
     def step_ended(self, step: int, _samples: int, seconds: Mapping[str, float]) -> None:
-        """Take in what a step of mine has spent, and glance at the last two if it is time. Collective then."""
+        """Take in what a step of mine has spent, and glance at the last two if it is time.
+
+        Collective then.
+        """
         self._last.append([seconds.get(part, 0.0) for part in PARTS])
         if self._next is None or step < self._next:
             return
@@ -77,16 +108,27 @@ class LinkWatch:
     def _plan(self) -> None:
         """Plan the next glance, in a run whose workers meet in each step anyway."""
         sync = self._loop.backward.sync
-        meets = sync.exchanges_in_backward and not sync.replicas_diverge and self._loop.abilities.remote is None
+        meets = (
+            sync.exchanges_in_backward
+            and not sync.replicas_diverge
+            and self._loop.abilities.remote is None
+        )
         ahead = self._sensor.ahead if meets and not self._survives else None
         self._next = None if ahead is None else self._loop.steps + ahead
 
     def _look(self, slowdown: Slowdown, *, sure: bool = True) -> bool:
-        """Find out whose link it is, say so, and return whether it is one. Where exchanges may be long for a moment, only that is said."""
-        longer = f"exchanges take {slowdown.now * 1e3:.1f} ms of a step where it was {slowdown.usual * 1e3:.1f} ms"
+        """Find out whose link it is, say so, and return whether it is one.
+
+        Where exchanges may be long for a moment, only that is said.
+        """
+        longer = (
+            f"exchanges take {slowdown.now * 1e3:.1f} ms of a step where it was "
+            f"{slowdown.usual * 1e3:.1f} ms"
+        )
         if self._survives:
             self._history.tell(
-                f"{longer}: a link between hosts has become slow, or who uses it; where losses are survived none is measured"
+                f"{longer}: a link between hosts has become slow, or who uses it; "
+                "where losses are survived none is measured"
             )
             return False
         agreement, hosts = self._axes.everyone, self._axes.cluster().names()
@@ -100,31 +142,58 @@ class LinkWatch:
         mine = [(total - sent) / max(steps - before, 1), *_coding(len(self._axes.cluster().hosts))]
         facts = [msgpack.unpackb(body) for body in agreement.meet("links", msgpack.packb(mine))]
         where = self._axes.cluster().where()
-        leaving = [sum(fact[0] for fact, host in zip(facts, where, strict=True) if host == each) for each in range(len(set(where)))]
-        codec = CodecCost(max(fact[1] for fact in facts), statistics.median(fact[2] for fact in facts))
+        leaving = [
+            sum(fact[0] for fact, host in zip(facts, where, strict=True) if host == each)
+            for each in range(len(set(where)))
+        ]
+        codec = CodecCost(
+            max(fact[1] for fact in facts), statistics.median(fact[2] for fact in facts)
+        )
         link, most = find(rates), max(leaving)
         if link is None or most / link.rate < EXPLAINS * slowdown.now:
             slowest = _mbit(min(rates.values()))
             if sure:
-                self._history.tell(f"{longer}, though every link between hosts carries {slowest} or more: see what else runs on the hosts")
+                self._history.tell(
+                    f"{longer}, though every link between hosts carries {slowest} or more: "
+                    "see what else runs on the hosts"
+                )
             return False
         machines = [hosts[where.index(host)] for host in link.hosts]
-        gain = predict(slowdown, most, link.rate, most * len(leaving) / (8 * (len(leaving) - 1)), codec)
+        gain = predict(
+            slowdown, most, link.rate, most * len(leaving) / (8 * (len(leaving) - 1)), codec
+        )
         self._say(longer, link, machines, gain)
         return True
 
     def _say(self, longer: str, link: SlowLink, machines: Sequence[str], gain: float) -> None:
-        carried = _mbit(link.rate) if link.usual is None else f"{_mbit(link.rate)}, where others carry {_mbit(link.usual)}"
+        carried = (
+            _mbit(link.rate)
+            if link.usual is None
+            else f"{_mbit(link.rate)}, where others carry {_mbit(link.usual)}"
+        )
         one = len(machines) == 1
-        whose = f"the link of {machines[0]}" if one else f"the link between {' and '.join(machines)}"
+        whose = (
+            f"the link of {machines[0]}" if one else f"the link between {' and '.join(machines)}"
+        )
         if len(machines) > 2:
             whose = f"the links of {', '.join(machines)}"
         self._remark = f"{whose} slow: {_mbit(link.rate)}"
         pays = spell(self._strategy) == "AllReduce()" and gain >= WORTH
-        advice = f"AllReduce(codec=int8()) would make steps about {gain:.2f} times as fast; or see what else uses it" if pays else ""
+        advice = (
+            f"AllReduce(codec=int8()) would make steps about {gain:.2f} times as fast; "
+            "or see what else uses it"
+            if pays
+            else ""
+        )
         words = f"{longer}: {whose} carr{'y' if len(machines) > 2 else 'ies'} {carried}"
         self.found.append(
-            {"step": self._loop.steps, "hosts": list(machines), "rate": link.rate, "usual": link.usual, "gain": gain if pays else None}
+            {
+                "step": self._loop.steps,
+                "hosts": list(machines),
+                "rate": link.rate,
+                "usual": link.usual,
+                "gain": gain if pays else None,
+            }
             | {"words": words, "advice": advice}
         )
         self._history.tell(f"{words}. {advice or 'See what else uses it'}")
@@ -136,19 +205,25 @@ class LinkWatch:
         connected = pairs(group, hostnames=cluster.names())
         try:
             meter = LinkMeter(connected)
-            mine = meter.alone([[(first[a], first[b]) for a, b in each] for each in rounds(len(first))], STREAM)
+            mine = meter.alone(
+                [[(first[a], first[b]) for a, b in each] for each in rounds(len(first))], STREAM
+            )
             meter.meet()
         except BaseException:
             connected.abort()
             raise
         connected.close()
         where = cluster.where()
-        told = self._axes.everyone.meet("rates of links", msgpack.packb([[*each.pair, each.rate] for each in mine]))
+        told = self._axes.everyone.meet(
+            "rates of links", msgpack.packb([[*each.pair, each.rate] for each in mine])
+        )
         return {(where[a], where[b]): rate for body in told for a, b, rate in msgpack.unpackb(body)}
 
 
 def _coding(hosts: int) -> tuple[float, float]:
-    """Return what int8 sends as a part of exact sums, and its seconds for an element that so many hosts sum."""
+    """Return what int8 sends as a part of exact sums, and its seconds for an element that so
+    many hosts sum.
+    """
     coding, x = int8(), torch.linspace(-1.0, 1.0, TRIED)
     _, message = room(coding, TRIED)
     tries = []

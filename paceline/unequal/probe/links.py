@@ -2,14 +2,18 @@
 
     source                                    target
     {ping}            ------------------->
-                      <-------------------    {}                  half of the median of some is the latency
+                      <-------------------    {}                  half of the median of some is the
+                                                                  latency
     {chunk} [bytes]   ------------------->    notes when it came
     {chunk} [bytes]   ------------------->
-                      <-------------------    {}                  at most WINDOW of them are under way
+                      <-------------------    {}                  at most WINDOW of them are under
+                                                                  way
     {end}             ------------------->
-                      <-------------------    {rate}              of what came in the later part, when TCP has found its pace
+                      <-------------------    {rate}              of what came in the later part,
+                                                                  when TCP has found its pace
 
-A first, short stream finds out how large chunks should be. Nobody turns in circles while others measure: hosts may share cores.
+A first, short stream finds out how large chunks should be. Nobody turns in circles while others
+measure: hosts may share cores.
 """
 
 from __future__ import annotations
@@ -49,12 +53,16 @@ class LinkFigures(NamedTuple):
 
 
 def steady_rate(arrivals: Sequence[tuple[float, int]]) -> float:
-    """Return the bytes a second of chunks that came at these times (seconds), of those after the first part of the time.
+    """Return the bytes a second of chunks that came at these times (seconds), of those after the
+    first part of the time.
 
-    Of many chunks it is the middle one of the rates of some parts: a process that has to wait for its core spoils one of them.
+    Of many chunks it is the middle one of the rates of some parts: a process that has to wait for
+    its core spoils one of them.
     """
     began, end = arrivals[0][0], arrivals[-1][0]
-    later = [index for index, (when, _) in enumerate(arrivals) if when >= began + WARM * (end - began)]
+    later = [
+        index for index, (when, _) in enumerate(arrivals) if when >= began + WARM * (end - began)
+    ]
     first, last = min(later[0], len(arrivals) - 2), len(arrivals) - 1
     parts = PARTS if last - first >= PARTS * FEWEST else 1
     bounds = [first + round(part * (last - first) / parts) for part in range(parts + 1)]
@@ -72,7 +80,9 @@ def chunk_size(rate: float, seconds: float) -> int:
 
 
 def stream_length(latency: float, seconds: float) -> float:
-    """Return how long a stream has to be, at least so many seconds, for TCP to find its pace on a link of this latency."""
+    """Return how long a stream has to be, at least so many seconds, for TCP to find its pace on
+    a link of this latency.
+    """
     return min(max(seconds, 2 * PACE * latency), LONGEST)
 
 
@@ -95,7 +105,9 @@ class LinkMeter:
             self._pairs.send(rank, MEET, {})
 
     def alone(self, rounds: Iterable[Sequence[Pair]], seconds: float) -> list[LinkFigures]:
-        """Measure the pairs of each round, in which no worker is twice; return the figures of this worker's, as source."""
+        """Measure the pairs of each round, in which no worker is twice; return the figures of
+        this worker's, as source.
+        """
         found = []
         for pairs in rounds:
             self.meet()
@@ -108,7 +120,10 @@ class LinkMeter:
         return found
 
     def crowded(self, rounds: Iterable[Sequence[Pair]], seconds: float) -> list[LinkFigures]:
-        """Measure the pairs of each round, for so long, in which workers send and receive at once. All of them were measured alone."""
+        """Measure the pairs of each round, for so long, in which workers send and receive at once.
+
+        All of them were measured alone.
+        """
         found = []
         for pairs in rounds:
             self.meet()
@@ -135,7 +150,9 @@ class LinkMeter:
             trips.append(time.perf_counter() - began)
         latency = statistics.median(trips[1:]) / 2  # the first opens the connection
         length = stream_length(latency, seconds)
-        rate = self._stream(target, 4 * SMALLEST if latency < LONGEST_TRIPS else SMALLEST, length / 3)
+        rate = self._stream(
+            target, 4 * SMALLEST if latency < LONGEST_TRIPS else SMALLEST, length / 3
+        )
         rate = self._stream(target, chunk_size(rate, length), length)
         self._pairs.send(target, GO, {"over": True})
         return LinkFigures((self._pairs.rank, target), latency, rate)
@@ -151,13 +168,24 @@ class LinkMeter:
                 self._pairs.receive(target, BACK, what="an answer").wait(self._timings.answer)
                 answered += 1
         self._pairs.send(target, GO, {"end": True})
-        while "rate" not in (head := self._pairs.receive(target, BACK, what="an answer").wait(self._timings.answer).head):
+        while "rate" not in (
+            head := self._pairs.receive(target, BACK, what="an answer")
+            .wait(self._timings.answer)
+            .head
+        ):
             pass
         return float(head["rate"])
 
     def _serve(self, source: int) -> None:
         arrivals: list[tuple[float, int]] = []
-        while "over" not in (message := self._pairs.receive(source, GO, what="a stream of chunks").wait(self._timings.answer)).head:
+        while (
+            "over"
+            not in (
+                message := self._pairs.receive(source, GO, what="a stream of chunks").wait(
+                    self._timings.answer
+                )
+            ).head
+        ):
             if "end" in message.head:
                 self._pairs.send(source, BACK, {"rate": steady_rate(arrivals)})
                 arrivals = []

@@ -1,4 +1,6 @@
-"""What is odd about a measured cluster, in words: what a user would want to mend before training."""
+"""What is odd about a measured cluster, in words: what a user would want to mend before
+training.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ SLOW_LINK: Final = 0.2  # of the fastest
 SLOW_COPY: Final = 0.4
 LONG_LATENCY: Final = 10.0  # times what is typical
 LATE: Final = 1e-3  # seconds below which no latency is odd
-CROWDED: Final = 0.62  # of what links carry alone: a third is lost where acknowledgements wait behind what is sent the other way
+# of what links carry alone: a third is lost where acknowledgements wait behind what is sent the
+# other way
+CROWDED: Final = 0.62
 LOSES: Final = 0.9
 HELD_BACK: Final = 0.7  # of the highest clock
 ATTENDED: Final = 0.85  # of what threads, cores and quota allow
@@ -24,7 +28,9 @@ FASTER: Final = 2.0  # times: of an interface that isn't used
 
 
 def oddities(topology: Topology) -> list[str]:
-    """Return a line for each thing that is odd, the most telling first; none where all is as it should be."""
+    """Return a line for each thing that is odd, the most telling first; none where all is as it
+    should be.
+    """
     return [
         *_devices(topology),
         *_threads(topology),
@@ -51,22 +57,34 @@ def _ranks(ranks: Iterable[int], host: HostRanks) -> str:
 
 
 def _devices(topology: Topology) -> Iterable[str]:
-    """Tell of devices that are slower than others of their kind, and why, as far as that is known."""
+    """Tell of devices that are slower than others of their kind, and why, as far as that is
+    known.
+    """
     found = _measured(topology)
     for rank, host, device in found:
         slow = []
         for speed in device.speeds:
-            best = max(other.flops(speed.dtype) for _, _, other in found if other.kind == device.kind)
+            best = max(
+                other.flops(speed.dtype) for _, _, other in found if other.kind == device.kind
+            )
             if 0 < speed.flops < SLOW_DEVICE * best:
                 slow.append(f"{speed.dtype} at {speed.flops / best:.2f}")
         if slow:
-            yield f"rank {rank} on {host.name} multiplies {_listed(slow)} of the fastest {device.kind}{_why(host, device, found)}"
+            yield (
+                f"rank {rank} on {host.name} multiplies {_listed(slow)} of the fastest "
+                f"{device.kind}{_why(host, device, found)}"
+            )
     for rank, host, device in found:
-        best = max(other.copied_bytes_per_second for _, _, other in found if other.kind == device.kind)
+        best = max(
+            other.copied_bytes_per_second for _, _, other in found if other.kind == device.kind
+        )
         steady = not _limited(host, device) and _attended(host, device) >= ATTENDED
         if 0 < device.copied_bytes_per_second < SLOW_COPY * best and steady:
             part = device.copied_bytes_per_second / best
-            yield f"rank {rank} on {host.name} copies memory at {part:.2f} of the fastest {device.kind}: look at what else uses its memory"
+            yield (
+                f"rank {rank} on {host.name} copies memory at {part:.2f} of the fastest "
+                f"{device.kind}: look at what else uses its memory"
+            )
 
 
 def _limited(host: HostRanks, device: Device) -> bool:
@@ -82,14 +100,24 @@ def _why(host: HostRanks, device: Device, found: Iterable[tuple[int, HostRanks, 
     most = max(other.threads for _, _, other in found)
     if device.kind == "cpu" and device.threads < most:
         return f": it computes with {counted(device.threads, 'thread')}, others with up to {most}"
-    return f": it had its cores {part:.0%} of the time" if (part := _attended(host, device)) < ATTENDED else ""
+    return (
+        f": it had its cores {part:.0%} of the time"
+        if (part := _attended(host, device)) < ATTENDED
+        else ""
+    )
 
 
 def _attended(host: HostRanks, device: Device) -> float:
-    """Return for which part of the time that threads, cores and quota allow the worker had its cores; 1 where that isn't known."""
+    """Return for which part of the time that threads, cores and quota allow the worker had its
+    cores; 1 where that isn't known.
+    """
     cores = host.cores if host.quota is None else min(host.cores, host.quota)
     possible = min(device.threads, cores / len(host.ranks))
-    return device.attended / possible if device.kind == "cpu" and device.attended > 0 and possible > 0 else 1.0
+    return (
+        device.attended / possible
+        if device.kind == "cpu" and device.attended > 0 and possible > 0
+        else 1.0
+    )
 
 
 def _threads(topology: Topology) -> Iterable[str]:
@@ -99,15 +127,18 @@ def _threads(topology: Topology) -> Iterable[str]:
         if wanted > host.cores:
             each = host.cores // len(host.ranks)
             yield (
-                f"the workers of {host.name} compute with {counted(wanted, 'thread')} on {counted(host.cores, 'core')}, "
-                f"and disturb each other: {f'give each {each} (--threads)' if each else f'start {host.cores} of them at most'}"
+                f"the workers of {host.name} compute with {counted(wanted, 'thread')} on "
+                f"{counted(host.cores, 'core')}, "
+                "and disturb each other: "
+                f"{f'give each {each} (--threads)' if each else f'start {host.cores} of them at most'}"  # noqa: E501
             )
     for machine in dict.fromkeys(host.machine for host in topology.hosts if host.machine):
         hosts = [host for host in topology.hosts if host.machine == machine]
         usable, cores = sum(_most(host) for host in hosts), hosts[0].machine_cores
         if len(hosts) > 1 and 0 < cores < usable:
             yield (
-                f"{_listed(host.name for host in hosts)} are one machine with {counted(cores, 'core')}, and their workers could use "
+                f"{_listed(host.name for host in hosts)} are one machine with "
+                f"{counted(cores, 'core')}, and their workers could use "
                 f"{usable:g}: they were measured one host after another, and are slower all at once"
             )
 
@@ -119,23 +150,40 @@ def _most(host: HostRanks) -> float:
 
 
 def _clocks(topology: Topology) -> Iterable[str]:
-    """Tell of processors that stay slow while they compute, and of workers that get no core when they could."""
+    """Tell of processors that stay slow while they compute, and of workers that get no core when
+    they could.
+    """
     for host in topology.hosts:
-        slow = [device for device in host.devices if 0 < device.clock_hz < HELD_BACK * device.highest_clock_hz]
+        slow = [
+            device
+            for device in host.devices
+            if 0 < device.clock_hz < HELD_BACK * device.highest_clock_hz
+        ]
         if slow:
             worst = min(slow, key=lambda device: device.clock_hz)
             yield (
-                f"the processor of {host.name} stays at {worst.clock_hz / 1e9:.1f} GHz of {worst.highest_clock_hz / 1e9:.1f} while it "
-                f"computes: it saves power or is too hot (governor {worst.governor or 'unknown'}; `cpupower frequency-set -g performance`)"
+                f"the processor of {host.name} stays at {worst.clock_hz / 1e9:.1f} GHz of "
+                f"{worst.highest_clock_hz / 1e9:.1f} while it "
+                f"computes: it saves power or is too hot (governor {worst.governor or 'unknown'}; "
+                "`cpupower frequency-set -g performance`)"
             )
     for host in topology.hosts:
-        waited = {rank: part for rank, device in _pairs(host) if (part := _attended(host, device)) < ATTENDED}
+        waited = {
+            rank: part
+            for rank, device in _pairs(host)
+            if (part := _attended(host, device)) < ATTENDED
+        }
         if waited:
-            yield f"{_ranks(waited, host)} had its cores {min(waited.values()):.0%} of the time it computed: other programs use them"
+            yield (
+                f"{_ranks(waited, host)} had its cores {min(waited.values()):.0%} of the time it "
+                "computed: other programs use them"
+            )
 
 
 def _links(topology: Topology) -> Iterable[str]:
-    """Tell of links between hosts that are slow, each host's in a line where all of one direction are."""
+    """Tell of links between hosts that are slow, each host's in a line where all of one
+    direction are.
+    """
     links = [link for link in topology.links if link.source != link.target]
     best = max((link.bytes_per_second for link in links), default=0.0)
     slow = [link for link in links if link.bytes_per_second < SLOW_LINK * best]
@@ -144,71 +192,123 @@ def _links(topology: Topology) -> Iterable[str]:
             of_host = [link for link in links if getattr(link, end) == index]
             if len(of_host) > 1 and all(link in slow for link in of_host):
                 middle = statistics.median(link.bytes_per_second for link in of_host)
-                yield f"{host.name} {way} {rated(middle)}, and the fastest link carries {rated(best)}: check its cable and port"
+                yield (
+                    f"{host.name} {way} {rated(middle)}, and the fastest link carries "
+                    f"{rated(best)}: check its cable and port"
+                )
                 slow = [link for link in slow if link not in of_host]
     for link in slow:
-        yield f"{_way(topology, link)} carries {rated(link.bytes_per_second)}, and the fastest link here {rated(best)}"
+        yield (
+            f"{_way(topology, link)} carries {rated(link.bytes_per_second)}, and the fastest link "
+            f"here {rated(best)}"
+        )
     typical = statistics.median(link.latency_seconds for link in links) if links else 0.0
     for link in links:
         if link.latency_seconds > max(LATE, LONG_LATENCY * typical):
-            yield f"{_way(topology, link)} takes {link.latency_seconds * 1e3:.1f} ms, where {typical * 1e3:.2f} ms are typical here"
+            yield (
+                f"{_way(topology, link)} takes {link.latency_seconds * 1e3:.1f} ms, where "
+                f"{typical * 1e3:.2f} ms are typical here"
+            )
 
 
 def _crowds(topology: Topology) -> Iterable[str]:
-    """Tell of links that carry less while other hosts send as well: they share a switch or an uplink, or their hosts share cores."""
+    """Tell of links that carry less while other hosts send as well: they share a switch or an
+    uplink, or their hosts share cores.
+    """
     count = len(topology.hosts)
     for shift in range(1, count):
         pairs = [(host, (host + shift) % count) for host in range(count)]
-        found = [link for pair in pairs if (link := topology.link(*pair)) is not None and link.crowded_bytes_per_second > 0]
-        losing = [link for link in found if link.crowded_bytes_per_second < LOSES * link.bytes_per_second]
-        alone, crowded = (sum(getattr(link, name) for link in losing) for name in ("bytes_per_second", "crowded_bytes_per_second"))
+        found = [
+            link
+            for pair in pairs
+            if (link := topology.link(*pair)) is not None and link.crowded_bytes_per_second > 0
+        ]
+        losing = [
+            link for link in found if link.crowded_bytes_per_second < LOSES * link.bytes_per_second
+        ]
+        alone, crowded = (
+            sum(getattr(link, name) for link in losing)
+            for name in ("bytes_per_second", "crowded_bytes_per_second")
+        )
         if crowded < CROWDED * alone:
-            one, machines = len(losing) == 1, {topology.hosts[end].machine for link in losing for end in (link.source, link.target)}
+            one, machines = (
+                len(losing) == 1,
+                {
+                    topology.hosts[end].machine
+                    for link in losing
+                    for end in (link.source, link.target)
+                },
+            )
             cores = ", or the cores of one machine" if len(machines) == 1 and all(machines) else ""
             yield (
-                f"{_listed(_way(topology, link) for link in losing)} {'carries' if one else 'carry'} {rated(alone)} "
-                f"{'alone' if one else 'one at a time'}, and {rated(crowded)} while all hosts send: "
+                f"{_listed(_way(topology, link) for link in losing)} "
+                f"{'carries' if one else 'carry'} {rated(alone)} "
+                f"{'alone' if one else 'one at a time'}, and {rated(crowded)} while all hosts "
+                "send: "
                 f"{'it shares' if one else 'they share'} a switch or an uplink{cores}"
             )
 
 
 def _interfaces(topology: Topology) -> Iterable[str]:
-    """Tell of addresses that reach this machine alone, and of faster interfaces in a network that all hosts are in."""
+    """Tell of addresses that reach this machine alone, and of faster interfaces in a network
+    that all hosts are in.
+    """
     machines = {host.machine for host in topology.hosts if host.machine}
     for host in topology.hosts:
         if len(machines) > 1 and network.loopback(host.address):
-            yield f"{host.name} is reached at {host.address}, which is its loopback: {_advice(None)}"
+            yield f"{host.name} is reached at {host.address}, which is its loopback: {_advice(None)}"  # noqa: E501
         used = next((each for each in host.interfaces if each.address == host.address), None)
         for other in host.interfaces:
             faster = used is not None and 0 < FASTER * used.bits_per_second <= other.bits_per_second
-            if used is not None and faster and len(topology.hosts) > 1 and _reaches_all(topology, other):
+            if (
+                used is not None
+                and faster
+                and len(topology.hosts) > 1
+                and _reaches_all(topology, other)
+            ):
                 yield (
-                    f"{host.name} is reached over {used.name} ({used.bits_per_second / 1e9:g} Gbit/s), and its {other.name} could send "
-                    f"{other.bits_per_second / 1e9:g} Gbit/s in a network that all hosts are in: {_advice(other)}"
+                    f"{host.name} is reached over {used.name} ({used.bits_per_second / 1e9:g} "
+                    f"Gbit/s), and its {other.name} could send "
+                    f"{other.bits_per_second / 1e9:g} Gbit/s in a network that all hosts are in: "
+                    f"{_advice(other)}"
                 )
 
 
 def _reaches_all(topology: Topology, interface: Interface) -> bool:
     """Whether each host has an address of its own in the network of this interface."""
-    addresses = [{each.address for each in host.interfaces if each.network == interface.network} for host in topology.hosts]
+    addresses = [
+        {each.address for each in host.interfaces if each.network == interface.network}
+        for host in topology.hosts
+    ]
     return all(addresses) and len(set.union(*addresses)) >= len(topology.hosts)
 
 
 def _advice(interface: Interface | None) -> str:
-    return f"give --interface {'with the one that reaches the others' if interface is None else interface.name}"
+    return (
+        "give --interface "
+        f"{'with the one that reaches the others' if interface is None else interface.name}"
+    )
 
 
 def _unsteady(topology: Topology) -> Iterable[str]:
     """Tell of hosts where the same takes now longer, now shorter."""
     for host in topology.hosts:
-        spreads = {rank: max((speed.spread for speed in device.speeds), default=0.0) for rank, device in _pairs(host)}
+        spreads = {
+            rank: max((speed.spread for speed in device.speeds), default=0.0)
+            for rank, device in _pairs(host)
+        }
         apart = {rank: spread for rank, spread in spreads.items() if spread > SPREAD}
         if apart:
-            yield f"times of {_ranks(apart, host)} lie {max(apart.values()):.0%} apart: something disturbs it; measure again in quiet"
+            yield (
+                f"times of {_ranks(apart, host)} lie {max(apart.values()):.0%} apart: "
+                "something disturbs it; measure again in quiet"
+            )
 
 
 def rated(rate: float) -> str:
-    """Write bytes a second as links are rated, below 10 Gbit/s in bits: "956 Mbit/s", "3.2 GB/s"."""
+    """Write bytes a second as links are rated, below 10 Gbit/s in bits: "956 Mbit/s", "3.2
+    GB/s".
+    """
     bits = 8 * rate
     if bits >= 1e10:
         return f"{rate / 1e9:.1f} GB/s"

@@ -1,4 +1,5 @@
-"""The order of measurements, as plain data: workers that would disturb each other, where they don't in training, measure one after another.
+"""The order of measurements, as plain data: workers that would disturb each other, where they don't
+in training, measure one after another.
 
 hosts a, b on one machine, c on another       waves:  a, c | b
 links between hosts, alone                    rounds: a>b | a>c | b>a | b>c | c>a | c>b
@@ -19,7 +20,8 @@ ALL_PAIRS = 8  # workers of a host of which every pair is measured; of more, nei
 
 
 def waves(topology: Topology) -> list[list[int]]:
-    """Return the hosts that may compute at the same time: of each machine one, as hosts of a lab, or containers, share its cores.
+    """Return the hosts that may compute at the same time: of each machine one, as hosts of a lab,
+    or containers, share its cores.
 
     All workers of a host compute together, as they do in training.
     """
@@ -30,7 +32,9 @@ def waves(topology: Topology) -> list[list[int]]:
 
 
 def inside(topology: Topology) -> list[list[Pair]]:
-    """Return rounds in which one worker of a host sends to another, and no more than one on each machine."""
+    """Return rounds in which one worker of a host sends to another, and no more than one on each
+    machine.
+    """
     rounds = []
     for wave in waves(topology):
         rounds += _side_by_side(_pairs(topology.hosts[host]) for host in wave)
@@ -39,22 +43,31 @@ def inside(topology: Topology) -> list[list[Pair]]:
 
 def inside_crowded(topology: Topology) -> list[list[Pair]]:
     """Return rounds in which each worker of a host sends to the next one there."""
-    rounds = [[pair for host in wave for pair in _ring(topology.hosts[host])] for wave in waves(topology)]
+    rounds = [
+        [pair for host in wave for pair in _ring(topology.hosts[host])] for wave in waves(topology)
+    ]
     return [pairs for pairs in rounds if pairs]
 
 
 def between(topology: Topology) -> list[list[Pair]]:
-    """Return rounds of one host that sends to another, while all others rest: each host's first worker does it."""
+    """Return rounds of one host that sends to another, while all others rest: each host's first
+    worker does it.
+    """
     return [[(one.ranks[0], other.ranks[0])] for one, other in permutations(topology.hosts, 2)]
 
 
 def between_crowded(topology: Topology) -> list[list[Pair]]:
-    """Return rounds in which each host sends to another, and each receives of one: what they lose then, they share."""
+    """Return rounds in which each host sends to another, and each receives of one: what they
+    lose then, they share.
+    """
     first = [host.ranks[0] for host in topology.hosts]
     count = len(first)
     if count < 3:  # two hosts that send to each other share no more than the link that they are
         return []
-    return [[(first[host], first[(host + shift) % count]) for host in range(count)] for shift in range(1, count)]
+    return [
+        [(first[host], first[(host + shift) % count]) for host in range(count)]
+        for shift in range(1, count)
+    ]
 
 
 def _pairs(host: HostRanks) -> list[Pair]:
@@ -66,7 +79,11 @@ def _pairs(host: HostRanks) -> list[Pair]:
 
 def _ring(host: HostRanks) -> list[Pair]:
     count = len(host.ranks)
-    return [(host.ranks[place], host.ranks[(place + 1) % count]) for place in range(count)] if count > 1 else []
+    return (
+        [(host.ranks[place], host.ranks[(place + 1) % count]) for place in range(count)]
+        if count > 1
+        else []
+    )
 
 
 def _side_by_side(columns: Iterable[list[T]]) -> list[list[T]]:

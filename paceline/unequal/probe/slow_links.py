@@ -1,14 +1,19 @@
-"""Links between hosts that become slow while a run is under way: when to look, and what was found, as plain data.
+"""Links between hosts that become slow while a run is under way: when to look, and what was found,
+as plain data.
 
-exchange of a step, ms        4   4   5   4 | 21  22  20  23     what even the last worker, which never waits, spends in exchanges:
-                              usual, 4      | twice as long, for a fifth of a step, in four of five flushes: measure the links
+exchange of a step, ms        4   4   5   4 | 21  22  20  23     what even the last worker, which
+                                                                 never waits, spends in exchanges:
+                              usual, 4      | twice as long, for a fifth of a step, in four of five
+                                            flushes: measure the links
                                             | four times as long, for a third of a step, in two steps one after the other: at once
 
-bytes a second    to host0  host1  host2      the best way out of host2, and into it, is far below that of the others:
-from host0            -      120    12        host2 is named; of two hosts it can't be known which, and both are
+bytes a second    to host0  host1  host2      the best way out of host2, and into it, is far below
+                                              that of the others:
+from host0            -      120    12        host2 is named; of two hosts it can't be known which,
+                                              and both are
      host1           120      -     12
      host2            12      12     -
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -19,10 +24,13 @@ from typing import Final, NamedTuple
 
 from paceline.trace import PARTS
 
-FLUSHES, STEPS = 5, 20  # the least that is looked at; flushes of fewer steps than four are taken together
-TIMES, SHARE, LEAST = 2.0, 0.2, 1e-3  # as long as usual; of a step; seconds of it: from which on links are measured
+# the least that is looked at; flushes of fewer steps than four are taken together
+FLUSHES, STEPS = 5, 20
+# as long as usual; of a step; seconds of it: from which on links are measured
+TIMES, SHARE, LEAST = 2.0, 0.2, 1e-3
 TIMES_AT_ONCE, SHARE_AT_ONCE = 4.0, 0.3  # the same, for two steps that have links measured at once
-GLANCE, PAUSE = 0.2, 60.0  # seconds from one look at the last two steps to the next; after a look that found no slow link
+# seconds from one look at the last two steps to the next; after a look that found no slow link
+GLANCE, PAUSE = 0.2, 60.0
 SLOW: Final = 0.5  # of the usual rate: slower is slow
 MOST_PARTNERS: Final = 15  # hosts that each one is measured with
 _EXCHANGE = PARTS.index("exchange")
@@ -30,7 +38,9 @@ _BUSY = [PARTS.index(part) for part in ("compute", "data")]
 
 
 class Slowdown(NamedTuple):
-    """Exchanges take longer than before: seconds of a step, and those of a whole step and of the busiest worker's own work now."""
+    """Exchanges take longer than before: seconds of a step, and those of a whole step and of the
+    busiest worker's own work now.
+    """
 
     usual: float
     now: float
@@ -39,7 +49,9 @@ class Slowdown(NamedTuple):
 
 
 class _Look(NamedTuple):
-    """What steps in the mean, or one, have of all workers: seconds of exchange of the one that waits least, of a step, of the busiest."""
+    """What steps in the mean, or one, have of all workers: seconds of exchange of the one that
+    waits least, of a step, of the busiest.
+    """
 
     steps: int
     exchange: float
@@ -48,9 +60,11 @@ class _Look(NamedTuple):
 
 
 class ExchangeSensor:
-    """Follows the exchanges of all workers, with the same answers on all of them: `take` and `glance` return a slowdown, once.
+    """Follows the exchanges of all workers, with the same answers on all of them: `take` and
+    `glance` return a slowdown, once.
 
-    `ahead`: in how many steps from now a glance is worth its meeting; None before anything is usual, and while exchanges are slow.
+    `ahead`: in how many steps from now a glance is worth its meeting; None before anything is
+    usual, and while exchanges are slow.
     """
 
     def __init__(self) -> None:
@@ -61,20 +75,32 @@ class ExchangeSensor:
         self._usual: float | None = None
         self.slow = False
 
-    def take(self, names: Sequence[int], steps: Sequence[Sequence[Sequence[float]]]) -> Slowdown | None:
-        """Take in the seconds of PARTS of each step since the last flush, by rank. All begins anew when the workers change."""
+    def take(
+        self, names: Sequence[int], steps: Sequence[Sequence[Sequence[float]]]
+    ) -> Slowdown | None:
+        """Take in the seconds of PARTS of each step since the last flush, by rank.
+
+        All begins anew when the workers change.
+        """
         if tuple(names) != self._names:
             self._names, self._usual, self.slow, self._ahead = tuple(names), None, False, None
             self._flushes.clear()
             self._open.clear()
         if len(steps) < 2 or not all(steps):
             return None
-        self._open.append(_look([[sum(part) / len(mine) for part in zip(*mine, strict=True)] for mine in steps], len(steps[0])))
+        self._open.append(
+            _look(
+                [[sum(part) / len(mine) for part in zip(*mine, strict=True)] for mine in steps],
+                len(steps[0]),
+            )
+        )
         if self._ahead is None:
             self._ahead = _steps(GLANCE, self._open[-1].whole)
         if (count := sum(flush.steps for flush in self._open)) < STEPS // FLUSHES:
             return None
-        exchange, whole, busy = (sum(flush.steps * flush[at] for flush in self._open) / count for at in (1, 2, 3))
+        exchange, whole, busy = (
+            sum(flush.steps * flush[at] for flush in self._open) / count for at in (1, 2, 3)
+        )
         self._flushes.append(_Look(count, exchange, whole, busy))
         self._open.clear()
         return self._judge() if len(self._flushes) == FLUSHES else None
@@ -84,11 +110,16 @@ class ExchangeSensor:
         return None if self._usual is None or self.slow else self._ahead
 
     def glance(self, last: Sequence[Sequence[Sequence[float]]]) -> Slowdown | None:
-        """Look at the seconds of PARTS of the last two steps, by rank: flushes are seconds apart as soon as steps are ten times as long."""
+        """Look at the seconds of PARTS of the last two steps, by rank: flushes are seconds apart
+        as soon as steps are ten times as long.
+        """
         assert self._usual is not None
         looks = [_look(each) for each in zip(*last, strict=True)]
         self._ahead = _steps(GLANCE, max(look.whole for look in looks))
-        if any(look.exchange < max(TIMES_AT_ONCE * self._usual, SHARE_AT_ONCE * look.whole, LEAST) for look in looks):
+        if any(
+            look.exchange < max(TIMES_AT_ONCE * self._usual, SHARE_AT_ONCE * look.whole, LEAST)
+            for look in looks
+        ):
             return None
         _, exchange, whole, busy = map(statistics.fmean, zip(*looks, strict=True))
         return Slowdown(self._usual, exchange, whole, busy)
@@ -108,7 +139,8 @@ class ExchangeSensor:
         usual = self._usual = now if self._usual is None else min(self._usual, now)
         if not self.slow and sure > TIMES * usual and sure - usual > max(LEAST, SHARE * step):
             self.slow = True
-            slow = [flush for flush in self._flushes if flush.exchange > TIMES * usual]  # and not those from before
+            # and not those from before
+            slow = [flush for flush in self._flushes if flush.exchange > TIMES * usual]
             _, exchange, whole, busy = map(statistics.median, zip(*slow, strict=True))
             return Slowdown(usual, exchange, whole, busy)
         if now < (TIMES / 2 + 0.5) * usual + LEAST:
@@ -117,7 +149,10 @@ class ExchangeSensor:
 
 
 def _look(seconds: Sequence[Sequence[float]], steps: int = 1) -> _Look:
-    """Look at the seconds of PARTS of each rank. The last worker, which waits for nobody, has the least of exchange."""
+    """Look at the seconds of PARTS of each rank.
+
+    The last worker, which waits for nobody, has the least of exchange.
+    """
     exchange, whole = min(mine[_EXCHANGE] for mine in seconds), max(map(sum, seconds))
     return _Look(steps, exchange, whole, max(sum(mine[at] for at in _BUSY) for mine in seconds))
 
@@ -127,7 +162,9 @@ def _steps(seconds: float, step: float) -> int:
 
 
 class SlowLink(NamedTuple):
-    """What the measurement has found: the hosts whose links are slow (two, where it is the one between them), their rate, and the usual."""
+    """What the measurement has found: the hosts whose links are slow (two, where it is the one
+    between them), their rate, and the usual.
+    """
 
     hosts: tuple[int, ...]
     rate: float  # bytes a second
@@ -135,47 +172,61 @@ class SlowLink(NamedTuple):
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Return rounds of pairs of hosts, (source, target), in which each host takes part once; each pair is there in both directions."""
+    """Return rounds of pairs of hosts, (source, target), in which each host takes part once;
+    each pair is there in both directions.
+    """
     ring = [*range(count), *[-1] * (count % 2)]  # -1: nobody
     found = []
     for _ in range(min(len(ring) - 1, MOST_PARTNERS)):
         half = len(ring) // 2
-        pairs = [pair for pair in zip(ring[:half], reversed(ring[half:]), strict=True) if -1 not in pair]
+        pairs = [
+            pair for pair in zip(ring[:half], reversed(ring[half:]), strict=True) if -1 not in pair
+        ]
         found += [pairs, [(target, source) for source, target in pairs]]
         ring = [ring[0], ring[-1], *ring[1:-1]]
     return [pairs for pairs in found if pairs]
 
 
 def find(rates: Mapping[tuple[int, int], float]) -> SlowLink | None:
-    """Find the hosts whose links are slow among these rates, (source, target) -> bytes a second; None if none stands out.
+    """Find the hosts whose links are slow among these rates, (source, target) -> bytes a second;
+    None if none stands out.
 
     Of two hosts it is always the link between them: there is no other to compare it with.
     """
     hosts = sorted({host for pair in rates for host in pair})
     if len(hosts) == 2:
         return SlowLink((hosts[0], hosts[1]), min(rates.values()), None)
-    out, into = ([max(rate for pair, rate in rates.items() if pair[side] == host) for host in hosts] for side in (0, 1))
+    out, into = (
+        [max(rate for pair, rate in rates.items() if pair[side] == host) for host in hosts]
+        for side in (0, 1)
+    )
     usual = statistics.median([*out, *into])
     best = [min(pair) for pair in zip(out, into, strict=True)]
     slow = tuple(host for host, rate in zip(hosts, best, strict=True) if rate < SLOW * usual)
     if slow:
         return SlowLink(slow, min(best), usual)
-    pair, rate = min(rates.items(), key=lambda item: item[1])  # one link, between two hosts whose others are fine
+    # one link, between two hosts whose others are fine
+    pair, rate = min(rates.items(), key=lambda item: item[1])
     return SlowLink((min(pair), max(pair)), rate, usual) if rate < SLOW * usual else None
 
 
 class CodecCost(NamedTuple):
-    """What a codec sends, as a part of what exact sums send, and the seconds of a processor for an element."""
+    """What a codec sends, as a part of what exact sums send, and the seconds of a processor for
+    an element.
+    """
 
     sent: float
     seconds: float
 
 
-def predict(slowdown: Slowdown, nbytes: float, rate: float, elements: float, codec: CodecCost) -> float:
-    """Predict how many times as fast steps are with a codec, where a host sends so many bytes of `elements` in a step over its slow link.
+def predict(
+    slowdown: Slowdown, nbytes: float, rate: float, elements: float, codec: CodecCost
+) -> float:
+    """Predict how many times as fast steps are with a codec, where a host sends so many bytes of
+    `elements` in a step over its slow link.
 
-    What the link has less to do is taken off the step, which doesn't become shorter than the busiest worker's own work; coding takes the
-    processor from the model, so all of it is added.
+    What the link has less to do is taken off the step, which doesn't become shorter than the
+    busiest worker's own work; coding takes the processor from the model, so all of it is added.
     """
     saved = (1 - codec.sent) * nbytes / rate
     return slowdown.step / (max(slowdown.step - saved, slowdown.busy) + codec.seconds * elements)

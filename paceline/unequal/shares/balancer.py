@@ -1,10 +1,15 @@
-"""Decides, from what workers did in each step, when shares change and by which speeds; the same on all workers with the same input.
+"""Decides, from what workers did in each step, when shares change and by which speeds; the same on
+all workers with the same input.
 
-calibration    equal shares -> speeds in proportion -> other shares, which tell fixed costs from those of a unit -> curves
-afterwards     a worker takes 1.4 times as long as its curve says, for some blocks of steps: would other shares gain enough?
+calibration    equal shares -> speeds in proportion -> other shares, which tell fixed costs from
+               those of a unit -> curves
+afterwards     a worker takes 1.4 times as long as its curve says, for some blocks of steps: would
+               other shares gain enough?
                   no, or the noise could be it     nothing
-                  yes                              look at as many blocks again; yes again: the curve is scaled, shares change
-               where a change hasn't brought half of what it should, the next one has to bring twice as much: nothing swings
+                  yes                              look at as many blocks again; yes again: the
+                                                   curve is scaled, shares change
+               where a change hasn't brought half of what it should, the next one has to bring twice
+               as much: nothing swings
 """
 
 from __future__ import annotations
@@ -16,10 +21,12 @@ from typing import Final, Literal, NamedTuple
 from paceline.data.balance import SpeedCurve, SpeedShares, balance
 from paceline.unequal.shares.work_record import StepWork, WorkMeans, WorkRecord
 
-WINDOWS: Final = ((3, 0.1), (12, 0.04), (48, 0.025))  # blocks that are looked at, and what a change has to gain, as a part of a step
+# blocks that are looked at, and what a change has to gain, as a part of a step
+WINDOWS: Final = ((3, 0.1), (12, 0.04), (48, 0.025))
 WARM: Final = 2  # steps that are left out at the start, and SETTLE after each change
 SETTLE: Final = 1
-FEWEST, MANY, TOO_MANY = 4, 12, 24  # blocks of a calibration: at least, if it's noisy, and before it is given up
+# blocks of a calibration: at least, if it's noisy, and before it is given up
+FEWEST, MANY, TOO_MANY = 4, 12, 24
 NARROW, WIDE = 0.02, 0.05  # error of a speed: small enough for all, and too large for any use
 WORTH: Final = 0.02  # what the second change of a calibration has to gain
 LEVER: Final = 0.1  # units have to differ by such a part to tell fixed costs from others
@@ -31,7 +38,9 @@ Phase = Literal["equal", "lever", "steady"]
 
 
 class Split(NamedTuple):
-    """Other shares: the curves of all workers, and the seconds of a turn, as it was and as it is to be."""
+    """Other shares: the curves of all workers, and the seconds of a turn, as it was and as it is
+    to be.
+    """
 
     curves: tuple[SpeedCurve, ...]
     before: float
@@ -48,13 +57,17 @@ class Balancer:
         self.disturbed = 0  # how many calibrations were given up
         self._record = WorkRecord(size)
         self._leave_out = WARM
-        self._first: tuple[Sequence[float], Sequence[float]] = ((), ())  # units and seconds before the change that is to be the lever
+        # units and seconds before the change that is to be the lever
+        self._first: tuple[Sequence[float], Sequence[float]] = ((), ())
         self._levered = curves is not None  # fixed costs are known
-        self._seen: tuple[int, int] | None = None  # the window in which a change would have gained, and the block at which it did
+        # the window in which a change would have gained, and the block at which it did
+        self._seen: tuple[int, int] | None = None
         self._promised: Split | None = None  # by the last change
         self._wrong = 0  # changes that haven't brought what they should
-        self._since = 0  # the block after the last change from which it counts how long there was no other
-        self._deviations = 1.5 + math.sqrt(2 * math.log(max(size, 2)))  # the largest of several is noise more often
+        # the block after the last change from which it counts how long there was no other
+        self._since = 0
+        # the largest of several is noise more often
+        self._deviations = 1.5 + math.sqrt(2 * math.log(max(size, 2)))
 
     def take(self, steps: Sequence[StepWork]) -> None:
         """Take in steps that are over."""
@@ -67,7 +80,8 @@ class Balancer:
     def decide(self, *, per_sample: float | None = None) -> Split | None:
         """Return what shares are to go by from now on; None where they stay.
 
-        `per_sample`: units of a usual sample, where samples are dealt by what they cost, and parts need not be whole; else None.
+        `per_sample`: units of a usual sample, where samples are dealt by what they cost, and parts
+        need not be whole; else None.
         """
         self._per_sample = per_sample
         return self._calibrate() if self.phase != "steady" else self._follow()
@@ -102,14 +116,24 @@ class Balancer:
     def _fit(self, means: WorkMeans) -> Split | None:
         """Find the curves that go through both measurements, and go by them."""
         units, seconds = self._first
-        now = [curve(part) * slow for curve, part, slow in zip(self.curves, means.units, means.slowness, strict=True)]
+        now = [
+            curve(part) * slow
+            for curve, part, slow in zip(self.curves, means.units, means.slowness, strict=True)
+        ]
         points = zip(units, seconds, means.units, now, strict=True)
         found = [_line(*point) for point in points]
-        fixed = sorted(curve.fixed / curve(part) for curve, part in zip(found, units, strict=True) if curve is not None)
+        fixed = sorted(
+            curve.fixed / curve(part)
+            for curve, part in zip(found, units, strict=True)
+            if curve is not None
+        )
         if fixed:
             self._levered, usual = True, fixed[len(fixed) // 2]
             rest = zip(found, means.units, now, strict=True)
-            curves = tuple(curve or SpeedCurve(usual * last, (1 - usual) * last / part) for curve, part, last in rest)
+            curves = tuple(
+                curve or SpeedCurve(usual * last, (1 - usual) * last / part)
+                for curve, part, last in rest
+            )
         else:
             curves = self._scaled(means)
         split = self._split(curves, means)
@@ -139,12 +163,16 @@ class Balancer:
         if promised is not None and total >= FEWEST:
             self._promised = None
             brought = promised.before - self._record.means(FEWEST).whole
-            self._wrong = min(self._wrong + (brought < KEPT * (promised.before - promised.after)), 3)
+            self._wrong = min(
+                self._wrong + (brought < KEPT * (promised.before - promised.after)), 3
+            )
         if self._wrong and total - self._since >= FORGIVEN:
             self._since, self._wrong = total, self._wrong - 1
 
     def _gain(self, window: int) -> Split | None:
-        """Return the change by the last blocks, if it gains enough; None where that may be noise."""
+        """Return the change by the last blocks, if it gains enough; None where that may be
+        noise.
+        """
         means = self._record.means(window)
         found = self._split(self._scaled(means), means)
         least = max(dict(WINDOWS)[window] * 2**self._wrong, self._deviations * max(means.errors))
@@ -153,31 +181,53 @@ class Balancer:
     # ---- both
 
     def _scaled(self, means: WorkMeans) -> tuple[SpeedCurve, ...]:
-        return tuple(curve.scaled(factor) for curve, factor in zip(self.curves, means.slowness, strict=True))
+        return tuple(
+            curve.scaled(factor) for curve, factor in zip(self.curves, means.slowness, strict=True)
+        )
 
-    def _split(self, curves: tuple[SpeedCurve, ...], means: WorkMeans) -> tuple[Split, float] | None:
-        """Return the change to these curves, and what it gains as a part of a step; None where nothing is to be dealt."""
+    def _split(
+        self, curves: tuple[SpeedCurve, ...], means: WorkMeans
+    ) -> tuple[Split, float] | None:
+        """Return the change to these curves, and what it gains as a part of a step; None where
+        nothing is to be dealt.
+        """
         total, usual = sum(means.units), self._per_sample
         if round(total / (usual or 1.0)) < 1:
             return None
-        parts = SpeedShares(curves, per_sample=usual).parts(total) if usual else balance(round(total), curves)
+        parts = (
+            SpeedShares(curves, per_sample=usual).parts(total)
+            if usual
+            else balance(round(total), curves)
+        )
         now = max(curve(units) for curve, units in zip(curves, means.units, strict=True))
         then = max(curve(units) for curve, units in zip(curves, parts, strict=True))
         whole = max(means.whole, now)
         return Split(curves, whole, whole - now + then), (now - then) / whole
 
     def _change(self, split: Split, means: WorkMeans) -> Split:
-        """Go by these curves; the first change is also a lever, as workers have been measured with other units before."""
+        """Go by these curves; the first change is also a lever, as workers have been measured
+        with other units before.
+        """
         steady = self._levered or self.phase == "lever"
         self._promised = split if self.phase == "steady" else None
-        self._first = means.units, [curve(units) for curve, units in zip(split.curves, means.units, strict=True)]
-        self.curves, self.phase, self._leave_out, self._since = split.curves, "steady" if steady else "lever", SETTLE, 0
+        self._first = (
+            means.units,
+            [curve(units) for curve, units in zip(split.curves, means.units, strict=True)],
+        )
+        self.curves, self.phase, self._leave_out, self._since = (
+            split.curves,
+            "steady" if steady else "lever",
+            SETTLE,
+            0,
+        )
         self._record.clear()
         return split
 
 
 def _line(units: float, seconds: float, units_now: float, seconds_now: float) -> SpeedCurve | None:
-    """Return the curve through the later of two measurements, and towards the earlier one as far as that makes sense."""
+    """Return the curve through the later of two measurements, and towards the earlier one as far
+    as that makes sense.
+    """
     if abs(units_now - units) < LEVER * units:
         return None
     slope = (seconds_now - seconds) / (units_now - units)

@@ -1,7 +1,9 @@
-"""Has the shares of loaders follow the speeds of workers: what each did in a step goes along when all hand over their logs.
+"""Has the shares of loaders follow the speeds of workers: what each did in a step goes along when
+all hand over their logs.
 
 step ends    units and seconds of my own work (compute, data) are kept
-all meet     everybody has those of all workers, and comes to the same decision; where shares change, loaders deal by them at once
+all meet     everybody has those of all workers, and comes to the same decision; where shares
+             change, loaders deal by them at once
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ ALIKE: Final = 1.05  # times as long: workers that take it are as fast as the fa
 
 
 class OwnStep(NamedTuple):
-    """A step of this worker: units, seconds of its own work, those of the whole step, its turns, and the samples of all workers."""
+    """A step of this worker: units, seconds of its own work, those of the whole step, its turns,
+    and the samples of all workers.
+    """
 
     units: float
     own: float
@@ -34,7 +38,8 @@ class OwnStep(NamedTuple):
 
 
 class ShareFollower:
-    """Follows speeds for loaders with shares="auto". `loaders`: all that are prepared; `mesh`: where workers are, if a model is cut.
+    """Follows speeds for loaders with shares="auto". `loaders`: all that are prepared; `mesh`:
+    where workers are, if a model is cut.
 
     `quota` measures what this worker has used of its part of a quota.
     """
@@ -48,7 +53,13 @@ class ShareFollower:
         mesh: Mesh | None = None,
         quota: ProcessorQuota | None = None,
     ) -> None:
-        self._loop, self._loaders, self._history, self._mesh, self._quota = loop, loaders, history, mesh, quota
+        self._loop, self._loaders, self._history, self._mesh, self._quota = (
+            loop,
+            loaders,
+            history,
+            mesh,
+            quota,
+        )
         self._steps: list[OwnStep] = []
         self._names: tuple[int, ...] = ()
         self._balancer = Balancer(1)
@@ -59,10 +70,16 @@ class ShareFollower:
     def _terms(self) -> LoaderSpec | None:
         """How the loader deals whose turns are the steps, if its shares go by speed."""
         leader = self._loop.leader
-        return leader.loader.terms if leader is not None and leader.loader.terms.speeds is not None else None
+        return (
+            leader.loader.terms
+            if leader is not None and leader.loader.terms.speeds is not None
+            else None
+        )
 
     def epoch_began(self) -> None:
-        """Leave out what was done between two epochs: an evaluation there is no part of the step that comes next."""
+        """Leave out what was done between two epochs: an evaluation there is no part of the step
+        that comes next.
+        """
         if self._quota is not None:
             self._quota.skip()
 
@@ -75,7 +92,9 @@ class ShareFollower:
                 return
             units, turns = self._loop.clock.work
             own = max(sum(seconds[part] for part in OWN), used)
-            self._steps.append(OwnStep(units, own, max(sum(seconds[part] for part in PARTS), own), turns, samples))
+            self._steps.append(
+                OwnStep(units, own, max(sum(seconds[part] for part in PARTS), own), turns, samples)
+            )
 
     def drain(self) -> list[OwnStep]:
         """Return what was kept since the last call."""
@@ -83,7 +102,10 @@ class ShareFollower:
         return steps
 
     def take(self, drained: Sequence[Sequence[Sequence[Any]]]) -> None:
-        """Take in what all workers have drained, by rank, and change shares if it is time. Collective, where they change."""
+        """Take in what all workers have drained, by rank, and change shares if it is time.
+
+        Collective, where they change.
+        """
         terms = self._terms
         if terms is None or terms.alone:
             return
@@ -106,7 +128,9 @@ class ShareFollower:
             self._change(terms, split, hosts)
 
     def _merged(self, drained: Sequence[Sequence[OwnStep]]) -> list[StepWork]:
-        """Return the steps that all workers took; of workers with the same samples, the one with most to do counts."""
+        """Return the steps that all workers took; of workers with the same samples, the one with
+        most to do counts.
+        """
         count = min(map(len, drained))
         steps = list(zip(*(mine[len(mine) - count :] for mine in drained), strict=True))
         found = [self._work(ranks) for ranks in steps]
@@ -122,7 +146,10 @@ class ShareFollower:
                 by_share[share] = mine
         workers = [mine for _, mine in sorted(by_share.items())]
         turns = max(workers[0].turns, 1)
-        units, seconds = tuple(mine.units / turns for mine in workers), tuple(mine.own / turns for mine in workers)
+        units, seconds = (
+            tuple(mine.units / turns for mine in workers),
+            tuple(mine.own / turns for mine in workers),
+        )
         return StepWork(units, seconds, max(mine.whole for mine in workers), turns)
 
     def _change(self, terms: LoaderSpec, split: Split, hosts: Sequence[str]) -> None:
@@ -143,8 +170,15 @@ class ShareFollower:
         """Say, twice at most, that a calibration was of no use."""
         if self._balancer.disturbed > self._said < 2:
             self._said += 1
-            then = "it is done again" if self._said == 1 else "shares stay equal until step times are steady"
-            self._history.tell(f"step times vary too much to tell how fast workers are (does something else run there?): {then}")
+            then = (
+                "it is done again"
+                if self._said == 1
+                else "shares stay equal until step times are steady"
+            )
+            self._history.tell(
+                "step times vary too much to tell how fast workers are (does something else run "
+                f"there?): {then}"
+            )
 
 
 def describe(split: Split, shares: Sequence[int], hosts: Sequence[str]) -> str:
@@ -154,6 +188,10 @@ def describe(split: Split, shares: Sequence[int], hosts: Sequence[str]) -> str:
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
     times = seconds[slowest] / min(seconds)
     where = f" on {hosts[slowest]}" if hosts[slowest] else ""
-    who = f"rank {slowest}{where} takes {times:.1f} times as long for a sample" if times > ALIKE else "all take as long for a sample"
+    who = (
+        f"rank {slowest}{where} takes {times:.1f} times as long for a sample"
+        if times > ALIKE
+        else "all take as long for a sample"
+    )
     now = f"shares are now {' + '.join(map(str, shares))}" if shares else "shares have changed"
     return f"{now}: {who}; step {split.after * 1e3:.0f} ms, {split.before * 1e3:.0f} before"

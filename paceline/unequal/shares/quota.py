@@ -1,9 +1,11 @@
 """What a step takes of a processor's quota.
 
-A worker with half a core that waits for others finds its quota whole again when it goes on: it looks as fast as one with a whole core,
-until it has more to do. So a step is taken to last for as long as the quota needs to give what the step has used:
+A worker with half a core that waits for others finds its quota whole again when it goes on: it
+looks as fast as one with a whole core, until it has more to do. So a step is taken to last for as
+long as the quota needs to give what the step has used:
 
-processor    ####....####....####....    used 60 ms, half a core       120 ms at least, even where ...
+processor    ####....####....####....    used 60 ms, half a core       120 ms at least, even where
+                                         ...
              ############------------    ... it ran for 60 ms, and waited for the others then
 """
 
@@ -19,7 +21,9 @@ LOOK: Final = 0.25  # seconds after which the quota is looked up anew, at least:
 
 
 class ProcessorQuota:
-    """Measures what each step of this process takes of its quota, which it shares with `workers` of its host, itself among them."""
+    """Measures what each step of this process takes of its quota, which it shares with `workers`
+    of its host, itself among them.
+    """
 
     def __init__(
         self,
@@ -39,7 +43,9 @@ class ProcessorQuota:
         self._before = self._used()
 
     def lap(self) -> float:
-        """Return the seconds that the quota needs to give what was used since the last call; 0 where nothing limits this process."""
+        """Return the seconds that the quota needs to give what was used since the last call; 0
+        where nothing limits this process.
+        """
         now, used = self._clock(), self._used()
         spent, self._before = used - self._before, used
         if now - self._looked >= LOOK:

@@ -1,7 +1,9 @@
 """What workers did in each step, put together to stretches that are long enough to be compared.
 
-step       1    2    3    4    5    6    7         a processor with half a quota stands still for a part of each 100 ms:
-rank 0    20   21   20   20   19   21   20  ms     its steps jump, and only their mean over some time says how fast it is
+step       1    2    3    4    5    6    7         a processor with half a quota stands still for a
+                                                   part of each 100 ms:
+rank 0    20   21   20   20   19   21   20  ms     its steps jump, and only their mean over some
+                                                   time says how fast it is
 rank 1    20   70   21   72   20   70   71  ms
 block     [------------------] [-----------
 """
@@ -20,7 +22,9 @@ LONGEST: Final = 48  # blocks that are looked at
 
 
 class StepWork(NamedTuple):
-    """A step: units in a turn and seconds of own work in a turn, of each worker, and the seconds of the whole step."""
+    """A step: units in a turn and seconds of own work in a turn, of each worker, and the seconds
+    of the whole step.
+    """
 
     units: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -29,7 +33,9 @@ class StepWork(NamedTuple):
 
 
 class WorkBlock(NamedTuple):
-    """Several steps: means in a turn of units and of seconds of own work, of each worker, and what its curve says of those units."""
+    """Several steps: means in a turn of units and of seconds of own work, of each worker, and
+    what its curve says of those units.
+    """
 
     units: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -38,7 +44,9 @@ class WorkBlock(NamedTuple):
 
 
 class WorkMeans(NamedTuple):
-    """Means over blocks, of each worker: units, seconds, how many times as long as its curve it takes, and the error of that."""
+    """Means over blocks, of each worker: units, seconds, how many times as long as its curve it
+    takes, and the error of that.
+    """
 
     units: tuple[float, ...]
     slowness: tuple[float, ...]
@@ -47,13 +55,16 @@ class WorkMeans(NamedTuple):
 
 
 class WorkRecord:
-    """Blocks of steps that were taken by the same shares, and the noise that there is from block to block."""
+    """Blocks of steps that were taken by the same shares, and the noise that there is from block
+    to block.
+    """
 
     def __init__(self, size: int) -> None:
         self.blocks: deque[WorkBlock] = deque(maxlen=LONGEST)
         self.total = 0  # blocks since the last `clear`
         self._steps: list[StepWork] = []
-        self._jumps: deque[tuple[float, ...]] = deque(maxlen=LONGEST)  # from block to block, as parts of them
+        # from block to block, as parts of them
+        self._jumps: deque[tuple[float, ...]] = deque(maxlen=LONGEST)
         self._size = size
 
     def clear(self) -> None:
@@ -62,7 +73,10 @@ class WorkRecord:
         self._steps, self.total = [], 0
 
     def add(self, step: StepWork, curves: Sequence[SpeedCurve]) -> None:
-        """Add a step of workers that have these curves. One in which some worker had nothing to do tells nothing."""
+        """Add a step of workers that have these curves.
+
+        One in which some worker had nothing to do tells nothing.
+        """
         if min(step.units) <= 0 or min(step.seconds) <= 0:
             return
         self._steps.append(step)
@@ -71,27 +85,44 @@ class WorkRecord:
         steps, self._steps = self._steps, []
         turns = sum(each.turns for each in steps)
         units, seconds = (
-            tuple(sum(part * each.turns for part, each in zip(column, steps, strict=True)) / turns for column in zip(*rows, strict=True))
+            tuple(
+                sum(part * each.turns for part, each in zip(column, steps, strict=True)) / turns
+                for column in zip(*rows, strict=True)
+            )
             for rows in ([each.units for each in steps], [each.seconds for each in steps])
         )
         expected = tuple(curve(part) for curve, part in zip(curves, units, strict=True))
         block = WorkBlock(units, seconds, expected, sum(each.whole for each in steps) / turns)
         if self.blocks:
             before = self.blocks[-1]
-            self._jumps.append(tuple(_jump(_slowness(before, rank), _slowness(block, rank)) for rank in range(self._size)))
+            self._jumps.append(
+                tuple(
+                    _jump(_slowness(before, rank), _slowness(block, rank))
+                    for rank in range(self._size)
+                )
+            )
         self.blocks.append(block)
         self.total += 1
 
     def noise(self, rank: int) -> float:
-        """Return the standard deviation of a worker's blocks, as a part of their mean; steps from one speed to another count little."""
+        """Return the standard deviation of a worker's blocks, as a part of their mean; steps
+        from one speed to another count little.
+        """
         jumps = [jump[rank] for jump in self._jumps]
         return math.inf if len(jumps) < 3 else sum(jumps) / len(jumps) * math.sqrt(math.pi) / 2
 
     def means(self, count: int) -> WorkMeans:
-        """Return the means of the last `count` blocks. Of many, those that stand out most are left out: an evaluation, a checkpoint."""
+        """Return the means of the last `count` blocks.
+
+        Of many, those that stand out most are left out: an evaluation, a checkpoint.
+        """
         blocks = list(self.blocks)[-count:]
-        slowness = tuple(_trimmed([_slowness(block, rank) for block in blocks]) for rank in range(self._size))
-        units = tuple(sum(block.units[rank] for block in blocks) / len(blocks) for rank in range(self._size))
+        slowness = tuple(
+            _trimmed([_slowness(block, rank) for block in blocks]) for rank in range(self._size)
+        )
+        units = tuple(
+            sum(block.units[rank] for block in blocks) / len(blocks) for rank in range(self._size)
+        )
         errors = tuple(self.noise(rank) / math.sqrt(len(blocks)) for rank in range(self._size))
         return WorkMeans(units, slowness, errors, _trimmed([block.whole for block in blocks]))
 

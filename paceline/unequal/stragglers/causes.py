@@ -1,7 +1,8 @@
 """Why a worker is late: the causes, in the words of lines and reports, and what to do about each.
 
 own work of a step   [ data loading ][ compute                                   ]
-interrupted by            garbage collection, a stolen processor, swapping: taken out of both, so that all causes add up
+interrupted by            garbage collection, a stolen processor, swapping: taken out of both, so
+                          that all causes add up
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from typing import Final
 
 from paceline.trace import MEASURED
 
-CAUSES: Final = ("compute", *MEASURED)  # compute is the rest of its own work; those before "stolen" are its work, the others are in its way
+# compute is the rest of its own work; those before "stolen" are its work, the others are in its way
+CAUSES: Final = ("compute", *MEASURED)
 WORDS: Final = {
     "compute": "compute",
     "reading": "data loading",
@@ -20,15 +22,22 @@ WORDS: Final = {
 }
 REMEDIES: Final = {
     "reading": (
-        "Let other processes prepare its batches, DataLoader(..., num_workers=2 or more, persistent_workers=True), or more of them; "
+        "Let other processes prepare its batches, DataLoader(..., num_workers=2 or more, "
+        "persistent_workers=True), or more of them; "
         "or look at the disk that it reads from"
     ),
     "collection": (
-        "Python searches for garbage there: call gc.freeze() once the run is prepared, or gc.disable() and gc.collect() between epochs"
+        "Python searches for garbage there: call gc.freeze() once the run is prepared, or "
+        "gc.disable() and gc.collect() between epochs"
     ),
     "stolen": (
-        "Something else has its processor: see what runs there (top), raise the quota of its container, start other programs with nice, "
-        "or give it fewer threads (OMP_NUM_THREADS); if that can't be helped, deal by speed: prepare(..., shares='auto')"
+        "Something else has its processor: see what runs there (top), raise the quota of its "
+        "container, start other programs with nice, "
+        "or give it fewer threads (OMP_NUM_THREADS); if that can't be helped, deal by speed: "
+        "prepare(..., shares='auto')"
     ),
-    "paging": "Its memory is short: smaller micro-batches (run.step(..., micro_batches=k)), fewer readers, or less beside it",
+    "paging": (
+        "Its memory is short: smaller micro-batches (run.step(..., micro_batches=k)), fewer "
+        "readers, or less beside it"
+    ),
 }

@@ -24,7 +24,9 @@ Seconds = NDArray[np.float64]
 
 
 class RankLateness(NamedTuple):
-    """The seconds of one step, or of a mean one, by which a rank was later than usual; `by_cause` adds up to it."""
+    """The seconds of one step, or of a mean one, by which a rank was later than usual;
+    `by_cause` adds up to it.
+    """
 
     rank: int
     by_cause: dict[str, float]
@@ -46,11 +48,13 @@ def main_cause(by_cause: Mapping[str, float]) -> str:
 
 
 def lateness(work: Seconds) -> Seconds:
-    """Return how late each rank was in each step, by cause; the axes of `work` are steps, ranks and CAUSES, seconds of own work.
+    """Return how late each rank was in each step, by cause; the axes of `work` are steps, ranks and
+    CAUSES, seconds of own work.
 
-    Late is what is above the lower median of all ranks, so that at least half of them never are. It is dealt to the causes by what each of
-    them took more than is usual for it. Where processors are crowded for all, whoever has more to do loses more time to others: as much as
-    is usual for its work counts as that work.
+    Late is what is above the lower median of all ranks, so that at least half of them never are. It
+    is dealt to the causes by what each of them took more than is usual for it. Where processors are
+    crowded for all, whoever has more to do loses more time to others: as much as is usual for its
+    work counts as that work.
     """
     work = _evened(work)
     ranks = work.shape[1]
@@ -59,17 +63,26 @@ def lateness(work: Seconds) -> Seconds:
     late = np.maximum(own - np.partition(own, middle, axis=1)[:, middle : middle + 1], 0.0)
     more = np.maximum(work - np.partition(work, middle, axis=1)[:, middle : middle + 1], 0.0)
     whole = more.sum(axis=2)
-    found: Seconds = more * np.divide(late, whole, out=np.zeros_like(late), where=whole > 0)[:, :, None]
+    found: Seconds = (
+        more * np.divide(late, whole, out=np.zeros_like(late), where=whole > 0)[:, :, None]
+    )
     return found
 
 
 def _evened(work: Seconds) -> Seconds:
-    """Return the same seconds, but count as work what of a stolen processor is usual for so much of it."""
+    """Return the same seconds, but count as work what of a stolen processor is usual for so much
+    of it.
+    """
     middle, stolen = (work.shape[1] - 1) // 2, CAUSES.index("stolen")
     busy = work[:, :, :stolen].sum(axis=2)
-    mine, lost = busy.sum(axis=0), work[:, :, stolen].sum(axis=0)  # of each rank in all steps: a single one is mostly chance
-    usual = np.partition(np.divide(lost, mine, out=np.zeros_like(mine), where=mine > 0), middle)[middle]
-    moved = np.minimum(np.divide(work[:, :, stolen], busy, out=np.zeros_like(busy), where=busy > 0), usual)
+    # of each rank in all steps: a single one is mostly chance
+    mine, lost = busy.sum(axis=0), work[:, :, stolen].sum(axis=0)
+    usual = np.partition(np.divide(lost, mine, out=np.zeros_like(mine), where=mine > 0), middle)[
+        middle
+    ]
+    moved = np.minimum(
+        np.divide(work[:, :, stolen], busy, out=np.zeros_like(busy), where=busy > 0), usual
+    )
     found = work.copy()
     found[:, :, :stolen] *= 1 + moved[:, :, None]
     found[:, :, stolen] -= moved * busy
@@ -103,12 +116,17 @@ class LatenessTotals:
             self._steps[rank] = self._steps.get(rank, 0) + len(steps)
         kept = slice(max(len(steps) - self._last, 0), None)
         for step, row in zip(steps[kept], late[kept], strict=True):
-            self._recent[step] = [RankLateness(ranks[at], _named(row[at])) for at in np.flatnonzero(row.sum(axis=1) > 0).tolist()]
+            self._recent[step] = [
+                RankLateness(ranks[at], _named(row[at]))
+                for at in np.flatnonzero(row.sum(axis=1) > 0).tolist()
+            ]
         for step in sorted(self._recent)[: -self._last]:
             del self._recent[step]
 
     def means(self) -> list[dict[str, float]]:
-        """Return the mean seconds of a step by which each rank was late, by cause, in the order of ranks."""
+        """Return the mean seconds of a step by which each rank was late, by cause, in the order
+        of ranks.
+        """
         return [_named(self._sums[rank] / self._steps[rank]) for rank in sorted(self._sums)]
 
     def of(self, step: int) -> list[RankLateness]:
@@ -122,8 +140,15 @@ class LatenessTotals:
 
 def stacked(records: Sequence[Mapping[int, LogRecord]], ranks: Sequence[int]) -> Seconds:
     """Return the work of steps as `lateness` takes it, by the records of each step by rank."""
-    rows = [[[*(step[rank].seconds or ()), *(step[rank].causes or ())] for rank in ranks] for step in records]
+    rows = [
+        [[*(step[rank].seconds or ()), *(step[rank].causes or ())] for rank in ranks]
+        for step in records
+    ]
     table = np.array(rows, dtype=np.float64).reshape(len(records), len(ranks), -1)
-    compute, data, measured = table[:, :, PARTS.index("compute")], table[:, :, PARTS.index("data")], table[:, :, len(PARTS) :] * 1e-6
+    compute, data, measured = (
+        table[:, :, PARTS.index("compute")],
+        table[:, :, PARTS.index("data")],
+        table[:, :, len(PARTS) :] * 1e-6,
+    )
     rest = np.maximum(compute + data - measured.sum(axis=2), 0.0)
     return np.concatenate([rest[:, :, None], measured], axis=2)

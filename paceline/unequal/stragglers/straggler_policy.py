@@ -1,9 +1,12 @@
-"""What is done about workers that make the others wait, as `start(straggler=...)` says: checked when a run starts and when it trains.
+"""What is done about workers that make the others wait, as `start(straggler=...)` says: checked
+when a run starts and when it trains.
 
 warn       they are named, and that is all (the default)
-rebalance  shares of the batch follow the speed of workers (the default where prepare(..., shares="auto"))
+rebalance  shares of the batch follow the speed of workers (the default where prepare(...,
+           shares="auto"))
 drop       what comes last in a step is dropped, by a strategy with backup workers
-evict      who is named again and again leaves, and its samples are dealt to the others (with --min-workers)
+evict      who is named again and again leaves, and its samples are dealt to the others (with
+           --min-workers)
 """
 
 from __future__ import annotations
@@ -20,22 +23,30 @@ Policy = Straggler
 
 
 def read(asked: Any) -> Policy | None:
-    """Return the policy that is asked for; None where nothing is. Raises `UsageError` for what is none."""
+    """Return the policy that is asked for; None where nothing is.
+
+    Raises `UsageError` for what is none.
+    """
     if asked is not None and (wrong := unknown("straggler", asked, Policy)):
         raise UsageError(wrong)
     return asked  # type: ignore[no-any-return]
 
 
 def check(policy: Policy | None, strategy: Strategy, *, survives: bool) -> None:
-    """Raise `UsageError` for a policy that this strategy, or this job, can't keep. `survives`: it goes on when workers are lost."""
+    """Raise `UsageError` for a policy that this strategy, or this job, can't keep.
+
+    `survives`: it goes on when workers are lost.
+    """
     if policy == "drop" and not getattr(strategy, "backup_workers", 0):
         raise UsageError(
-            f"straggler='drop' drops what comes last in a step, which {spell(strategy)} doesn't: choose a strategy with backup workers, "
+            f"straggler='drop' drops what comes last in a step, which {spell(strategy)} doesn't: "
+            "choose a strategy with backup workers, "
             "sync=ParameterServer(backup_workers=1), or straggler='warn'"
         )
     if policy == "evict" and not survives:
         raise UsageError(
-            "straggler='evict' has slow workers leave, and this job needs all of them: start it with paceline run --min-workers N, or take "
+            "straggler='evict' has slow workers leave, and this job needs all of them: "
+            "start it with paceline run --min-workers N, or take "
             "straggler='warn'"
         )
 
@@ -47,15 +58,19 @@ class PolicyCheck:
         self._policy = policy
 
     def led(self, loader: ShareLoader) -> None:
-        """Raise `UsageError` where the shares of this loader and the policy contradict each other."""
+        """Raise `UsageError` where the shares of this loader and the policy contradict each
+        other.
+        """
         follows = isinstance(loader.terms.asked, str)
         if self._policy == "rebalance" and not follows:
             raise UsageError(
-                "straggler='rebalance' has shares follow the speed of workers, and those of this loader are fixed: prepare(..., "
+                "straggler='rebalance' has shares follow the speed of workers, and those of this "
+                "loader are fixed: prepare(..., "
                 "shares='auto') deals by speed; or take straggler='warn'"
             )
         if self._policy == "warn" and follows:
             raise UsageError(
-                f"straggler='warn' leaves shares as they are, and those of this loader (shares={loader.terms.asked!r}) follow the speed of "
+                "straggler='warn' leaves shares as they are, and those of this loader "
+                f"(shares={loader.terms.asked!r}) follow the speed of "
                 "workers: leave out straggler, or give shares that are fixed"
             )

@@ -1,8 +1,11 @@
-"""Notices stragglers while a run is under way: a few workers that have more to do in each step than most.
+"""Notices stragglers while a run is under way: a few workers that have more to do in each step than
+most.
 
-seconds of own work (compute, data) of each worker, mean over the steps since the last flush of the log:
+seconds of own work (compute, data) of each worker, mean over the steps since the last flush of the
+log:
 
-flush   -4   -3   -2   -1    0        a worker that is late in four of five flushes is named: neither one that evaluates
+flush   -4   -3   -2   -1    0        a worker that is late in four of five flushes is named:
+                                      neither one that evaluates
 rank 0  48   50   51   49   50  ms    or saves now and then, nor the noise of a moment
 rank 1  51   49   50   90   51
 rank 2  84   85   86   85   84   ->   35 ms late
@@ -25,7 +28,8 @@ from paceline.unequal.stragglers.lateness import lateness, main_cause
 LATE, STILL_LATE = 0.2, 0.1  # parts of a step: to be named, and to stay named
 LEAST = 1e-3  # seconds: less is not worth a line
 FLUSHES, STEPS, SECONDS = 5, 20, 3.0  # the least that is looked at
-PAUSE, AGAIN = 60.0, 1800.0  # seconds (of steps) between two lines, and between two that name the same workers
+# seconds (of steps) between two lines, and between two that name the same workers
+PAUSE, AGAIN = 60.0, 1800.0
 WORK = tuple(PARTS.index(part) for part in ("compute", "data"))
 
 
@@ -35,17 +39,22 @@ class _FlushMeans(NamedTuple):
     steps: int
     seconds: float  # of all these steps, on the worker whose steps are the longest
     work: tuple[float, ...]  # seconds in a step, of each rank
-    late: tuple[tuple[float, ...], ...]  # seconds in a step by which each rank was late because of each of CAUSES
+    # seconds in a step by which each rank was late because of each of CAUSES
+    late: tuple[tuple[float, ...], ...]
 
     @property
     def lateness(self) -> tuple[float, ...]:
-        """How many seconds more than usual each rank has to do; at least half of the ranks are not late."""
+        """How many seconds more than usual each rank has to do; at least half of the ranks are
+        not late.
+        """
         usual = statistics.median_low(self.work)
         return tuple(mine - usual for mine in self.work)
 
 
 class Judgement(NamedTuple):
-    """What one look at the last flushes has found: the ranks that are late, the seconds of own work of each rank, and the main cause."""
+    """What one look at the last flushes has found: the ranks that are late, the seconds of own
+    work of each rank, and the main cause.
+    """
 
     late: frozenset[int]
     work: tuple[float, ...]
@@ -58,7 +67,10 @@ class Judgement(NamedTuple):
 
 
 class StragglerSensor:
-    """Judges the last flushes. Its answers are the same on all workers with the same input, as its clock is the time of the steps.
+    """Judges the last flushes.
+
+    Its answers are the same on all workers with the same input, as its clock is the time of the
+    steps.
 
     `mesh`: where workers are, if a model is cut between them.
     """
@@ -70,7 +82,8 @@ class StragglerSensor:
         self._clock = 0.0
         self._said = -PAUSE
         self._named: frozenset[int] = frozenset()
-        self.judgement: Judgement | None = None  # of the last flush; None where there was too little to judge by
+        # of the last flush; None where there was too little to judge by
+        self.judgement: Judgement | None = None
 
     def take(
         self,
@@ -79,10 +92,13 @@ class StragglerSensor:
         hosts: Sequence[str],
         causes: Sequence[Sequence[Sequence[float]]] | None = None,
     ) -> str | None:
-        """Take in the seconds of PARTS of each step since the last flush, by rank. Returns a line to be said, or None.
+        """Take in the seconds of PARTS of each step since the last flush, by rank.
 
-        All begins anew when `names`, the numbers of the workers, change. `hosts`: of each rank; `causes`: microseconds of MEASURED of the
-        same steps (None: nothing but the loading of data was measured).
+        Returns a line to be said, or None.
+
+        All begins anew when `names`, the numbers of the workers, change. `hosts`: of each rank;
+        `causes`: microseconds of MEASURED of the same steps (None: nothing but the loading of data
+        was measured).
         """
         self.judgement = None
         if tuple(names) != self._names:
@@ -91,8 +107,12 @@ class StragglerSensor:
         if len(steps) < 2 or not all(steps):
             return None
         length = max(sum(map(sum, mine)) / len(mine) for mine in steps)
-        work = tuple(sum(second[part] for second in mine for part in WORK) / len(mine) for mine in steps)
-        self._flushes.append(_FlushMeans(len(steps[0]), length * len(steps[0]), work, _late(work, steps, causes)))
+        work = tuple(
+            sum(second[part] for second in mine for part in WORK) / len(mine) for mine in steps
+        )
+        self._flushes.append(
+            _FlushMeans(len(steps[0]), length * len(steps[0]), work, _late(work, steps, causes))
+        )
         self._clock += self._flushes[-1].seconds
         if not _enough([*self._flushes]):
             return None
@@ -104,11 +124,20 @@ class StragglerSensor:
         step = statistics.median(flush.seconds / flush.steps for flush in self._flushes)
         columns = zip(*(flush.lateness for flush in self._flushes), strict=True)
         sure = [sorted(column)[len(column) // 5] for column in columns]
-        limits = [max(LEAST, (STILL_LATE if rank in self._named else LATE) * step) for rank in range(len(sure))]
+        limits = [
+            max(LEAST, (STILL_LATE if rank in self._named else LATE) * step)
+            for rank in range(len(sure))
+        ]
         late = frozenset(rank for rank, limit in enumerate(limits) if sure[rank] > limit)
         since = self._clock - self._said
-        work = tuple(statistics.median(column) for column in zip(*(flush.work for flush in self._flushes), strict=True))
-        anew = frozenset(rank for rank, seconds in enumerate(sure) if seconds > max(LEAST, LATE * step))  # by no worker's memory
+        work = tuple(
+            statistics.median(column)
+            for column in zip(*(flush.work for flush in self._flushes), strict=True)
+        )
+        # by no worker's memory
+        anew = frozenset(
+            rank for rank, seconds in enumerate(sure) if seconds > max(LEAST, LATE * step)
+        )
         self.judgement = Judgement(anew, work, self._cause(anew))
         if not late:
             self._named = late
@@ -119,18 +148,28 @@ class StragglerSensor:
 
     def _cause(self, ranks: frozenset[int]) -> str:
         """Return for what these ranks were late in the last flushes."""
-        seconds = [sum(sum(flush.late[rank][at] for rank in ranks) for flush in self._flushes) for at in range(len(CAUSES))]
+        seconds = [
+            sum(sum(flush.late[rank][at] for rank in ranks) for flush in self._flushes)
+            for at in range(len(CAUSES))
+        ]
         return main_cause(dict(zip(CAUSES, seconds, strict=True)))
 
 
 def _late(
-    work: Sequence[float], steps: Sequence[list[list[float]]], causes: Sequence[Sequence[Sequence[float]]] | None
+    work: Sequence[float],
+    steps: Sequence[list[list[float]]],
+    causes: Sequence[Sequence[Sequence[float]]] | None,
 ) -> tuple[tuple[float, ...], ...]:
     """Return the seconds in a mean step by which each rank was late because of each of CAUSES."""
     data = PARTS.index("data")
     if causes is None:
-        causes = [[[1e6 * second[data], *[0.0] * (len(MEASURED) - 1)] for second in mine] for mine in steps]
-    measured = [[1e-6 * sum(column) / len(mine) for column in zip(*mine, strict=True)] for mine in causes]
+        causes = [
+            [[1e6 * second[data], *[0.0] * (len(MEASURED) - 1)] for second in mine]
+            for mine in steps
+        ]
+    measured = [
+        [1e-6 * sum(column) / len(mine) for column in zip(*mine, strict=True)] for mine in causes
+    ]
     rows = [[max(own - sum(each), 0.0), *each] for own, each in zip(work, measured, strict=True)]
     return tuple(map(tuple, lateness(np.array([rows]))[0].tolist()))
 
@@ -141,48 +180,68 @@ def _enough(flushes: Sequence[_FlushMeans]) -> bool:
 
 
 def describe(
-    work: Sequence[float], late: frozenset[int], step: float, hosts: Sequence[str], mesh: Mesh | None = None, *, cause: str = "compute"
+    work: Sequence[float],
+    late: frozenset[int],
+    step: float,
+    hosts: Sequence[str],
+    mesh: Mesh | None = None,
+    *,
+    cause: str = "compute",
 ) -> str:
     """Say which workers make the others wait, for how long, why, and what to do.
 
-    `work` has the seconds of own work of each rank in a step, `late` the slow ranks, `cause` (of CAUSES) what they are late for; a step
-    takes `step` seconds.
+    `work` has the seconds of own work of each rank in a step, `late` the slow ranks, `cause` (of
+    CAUSES) what they are late for; a step takes `step` seconds.
     """
     others = [mine for rank, mine in enumerate(work) if rank not in late]
     more = statistics.median(work[rank] for rank in late) - statistics.median(others)
     who = named(late, hosts, mesh)
     make = "makes" if len(late) == 1 else "make"
-    what_helps = REMEDIES.get(cause) or remedy(work_by_share(work, mesh), staged=mesh is not None and mesh.extent("stage") > 1)
+    what_helps = REMEDIES.get(cause) or remedy(
+        work_by_share(work, mesh), staged=mesh is not None and mesh.extent("stage") > 1
+    )
     took = f"{more * 1e3:.1f} ms in each step, {more / step:.0%} of it, for {WORDS[cause]}"
     return f"{who} {make} the others wait: {took}. {what_helps}"
 
 
 def named(ranks: frozenset[int], hosts: Sequence[str], mesh: Mesh | None = None) -> str:
-    """Name these ranks with their hosts, together where they are all of them; `hosts` has that of each rank."""
+    """Name these ranks with their hosts, together where they are all of them; `hosts` has that
+    of each rank.
+    """
     where = dict.fromkeys(hosts[rank] for rank in sorted(ranks))
-    each = ", ".join(str(rank) if mesh is None else f"{rank} ({mesh.place(rank)})" for rank in sorted(ranks))
+    each = ", ".join(
+        str(rank) if mesh is None else f"{rank} ({mesh.place(rank)})" for rank in sorted(ranks)
+    )
     if len(ranks) > 1 and {rank for rank, host in enumerate(hosts) if host in where} == ranks:
         return f"the workers of {', '.join(where)} (ranks {each})"
     return f"rank{'s' * (len(ranks) > 1)} {each} on {', '.join(where)}"
 
 
 def unequal(steps: Sequence[Mapping[int, float]]) -> list[dict[str, float]]:
-    """Return, for each rank, the median seconds of its own work in these steps, and how often it was a tenth above the usual.
+    """Return, for each rank, the median seconds of its own work in these steps, and how often it
+    was a tenth above the usual.
 
-    A step has the seconds of each rank that took part. A rank that is not in the last steps has left the run, and is left out.
+    A step has the seconds of each rank that took part. A rank that is not in the last steps has
+    left the run, and is left out.
     """
     there = {rank for step in list(steps)[-STEPS:] for rank in step}
     usual = [1.1 * statistics.median_low(step.values()) for step in steps]
     found = []
     for rank in sorted(there):
-        mine = [(step[rank], limit) for step, limit in zip(steps, usual, strict=True) if rank in step]
+        mine = [
+            (step[rank], limit) for step, limit in zip(steps, usual, strict=True) if rank in step
+        ]
         late = sum(seconds > limit for seconds, limit in mine)
-        found.append({"seconds": statistics.median(seconds for seconds, _ in mine), "late": late / len(mine)})
+        found.append(
+            {"seconds": statistics.median(seconds for seconds, _ in mine), "late": late / len(mine)}
+        )
     return found
 
 
 def work_by_share(work: Sequence[float], mesh: Mesh | None) -> list[float]:
-    """Return the seconds of own work by share of the samples: of workers that have the same ones, those of the slowest."""
+    """Return the seconds of own work by share of the samples: of workers that have the same
+    ones, those of the slowest.
+    """
     if mesh is None:
         return list(work)
     found: dict[int, float] = {}
@@ -193,16 +252,21 @@ def work_by_share(work: Sequence[float], mesh: Mesh | None) -> list[float]:
 
 
 def remedy(work: Sequence[float], *, staged: bool = False) -> str:
-    """Say what to do about workers with so many seconds (above 0) of own work in a step; those with the same samples count once.
+    """Say what to do about workers with so many seconds (above 0) of own work in a step; those with
+    the same samples count once.
 
     `staged`: they have different layers.
     """
     if staged:
-        return "See what else runs there, or whether its layers take longer than others': once the run has ended, paceline report says so"
+        return (
+            "See what else runs there, or whether its layers take longer than others': "
+            "once the run has ended, paceline report says so"
+        )
     if len(work) == 1:
         return "See what else runs there; all workers have the same samples, so shares can't help"
     speeds = ", ".join(f"{min(work) / seconds:.2g}" for seconds in work)
     return (
-        f"See what else runs there; if it is a slower machine and the shares are equal now, deal by speed: "
+        "See what else runs there; if it is a slower machine and the shares are equal now, deal "
+        "by speed: "
         f"prepare(..., shares='auto'), or shares=[{speeds}]"
     )

@@ -1,4 +1,6 @@
-"""A write in the background gives way to training, can be waited for, and tells what it failed of."""
+"""A write in the background gives way to training, can be waited for, and tells what it failed
+of.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def test_it_runs_beside_and_takes_time() -> None:
 def test_it_gives_way_and_nobody_else_does() -> None:
     found = list[int]()
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    writing = BackgroundWrite("step 3", 10, lambda moved: found.append(os.getpriority(os.PRIO_PROCESS, 0)), print)
+    writing = BackgroundWrite(
+        "step 3", 10, lambda moved: found.append(os.getpriority(os.PRIO_PROCESS, 0)), print
+    )
     assert writing.wait(30) and found == [LOWEST]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
@@ -40,7 +44,9 @@ def test_a_failure_is_said_at_once_and_kept() -> None:
     assert writing.wait(30)
     failure = writing.failure()
     assert str(failure) == "step 3 was not saved: no"
-    assert said == ["step 3 was not saved: no. The next save raises this, at the latest the end of the run"]
+    assert said == [
+        "step 3 was not saved: no. The next save raises this, at the latest the end of the run"
+    ]
 
 
 def test_one_that_hangs_says_how_far_it_is() -> None:

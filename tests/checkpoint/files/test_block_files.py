@@ -1,4 +1,6 @@
-"""Files of blocks: any rectangle comes back from any other cut, and what is damaged or missing is named."""
+"""Files of blocks: any rectangle comes back from any other cut, and what is damaged or missing
+is named.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,18 @@ edges = st.lists(st.integers(0, 9), max_size=3)
 
 def cut(logical: Tensor, boxes: list[Box]) -> LocalBlocks:
     """What a worker has that holds these rectangles."""
-    return LocalBlocks(logical.dtype, tuple(logical.shape), tuple((box, logical[within(box, everything(logical.shape))]) for box in boxes))
+    return LocalBlocks(
+        logical.dtype,
+        tuple(logical.shape),
+        tuple((box, logical[within(box, everything(logical.shape))]) for box in boxes),
+    )
 
 
 def boxes(shape: tuple[int, ...], cuts: list[list[int]]) -> list[Box]:
-    lines = [sorted({0, size, *(place for place in cut if place < size)}) for size, cut in zip(shape, cuts, strict=True)]
+    lines = [
+        sorted({0, size, *(place for place in cut if place < size)})
+        for size, cut in zip(shape, cuts, strict=True)
+    ]
     return list(itertools.product(*(list(itertools.pairwise(line)) for line in lines)))
 
 
@@ -41,14 +50,26 @@ def put(folder: Path, workers: list[dict[str, LocalBlocks]]) -> BlockReader:
     return BlockReader(folder, merge(layout.index for layout in layouts))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
-@given(st.tuples(st.integers(1, 9), st.integers(1, 9)), st.tuples(edges, edges), st.tuples(edges, edges))
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40
+)
+@given(
+    st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    st.tuples(edges, edges),
+    st.tuples(edges, edges),
+)
 def test_written_in_one_cut_and_read_in_another(
-    tmp_path_factory: pytest.TempPathFactory, shape: tuple[int, int], one: tuple[list[int], list[int]], other: tuple[list[int], list[int]]
+    tmp_path_factory: pytest.TempPathFactory,
+    shape: tuple[int, int],
+    one: tuple[list[int], list[int]],
+    other: tuple[list[int], list[int]],
 ) -> None:
     logical = torch.arange(shape[0] * shape[1]).view(shape)
     mine = boxes(shape, list(one))
-    with put(tmp_path_factory.mktemp("blocks"), [{"w": cut(logical, mine[0::2])}, {"w": cut(logical, mine[1::2])}]) as reader:
+    with put(
+        tmp_path_factory.mktemp("blocks"),
+        [{"w": cut(logical, mine[0::2])}, {"w": cut(logical, mine[1::2])}],
+    ) as reader:
         for box in boxes(shape, list(other)):
             assert torch.equal(reader.read("w", box), logical[within(box, everything(shape))])
         assert torch.equal(reader.read("w"), logical)
@@ -60,12 +81,23 @@ def test_only_the_files_that_are_needed_are_opened(tmp_path: Path) -> None:
     with put(tmp_path, [{"w": cut(logical, [top])}, {"w": cut(logical, [bottom])}]) as reader:
         (tmp_path / "blocks-00001.safetensors").unlink()
         assert torch.equal(reader.read("w", ((0, 2), (1, 3))), logical[0:2, 1:3])
-        with pytest.raises(CheckpointError, match=r"w can't be read from blocks-00001.safetensors in test_only"):
+        with pytest.raises(
+            CheckpointError, match=r"w can't be read from blocks-00001.safetensors in test_only"
+        ):
             reader.read("w", ((1, 3), (1, 3)))
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.bool, torch.int64, torch.uint16]
+    "dtype",
+    [
+        torch.bfloat16,
+        torch.complex64,
+        torch.complex128,
+        torch.float8_e4m3fn,
+        torch.bool,
+        torch.int64,
+        torch.uint16,
+    ],
 )
 def test_any_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     logical = torch.arange(12).view(3, 4).to(dtype)
@@ -77,13 +109,19 @@ def test_any_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
 
 def test_scalars_and_nothing(tmp_path: Path) -> None:
     scalar, empty = torch.tensor(3.0), torch.empty(0, 3)
-    with put(tmp_path, [{"s": cut(scalar, [()]), "e": cut(empty, [((0, 0), (0, 3))])}, {"e": cut(empty, [])}]) as reader:
+    with put(
+        tmp_path,
+        [{"s": cut(scalar, [()]), "e": cut(empty, [((0, 0), (0, 3))])}, {"e": cut(empty, [])}],
+    ) as reader:
         assert reader.read("s") == 3 and reader.read("e").shape == (0, 3)
 
 
 def test_wrong_questions(tmp_path: Path) -> None:
     with put(tmp_path, [{"model/weight": cut(torch.ones(2), [((0, 2),)])}]) as reader:
-        with pytest.raises(CheckpointError, match=r"no tensor 'model/wieght'; possible: model/weight; did you mean model/weight\?"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"no tensor 'model/wieght'; possible: model/weight; did you mean model/weight\?",
+        ):
             reader.read("model/wieght")
         for box in (((0, 3),), ((0, 1), (0, 1)), ()):
             with pytest.raises(CheckpointError, match=r"model/weight has the shape \[2\] in"):
@@ -92,23 +130,32 @@ def test_wrong_questions(tmp_path: Path) -> None:
 
 def test_the_nearest_of_many_names(tmp_path: Path) -> None:
     with (
-        put(tmp_path, [{f"layers.{i}.weight": cut(torch.ones(1), [((0, 1),)]) for i in range(20)}]) as reader,
+        put(
+            tmp_path, [{f"layers.{i}.weight": cut(torch.ones(1), [((0, 1),)]) for i in range(20)}]
+        ) as reader,
         pytest.raises(CheckpointError, match=r"it has 20 others; did you mean layers.7.weight\?"),
     ):
         reader.read("layers.7.wight")
 
 
 def test_files_of_whole_tensors_are_read_in_parts(tmp_path: Path) -> None:
-    tensors = {"a": torch.randn(4, 6), "z": torch.randn(3, 3, dtype=torch.complex128), "s": torch.tensor(2)}
+    tensors = {
+        "a": torch.randn(4, 6),
+        "z": torch.randn(3, 3, dtype=torch.complex128),
+        "s": torch.tensor(2),
+    }
     layout = image(pack(tensors))
     disk.write(tmp_path / "tensors.safetensors", layout.parts())
-    with BlockReader(tmp_path, uncut(tmp_path / "tensors.safetensors", layout.tree["tensors"])) as reader:
+    with BlockReader(
+        tmp_path, uncut(tmp_path / "tensors.safetensors", layout.tree["tensors"])
+    ) as reader:
         assert torch.equal(reader.read("a", ((1, 3), (2, 4))), tensors["a"][1:3, 2:4])
         assert torch.equal(reader.read("z", ((1, 3), (2, 3))), tensors["z"][1:3, 2:3])
         assert reader.read("s") == 2
 
 
-# In a checkpoint ---------------------------------------------------------------------------------------------------------------
+# In a checkpoint
+# --------------------------------------------------------------------------------------------------
 
 
 WEIGHT = torch.arange(24.0).view(4, 6)
@@ -122,8 +169,15 @@ def save(folder: Path, step: int = 3) -> Path:
     halves = boxes((4, 6), [[], [2]])
 
     def others(place: Path) -> list[WrittenBlocks]:
-        layouts = [plan(number, {"model/weight": cut(WEIGHT, [box])}) for number, box in enumerate(halves)]
-        return [WrittenBlocks({layout.file: disk.write(place / layout.file, layout.layout.parts())}, layout.index) for layout in layouts]
+        layouts = [
+            plan(number, {"model/weight": cut(WEIGHT, [box])}) for number, box in enumerate(halves)
+        ]
+        return [
+            WrittenBlocks(
+                {layout.file: disk.write(place / layout.file, layout.layout.parts())}, layout.index
+            )
+            for layout in layouts
+        ]
 
     return checkpoint.write(folder, state, step, own={}, keep=3, blocks=others)
 
@@ -134,7 +188,11 @@ def silent(text: str) -> None:
 
 def test_a_checkpoint_of_blocks_is_put_together(tmp_path: Path) -> None:
     path = save(tmp_path)
-    assert {entry.name for entry in path.iterdir()} >= {INDEX, "blocks-00000.safetensors", "blocks-00001.safetensors"}
+    assert {entry.name for entry in path.iterdir()} >= {
+        INDEX,
+        "blocks-00000.safetensors",
+        "blocks-00001.safetensors",
+    }
     state = checkpoint.load(tmp_path, say=silent).snapshot.unpack()
     assert torch.equal(state["model"]["weight"], WEIGHT) and state["lr"] == 0.5
     found = checkpoint.load(tmp_path, say=silent, lazy=True)
@@ -142,7 +200,10 @@ def test_a_checkpoint_of_blocks_is_put_together(tmp_path: Path) -> None:
     with BlockReader(found.path, found.index) as reader:
         assert torch.equal(reader.read("model/weight", ((1, 2), (1, 4))), WEIGHT[1:2, 1:4])
         assert torch.equal(reader.read("model/bias"), torch.ones(4))
-    assert checkpoint.read(path).snapshot.sha256() == checkpoint.load(tmp_path, say=silent).snapshot.sha256()
+    assert (
+        checkpoint.read(path).snapshot.sha256()
+        == checkpoint.load(tmp_path, say=silent).snapshot.sha256()
+    )
 
 
 def test_older_versions_refuse_blocks_and_read_all_else(tmp_path: Path) -> None:
@@ -162,18 +223,28 @@ def test_a_damaged_block_is_never_used(tmp_path: Path) -> None:
     file.write_bytes(data)
     said: list[str] = []
     assert checkpoint.load(tmp_path, say=said.append).step == 1
-    assert "step-00000002: blocks-00001.safetensors is damaged" in said[0] and "Using step-00000001" in said[0]
+    assert (
+        "step-00000002: blocks-00001.safetensors is damaged" in said[0]
+        and "Using step-00000001" in said[0]
+    )
     with pytest.raises(CheckpointError, match=r"step-00000002 can't be used: blocks-00001"):
         checkpoint.read(path)
 
 
 def missing(place: Path) -> list[WrittenBlocks]:
     layout = plan(0, {"model/weight": cut(WEIGHT, boxes((4, 6), [[], [2]])[:1])})
-    return [WrittenBlocks({layout.file: disk.write(place / layout.file, layout.layout.parts())}, layout.index)]
+    return [
+        WrittenBlocks(
+            {layout.file: disk.write(place / layout.file, layout.layout.parts())}, layout.index
+        )
+    ]
 
 
 def test_a_block_that_nobody_writes_is_noticed_before_there_is_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"model/weight can't be saved in blocks: its blocks have 8 of 24 elements"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model/weight can't be saved in blocks: its blocks have 8 of 24 elements",
+    ):
         checkpoint.write(tmp_path, image(pack({})), 1, own={}, keep=3, blocks=missing)
     assert list(tmp_path.iterdir()) == []
 
@@ -185,7 +256,10 @@ def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
         return [WrittenBlocks({}, layout.index)]  # so it isn't in the manifest
 
     path = checkpoint.write(tmp_path, image(pack({})), 1, own={}, keep=3, blocks=elsewhere)
-    with pytest.raises(CheckpointError, match=r"blocks.json names 'blocks-00000.safetensors', which manifest.json doesn't"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"blocks.json names 'blocks-00000.safetensors', which manifest.json doesn't",
+    ):
         checkpoint.read(path)
 
 
@@ -199,8 +273,15 @@ def test_blocks_of_more_bytes_than_there_are_take_no_memory(tmp_path: Path) -> N
         layout = plan(0, {"w": cut(WEIGHT, boxes((4, 6), [[], []]))})
         block = StoredBlock(((0, 1 << 40),), layout.file, "w@0")
         written = disk.write(place / layout.file, layout.layout.parts())
-        return [WrittenBlocks({layout.file: written}, {"w": StoredTensor(torch.float32, (1 << 40,), (block,))})]
+        return [
+            WrittenBlocks(
+                {layout.file: written}, {"w": StoredTensor(torch.float32, (1 << 40,), (block,))}
+            )
+        ]
 
     path = checkpoint.write(tmp_path, image(pack({})), 1, own={}, keep=3, blocks=huge)
-    with pytest.raises(CheckpointError, match=r"blocks.json names 4398046511104 bytes of blocks-00000.safetensors, which has \d+$"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"blocks.json names 4398046511104 bytes of blocks-00000.safetensors, which has \d+$",
+    ):
         checkpoint.read(path)

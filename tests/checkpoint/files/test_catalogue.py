@@ -15,10 +15,14 @@ from tests.harness.measured_checkpoints import names, save
 NAN, INF = float("nan"), float("inf")
 
 
-def entry(serial: int | None, value: float | None = None, best: Best = "min", *, newer: bool = False) -> CheckpointEntry:
+def entry(
+    serial: int | None, value: float | None = None, best: Best = "min", *, newer: bool = False
+) -> CheckpointEntry:
     """An entry whose step is ten times its serial."""
     step = 0 if serial is None else 10 * serial
-    return CheckpointEntry(Path(f"step-{step:08d}"), serial, newer, None if value is None else Metric(value, best))
+    return CheckpointEntry(
+        Path(f"step-{step:08d}"), serial, newer, None if value is None else Metric(value, best)
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,11 +51,24 @@ def test_the_last_metric_says_what_is_better() -> None:
 
 
 def test_what_has_to_go() -> None:
-    found = [entry(1, 0.1), entry(2, 0.3), entry(3, NAN), entry(4), entry(5), entry(None), entry(9, newer=True)]
+    found = [
+        entry(1, 0.1),
+        entry(2, 0.3),
+        entry(3, NAN),
+        entry(4),
+        entry(5),
+        entry(None),
+        entry(9, newer=True),
+    ]
     latest = Path("step-00000050")
     gone = [path.name for path in excess(found, latest, 2)]
-    assert gone == ["step-00000030", "step-00000020", "step-00000000"]  # neither the best, nor what is of a newer paceline
-    assert [path.name for path in excess(found[:5], latest, 1)] == ["step-00000040", "step-00000030", "step-00000020"]
+    # neither the best, nor what is of a newer paceline
+    assert gone == ["step-00000030", "step-00000020", "step-00000000"]
+    assert [path.name for path in excess(found[:5], latest, 1)] == [
+        "step-00000040",
+        "step-00000030",
+        "step-00000020",
+    ]
     assert excess(found, latest, 9) == []
 
 
@@ -62,7 +79,10 @@ def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
     for step in (7, 8):
         save(tmp_path, step, keep=1)  # without a metric
     assert names(tmp_path) == ["step-00000002", "step-00000008"]
-    assert checkpoint.load(tmp_path, say=print).step == 8 and checkpoint.load(tmp_path, say=print, best=True).step == 2
+    assert (
+        checkpoint.load(tmp_path, say=print).step == 8
+        and checkpoint.load(tmp_path, say=print, best=True).step == 2
+    )
     save(tmp_path, 9, 0.1, keep=1)
     assert names(tmp_path) == ["step-00000009"]
 
@@ -84,7 +104,11 @@ def test_a_best_that_is_damaged_gives_way_to_the_next(tmp_path: Path) -> None:
 def test_no_best_is_said(tmp_path: Path, value: float | None) -> None:
     save(tmp_path, 1, value)
     with pytest.raises(
-        CheckpointError, match=r"none was saved with a metric that is a number. run.save\(metric=loss, best='min'\) does so"
+        CheckpointError,
+        match=(
+            r"none was saved with a metric that is a number. run.save\(metric=loss, best='min'\) "
+            r"does so"
+        ),
     ):
         checkpoint.load(tmp_path, say=print, best=True)
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*absent; save one first"):

@@ -34,7 +34,10 @@ from tests.harness import nursery
 
 
 def state(value: float = 1.0, size: int = 10) -> Snapshot:
-    return pack({"model": {"weight": torch.full((size,), value)}, "lr": 0.1, "rows": {0: (1, None)}}, version=7)
+    return pack(
+        {"model": {"weight": torch.full((size,), value)}, "lr": 0.1, "rows": {0: (1, None)}},
+        version=7,
+    )
 
 
 def value(found: Checkpoint) -> float:
@@ -62,12 +65,17 @@ def test_there_and_back(tmp_path: Path) -> None:
 
 
 def test_each_rank_has_its_own(tmp_path: Path) -> None:
-    own = {rank: pack(Randomness().state_dict() | {"rank": rank, "x": torch.full((rank,), 1j)}) for rank in (0, 3)}
+    own = {
+        rank: pack(Randomness().state_dict() | {"rank": rank, "x": torch.full((rank,), 1j)})
+        for rank in (0, 3)
+    }
     torch.randn(1)
     path = save(tmp_path, state(), 1, own=own)
     assert "own-00003.safetensors" in entries(path)
     found = load(tmp_path, say=silent)
-    assert {rank: snapshot.sha256() for rank, snapshot in found.own.items()} == {rank: snapshot.sha256() for rank, snapshot in own.items()}
+    assert {rank: snapshot.sha256() for rank, snapshot in found.own.items()} == {
+        rank: snapshot.sha256() for rank, snapshot in own.items()
+    }
 
 
 def test_odd_tensors_and_tied_weights(tmp_path: Path) -> None:
@@ -88,7 +96,10 @@ def test_odd_tensors_and_tied_weights(tmp_path: Path) -> None:
     for copy in (True, False):
         save(tmp_path, pack(tensors, copy=copy), 1)
         back = load(tmp_path, say=silent).snapshot.unpack()
-        assert all(torch.equal(back[name], tensor) and back[name].dtype == tensor.dtype for name, tensor in tensors.items())
+        assert all(
+            torch.equal(back[name], tensor) and back[name].dtype == tensor.dtype
+            for name, tensor in tensors.items()
+        )
         assert back["a"] is back["b"]
 
 
@@ -138,7 +149,8 @@ def test_arguments_are_checked(tmp_path: Path, keep: int, step: int) -> None:
         save(tmp_path, state(), step, keep=keep)
 
 
-# Damage -----------------------------------------------------------------------------------------------------------------------
+# Damage
+# --------------------------------------------------------------------------------------------------
 
 
 def flip(path: Path) -> None:
@@ -163,8 +175,19 @@ DAMAGE = [flip, cut, grow, empty, Path.unlink]
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-@pytest.mark.parametrize("file", ["manifest.json", "state.json", "tensors.safetensors", "own-00000.json", "own-00000.safetensors"])
-def test_a_damaged_one_is_named_and_the_one_before_is_used(tmp_path: Path, file: str, damage: Callable[[Path], object]) -> None:
+@pytest.mark.parametrize(
+    "file",
+    [
+        "manifest.json",
+        "state.json",
+        "tensors.safetensors",
+        "own-00000.json",
+        "own-00000.safetensors",
+    ],
+)
+def test_a_damaged_one_is_named_and_the_one_before_is_used(
+    tmp_path: Path, file: str, damage: Callable[[Path], object]
+) -> None:
     for step in (1, 2):
         save(tmp_path, state(step), step, own={0: state()})
     damage(tmp_path / "step-00000002" / file)
@@ -195,7 +218,10 @@ def test_every_single_bit_of_every_file_counts(tmp_path: Path) -> None:
 def test_all_broken(tmp_path: Path) -> None:
     for step in (1, 2):
         flip(save(tmp_path, state(), step) / "state.json")
-    with pytest.raises(CheckpointError, match=r"can be used: step-00000002: state\.json is damaged.*; step-00000001: state\.json is"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"can be used: step-00000002: state\.json is damaged.*; step-00000001: state\.json is",  # noqa: E501
+    ):
         load(tmp_path, say=silent)
 
 
@@ -207,7 +233,8 @@ def test_saving_after_a_broken_one(tmp_path: Path) -> None:
     assert value(load(tmp_path, say=said.append)) == 3
     assert "step-00000002: manifest.json is damaged" in said[0]
     save(tmp_path, state(4), 4)
-    assert entries(tmp_path) == ["step-00000001", "step-00000002.2", "step-00000004"]  # the broken one went first
+    # the broken one went first
+    assert entries(tmp_path) == ["step-00000001", "step-00000002.2", "step-00000004"]
     assert value(load(tmp_path, say=silent)) == 4
 
 
@@ -221,25 +248,37 @@ def seal(path: Path, **changes: Any) -> None:
     """Write the manifest anew as a paceline would that has these fields; None: hasn't."""
     manifest = json.loads((path / "manifest.json").read_text()) | changes
     del manifest["seal"]
-    (path / "manifest.json").write_bytes(sealed({name: field for name, field in manifest.items() if field is not None}))
+    (path / "manifest.json").write_bytes(
+        sealed({name: field for name, field in manifest.items() if field is not None})
+    )
 
 
 def rewrite(path: Path, file: str, data: bytes) -> None:
     """Have one file of a checkpoint be these bytes, with the right hash."""
     (path / file).write_bytes(data)
     files = json.loads((path / "manifest.json").read_text())["files"]
-    seal(path, files=files | {file: {"nbytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}})
+    seal(
+        path,
+        files=files | {file: {"nbytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}},
+    )
 
 
-def test_a_newer_format_is_said_and_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_format_is_said_and_never_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, state(1), 1)
     with monkeypatch.context() as future:
         future.setattr(checkpoint, "UNCUT", 3)
         save(tmp_path, state(2), 2)
-    newer = r"step-00000002: it is of a newer paceline \(format 3; this one reads up to 2\), which has to be there to use it"
+    newer = (
+        r"step-00000002: it is of a newer paceline \(format 3; this one reads up to 2\), which has "
+        r"to be there to use it"
+    )
     said: list[str] = []
     assert value(load(tmp_path, say=said.append)) == 1
-    assert len(said) == 1 and re.fullmatch(rf"{newer}\. Using step-00000001, which is whole", said[0])
+    assert len(said) == 1 and re.fullmatch(
+        rf"{newer}\. Using step-00000001, which is whole", said[0]
+    )
     with pytest.raises(CheckpointError, match=rf"can be used: {newer}"):
         load(tmp_path, say=silent, step=2)
     save(tmp_path, state(3), 3, keep=1)
@@ -256,23 +295,33 @@ FOREIGN = {
     "no list of ranks": lambda path: seal(path, own=None),
     "an unknown rank": lambda path: seal(path, own=[0, 7]),
     "ranks in words": lambda path: seal(path, own=["a"]),
-    "a tree without tensors": lambda path: rewrite(path, "state.json", b'{"version": 1, "tree": {}}'),
+    "a tree without tensors": lambda path: rewrite(
+        path, "state.json", b'{"version": 1, "tree": {}}'
+    ),
     "a tree that is none": lambda path: rewrite(path, "state.json", b"[]"),
     "no JSON": lambda path: rewrite(path, "own-00000.json", b"{"),
     "no text": lambda path: rewrite(path, "state.json", pickle.dumps({"version": 1})),
     "a tensor that is not there": lambda path: rewrite(
-        path, "state.json", b'{"version": 1, "tree": {"x": {"$": "tensor", "path": "y"}}, "tensors": {}}'
+        path,
+        "state.json",
+        b'{"version": 1, "tree": {"x": {"$": "tensor", "path": "y"}}, "tensors": {}}',
     ),
-    "a kind of value that is not known": lambda path: rewrite(path, "state.json", b'{"version": 1, "tree": {"$": "moon"}, "tensors": {}}'),
+    "a kind of value that is not known": lambda path: rewrite(
+        path, "state.json", b'{"version": 1, "tree": {"$": "moon"}, "tensors": {}}'
+    ),
     "a dtype that is not known": lambda path: rewrite(
-        path, "state.json", b'{"version": 1, "tree": {}, "tensors": {"model/weight": ["float3", [10]]}}'
+        path,
+        "state.json",
+        b'{"version": 1, "tree": {}, "tensors": {"model/weight": ["float3", [10]]}}',
     ),
     "no safetensors": lambda path: rewrite(path, "tensors.safetensors", pickle.dumps({"x": 1})),
 }
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_what_another_version_wrote_is_named_and_the_one_before_is_used(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_version_wrote_is_named_and_the_one_before_is_used(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its hashes are right: nothing is damaged."""
     for step in (1, 2):
         save(tmp_path, state(step), step, own={0: state()})
@@ -282,11 +331,14 @@ def test_what_another_version_wrote_is_named_and_the_one_before_is_used(tmp_path
     said: list[str] = []
     assert value(load(tmp_path, say=said.append)) == 1
     assert len(said) == 1 and "\n" not in said[0]
-    assert said[0].startswith("step-00000002: ") and said[0].endswith("Using step-00000001, which is whole")
+    assert said[0].startswith("step-00000002: ") and said[0].endswith(
+        "Using step-00000001, which is whole"
+    )
     with pytest.raises(CheckpointError, match="can be used: step-00000002: "):
         load(tmp_path, say=silent, step=2)
     save(tmp_path, state(3), 3)
-    assert value(load(tmp_path, say=lambda text: None)) in (1, 3)  # one whose place can't be read may be newer, as far as can be told
+    # one whose place can't be read may be newer, as far as can be told
+    assert value(load(tmp_path, say=lambda text: None)) in (1, 3)
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +353,9 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_damage_of_any_files_is_found(three: Path, tmp_path: Path, data: st.DataObject) -> None:
-    """Bits that flipped, ends that are missing, files that are gone, in one or both of the newest two of three."""
+    """Bits that flipped, ends that are missing, files that are gone, in one or both of the
+    newest two of three.
+    """
     folder = Path(tempfile.mkdtemp(dir=tmp_path)) / "copy"
     shutil.copytree(three, folder)
     broken = data.draw(st.sets(st.sampled_from([2, 3]), min_size=1))
@@ -313,8 +367,11 @@ def test_any_damage_of_any_files_is_found(three: Path, tmp_path: Path, data: st.
     found = load(folder, say=said.append)
     best = 2 if broken == {3} else 3 if broken == {2} else 1
     assert (found.step, value(found)) == (best, best)
-    unreadable = any("step-00000002: manifest.json" in text for text in said)  # it could be the newest, as far as can be told
-    assert len(said) == (3 in broken or unreadable) and all("Using step" in text and "\n" not in text for text in said), said
+    # it could be the newest, as far as can be told
+    unreadable = any("step-00000002: manifest.json" in text for text in said)
+    assert len(said) == (3 in broken or unreadable) and all(
+        "Using step" in text and "\n" not in text for text in said
+    ), said
 
 
 def hurt(file: Path, data: st.DataObject) -> None:
@@ -330,7 +387,11 @@ def hurt(file: Path, data: st.DataObject) -> None:
     elif kind == "cut":
         damaged = damaged[:position]
     elif kind == "zeros":  # as a disk leaves what it had no time to write
-        damaged[position:] = b"\xff" * len(damaged[position:]) if not any(damaged[position:]) else bytes(len(damaged) - position)
+        damaged[position:] = (
+            b"\xff" * len(damaged[position:])
+            if not any(damaged[position:])
+            else bytes(len(damaged) - position)
+        )
     else:
         damaged += data.draw(st.binary(min_size=1, max_size=5))
     file.write_bytes(damaged)
@@ -338,11 +399,15 @@ def hurt(file: Path, data: st.DataObject) -> None:
 
 def test_another_model(tmp_path: Path) -> None:
     save(tmp_path, Versioned(model=nn.Linear(3, 2)).snapshot(), 1)
-    with pytest.raises(CheckpointError, match=r"model\.weight is float32\[2, 3\] in it, float32\[2, 4\] here\. Build the same model"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model\.weight is float32\[2, 3\] in it, float32\[2, 4\] here\. Build the same model",  # noqa: E501
+    ):
         Versioned(model=nn.Linear(4, 2)).restore(load(tmp_path, say=silent).snapshot)
 
 
-# Interrupted ------------------------------------------------------------------------------------------------------------------
+# Interrupted
+# --------------------------------------------------------------------------------------------------
 
 
 def test_what_a_killed_process_left_is_ignored_and_removed(tmp_path: Path) -> None:
@@ -371,7 +436,9 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     script.write_text(KILLED)
     for turn in range(3):
         folder = tmp_path / str(turn)
-        process = nursery.launcher([sys.executable, str(script), str(folder)], cwd=tmp_path, env=os.environ)
+        process = nursery.launcher(
+            [sys.executable, str(script), str(folder)], cwd=tmp_path, env=os.environ
+        )
         assert process.stdout is not None and process.stderr is not None
         with process.stdout, process.stderr:
             assert process.stdout.readline() == "ready\n"
@@ -384,7 +451,8 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         assert len(entries(folder)) == 1
 
 
-# A disk that refuses ----------------------------------------------------------------------------------------------------------
+# A disk that refuses
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -392,7 +460,12 @@ def small(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MB."""
     folder = tmp_path / "small"
     folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)], capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if made.returncode != 0:
         pytest.skip(f"needs to mount a small file system: {made.stderr.strip()}")
     yield folder
@@ -417,7 +490,9 @@ def test_disk_full(small: Path, size: int) -> None:
 
 @pytest.mark.parametrize("where", ["disk.write", "disk.sync", "catalogue.prune"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_any_refusal_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, code: int) -> None:
+def test_any_refusal_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, code: int
+) -> None:
     save(tmp_path, state(1), 1)
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -426,7 +501,10 @@ def test_any_refusal_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     wanted = "full" if code != errno.EIO else "Input/output error.*can be written"
     with monkeypatch.context() as broken:
         broken.setattr(f"paceline.checkpoint.files.checkpoint.{where}", refuse)
-        with pytest.raises(CheckpointError, match=wanted if where != "catalogue.prune" else "step 2 is saved in .*older ones") as caught:
+        with pytest.raises(
+            CheckpointError,
+            match=wanted if where != "catalogue.prune" else "step 2 is saved in .*older ones",
+        ) as caught:
             save(tmp_path, state(2), 2)
     there = ["step-00000001"] + ["step-00000002"] * (where == "catalogue.prune")
     assert there[-1] in str(caught.value)

@@ -52,7 +52,9 @@ def test_hash_size_and_content(tmp_path: Path, kind: str, where: str) -> None:
     assert sum(moved) == len(wanted)
 
 
-def test_pages_go_around_the_cache_and_the_rest_through_it(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_go_around_the_cache_and_the_rest_through_it(
+    disk_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ways, real = list[tuple[bool, int]](), os.write
 
     def watched(file: int, data: memoryview) -> int:
@@ -65,7 +67,9 @@ def test_pages_go_around_the_cache_and_the_rest_through_it(disk_path: Path, monk
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EFAULT])
-def test_a_disk_that_takes_only_what_goes_through_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_disk_that_takes_only_what_goes_through_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     part, real = held(disk.PIECE + 2 * PAGE), os.write
 
     def refuse(file: int, data: memoryview) -> int:
@@ -85,7 +89,8 @@ def test_a_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, co
 
     monkeypatch.setattr(os, "write", refuse)
 
-    def body(rank: int, size: int, store: Store) -> None:  # in a process of its own: nobody else opens and closes files there
+    # in a process of its own: nobody else opens and closes files there
+    def body(rank: int, size: int, store: Store) -> None:
         before = os.listdir("/proc/self/fd")
         with pytest.raises(OSError, match=os.strerror(code)):
             write(tmp_path / "x", [held(2 * PAGE)])
@@ -104,7 +109,9 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 
 def test_it_is_on_the_disk_when_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = list[str]()
-    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))
+    monkeypatch.setattr(
+        os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}"))
+    )
     write(tmp_path / "x", [block(b"abc")])
     sync(tmp_path)
     assert synced == [str(tmp_path / "x"), str(tmp_path)]

@@ -1,4 +1,6 @@
-"""The best of an earlier run comes along, is never taken for the newest, and outlives the run it came from."""
+"""The best of an earlier run comes along, is never taken for the newest, and outlives the run it
+came from.
+"""
 
 from __future__ import annotations
 
@@ -53,19 +55,33 @@ def test_it_comes_once_and_only_where_it_is_the_best(tmp_path: Path) -> None:
     assert inherit(other, old) is None  # measured by something else
     equal = tmp_path / "equal"
     save(equal, 9, 0.2)
-    assert inherit(equal, old) is not None and catalogue.best(equal)[0].step == 3  # of equals the earlier
+    # of equals the earlier
+    assert inherit(equal, old) is not None and catalogue.best(equal)[0].step == 3
     assert inherit(equal, old) is None and names(equal) == ["step-00000003", "step-00000009"]
     save(tmp_path / "plain", 9)
-    assert inherit(tmp_path / "plain", old) is not None and checkpoint.load(tmp_path / "plain", say=print).step == 9
+    assert (
+        inherit(tmp_path / "plain", old) is not None
+        and checkpoint.load(tmp_path / "plain", say=print).step == 9
+    )
 
 
 @pytest.mark.parametrize("where", ["os.link", "disk.sync"])
-def test_a_disk_that_refuses_leaves_nothing(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_refuses_leaves_nothing(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     save(old, 3, 0.2)
     save(new, 9, 0.3)
-    monkeypatch.setattr(os if where == "os.link" else disk, where.split(".")[1], refuse(errno.ENOSPC))
-    with pytest.raises(CheckpointError, match=r"the best checkpoint so far, .*old/step-00000003, can't be taken along to .*No space left"):
+    monkeypatch.setattr(
+        os if where == "os.link" else disk, where.split(".")[1], refuse(errno.ENOSPC)
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=(
+            r"the best checkpoint so far, .*old/step-00000003, can't be taken along to .*No space "
+            r"left"
+        ),
+    ):
         inherit(new, old)
     assert names(new) == ["step-00000009"]
 

@@ -1,4 +1,6 @@
-"""Models come out of any checkpoint, cut or not, with nothing of it in memory that wasn't asked for."""
+"""Models come out of any checkpoint, cut or not, with nothing of it in memory that wasn't asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +48,30 @@ def save(folder: Path, model: nn.Module, step: int = 1, *, cut: bool = False, **
     def blocks(place: Path) -> list[WrittenBlocks]:
         rows, columns = tensor.shape
         boxes = [((0, rows), (0, 1)), ((0, rows), (1, columns))]
-        local = [LocalBlocks(tensor.dtype, tuple(tensor.shape), ((box, tensor[within(box, whole(tensor.shape))]),)) for box in boxes]
+        local = [
+            LocalBlocks(
+                tensor.dtype,
+                tuple(tensor.shape),
+                ((box, tensor[within(box, whole(tensor.shape))]),),
+            )
+            for box in boxes
+        ]
         layouts = [plan(number, {name: part}) for number, part in enumerate(local)]
-        return [WrittenBlocks({layout.file: disk.write(place / layout.file, layout.layout.parts())}, layout.index) for layout in layouts]
+        return [
+            WrittenBlocks(
+                {layout.file: disk.write(place / layout.file, layout.layout.parts())}, layout.index
+            )
+            for layout in layouts
+        ]
 
-    rest = Snapshot(packed.version, packed.tree, {path: value for path, value in packed.tensors.items() if path != name})
-    return checkpoint.write(folder / "checkpoints", image(rest), step, own={}, keep=9, blocks=blocks)
+    rest = Snapshot(
+        packed.version,
+        packed.tree,
+        {path: value for path, value in packed.tensors.items() if path != name},
+    )
+    return checkpoint.write(
+        folder / "checkpoints", image(rest), step, own={}, keep=9, blocks=blocks
+    )
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -75,20 +95,30 @@ def test_only_the_model_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    checkpoint.save(tmp_path, pack({"model": model.state_dict(), "optimizer": optimizer.state_dict()}), 1)
+    checkpoint.save(
+        tmp_path, pack({"model": model.state_dict(), "optimizer": optimizer.state_dict()}), 1
+    )
     asked: list[str] = []
     read = BlockReader.read
-    monkeypatch.setattr(BlockReader, "read", lambda self, name: asked.append(name) or read(self, name))
+    monkeypatch.setattr(
+        BlockReader, "read", lambda self, name: asked.append(name) or read(self, name)
+    )
     pl.state_dict(tmp_path)
     assert asked == ["model/weight", "model/bias"]
 
 
-def test_states_of_single_ranks_stay_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_of_single_ranks_stay_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = nn.Linear(4, 3)
-    checkpoint.save(tmp_path, state(model), 1, own={rank: pack({"kept": torch.ones(5)}) for rank in range(2)})
+    checkpoint.save(
+        tmp_path, state(model), 1, own={rank: pack({"kept": torch.ones(5)}) for rank in range(2)}
+    )
     loaded: list[str] = []
     load_file = safetensors.torch.load_file
-    monkeypatch.setattr(safetensors.torch, "load_file", lambda path: loaded.append(path.name) or load_file(path))
+    monkeypatch.setattr(
+        safetensors.torch, "load_file", lambda path: loaded.append(path.name) or load_file(path)
+    )
     assert same(pl.state_dict(tmp_path), model.state_dict()) and loaded == []
     found = checkpoint.load(tmp_path, say=print, lazy=True)
     assert sorted(found.own) == [0, 1] and found.more == ()
@@ -101,7 +131,9 @@ def test_the_newest_that_is_whole(tmp_path: Path) -> None:
     path = save(tmp_path, new, 2)
     assert same(pl.state_dict(tmp_path), new.state_dict())
     (path / "tensors.safetensors").write_bytes(b"")
-    with pytest.warns(UserWarning, match=r"step-00000002: tensors.safetensors has 0 bytes .* Using step-00000001"):
+    with pytest.warns(
+        UserWarning, match=r"step-00000002: tensors.safetensors has 0 bytes .* Using step-00000001"
+    ):
         assert same(pl.state_dict(tmp_path), old.state_dict())
     with pytest.raises(CheckpointError, match=r"step-00000002 can't be used"):
         pl.state_dict(path)
@@ -110,7 +142,10 @@ def test_the_newest_that_is_whole(tmp_path: Path) -> None:
 def test_which_part(tmp_path: Path) -> None:
     two = nn.Linear(1, 2)
     save(tmp_path / "two", nn.Linear(1, 1), model1=two.state_dict(), ema={"weight": torch.ones(2)})
-    with pytest.raises(UsageError, match=r"has 2 models: say which part is meant; possible: ema, model, model1, optimizer"):
+    with pytest.raises(
+        UsageError,
+        match=r"has 2 models: say which part is meant; possible: ema, model, model1, optimizer",
+    ):
         pl.state_dict(tmp_path / "two")
     assert same(pl.state_dict(tmp_path / "two", "model1"), two.state_dict())
     assert same(pl.state_dict(tmp_path / "two", part="ema"), {"weight": torch.ones(2)})
@@ -128,7 +163,8 @@ def test_nothing_there(tmp_path: Path) -> None:
         pl.state_dict(tmp_path)
 
 
-# paceline export ---------------------------------------------------------------------------------------------------------------
+# paceline export
+# --------------------------------------------------------------------------------------------------
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
@@ -139,12 +175,17 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_a_file_of_safetensors(tmp_path: Path, cut: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_safetensors(
+    tmp_path: Path, cut: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, out = Tied(), tmp_path / "out.safetensors"
     save(tmp_path / "runs" / "circle", model, 7, cut=cut)
     monkeypatch.chdir(tmp_path)
     assert run(monkeypatch, "circle", "out.safetensors") == 0
-    assert "out.safetensors: the model of runs/circle/checkpoints/step-00000007 at step 7" in capsys.readouterr().out
+    assert (
+        "out.safetensors: the model of runs/circle/checkpoints/step-00000007 at step 7"
+        in capsys.readouterr().out
+    )
     found = safetensors.torch.load_file(out)
     assert set(found) == set(model.state_dict())
     Tied().load_state_dict(found)
@@ -154,32 +195,45 @@ def test_a_file_of_safetensors(tmp_path: Path, cut: bool, monkeypatch: pytest.Mo
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     good, late, out = nn.Linear(2, 2), nn.Linear(2, 2), tmp_path / "out.safetensors"
     for step, model, value in ((1, good, 0.9), (2, late, 0.4)):
         checkpoint.save(tmp_path / "checkpoints", state(model), step, metric=Metric(value, "max"))
     assert run(monkeypatch, tmp_path, out, "--best") == 0
     assert "step-00000001 at step 1" in capsys.readouterr().out
     assert torch.equal(safetensors.torch.load_file(out)["weight"], good.weight)
-    assert same(pl.state_dict(tmp_path, best=True), good.state_dict()) and same(pl.state_dict(tmp_path), late.state_dict())
+    assert same(pl.state_dict(tmp_path, best=True), good.state_dict()) and same(
+        pl.state_dict(tmp_path), late.state_dict()
+    )
 
 
-def test_a_file_that_is_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_there_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out.safetensors"
     out.write_text("precious")
     save(tmp_path, nn.Linear(1, 1))
     assert run(monkeypatch, tmp_path, out) == 2
-    assert "is there already; choose another name, or replace it with --force" in capsys.readouterr().err
+    assert (
+        "is there already; choose another name, or replace it with --force"
+        in capsys.readouterr().err
+    )
     assert out.read_text() == "precious"
     assert run(monkeypatch, tmp_path, out, "--force") == 0
     assert set(safetensors.torch.load_file(out)) == {"weight", "bias"}
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out.safetensors"
     out.write_text("precious")
     save(tmp_path, nn.Linear(1, 1))
-    monkeypatch.setattr(export, "raw", lambda tensor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        export, "raw", lambda tensor: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     with pytest.raises(CheckpointError, match=r"out.safetensors can't be written: .*No space left"):
         export.export(tmp_path, out, force=True, say=print)
     assert out.read_text() == "precious" and len(list(tmp_path.iterdir())) == 2
@@ -188,13 +242,22 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
 def test_strides_are_those_of_the_file(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, pack({"model": {"w": torch.arange(6.0).view(2, 3).t()}}), 1)
     export.export(tmp_path, tmp_path / "o.safetensors", say=print)
-    assert torch.equal(safetensors.torch.load_file(tmp_path / "o.safetensors")["w"], torch.arange(6.0).view(2, 3).t())
+    assert torch.equal(
+        safetensors.torch.load_file(tmp_path / "o.safetensors")["w"],
+        torch.arange(6.0).view(2, 3).t(),
+    )
 
 
-@pytest.mark.parametrize(("value", "what"), [(torch.ones(1, dtype=torch.complex64), "torch.complex64"), ({"a": 1}, "dict")])
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [(torch.ones(1, dtype=torch.complex64), "torch.complex64"), ({"a": 1}, "dict")],
+)
 def test_what_such_files_cannot_keep_is_named(tmp_path: Path, value: Any, what: str) -> None:
     checkpoint.save(tmp_path, pack({"model": {"w": torch.ones(1), "odd": value}}), 1)
-    with pytest.raises(CheckpointError, match=rf"odd is a {what}, which .safetensors can't keep; use paceline.state_dict"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"odd is a {what}, which .safetensors can't keep; use paceline.state_dict",
+    ):
         export.export(tmp_path, tmp_path / "o.safetensors", say=print)
     with pytest.raises(CheckpointError, match=r"this part is no dict"):
         checkpoint.save(tmp_path, pack({"model": [1]}), 2)

@@ -1,4 +1,6 @@
-"""A state's bytes are laid out as safetensors wants them, and copied exactly, to memory that is used again."""
+"""A state's bytes are laid out as safetensors wants them, and copied exactly, to memory that is
+used again.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,17 @@ from paceline.checkpoint.files.file_layout import CopyMemory, FileLayout, image,
 from paceline.errors import CheckpointError
 from paceline.state.snapshot import Snapshot, lift, pack
 
-KINDS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
+KINDS = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+]
 KINDS += [torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.float8_e4m3fn]
 
 
@@ -28,30 +40,51 @@ def back(found: FileLayout) -> Snapshot:
     tree = json.loads(json.dumps(found.tree))
     data = b"".join(part.numpy().tobytes() for part in found.parts())
     assert len(data) == found.nbytes
-    return Snapshot(tree["version"], tree["tree"], lift(safetensors.torch.load(data), tree["tensors"]))
+    return Snapshot(
+        tree["version"], tree["tree"], lift(safetensors.torch.load(data), tree["tensors"])
+    )
 
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
     """Of any dtype and shape, in any order of its dims, with holes."""
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
-    bits = torch.randint(0, 2, (*[2 * size for size in shape],), generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+    bits = torch.randint(
+        0,
+        2,
+        (*[2 * size for size in shape],),
+        generator=torch.Generator().manual_seed(draw(st.integers(0, 99))),
+    )
     x = bits.to(draw(st.sampled_from(KINDS)))[tuple(slice(None, None, 2) for _ in shape)]
     x = x.permute(draw(st.permutations(range(len(shape)))))
     return x.conj() if x.is_complex() and draw(st.booleans()) else x
 
 
 @settings(max_examples=60)
-@given(st.dictionaries(st.text(max_size=3), st.one_of(tensors(), st.integers(), st.text(max_size=3), st.lists(tensors(), max_size=3))))
+@given(
+    st.dictionaries(
+        st.text(max_size=3),
+        st.one_of(tensors(), st.integers(), st.text(max_size=3), st.lists(tensors(), max_size=3)),
+    )
+)
 def test_any_state_comes_back(value: dict[str, Any]) -> None:
     wanted = pack(value, version=3)
     found = image(wanted)
-    for each in (found, found.hold(CopyMemory(), 0), received(found.dump()), received(found.hold(CopyMemory(), 0).dump())):
+    for each in (
+        found,
+        found.hold(CopyMemory(), 0),
+        received(found.dump()),
+        received(found.hold(CopyMemory(), 0).dump()),
+    ):
         assert back(each).sha256() == wanted.sha256() and back(each).version == 3
 
 
 def test_what_is_held_stays_as_it_was() -> None:
-    live = {"a": torch.arange(6.0).view(2, 3).t(), "b": torch.ones(5, dtype=torch.complex64), "list": [1, 2]}
+    live = {
+        "a": torch.arange(6.0).view(2, 3).t(),
+        "b": torch.ones(5, dtype=torch.complex64),
+        "list": [1, 2],
+    }
     wanted = pack(live).sha256()
     held = image(pack(live, copy=False)).hold(CopyMemory(), 0)
     live["a"].zero_()  # type: ignore[attr-defined]
@@ -89,5 +122,8 @@ def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(images.mmap, "mmap", refuse)
-    with pytest.raises(CheckpointError, match=r"5\.0 MB for a copy of the state .*Cannot allocate memory.* without background=True"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"5\.0 MB for a copy of the state .*Cannot allocate memory.* without background=True",
+    ):
         CopyMemory().place(0, 5_000_000)

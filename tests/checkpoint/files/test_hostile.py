@@ -1,4 +1,6 @@
-"""Checkpoints that somebody has made up: whatever stands in them, they are used rightly, or named and passed over."""
+"""Checkpoints that somebody has made up: whatever stands in them, they are used rightly, or
+named and passed over.
+"""
 
 from __future__ import annotations
 
@@ -77,18 +79,23 @@ def note(path: Path, file: str) -> None:
 
 
 def passed_over(folder: Path, *words: str) -> None:
-    """The second one is named in one line, with these words; the first one is used, and a save goes on."""
+    """The second one is named in one line, with these words; the first one is used, and a save
+    goes on.
+    """
     said: list[str] = []
     found = load(folder, say=said.append)
     assert found.step == 1 and float(found.snapshot.unpack()["rows"][0, 0]) == 1
     assert len(said) == 1 and "\n" not in said[0] and len(said[0]) < 600
-    assert said[0].startswith("step-00000002: ") and said[0].endswith("Using step-00000001, which is whole")
+    assert said[0].startswith("step-00000002: ") and said[0].endswith(
+        "Using step-00000001, which is whole"
+    )
     assert all(word in said[0] for word in words), said[0]
     with pytest.raises(CheckpointError, match="can be used: step-00000002"):
         load(folder, say=said.append, step=2)
 
 
-# What lies in the folder ----------------------------------------------------------------------------------------------------------
+# What lies in the folder
+# --------------------------------------------------------------------------------------------------
 
 
 def pipe(path: Path) -> None:
@@ -129,7 +136,9 @@ def zeros(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [pipe, link, loop, folder, listening, zeros])
-@pytest.mark.parametrize("file", ["manifest.json", "state.json", "tensors.safetensors", "own-00001.json"])
+@pytest.mark.parametrize(
+    "file", ["manifest.json", "state.json", "tensors.safetensors", "own-00001.json"]
+)
 def test_what_is_no_file_is_passed_over(tmp_path: Path, file: str, kind: Damage) -> None:
     kind(two(tmp_path / "c") / file)
     passed_over(tmp_path / "c", f"{file} ")
@@ -145,8 +154,25 @@ def test_a_file_of_no_bytes_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> 
     passed_over(tmp_path, "state.json")
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "..", "", "a/b", ".hidden", "a\0b", "x\ny", "\ud800", "a" * 300, "nul\\x"])
-def test_a_name_leads_nowhere_else(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../outside",
+        "/etc/hostname",
+        "..",
+        "",
+        "a/b",
+        ".hidden",
+        "a\0b",
+        "x\ny",
+        "\ud800",
+        "a" * 300,
+        "nul\\x",
+    ],
+)
+def test_a_name_leads_nowhere_else(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing outside of the folder is opened, whatever the manifest names, with the right hash."""
     path = two(tmp_path / "c")
     (tmp_path / "c" / "outside").write_bytes(b"")
@@ -157,7 +183,9 @@ def test_a_name_leads_nowhere_else(tmp_path: Path, name: str, monkeypatch: pytes
     monkeypatch.setattr(disk, "opened", lambda path: opened.append(path) or how(path))
     passed_over(tmp_path / "c")
     assert {found.parent.parent for found in opened} == {tmp_path / "c"}
-    assert {found.name for found in opened} <= {*manifest(path)["files"], "manifest.json"} - ({name} if len(name) < 300 else set())
+    assert {found.name for found in opened} <= {*manifest(path)["files"], "manifest.json"} - (
+        {name} if len(name) < 300 else set()
+    )
 
 
 def test_what_is_left_of_a_save_may_be_anything(tmp_path: Path) -> None:
@@ -168,7 +196,9 @@ def test_what_is_left_of_a_save_may_be_anything(tmp_path: Path) -> None:
     (tmp_path / "c" / ".saving-file").touch()
     os.mkfifo(tmp_path / "c" / ".saving-pipe")
     save(tmp_path / "c", whole(3.0), 3)
-    assert not list((tmp_path / "c").glob(".saving*")) and (tmp_path / "elsewhere" / "kept").exists()
+    assert (
+        not list((tmp_path / "c").glob(".saving*")) and (tmp_path / "elsewhere" / "kept").exists()
+    )
 
 
 def test_a_link_to_nowhere_in_the_place_of_the_next_one(tmp_path: Path) -> None:
@@ -180,13 +210,17 @@ def test_a_link_to_nowhere_in_the_place_of_the_next_one(tmp_path: Path) -> None:
 
 def test_checkpoints_that_are_a_link_to_nowhere(tmp_path: Path) -> None:
     (tmp_path / "c").symlink_to("nowhere")
-    with pytest.raises(CheckpointError, match=r"step 1 was not saved: .*File exists.*Check that .*c can be written; there is none in"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step 1 was not saved: .*File exists.*Check that .*c can be written; there is none in",  # noqa: E501
+    ):
         save(tmp_path / "c", whole(), 1)
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         load(tmp_path / "c", say=print)
 
 
-# What stands in the files -----------------------------------------------------------------------------------------------------------
+# What stands in the files
+# --------------------------------------------------------------------------------------------------
 
 
 def deep(levels: int) -> str:
@@ -245,14 +279,20 @@ MADE_UP: dict[str, Damage] = {
     "an array of nothing": put({"$": "array", "of": {}}),
     "a kind that is a list": put({"$": []}),
     "a tensor of a function": tree(lambda head: head["tensors"].update(rows=["load", [12]])),
-    "a tensor of quarters of bytes": tree(lambda head: head["tensors"].update(rows=["quint4x2", [12]])),
+    "a tensor of quarters of bytes": tree(
+        lambda head: head["tensors"].update(rows=["quint4x2", [12]])
+    ),
     "a tensor of bits": tree(lambda head: head["tensors"].update(rows=["uint1", [48]])),
     "a shape of terabytes": tree(lambda head: head["tensors"].update(small=["uint16", [1 << 40]])),
-    "a shape beyond all numbers": tree(lambda head: head["tensors"].update(small=["uint16", [1 << 70]])),
+    "a shape beyond all numbers": tree(
+        lambda head: head["tensors"].update(small=["uint16", [1 << 70]])
+    ),
     "a note on nothing": tree(lambda head: head["tensors"].update(nowhere=["uint16", [2]])),
     "notes that are a list": tree(lambda head: head.update(tensors=[1])),
     "a thousand levels": state('{"version": 1, "tensors": {}, "tree": ' + deep(990) + "}"),
-    "a hundred thousand levels": state('{"version": 1, "tensors": {}, "tree": ' + deep(100_000) + "}"),
+    "a hundred thousand levels": state(
+        '{"version": 1, "tensors": {}, "tree": ' + deep(100_000) + "}"
+    ),
     "a version in words": tree(lambda head: head.update(version="old")),
 }
 
@@ -261,11 +301,22 @@ MADE_UP: dict[str, Damage] = {
 def test_what_is_made_up_is_passed_over(tmp_path: Path, kind: str) -> None:
     """With all hashes right."""
     MADE_UP[kind](two(tmp_path))
-    passed_over(tmp_path, "state.json can't be used: another version of paceline, or of torch, has written it")
+    passed_over(
+        tmp_path,
+        "state.json can't be used: another version of paceline, or of torch, has written it",
+    )
 
 
 @pytest.mark.parametrize(
-    "text", [deep(990), deep(100_000), '{"format": 1, "own": ' + deep(950) + "}", "NaN", '{"format": 1, "seal": "\\ud800"}', "[]"]
+    "text",
+    [
+        deep(990),
+        deep(100_000),
+        '{"format": 1, "own": ' + deep(950) + "}",
+        "NaN",
+        '{"format": 1, "seal": "\\ud800"}',
+        "[]",
+    ],
 )
 def test_a_manifest_that_is_made_up_is_passed_over(tmp_path: Path, text: str) -> None:
     (two(tmp_path) / "manifest.json").write_text(text)
@@ -283,36 +334,93 @@ def test_a_manifest_without_end_is_not_read(tmp_path: Path) -> None:
 def test_a_part_of_a_table_that_is_made_up_is_named(tmp_path: Path) -> None:
     path = two(tmp_path)
     shutil.copy(path / "tensors.safetensors", path / "table-000-00000.safetensors")
-    (path / "table-000-00000.json").write_text('{"version": 1, "tree": {"$": "dtype", "value": "load"}, "tensors": {}}')
+    (path / "table-000-00000.json").write_text(
+        '{"version": 1, "tree": {"$": "dtype", "value": "load"}, "tensors": {}}'
+    )
     note(path, "table-000-00000.safetensors")
     note(path, "table-000-00000.json")
     found = load(tmp_path, say=print)
     assert found.step == 2 and found.more == ("table-000-00000",)
-    with pytest.raises(CheckpointError, match=r"step-00000002: table-000-00000\.json can't be used: another version of paceline"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step-00000002: table-000-00000\.json can't be used: another version of paceline",
+    ):
         found.part("table-000-00000")
 
 
-@pytest.mark.parametrize("found", [5, [], None, {"model": 5}, {"model": {}}, {"model": [1, 2]}], ids=repr)
+@pytest.mark.parametrize(
+    "found", [5, [], None, {"model": 5}, {"model": {}}, {"model": [1, 2]}], ids=repr
+)
 def test_a_state_of_nothing_that_is_here(found: Any) -> None:
     with pytest.raises(CheckpointError):
         Versioned(model=nn.Linear(3, 2)).restore(pack(found))
 
 
-# At random ------------------------------------------------------------------------------------------------------------------------
+# At random
+# --------------------------------------------------------------------------------------------------
 
 
 def places(node: Any) -> Iterator[tuple[Any, Any]]:
     """Everything in a tree, with what it lies in."""
-    for key in list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
+    for key in (
+        list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+    ):
         yield node, key
         yield from places(node[key])
 
 
 ODD: list[Any] = [
-    *(None, True, -1, 0, 3, 1 << 31, 1 << 63, 1 << 70, 0.5, -1e308, "", "load", "..", "../step-00000001/state.json", "/etc/passwd"),
-    *([], {}, [0], [-1], [1 << 40], {"$": "tensor"}, {"$": "tensor", "path": "rows", "stride": [4, 1]}, {"$": "set", "items": [[]]}),
-    *({"$": "dtype", "value": "os"}, {"$": 1}, "float64", "uint8", "quint8", "complex128", [[[[[]]]]], "\ud800", "x" * 3000),
-    *("state.json", "tensor", "array", "scalar", "dict", "counter", "size", "bytes", "ordered", "nan", "1e999"),
+    *(
+        None,
+        True,
+        -1,
+        0,
+        3,
+        1 << 31,
+        1 << 63,
+        1 << 70,
+        0.5,
+        -1e308,
+        "",
+        "load",
+        "..",
+        "../step-00000001/state.json",
+        "/etc/passwd",
+    ),
+    *(
+        [],
+        {},
+        [0],
+        [-1],
+        [1 << 40],
+        {"$": "tensor"},
+        {"$": "tensor", "path": "rows", "stride": [4, 1]},
+        {"$": "set", "items": [[]]},
+    ),
+    *(
+        {"$": "dtype", "value": "os"},
+        {"$": 1},
+        "float64",
+        "uint8",
+        "quint8",
+        "complex128",
+        [[[[[]]]]],
+        "\ud800",
+        "x" * 3000,
+    ),
+    *(
+        "state.json",
+        "tensor",
+        "array",
+        "scalar",
+        "dict",
+        "counter",
+        "size",
+        "bytes",
+        "ordered",
+        "nan",
+        "1e999",
+    ),
 ]
 
 
@@ -333,13 +441,20 @@ def mutate(node: dict[str, Any], draw: random.Random) -> None:
 
 
 def hurt(path: Path, draw: random.Random) -> str:
-    """Change the manifest, a tree, or the head of a file of tensors; all hashes are right. Gives the file."""
-    file = draw.choice(("manifest.json", "state.json", "state.json", "own-00000.json", "tensors.safetensors"))
+    """Change the manifest, a tree, or the head of a file of tensors; all hashes are right.
+
+    Gives the file.
+    """
+    file = draw.choice(
+        ("manifest.json", "state.json", "state.json", "own-00000.json", "tensors.safetensors")
+    )
     if file == "tensors.safetensors":
         data = bytearray((path / file).read_bytes())
         length = int.from_bytes(data[:8], "little")
         for _ in range(draw.randint(1, 3)):
-            data[draw.randrange(8 + length)] = draw.choice((draw.randrange(256), ord("9"), ord("0"), ord('"')))
+            data[draw.randrange(8 + length)] = draw.choice(
+                (draw.randrange(256), ord("9"), ord("0"), ord('"'))
+            )
         (path / file).write_bytes(data)
     else:
         head = json.loads((path / file).read_bytes())
@@ -367,7 +482,11 @@ def test_any_change_is_used_rightly_or_passed_over(tmp_path: Path, count: int) -
         used += found.step == 2
         if found.step == 1 and newest(tmp_path)[0] == path:  # or it is said to be the older one
             known = (*clean, "its folder has been renamed", "of a newer paceline")
-            assert len(said) == 1 and said[0].startswith("step-00000002: ") and any(word in said[0] for word in known), (number, said)
+            assert (
+                len(said) == 1
+                and said[0].startswith("step-00000002: ")
+                and any(word in said[0] for word in known)
+            ), (number, said)
         for name in {file, "manifest.json"}:
             (path / name).write_bytes(clean[name])
     assert count / 20 < used < count * 19 / 20, "some changes mean something else that can be read"
@@ -393,24 +512,43 @@ def test_any_bytes_that_come_are_a_snapshot_or_refused() -> None:
     assert 50 < read < 1450
 
 
-# Files of blocks --------------------------------------------------------------------------------------------------------------------
+# Files of blocks
+# --------------------------------------------------------------------------------------------------
 
 FULL = torch.arange(24.0).view(4, 6)
 
 
 def cut(folder: Path, step: int) -> Path:
     """A checkpoint of two workers that have the left and the right of a weight."""
-    state = pack({"model": {"weight": FULL, "bias": torch.ones(4), "mark": torch.ones(2, dtype=torch.uint16)}}, version=step)
+    state = pack(
+        {
+            "model": {
+                "weight": FULL,
+                "bias": torch.ones(4),
+                "mark": torch.ones(2, dtype=torch.uint16),
+            }
+        },
+        version=step,
+    )
     rest = {name: tensor for name, tensor in state.tensors.items() if name != "model/weight"}
 
     def blocks(place: Path) -> list[WrittenBlocks]:
         layouts = []
         for number, columns in enumerate(((0, 2), (2, 6))):
             piece = (((0, 4), columns), FULL[:, slice(*columns)])
-            layouts.append(plan(number, {"model/weight": LocalBlocks(FULL.dtype, (4, 6), (piece,))}))
-        return [WrittenBlocks({each.file: disk.write(place / each.file, each.layout.parts())}, each.index) for each in layouts]
+            layouts.append(
+                plan(number, {"model/weight": LocalBlocks(FULL.dtype, (4, 6), (piece,))})
+            )
+        return [
+            WrittenBlocks(
+                {each.file: disk.write(place / each.file, each.layout.parts())}, each.index
+            )
+            for each in layouts
+        ]
 
-    return write(folder, image(Snapshot(step, state.tree, rest)), step, own={}, keep=3, blocks=blocks)
+    return write(
+        folder, image(Snapshot(step, state.tree, rest)), step, own={}, keep=3, blocks=blocks
+    )
 
 
 def index(change: Callable[[dict[str, Any]], object]) -> Damage:
@@ -444,12 +582,22 @@ def more(dtype: Any, shape: Any) -> Damage:
 
 def many(rows: int, columns: int) -> Damage:
     """A tensor in a grid of blocks, all of the same bytes."""
-    grid = [[[row, row + 1], [column, column + 1]] for row in range(rows) for column in range(columns)]
-    blocks = [{"file": "blocks-00000.safetensors", "key": "model/weight@0", "box": box} for box in grid]
+    grid = [
+        [[row, row + 1], [column, column + 1]] for row in range(rows) for column in range(columns)
+    ]
+    blocks = [
+        {"file": "blocks-00000.safetensors", "key": "model/weight@0", "box": box} for box in grid
+    ]
 
     def damage(path: Path) -> None:
-        index(lambda found: found.update(more={"dtype": "uint8", "shape": [rows, columns], "blocks": blocks}))(path)
-        (path / "blocks-00000.safetensors").write_bytes((path / "blocks-00000.safetensors").read_bytes() + bytes(rows * columns))
+        index(
+            lambda found: found.update(
+                more={"dtype": "uint8", "shape": [rows, columns], "blocks": blocks}
+            )
+        )(path)
+        (path / "blocks-00000.safetensors").write_bytes(
+            (path / "blocks-00000.safetensors").read_bytes() + bytes(rows * columns)
+        )
         note(path, "blocks-00000.safetensors")
 
     return damage
@@ -472,9 +620,15 @@ WRONG_BLOCKS: dict[str, Damage] = {
     "a dtype of bits": more("bits8", [0]),
     "a dtype in a list": form(dtype=[]),
     "a dtype that is a function": form(dtype="load"),
-    "boxes that are numbers": form(blocks=[{"file": "blocks-00000.safetensors", "key": "model/weight@0", "box": 5}]),
-    "boxes of three": form(blocks=[{"file": "blocks-00000.safetensors", "key": "model/weight@0", "box": [[0, 4, 6]]}]),
-    "a thousand blocks that say the same": form(blocks=[{"file": "x", "key": "k", "box": [[0, 1], [0, 1]]}] * 1000),
+    "boxes that are numbers": form(
+        blocks=[{"file": "blocks-00000.safetensors", "key": "model/weight@0", "box": 5}]
+    ),
+    "boxes of three": form(
+        blocks=[{"file": "blocks-00000.safetensors", "key": "model/weight@0", "box": [[0, 4, 6]]}]
+    ),
+    "a thousand blocks that say the same": form(
+        blocks=[{"file": "x", "key": "k", "box": [[0, 1], [0, 1]]}] * 1000
+    ),
     "sixty thousand columns": many(1, 60_000),
     "sixty thousand in a grid": many(240, 250),
 }
@@ -487,10 +641,16 @@ def test_blocks_that_are_made_up_are_passed_over(tmp_path: Path, kind: str, *, l
     WRONG_BLOCKS[kind](cut(tmp_path, 2))
     said: list[str] = []
     assert load(tmp_path, say=said.append, lazy=lazy).step == 1
-    assert len(said) == 1 and "\n" not in said[0] and said[0].startswith("step-00000002: blocks.json can't be used"), said
+    assert (
+        len(said) == 1
+        and "\n" not in said[0]
+        and said[0].startswith("step-00000002: blocks.json can't be used")
+    ), said
 
 
-@pytest.mark.parametrize("shape", [[1 << 70], [-1], [0, 1 << 70], [0] * 1000, "ab", None, [1.5], [True]], ids=str)
+@pytest.mark.parametrize(
+    "shape", [[1 << 70], [-1], [0, 1 << 70], [0] * 1000, "ab", None, [1.5], [True]], ids=str
+)
 def test_a_shape_of_what_is_not_cut_is_refused(tmp_path: Path, shape: Any) -> None:
     """That of the file, and that of a note on a dtype which safetensors doesn't know."""
     cut(tmp_path, 1)
@@ -501,13 +661,17 @@ def test_a_shape_of_what_is_not_cut_is_refused(tmp_path: Path, shape: Any) -> No
     note(path, "state.json")
     for lazy in (False, True):
         found = load(tmp_path, say=lambda _: None, lazy=lazy)
-        assert found.step == 1 or (shape == [-1] and found.snapshot.unpack()["model"]["mark"].tolist() == [1, 1])
+        assert found.step == 1 or (
+            shape == [-1] and found.snapshot.unpack()["model"]["mark"].tolist() == [1, 1]
+        )
     data = (path / "tensors.safetensors").read_bytes()
     length = int.from_bytes(data[:8], "little")
     found = json.loads(data[8 : 8 + length])
     found["model/bias"]["shape"] = shape
     header = json.dumps(found).encode()
-    (path / "tensors.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+    (path / "tensors.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + data[8 + length :]
+    )
     note(path, "tensors.safetensors")
     for lazy in (False, True):
         assert load(tmp_path, say=lambda _: None, lazy=lazy).step == 1

@@ -1,4 +1,6 @@
-"""A manifest says what it was sealed with, and a metric in it is taken for one only if it is one."""
+"""A manifest says what it was sealed with, and a metric in it is taken for one only if it is
+one.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint.files.manifest import MANIFEST, Broken, Metric, Newer, contents, read, sealed, step_of
+from paceline.checkpoint.files.manifest import (
+    MANIFEST,
+    Broken,
+    Metric,
+    Newer,
+    contents,
+    read,
+    sealed,
+    step_of,
+)
 
 FILES = {name: {"nbytes": 1, "sha256": "0"} for name in ("state.json", "tensors.safetensors")}
 
@@ -17,7 +28,9 @@ FILES = {name: {"nbytes": 1, "sha256": "0"} for name in ("state.json", "tensors.
 def written(folder: Path, **changes: Any) -> Path:
     path = folder / "step-00000040"
     path.mkdir(exist_ok=True)
-    (path / MANIFEST).write_bytes(sealed({"format": 1, "step": 40, "serial": 3, "own": [], "files": FILES} | changes))
+    (path / MANIFEST).write_bytes(
+        sealed({"format": 1, "step": 40, "serial": 3, "own": [], "files": FILES} | changes)
+    )
     return path
 
 
@@ -50,12 +63,26 @@ def test_what_is_not_finite_never_counts(value: float) -> None:
 
 @pytest.mark.parametrize(
     "metric",
-    [None, 3, "0.1", [], {"value": 1.0}, {"best": "most", "value": 1.0}, {"best": ["min"], "value": 1.0}]
-    + [{"best": "min", "value": value} for value in ("1", True, [1], {}, 10**400, math.nan, math.inf)],
+    [
+        None,
+        3,
+        "0.1",
+        [],
+        {"value": 1.0},
+        {"best": "most", "value": 1.0},
+        {"best": ["min"], "value": 1.0},
+    ]
+    + [
+        {"best": "min", "value": value}
+        for value in ("1", True, [1], {}, 10**400, math.nan, math.inf)
+    ],
 )
 def test_something_else_is_no_metric(metric: Any) -> None:
     assert Metric.of({"metric": metric}) is None
 
 
 def test_the_smallest_or_the_largest_comes_first() -> None:
-    assert Metric(1.0, "min").rank < Metric(2.0, "min").rank and Metric(2.0, "max").rank < Metric(1.0, "max").rank
+    assert (
+        Metric(1.0, "min").rank < Metric(2.0, "min").rank
+        and Metric(2.0, "max").rank < Metric(1.0, "max").rank
+    )

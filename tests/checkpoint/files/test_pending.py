@@ -22,7 +22,10 @@ FULL = torch.arange(12.0).view(4, 3)
 def part(number: int) -> BlocksLayout:
     """Two rows of four."""
     box = ((2 * number, 2 * number + 2), (0, 3))
-    return plan(number, {"model/w": LocalBlocks(FULL.dtype, (4, 3), ((box, FULL[2 * number : 2 * number + 2]),))})
+    return plan(
+        number,
+        {"model/w": LocalBlocks(FULL.dtype, (4, 3), ((box, FULL[2 * number : 2 * number + 2]),))},
+    )
 
 
 def state() -> Snapshot:
@@ -36,7 +39,15 @@ def test_a_checkpoint_is_there_when_all_parts_are(tmp_path: Path) -> None:
 
     def first() -> None:
         pending.leave(place, 0, part(0))
-        checkpoint.write(tmp_path, image(state()), 1, own={}, keep=3, at=place, blocks=lambda there: pending.collect(there, [0, 1], 60))
+        checkpoint.write(
+            tmp_path,
+            image(state()),
+            1,
+            own={},
+            keep=3,
+            at=place,
+            blocks=lambda there: pending.collect(there, [0, 1], 60),
+        )
 
     thread = threading.Thread(target=first)
     thread.start()
@@ -49,7 +60,9 @@ def test_a_checkpoint_is_there_when_all_parts_are(tmp_path: Path) -> None:
     assert not list(found.path.glob("*.done"))
 
 
-def test_a_worker_that_cannot_write_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_write_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place, write = pending.reserve(tmp_path), disk.write
 
     def full(path: Path, *args: object, **options: object) -> object:
@@ -61,14 +74,24 @@ def test_a_worker_that_cannot_write_is_named(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(CheckpointError, match=r"worker 1 can't write its part: .*No space left"):
         pending.leave(place, 1, part(1))
     with pytest.raises(CheckpointError, match=r"worker 1 can't write its part: .*No space left"):
-        checkpoint.write(tmp_path, image(state()), 1, own={}, keep=3, at=place, blocks=lambda there: pending.collect(there, [1], 60))
+        checkpoint.write(
+            tmp_path,
+            image(state()),
+            1,
+            own={},
+            keep=3,
+            at=place,
+            blocks=lambda there: pending.collect(there, [1], 60),
+        )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_worker_that_does_not_come_is_named(tmp_path: Path) -> None:
     place = pending.reserve(tmp_path)
     pending.leave(place, 0, part(0))
-    with pytest.raises(CheckpointError, match=r"worker 1 has not written its part of the checkpoint within 0.05 s"):
+    with pytest.raises(
+        CheckpointError, match=r"worker 1 has not written its part of the checkpoint within 0.05 s"
+    ):
         pending.collect(place, [0, 1], 0.05)
 
 
@@ -80,7 +103,9 @@ def test_a_folder_that_is_gone(tmp_path: Path) -> None:
         pending.leave(place, 3, part(0))
 
 
-def test_a_worker_that_writes_on_while_the_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_writes_on_while_the_folder_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place, unlink, late = pending.reserve(tmp_path), os.unlink, list[CheckpointError]()
 
     def removed(*args: Any, **options: Any) -> None:
@@ -99,7 +124,12 @@ def test_a_worker_that_writes_on_while_the_folder_is_removed(tmp_path: Path, mon
 
 def test_what_a_worker_says_is_not_believed(tmp_path: Path) -> None:
     place = pending.reserve(tmp_path)
-    for text in ("{", "[]", '{"file": "x"}', '{"file": "x", "written": {"nbytes": 1, "sha256": ""}, "index": {"w": 3}}'):
+    for text in (
+        "{",
+        "[]",
+        '{"file": "x"}',
+        '{"file": "x", "written": {"nbytes": 1, "sha256": ""}, "index": {"w": 3}}',
+    ):
         (place / "blocks-00000.done").write_text(text)
         with pytest.raises(CheckpointError):
             pending.collect(place, [0], 1)

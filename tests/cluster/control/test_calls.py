@@ -1,4 +1,6 @@
-"""The channel of a call: messages with files, what becomes of those that nobody takes, and that nothing stays open."""
+"""The channel of a call: messages with files, what becomes of those that nobody takes, and that
+nothing stays open.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ def test_messages_and_their_files() -> None:
     first, second = mine.receive(), mine.receive()
     assert first is not None and second is not None and first.body is not None
     with first.body as body:
-        assert (first.kind, first.fields, body.read()) == ("result", {"number": 1}, b"x" * 1_000_000)
+        assert (first.kind, first.fields, body.read()) == (
+            "result",
+            {"number": 1},
+            b"x" * 1_000_000,
+        )
     assert (second.kind, second.fields, second.body) == ("called", {"number": 2}, None)
     assert mine.receive() is None
     sender.close()

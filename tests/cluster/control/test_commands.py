@@ -12,7 +12,9 @@ from paceline.cluster.control.commands import ASK, CommandPipe, Member, Roster, 
 
 
 def roster(number: int, *workers: int, broken: bool = False) -> Roster:
-    return Roster(number, tuple(Member(worker, 0, "box", "127.0.0.1") for worker in workers), broken)
+    return Roster(
+        number, tuple(Member(worker, 0, "box", "127.0.0.1") for worker in workers), broken
+    )
 
 
 class Launcher:
@@ -48,7 +50,9 @@ def test_a_roster_is_its_line() -> None:
     assert Roster.load(one.dump()) == one and one.dump().endswith(b"\n")
 
 
-def test_a_view_without_somebody_needed_ends_the_waits_before_it_is_shown(launcher: Launcher) -> None:
+def test_a_view_without_somebody_needed_ends_the_waits_before_it_is_shown(
+    launcher: Launcher,
+) -> None:
     launcher.arm(1, 10, 11)
     launcher.tell(roster(2, 10, 11, 12))
     assert launcher.tripped == []  # somebody has come
@@ -73,7 +77,9 @@ def test_what_came_before_arming_counts_and_what_is_older_does_not(launcher: Lau
 def test_waits_end_in_time(launcher: Launcher) -> None:
     launcher.arm(1, 10)
     assert launcher.orders.newer(1, 0.1) is None and launcher.orders.breaking(0.1) is None
-    threading.Timer(0.1, lambda: os.write(launcher.told, roster(2, 10).dump() + roster(3, 11).dump())).start()
+    threading.Timer(
+        0.1, lambda: os.write(launcher.told, roster(2, 10).dump() + roster(3, 11).dump())
+    ).start()
     found = launcher.orders.breaking(60.0)
     assert found is not None and found.number == 3
 

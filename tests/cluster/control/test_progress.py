@@ -26,7 +26,14 @@ from tests.harness.runs import batches, workers
 def test_a_new_page_says_nothing(tmp_path: Path) -> None:
     page = Page(progress.path(tmp_path, 3))
     assert page.file == tmp_path / "rank-3"
-    assert (page.rank, page.host, page.threads, page.pid, page.step, page.began) == (-1, -1, -1, -1, -1, None)
+    assert (page.rank, page.host, page.threads, page.pid, page.step, page.began) == (
+        -1,
+        -1,
+        -1,
+        -1,
+        -1,
+        None,
+    )
     assert not page.alive and not page.holding
 
 
@@ -36,7 +43,14 @@ def test_both_sides_see_the_same_numbers(tmp_path: Path) -> None:
     mine.started(os.getpid())
     mine.joined(1234.5)
     mine.reach(7)
-    assert (theirs.rank, theirs.host, theirs.threads, theirs.pid, theirs.step, theirs.began) == (2, 1, 4, os.getpid(), 7, 1234.5)
+    assert (theirs.rank, theirs.host, theirs.threads, theirs.pid, theirs.step, theirs.began) == (
+        2,
+        1,
+        4,
+        os.getpid(),
+        7,
+        1234.5,
+    )
     assert theirs.alive
     mine.passed(8)
     assert theirs.step == 8
@@ -44,7 +58,10 @@ def test_both_sides_see_the_same_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.jobs
 def test_a_process_that_is_gone_is_not_taken_for_another(tmp_path: Path) -> None:
-    page, process = Page(tmp_path / "page"), subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    page, process = (
+        Page(tmp_path / "page"),
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE),
+    )
     page.started(process.pid)
     assert page.alive
     page._cells[progress._BORN] -= 1  # as if the number had been given to a younger process
@@ -68,7 +85,8 @@ def test_a_breakpoint_set_before_the_worker_is_there_holds_it(tmp_path: Path) ->
     watcher.hold(3)  # a later one lets it go on, to there
     thread.join(60)
     assert held[0] > 0 and not watcher.holding
-    thread = threading.Thread(target=lambda: held.append(worker.reach(5)), daemon=True)  # past the breakpoint: held all the same
+    # past the breakpoint: held all the same
+    thread = threading.Thread(target=lambda: held.append(worker.reach(5)), daemon=True)
     thread.start()
     wait_for(lambda: watcher.holding)
     watcher.release()
@@ -76,14 +94,23 @@ def test_a_breakpoint_set_before_the_worker_is_there_holds_it(tmp_path: Path) ->
     assert len(held) == 2 and worker.reach(6) == 0.0
 
 
-def test_nobody_is_held_for_ever(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_is_held_for_ever(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That a worker is held is said before it ends, even if it gets no processor meanwhile."""
     clock = Clock()
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=clock, sleep=lambda _: setattr(clock, "now", clock.now + 2)))
+    monkeypatch.setattr(
+        progress,
+        "time",
+        SimpleNamespace(monotonic=clock, sleep=lambda _: setattr(clock, "now", clock.now + 2)),
+    )
     page = Page(tmp_path / "page", deadline=1.2)
     page.describe(4, 0, 1)
     page.hold(0)
-    with pytest.raises(DeadlineExceeded, match=r"rank 4 was held before step 3 for 1.2 s by .*page, and nobody let it go on"):
+    with pytest.raises(
+        DeadlineExceeded,
+        match=r"rank 4 was held before step 3 for 1.2 s by .*page, and nobody let it go on",
+    ):
         page.reach(3)
     assert not page.holding
     assert "paceline: rank 4 is held before step 3, as" in capfd.readouterr().err
@@ -109,7 +136,8 @@ def test_the_launcher_makes_a_page_for_scripts_that_know_nothing_of_it(tmp_path:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys\n"
-        "assert 'PACELINE_PROGRESS' not in os.environ  # a job inside of this one must not write there\n"
+        "assert 'PACELINE_PROGRESS' not in os.environ  # a job inside of this one must not write "
+        "there\n"
         "open(f'{sys.argv[1]}/pid-' + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
     )
     environ = dict(os.environ) | {"PACELINE_PROGRESS": str(tmp_path), "OMP_NUM_THREADS": "3"}
@@ -129,10 +157,18 @@ def test_without_the_variable_there_is_no_page(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [script]
 
 
-def test_a_folder_that_can_not_be_written_ends_the_launcher_before_it_starts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_can_not_be_written_ends_the_launcher_before_it_starts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('started')\n")
-    assert run(LaunchRequest(str(script)), dict(os.environ) | {"PACELINE_PROGRESS": str(tmp_path / "nowhere")}) == 2
+    assert (
+        run(
+            LaunchRequest(str(script)),
+            dict(os.environ) | {"PACELINE_PROGRESS": str(tmp_path / "nowhere")},
+        )
+        == 2
+    )
     out, err = capfd.readouterr()
     assert "started" not in out and "\npaceline: the page" in err and "PACELINE_PROGRESS" in err
 

@@ -35,7 +35,8 @@ class Running:
         self.first = self.launcher(0, None)
         self.first.run = RUN
         self.all.append(self.first)
-        run([self.first], lambda: len(self.first.descriptors()) == 2)  # it listens at the port of the meeting point, too
+        # it listens at the port of the meeting point, too
+        run([self.first], lambda: len(self.first.descriptors()) == 2)
 
     def launcher(self, host: int, view: View | None) -> ElasticPeers:
         """A launcher of the job; its door is open."""
@@ -43,13 +44,27 @@ class Running:
         facts = {"name": f"h{host}", "address": "127.0.0.1", "port": listening.getsockname()[1]}
         view = view or View(1, (HostSeat(0, (10, 11), facts),), 1)
         return ElasticPeers(
-            host, view, enter(view, host, SECRET), MeetingPoint(listening, SECRET, self.point, timings=self._timings), timings=self._timings
+            host,
+            view,
+            enter(view, host, SECRET),
+            MeetingPoint(listening, SECRET, self.point, timings=self._timings),
+            timings=self._timings,
         )
 
     def meeting(self, *, deadline: float = 8.0, hosts: int = 1, elastic: bool = True) -> Meeting:
         """What a newcomer brings."""
         self.listening = network.listen("127.0.0.1")
-        offer = Offer("new", 2, "127.0.0.1", "m", 1, 2, "block", (20, 21) if elastic else (), self.listening.getsockname()[1])
+        offer = Offer(
+            "new",
+            2,
+            "127.0.0.1",
+            "m",
+            1,
+            2,
+            "block",
+            (20, 21) if elastic else (),
+            self.listening.getsockname()[1],
+        )
         return Meeting(self.point, SECRET, offer, hosts, None, deadline)
 
     def asks(self, meeting: Meeting) -> Future[FixedPeers | Admission]:
@@ -84,7 +99,10 @@ def test_a_newcomer_is_told_of_a_view_that_has_it(job: Running) -> None:
     job.until(asked)
     place = asked.result()
     assert isinstance(place, Admission)
-    assert (place.host, place.run, place.view.hosts) == (1, RUN, (0, 1)) and place.view.workers == (10, 11)
+    assert (place.host, place.run, place.view.hosts) == (1, RUN, (0, 1)) and place.view.workers == (
+        10,
+        11,
+    )
     second = job.enters(place)
     second.come([20])
     run(job.all, lambda: job.first.view.workers == second.view.workers == (10, 11, 20))
@@ -100,7 +118,9 @@ def test_it_waits_until_the_run_can_be_joined(job: Running) -> None:
     assert isinstance(asked.result(), Admission)
 
 
-@pytest.mark.parametrize("job", [Timings(membership=MembershipTimings(call=0.3))], indirect=True, ids=["calls soon"])
+@pytest.mark.parametrize(
+    "job", [Timings(membership=MembershipTimings(call=0.3))], indirect=True, ids=["calls soon"]
+)
 def test_who_is_taken_in_and_never_calls_is_left_out_again(job: Running) -> None:
     job.until(job.asks(job.meeting()))
     run(job.all, lambda: job.first.view.hosts == (0,))

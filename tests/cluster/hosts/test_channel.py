@@ -23,7 +23,9 @@ def connected() -> tuple[Channel, Channel]:
 
 
 def test_the_last_messages_arrive_though_the_other_side_has_said_something_meanwhile() -> None:
-    """A heartbeat that nobody reads makes the system reset a connection that is closed, with all that is still on its way."""
+    """A heartbeat that nobody reads makes the system reset a connection that is closed, with all
+    that is still on its way.
+    """
     server, client = connected()
     client.send({"kind": "beat"})
     ready([server.fileno()], PATIENCE)

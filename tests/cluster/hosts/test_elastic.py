@@ -20,10 +20,17 @@ from paceline.timings import DEFAULTS, MembershipTimings, Timings
 from tests.harness.elastic_peers import SECRET, run
 
 
-def meet(size: int, *, absent: int | None = None, seconds: float = 60.0, timings: Timings = DEFAULTS) -> list[ElasticPeers | Exception]:
-    """The launchers of so many hosts with two workers each, connected; or what went wrong on each."""
+def meet(
+    size: int, *, absent: int | None = None, seconds: float = 60.0, timings: Timings = DEFAULTS
+) -> list[ElasticPeers | Exception]:
+    """The launchers of so many hosts with two workers each, connected; or what went wrong on
+    each.
+    """
     sockets = [network.listen("127.0.0.1") for _ in range(size)]
-    offers = [Offer(f"h{n}", 2, "127.0.0.1", "m", 1, 2, "block", (10 * n, 10 * n + 1), s.getsockname()[1]) for n, s in enumerate(sockets)]
+    offers = [
+        Offer(f"h{n}", 2, "127.0.0.1", "m", 1, 2, "block", (10 * n, 10 * n + 1), s.getsockname()[1])
+        for n, s in enumerate(sockets)
+    ]
     view = View(1, tuple(HostSeat(n, o.numbers, o.facts) for n, o in enumerate(offers)), size)
     found: list[ElasticPeers | Exception] = [RuntimeError("absent")] * size
 
@@ -37,7 +44,9 @@ def meet(size: int, *, absent: int | None = None, seconds: float = 60.0, timings
         except Exception as error:  # noqa: BLE001
             found[host] = error
 
-    threads = [threading.Thread(target=come, args=(host,)) for host in range(size) if host != absent]
+    threads = [
+        threading.Thread(target=come, args=(host,)) for host in range(size) if host != absent
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -52,7 +61,11 @@ PATIENT = Timings(membership=MembershipTimings(silence=1000.0))
 
 @pytest.fixture
 def three(request: pytest.FixtureRequest) -> Iterator[list[ElasticPeers]]:
-    found = [each for each in meet(3, timings=getattr(request, "param", PATIENT)) if isinstance(each, ElasticPeers)]
+    found = [
+        each
+        for each in meet(3, timings=getattr(request, "param", PATIENT))
+        if isinstance(each, ElasticPeers)
+    ]
     assert len(found) == 3
     yield found
     for each in found:
@@ -82,14 +95,19 @@ def test_two_hosts_lose_workers_at_once(three: list[ElasticPeers]) -> None:
 def test_the_others_go_on_when_a_launcher_hangs_up(three: list[ElasticPeers], gone: int) -> None:
     rest = [each for host, each in enumerate(three) if host != gone]
     three[gone].close()
-    run(rest, lambda: all(len(workers(each)) == 4 for each in rest))  # long before it would be missed
+    # long before it would be missed
+    run(rest, lambda: all(len(workers(each)) == 4 for each in rest))
     assert all(each.view.seat(gone) is None for each in rest)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("leavers", [(0, 1), (1, 0), (2, 0)])
-def test_hosts_that_leave_are_not_missed(three: list[ElasticPeers], leavers: tuple[int, int]) -> None:
-    """The last host goes on alone, though it is less than half of what there was before, whoever was the first."""
+def test_hosts_that_leave_are_not_missed(
+    three: list[ElasticPeers], leavers: tuple[int, int]
+) -> None:
+    """The last host goes on alone, though it is less than half of what there was before, whoever
+    was the first.
+    """
     left = list(three)
     for host in leavers:
         three[host].leave()
@@ -100,7 +118,12 @@ def test_hosts_that_leave_are_not_missed(three: list[ElasticPeers], leavers: tup
     assert left[0].verdict is None and left[0].parted
 
 
-@pytest.mark.parametrize("three", [Timings(membership=MembershipTimings(beat=0.1, silence=1.0))], indirect=True, ids=["short"])
+@pytest.mark.parametrize(
+    "three",
+    [Timings(membership=MembershipTimings(beat=0.1, silence=1.0))],
+    indirect=True,
+    ids=["short"],
+)
 def test_a_launcher_that_says_nothing_is_left_out(three: list[ElasticPeers]) -> None:
     heard = min(each._channels[2].heard for each in three[:2])
     run(three[:2], lambda: all(workers(each) == (0, 1, 10, 11) for each in three[:2]))
@@ -118,10 +141,14 @@ def test_one_that_waited_for_the_last_one_is_not(three: list[ElasticPeers]) -> N
 def test_who_is_cut_off_stops_and_says_so(three: list[ElasticPeers]) -> None:
     for channel in three[2]._channels.values():
         channel.connection.shutdown(socket.SHUT_RDWR)
-    run(three, lambda: three[2].verdict is not None and all(len(workers(each)) == 4 for each in three[:2]))
+    run(
+        three,
+        lambda: three[2].verdict is not None and all(len(workers(each)) == 4 for each in three[:2]),
+    )
     verdict = three[2].verdict
     assert verdict is not None and verdict.line() == (
-        "paceline: host h2 was cut off from the other hosts: fewer than half of the hosts are within reach, so it stops here"
+        "paceline: host h2 was cut off from the other hosts: fewer than half of the hosts are "
+        "within reach, so it stops here"
     )
     assert three[0].verdict is None and three[1].verdict is None
 
@@ -129,7 +156,10 @@ def test_who_is_cut_off_stops_and_says_so(three: list[ElasticPeers]) -> None:
 def test_a_new_view_for_those_whose_connections_broke(three: list[ElasticPeers]) -> None:
     three[1].renew(1)
     run(three, lambda: all(each.rosters for each in three))
-    assert [(each.rosters[-1].number, each.rosters[-1].broken, len(each.rosters[-1].workers)) for each in three] == [(2, True, 6)] * 3
+    assert [
+        (each.rosters[-1].number, each.rosters[-1].broken, len(each.rosters[-1].workers))
+        for each in three
+    ] == [(2, True, 6)] * 3
     three[1].renew(1)  # too late: there is a new one
     began = time.monotonic()
     run(three, lambda: time.monotonic() - began > 0.5)
@@ -149,7 +179,10 @@ def test_a_failure_and_a_signal_reach_all(three: list[ElasticPeers]) -> None:
     failure = Failure(4, "h2", 3, "failed with exit code 3")
     three[2].tell_failed(replace(failure, tail="x" * 20_000))
     three[1].tell_stopped(15)
-    run(three, lambda: all(each.verdict is not None for each in three) and three[0].stopped == (15, "h1"))
+    run(
+        three,
+        lambda: all(each.verdict is not None for each in three) and three[0].stopped == (15, "h1"),
+    )
     assert three[0].verdict is not None and three[0].verdict.line() == failure.line()
 
 

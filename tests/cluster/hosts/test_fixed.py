@@ -1,4 +1,6 @@
-"""The launchers of a job of fixed size: what one of them says reaches all, and one that is gone is named; they may meet again."""
+"""The launchers of a job of fixed size: what one of them says reaches all, and one that is gone
+is named; they may meet again.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from paceline.cluster.discover import JobStart
 from paceline.cluster.hosts import channel, fixed
 from paceline.cluster.hosts.fixed import FixedPeers
 from paceline.cluster.hosts.peers import Failure, LateCall
-from paceline.cluster.hosts.restart_messages import HostReport, JobStopped, Links, RestartState, Sequel
+from paceline.cluster.hosts.restart_messages import (
+    HostReport,
+    JobStopped,
+    Links,
+    RestartState,
+    Sequel,
+)
 from paceline.errors import DeadlineExceeded, Mismatch
 from paceline.timings import RendezvousTimings, Timings
 from tests.harness.clocks import Clock
@@ -31,7 +39,10 @@ def councils() -> Iterator[Callable[..., list[FixedPeers]]]:
 
     def make(*names: str, **changes: Any) -> list[FixedPeers]:
         port = free_port()
-        meetings = [invitation(name, port, hosts=len(names), host_rank=number, **changes) for number, name in enumerate(names)]
+        meetings = [
+            invitation(name, port, hosts=len(names), host_rank=number, **changes)
+            for number, name in enumerate(names)
+        ]
         made.extend(future.result() for future in gather(*meetings, led=True))
         return made[-len(names) :]
 
@@ -75,7 +86,9 @@ class TestCouncil:
         members[gone].close()
         others = [council for council in members if council is not members[gone]]
         turn(*others, until=lambda: all(council.verdict for council in others))
-        assert {council.verdict.line().split(" is gone")[0] for council in others} == {f"paceline: host {'ab'[gone]}"}
+        assert {council.verdict.line().split(" is gone")[0] for council in others} == {
+            f"paceline: host {'ab'[gone]}"
+        }
 
     def test_a_silent_launcher_is_named(self, councils):
         members = councils("a", "b", timings=Timings(rendezvous=RendezvousTimings(silence=0.3)))
@@ -85,13 +98,19 @@ class TestCouncil:
     def test_one_that_waited_for_the_last_one_is_not(self, councils):
         members = councils("a", "b", "c")
         for link in members[0]._channels.values():
-            link.heard -= 1000.0  # nothing is said while hosts wait to be as many as they have to be
+            # nothing is said while hosts wait to be as many as they have to be
+            link.heard -= 1000.0
         peers = FixedPeers(members[0].table, members[0].host_rank, members[0]._channels, server=0)
         peers.tick()
         assert len(peers.descriptors()) == 2
 
     def test_heartbeats_keep_it_alive(self, councils, monkeypatch):
-        members, clock = councils("a", "b", timings=Timings(rendezvous=RendezvousTimings(beat=0.05, silence=2.0))), Clock()
+        members, clock = (
+            councils(
+                "a", "b", timings=Timings(rendezvous=RendezvousTimings(beat=0.05, silence=2.0))
+            ),
+            Clock(),
+        )
         for module in (fixed, channel):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
         links = [link for council in members for link in council._channels.values()]
@@ -121,7 +140,10 @@ class TestCouncil:
 class TestRestarts:
     """What follows on a failure, and the next meeting."""
 
-    AGAIN = Sequel("all start again", RestartState(3, JobStart("runs/x", 7, 1.5, ((2.0, "rank 1 was killed"),)), ("digest",)))
+    AGAIN = Sequel(
+        "all start again",
+        RestartState(3, JobStart("runs/x", 7, 1.5, ((2.0, "rank 1 was killed"),)), ("digest",)),
+    )
 
     def kept(self, members: list[FixedPeers], sequel: Sequel) -> list[Links]:
         """Let all end with this sequel, and return the connections that are left."""
@@ -158,7 +180,9 @@ class TestRestarts:
 
     def test_connections_stay_where_the_job_starts_again(self, councils):
         links = self.kept(councils("a", "b", "c"), self.AGAIN)
-        assert [{*each.channels} for each in links] == [{1, 2}, {0}, {0}] and not any(each.lost for each in links)
+        assert [{*each.channels} for each in links] == [{1, 2}, {0}, {0}] and not any(
+            each.lost for each in links
+        )
         for each in links:
             each.close()
         assert all(each.lost for each in links)
@@ -173,7 +197,9 @@ class TestRestarts:
         assert not stopped[0].links().channels
 
     def test_hosts_meet_again_and_keep_their_numbers(self, councils):
-        """One without connections comes in the place of the second; all know what the latest knows."""
+        """One without connections comes in the place of the second; all know what the latest
+        knows.
+        """
         links, port = self.kept(councils("a", "b", "c"), self.AGAIN), free_port()
         links[1].close()
         states = [RestartState(3), RestartState(3), self.AGAIN.state]
@@ -186,7 +212,9 @@ class TestRestarts:
         members = [future.result() for future in gather(*meetings)]
         try:
             assert [council.host_rank for council in members] == [0, 1, 2]
-            assert all([offer.name for offer in council.table] == ["a", "x", "c"] for council in members)
+            assert all(
+                [offer.name for offer in council.table] == ["a", "x", "c"] for council in members
+            )
             assert all(council.state == self.AGAIN.state for council in members)
         finally:
             for council in members:
@@ -196,7 +224,8 @@ class TestRestarts:
         links, port = self.kept(councils("a", "b", "c"), self.AGAIN), free_port()
         links[0].close()
         meetings = [
-            invitation(name, port, hosts=2, links=link, host_rank=n) for n, (name, link) in enumerate(zip("bc", links[1:], strict=True))
+            invitation(name, port, hosts=2, links=link, host_rank=n)
+            for n, (name, link) in enumerate(zip("bc", links[1:], strict=True))
         ]
         members = [future.result() for future in gather(*meetings)]
         assert [[offer.name for offer in council.table] for council in members] == [["b", "c"]] * 2
@@ -214,17 +243,29 @@ class TestRestarts:
         ]
         for future in gather(*others if asked else others[:1]):
             stop = future.exception()
-            assert isinstance(stop, JobStopped) and (stop.number, stop.host, stop.here) == (signal.SIGTERM, "abc"[asked], False)
+            assert isinstance(stop, JobStopped) and (stop.number, stop.host, stop.here) == (
+                signal.SIGTERM,
+                "abc"[asked],
+                False,
+            )
 
     def test_a_stop_reaches_those_who_find_the_port_in_use(self, councils):
-        """The first one would go to whoever listens there, and hang up on the others: it tells them of the stop before."""
+        """The first one would go to whoever listens there, and hang up on the others: it tells
+        them of the stop before.
+        """
         links, port = self.kept(councils("a", "b", "c"), self.AGAIN), free_port()
         links[2].stop(JobStopped(signal.SIGTERM, "c"), 5.0)
-        others = [invitation(name, port, hosts=3, links=link, deadline=60.0) for name, link in zip("ab", links[:2], strict=True)]
+        others = [
+            invitation(name, port, hosts=3, links=link, deadline=60.0)
+            for name, link in zip("ab", links[:2], strict=True)
+        ]
         with network.listen("127.0.0.1", port):
             for future in gather(*others):
                 stop = future.exception()
-                assert isinstance(stop, JobStopped) and (stop.number, stop.host) == (signal.SIGTERM, "c")
+                assert isinstance(stop, JobStopped) and (stop.number, stop.host) == (
+                    signal.SIGTERM,
+                    "c",
+                )
 
     def test_one_that_gives_up_says_so(self, councils):
         links, port = self.kept(councils("a", "b"), self.AGAIN), free_port()
@@ -233,11 +274,18 @@ class TestRestarts:
             for name, link, seconds in zip("ab", links, (0.3, 60.0), strict=True)
         ]
         for future in gather(*meetings):
-            assert isinstance(future.exception(), DeadlineExceeded) and "of 3 hosts came" in str(future.exception())
+            assert isinstance(future.exception(), DeadlineExceeded) and "of 3 hosts came" in str(
+                future.exception()
+            )
 
     def test_different_restarts(self):
         port = free_port()
-        meetings = [invitation(name, port, restarts=state) for name, state in (("a", RestartState(2)), ("b", None))]
+        meetings = [
+            invitation(name, port, restarts=state)
+            for name, state in (("a", RestartState(2)), ("b", None))
+        ]
         for future in gather(*meetings):
-            assert isinstance(future.exception(), Mismatch) and "--restarts 0" in str(future.exception())
+            assert isinstance(future.exception(), Mismatch) and "--restarts 0" in str(
+                future.exception()
+            )
             assert "--restarts 2" in str(future.exception())

@@ -1,4 +1,6 @@
-"""Strangers at the doors of launchers: whatever they send or hold open ends their own connection, and who has the secret gets in."""
+"""Strangers at the doors of launchers: whatever they send or hold open ends their own
+connection, and who has the secret gets in.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ class Porter:
         """Somebody calls, and says hello; others may push in, so it tries again."""
         while True:
             try:
-                found = call(socket.create_connection(self.point, timeout=60), secret, "here", PATIENCE)
+                found = call(
+                    socket.create_connection(self.point, timeout=60), secret, "here", PATIENCE
+                )
             except ConnectionError:
                 continue
             found.send({"kind": "hello"})
@@ -92,15 +96,27 @@ class TestLobby:
         porter.newcomer().close()
         arrived(porter)
 
-    @pytest.mark.parametrize("text", ['{"paceline": 1, "nonce": "\\ud800", "proof": "00"}', "[" * 4000, '{"a":' * 700, "\0", "1e999"])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            '{"paceline": 1, "nonce": "\\ud800", "proof": "00"}',
+            "[" * 4000,
+            '{"a":' * 700,
+            "\0",
+            "1e999",
+        ],
+    )
     def test_a_line_that_once_ended_launchers(self, porter: Porter, text: str) -> None:
         with socket.create_connection(porter.point, timeout=60) as stranger:
             stranger.sendall(text.encode() + b"\n")
-            strangers.until(lambda: stranger.recv(1 << 12) == b"", lambda: None)  # a greeting, and the end
+            # a greeting, and the end
+            strangers.until(lambda: stranger.recv(1 << 12) == b"", lambda: None)
         porter.newcomer().close()
         arrived(porter)
 
-    def test_who_has_the_secret_gets_in_while_strangers_hold_1100_open(self, porter: Porter) -> None:
+    def test_who_has_the_secret_gets_in_while_strangers_hold_1100_open(
+        self, porter: Porter
+    ) -> None:
         with strangers.held_open(porter.point, 1100) as held:
             porter.newcomer().close()
             arrived(porter)
@@ -114,8 +130,12 @@ class TestLobby:
             port = listening.getsockname()[1]
             for number in range(MOST + 2):
                 source = "127.0.0.2" if number == 0 else "127.0.0.1"
-                pairs.append(socket.create_connection(("127.0.0.1", port), source_address=(source, 0)))
-                while len(lobby.descriptors()) < min(number + 1, MOST) or ready([listening.fileno()], 0):
+                pairs.append(
+                    socket.create_connection(("127.0.0.1", port), source_address=(source, 0))
+                )
+                while len(lobby.descriptors()) < min(number + 1, MOST) or ready(
+                    [listening.fileno()], 0
+                ):
                     lobby.let_in(listening)
             pairs[0].settimeout(5)
             closed = [number for number, pair in enumerate(pairs) if _hung_up(pair)]
@@ -143,7 +163,11 @@ class TestLobby:
 def test_nothing_waits_with_select() -> None:
     """It ends a process that has more than 1,023 descriptors open."""
     sources = (Path(__file__).parents[2] / "paceline").rglob("*.py")
-    assert [path.name for path in sources if "select.select" in path.read_text() or "from select import" in path.read_text()] == []
+    assert [
+        path.name
+        for path in sources
+        if "select.select" in path.read_text() or "from select import" in path.read_text()
+    ] == []
 
 
 def _hung_up(connection: socket.socket) -> bool:
@@ -173,7 +197,12 @@ class TestMeeting:
         port, drawn = free_port(), random.Random(5)
         with waiting(port) as come:
             for _ in range(150):
-                channel = call(socket.create_connection(("127.0.0.1", port), timeout=60), SECRET, "there", PATIENCE)
+                channel = call(
+                    socket.create_connection(("127.0.0.1", port), timeout=60),
+                    SECRET,
+                    "there",
+                    PATIENCE,
+                )
                 channel.send(senseless(drawn, [OFFER], offered))
                 channel.close()
             come()
@@ -187,20 +216,41 @@ class TestMeeting:
 
 
 def seat(host: int) -> HostSeat:
-    return HostSeat(host, (10 * host, 10 * host + 1), {"name": f"h{host}", "address": "127.0.0.1", "port": 9})
+    return HostSeat(
+        host, (10 * host, 10 * host + 1), {"name": f"h{host}", "address": "127.0.0.1", "port": 9}
+    )
 
 
 VIEW = View(1, (seat(0), seat(1), seat(2)), 3)
-WISHES = {"lost": [1], "gone": [2], "come": [[7, 0]], "joining": {"w": [[], seat(3).facts]}, "broken": False, "left": []}
+WISHES = {
+    "lost": [1],
+    "gone": [2],
+    "come": [[7, 0]],
+    "joining": {"w": [[], seat(3).facts]},
+    "broken": False,
+    "left": [],
+}
 BODIES = [
     {"kind": "decided", "view": {**VIEW.dump(), "number": 2}},
-    {"kind": "wish", "number": 2, "wishes": {**WISHES, "lost": [], "gone": [], "come": [], "joining": {}}},
+    {
+        "kind": "wish",
+        "number": 2,
+        "wishes": {**WISHES, "lost": [], "gone": [], "come": [], "joining": {}},
+    },
     {"kind": "prepare", "number": 2, "ballot": [3, 1]},
     {"kind": "accept", "number": 0, "ballot": [4, 1], "value": VIEW.dump()},
     {"kind": "promise", "number": 2, "ballot": [3, 1], "accepted": [-1, -1], "value": {}},
     {"kind": "accepted", "number": 2, "ballot": [3, 1]},
 ]
-FAILURE = {"rank": 1, "host": "h", "code": 1, "words": "failed", "is_echo": False, "age": 0.5, "tail": ""}
+FAILURE = {
+    "rank": 1,
+    "host": "h",
+    "code": 1,
+    "words": "failed",
+    "is_echo": False,
+    "age": 0.5,
+    "tail": "",
+}
 SAID: list[dict[str, Any]] = [
     *({"kind": "membership", "message": body} for body in BODIES),
     *({"kind": kind, "failure": FAILURE} for kind in ("failed", "end")),
@@ -217,7 +267,9 @@ class TestAssembly:
     def launcher(self) -> Iterator[ElasticPeers]:
         listening = network.listen("127.0.0.1")
         facts = {"name": "h0", "address": "127.0.0.1", "port": listening.getsockname()[1]}
-        found = ElasticPeers(0, View(1, (HostSeat(0, (10, 11), facts),), 1), {}, MeetingPoint(listening, SECRET))
+        found = ElasticPeers(
+            0, View(1, (HostSeat(0, (10, 11), facts),), 1), {}, MeetingPoint(listening, SECRET)
+        )
         found.run = "[]"
         yield found
         found.close()
@@ -233,14 +285,18 @@ class TestAssembly:
     def newcomer(self, launcher: ElasticPeers) -> Channel:
         with ThreadPoolExecutor(1) as pool:
             point = ("127.0.0.1", self.port(launcher))
-            calling = pool.submit(lambda: call(socket.create_connection(point, timeout=60), SECRET, "there", PATIENCE))
+            calling = pool.submit(
+                lambda: call(socket.create_connection(point, timeout=60), SECRET, "there", PATIENCE)
+            )
             strangers.until(calling.done, lambda: self.turn(launcher))
             return calling.result()
 
     def test_strangers_at_the_door(self, launcher: ElasticPeers) -> None:
         drawn = random.Random(11)
         for _ in range(500):
-            strangers.call(("127.0.0.1", self.port(launcher)), strangers.line(drawn, [HELLO, OFFER]))
+            strangers.call(
+                ("127.0.0.1", self.port(launcher)), strangers.line(drawn, [HELLO, OFFER])
+            )
             self.turn(launcher)
         self.newcomer(launcher).close()
         assert launcher.verdict is None and launcher.view.hosts == (0,)
@@ -249,7 +305,9 @@ class TestAssembly:
         point = ("127.0.0.1", self.port(launcher))
         with strangers.many_descriptors(1500), ThreadPoolExecutor(1) as pool:
             held = strangers.held_open(point, 1100)
-            strangers.until((opening := pool.submit(held.__enter__)).done, lambda: self.turn(launcher))
+            strangers.until(
+                (opening := pool.submit(held.__enter__)).done, lambda: self.turn(launcher)
+            )
             opening.result()
             channel = self.newcomer(launcher)
             channel.send(OFFER)
@@ -263,7 +321,9 @@ class TestAssembly:
             channel = self.newcomer(launcher)
             if number % 2:
                 channel.send({"kind": "host", "host": 1})
-                channel.send({"kind": "membership", "message": strangers.bent(drawn, drawn.choice(BODIES))})
+                channel.send(
+                    {"kind": "membership", "message": strangers.bent(drawn, drawn.choice(BODIES))}
+                )
             else:
                 channel.send(senseless(drawn, [OFFER, {"kind": "host", "host": 0}], offered))
             channel.close()
@@ -291,19 +351,29 @@ class TestAssembly:
                 launcher.membership.tick(now := now + DEFAULTS.membership.repeat)
                 launcher._send()
                 launcher.rosters.clear()
-                assert launcher.stopped is None or launcher.stopped == (15, "h") or launcher.stopped[0] in range(1, 65)
+                assert (
+                    launcher.stopped is None
+                    or launcher.stopped == (15, "h")
+                    or launcher.stopped[0] in range(1, 65)
+                )
                 if launcher.verdict is not None:
                     launcher.verdict.line().encode(errors="replace")
 
     @pytest.mark.parametrize("way", ["decided", "accept", "joining"])
-    @pytest.mark.parametrize("wrong", [{"name": None}, {"address": "x"}, {"port": "y"}, {"word": ["z"]}])
+    @pytest.mark.parametrize(
+        "wrong", [{"name": None}, {"address": "x"}, {"port": "y"}, {"word": ["z"]}]
+    )
     def test_a_view_that_cannot_be_used(self, way: str, wrong: dict[str, Any]) -> None:
         facts = {**seat(3).facts, **wrong}
         view = {**VIEW.dump(), "number": 2, "seats": [*VIEW.dump()["seats"], [3, [30, 31], facts]]}
         said: dict[str, Any] = {
             "decided": {"kind": "decided", "view": view},
             "accept": {"kind": "accept", "number": 2, "ballot": [3, 1], "value": view},
-            "joining": {"kind": "wish", "number": 2, "wishes": {**WISHES, "joining": {"w": [[], facts]}}},
+            "joining": {
+                "kind": "wish",
+                "number": 2,
+                "wishes": {**WISHES, "joining": {"w": [[], facts]}},
+            },
         }[way]
         launcher = ElasticPeers(0, VIEW, {})
         here, there = socket.socketpair()
@@ -315,14 +385,25 @@ class TestAssembly:
 
     def test_at_the_start(self) -> None:
         sockets = [network.listen("127.0.0.1") for _ in range(2)]
-        offers = [Offer(f"h{n}", 1, "127.0.0.1", "m", 1, 2, "block", (n,), s.getsockname()[1]) for n, s in enumerate(sockets)]
+        offers = [
+            Offer(f"h{n}", 1, "127.0.0.1", "m", 1, 2, "block", (n,), s.getsockname()[1])
+            for n, s in enumerate(sockets)
+        ]
         drawn = random.Random(19)
         with ThreadPoolExecutor(2) as pool:
             first = pool.submit(connect_all, offers, 0, sockets[0], SECRET, 300.0)
             for _ in range(300):
-                strangers.call(sockets[0].getsockname(), strangers.line(drawn, [HELLO, {"kind": "host", "host": 1}]))
+                strangers.call(
+                    sockets[0].getsockname(),
+                    strangers.line(drawn, [HELLO, {"kind": "host", "host": 1}]),
+                )
             for host in (None, "1", 0, 1.0, 2, -1, [1], True):
-                channel = call(socket.create_connection(sockets[0].getsockname(), timeout=60), SECRET, "there", PATIENCE)
+                channel = call(
+                    socket.create_connection(sockets[0].getsockname(), timeout=60),
+                    SECRET,
+                    "there",
+                    PATIENCE,
+                )
                 channel.send({"kind": "host", "host": host})
                 channel.close()
             second = pool.submit(connect_all, offers, 1, sockets[1], SECRET, 300.0)

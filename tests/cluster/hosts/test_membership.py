@@ -1,4 +1,6 @@
-"""Views are agreed by majorities, whatever the network does and whoever dies; checked on thousands of random courses of events."""
+"""Views are agreed by majorities, whatever the network does and whoever dies; checked on
+thousands of random courses of events.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,25 @@ from paceline.cluster.hosts.membership import HostSeat, Membership, View
 
 def view(*hosts: tuple[int, ...], number: int = 0) -> View:
     """A view whose hosts, numbered from 0, have these workers."""
-    return View(number, tuple(HostSeat(host, workers) for host, workers in enumerate(hosts)), len(hosts))
+    return View(
+        number, tuple(HostSeat(host, workers) for host, workers in enumerate(hosts)), len(hosts)
+    )
 
 
 class Net:
-    """Hosts in one process; the network between them loses, doubles, delays and reorders as it is told, and can be cut."""
+    """Hosts in one process; the network between them loses, doubles, delays and reorders as it
+    is told, and can be cut.
+    """
 
-    def __init__(self, start: View, seed: int = 0, *, loss: float = 0.0, twice: float = 0.0, delay: float = 0.01) -> None:
+    def __init__(
+        self,
+        start: View,
+        seed: int = 0,
+        *,
+        loss: float = 0.0,
+        twice: float = 0.0,
+        delay: float = 0.01,
+    ) -> None:
         self.chance = random.Random(seed)
         self.loss, self.twice, self.delay = loss, twice, delay
         self.now = 0.0
@@ -32,7 +46,11 @@ class Net:
         self._count = itertools.count()
 
     def reaches(self, one: int, other: int) -> bool:
-        return one not in self.dead and other not in self.dead and frozenset((one, other)) not in self.cut
+        return (
+            one not in self.dead
+            and other not in self.dead
+            and frozenset((one, other)) not in self.cut
+        )
 
     def run(self, seconds: float, tick: float = 0.05) -> None:
         end = self.now + seconds
@@ -58,11 +76,15 @@ class Net:
                 for _ in range(2 if self.chance.random() < self.twice else 1):
                     if self.chance.random() >= self.loss:
                         late = self.now + self.chance.random() * self.delay
-                        self._flying.append((late, next(self._count), host, to, json.dumps(message)))
+                        self._flying.append(
+                            (late, next(self._count), host, to, json.dumps(message))
+                        )
             member.outbox.clear()
             for found in member.decided:
                 text = json.dumps(found.dump())
-                assert self.known.setdefault(found.number, text) == text, f"view {found.number} was decided twice"
+                assert self.known.setdefault(found.number, text) == text, (
+                    f"view {found.number} was decided twice"
+                )
             member.decided.clear()
 
     @property
@@ -103,7 +125,9 @@ def test_a_worker_dies() -> None:
     net = Net(view((0, 1), (2, 3), (4, 5)))
     net.hosts[2].lost([4], net.now)
     net.run(0.5)
-    assert set(net.views().values()) == {View(1, (HostSeat(0, (0, 1)), HostSeat(1, (2, 3)), HostSeat(2, (5,))), 3)}
+    assert set(net.views().values()) == {
+        View(1, (HostSeat(0, (0, 1)), HostSeat(1, (2, 3)), HostSeat(2, (5,))), 3)
+    }
 
 
 def test_it_takes_two_rounds_of_messages() -> None:
@@ -130,7 +154,10 @@ def test_a_minority_is_stranded_and_learns_the_truth() -> None:
     net.notice()
     net.run(2.0)
     assert all(net.hosts[host].stranded and net.hosts[host].view.number == 0 for host in (0, 1))
-    assert all(net.hosts[host].view.hosts == (2, 3, 4) and not net.hosts[host].stranded for host in (2, 3, 4))
+    assert all(
+        net.hosts[host].view.hosts == (2, 3, 4) and not net.hosts[host].stranded
+        for host in (2, 3, 4)
+    )
     net.cut = set()
     net.notice()
     net.run(2.0)
@@ -149,14 +176,18 @@ def test_of_two_halves_the_one_with_the_first_host_goes_on() -> None:
 @pytest.mark.parametrize("leavers", [(0,), (1,), (0, 1), (0, 2), (0, 1, 2)])
 @pytest.mark.parametrize("seed", range(10))
 def test_hosts_leave_until_one_is_left(leavers: tuple[int, ...], seed: int) -> None:
-    """Also the first of two, and several at once: half of them isn't heard afterwards, and doesn't have to be."""
+    """Also the first of two, and several at once: half of them isn't heard afterwards, and
+    doesn't have to be.
+    """
     net = Net(view((1,), (2,), *[(3,)] * (max(leavers) > 1)), seed, loss=0.2, twice=0.1, delay=0.1)
     for host in leavers:
         net.hosts[host].leave(net.now)
     net.run(20)
     staying = tuple(host for host in net.hosts if host not in leavers)
     for host, member in net.hosts.items():
-        assert member.expelled == (host in leavers) and (host in leavers or member.view.hosts == staying), (host, member.view)
+        assert member.expelled == (host in leavers) and (
+            host in leavers or member.view.hosts == staying
+        ), (host, member.view)
     for host in leavers:
         net.kill(host)
     net.notice()
@@ -172,7 +203,10 @@ def test_workers_and_hosts_come() -> None:
     net.run(0.5)
     last = net.hosts[0].view
     assert net.hosts[1].view == last
-    assert last.seats == (HostSeat(0, (0, 1)), HostSeat(1, (3, 7)), HostSeat(2, (8, 9))) and last.fresh == 3
+    assert (
+        last.seats == (HostSeat(0, (0, 1)), HostSeat(1, (3, 7)), HostSeat(2, (8, 9)))
+        and last.fresh == 3
+    )
     assert last.seats[2].facts == {"address": "10.0.0.3", "word": "abc"}
     assert not net.hosts[0]._wishes and not net.hosts[1]._wishes
 
@@ -210,12 +244,20 @@ def test_a_leader_that_dies_in_the_middle_of_its_ballot_has_decided_or_not() -> 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_course_of_events(seed: int) -> None:
-    """Messages get lost and doubled, links are cut and mended, hosts and workers die and come; no number is decided twice, and when
-    the network is quiet again all that can be are in one view, without the dead."""
+    """Messages get lost and doubled, links are cut and mended, hosts and workers die and come;
+    no number is decided twice, and when the network is quiet again all that can be are in one view,
+    without the dead.
+    """
     chance = random.Random(seed)
     count = chance.randint(2, 5)
     numbers = itertools.count(2 * count)
-    net = Net(view(*((2 * host, 2 * host + 1) for host in range(count))), seed, loss=0.2, twice=0.2, delay=0.4)
+    net = Net(
+        view(*((2 * host, 2 * host + 1) for host in range(count))),
+        seed,
+        loss=0.2,
+        twice=0.2,
+        delay=0.4,
+    )
     buried: set[int] = set()
     for _ in range(chance.randint(5, 40)):
         event = chance.random()
@@ -233,7 +275,11 @@ def test_any_course_of_events(seed: int) -> None:
         elif event < 0.55:
             member.joining(f"word{next(numbers)}", [next(numbers)], {}, net.now)
         elif event < 0.75:
-            net.cut = {frozenset(pair) for pair in itertools.combinations(net.hosts, 2) if chance.random() < 0.3}
+            net.cut = {
+                frozenset(pair)
+                for pair in itertools.combinations(net.hosts, 2)
+                if chance.random() < 0.3
+            }
         elif event < 0.8 and len(alive) > 2:
             net.kill(host)
         if chance.random() < 0.6:

@@ -1,4 +1,6 @@
-"""What launchers tell each other of restarts: it is read as it was written, and what is none of it is refused."""
+"""What launchers tell each other of restarts: it is read as it was written, and what is none of
+it is refused.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,35 @@ import pytest
 
 from paceline.cluster.discover import JobStart
 from paceline.cluster.hosts.channel import SENSELESS
-from paceline.cluster.hosts.restart_messages import Cause, HostReport, JobStopped, RestartState, Sequel
+from paceline.cluster.hosts.restart_messages import (
+    Cause,
+    HostReport,
+    JobStopped,
+    RestartState,
+    Sequel,
+)
 
-REPORT = HostReport("runs/ü", 7, 1.5, 1, "step-00000005", "rank 1 failed", Cause("ValueError", "no", is_final=True))
-STATE = RestartState(3, JobStart("runs/x", 7, 1.5, ((2.0, "rank 1 was killed"), (3.0, "host b is gone"))), ("1f", "2e"))
+REPORT = HostReport(
+    "runs/ü", 7, 1.5, 1, "step-00000005", "rank 1 failed", Cause("ValueError", "no", is_final=True)
+)
+STATE = RestartState(
+    3,
+    JobStart("runs/x", 7, 1.5, ((2.0, "rank 1 was killed"), (3.0, "host b is gone"))),
+    ("1f", "2e"),
+)
 
 
 @pytest.mark.parametrize(
-    "message", [REPORT, HostReport(), STATE, RestartState(1), Sequel("it isn't"), Sequel("all start again", STATE)], ids=repr
+    "message",
+    [
+        REPORT,
+        HostReport(),
+        STATE,
+        RestartState(1),
+        Sequel("it isn't"),
+        Sequel("all start again", STATE),
+    ],
+    ids=repr,
 )
 def test_what_is_written_is_read(message: Any) -> None:
     assert type(message).load(json.loads(json.dumps(message.dump()))) == message
@@ -57,4 +80,7 @@ def test_the_later_state_is_the_one_of_more_starts_or_of_one_that_knows_the_run(
 
 def test_a_stop_says_where_it_was_asked_for() -> None:
     stop = JobStopped(signal.SIGTERM, "box")
-    assert str(stop) == "the launcher on box was asked to end the job (SIGTERM)" and stop.dump()["number"] == signal.SIGTERM
+    assert (
+        str(stop) == "the launcher on box was asked to end the job (SIGTERM)"
+        and stop.dump()["number"] == signal.SIGTERM
+    )

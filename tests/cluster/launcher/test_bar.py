@@ -1,4 +1,6 @@
-"""The bar of `paceline run` on a real terminal, below what workers write; without torch, as a worker tells of its steps."""
+"""The bar of `paceline run` on a real terminal, below what workers write; without torch, as a
+worker tells of its steps.
+"""
 
 from __future__ import annotations
 
@@ -111,30 +113,49 @@ time.sleep(1000)
 
 def on_terminal(folder: Path, body: str, **options: Any) -> OnTerminal:
     """`paceline run` with two workers, on a terminal."""
-    (folder / "script.py").write_text("import os, time\nrank = int(os.environ['RANK'])\n" + JOINED + body)
-    return OnTerminal([sys.executable, PROGRAM, json.dumps({"script": str(folder / "script.py"), "workers": 2})], folder, **options)
+    (folder / "script.py").write_text(
+        "import os, time\nrank = int(os.environ['RANK'])\n" + JOINED + body
+    )
+    return OnTerminal(
+        [sys.executable, PROGRAM, json.dumps({"script": str(folder / "script.py"), "workers": 2})],
+        folder,
+        **options,
+    )
 
 
 def ordered(lines: list[str]) -> list[str]:
     return sorted(line for line in lines if line.startswith("["))
 
 
-PRINTED = sorted(f"[{rank}] {text} {rank}" for rank in range(2) for text in ("hello", "line 1", "line 2", "line 3"))
+PRINTED = sorted(
+    f"[{rank}] {text} {rank}"
+    for rank in range(2)
+    for text in ("hello", "line 1", "line 2", "line 3")
+)
 
 
 @pytest.mark.parametrize("columns", [80, 40])
 def test_on_a_terminal(tmp_path: Path, columns: int) -> None:
     with on_terminal(tmp_path, TELLING + ENDING, columns=columns) as job:
         found = job.end()
-    assert ordered(found) == PRINTED and all(len(line) < columns or "paceline" in line for line in found)
+    assert ordered(found) == PRINTED and all(
+        len(line) < columns or "paceline" in line for line in found
+    )
     bars = [line for line in found if "step" in line]
-    assert len(bars) == 1 and "step 3/3" in bars[0] and "━━━━" in bars[0] and "loss 1.5" in " ".join(found)
+    assert (
+        len(bars) == 1
+        and "step 3/3" in bars[0]
+        and "━━━━" in bars[0]
+        and "loss 1.5" in " ".join(found)
+    )
 
 
 @pytest.mark.parametrize("environ", [{"TERM": "dumb"}, {"CI": "true"}])
 def test_terminals_without_one(tmp_path: Path, environ: dict[str, str]) -> None:
     with on_terminal(tmp_path, TELLING + ENDING, **environ) as job:
-        assert [line for line in job.end() if "step" in line] == [f"[0] epoch 1/1  step {step}/3  loss 1.5" for step in (1, 2, 3)]
+        assert [line for line in job.end() if "step" in line] == [
+            f"[0] epoch 1/1  step {step}/3  loss 1.5" for step in (1, 2, 3)
+        ]
     assert b"\x1b" not in job.said
 
 
@@ -150,5 +171,6 @@ def test_ctrl_c_leaves_the_terminal_clean(tmp_path: Path) -> None:
         job.process.send_signal(signal.SIGINT)
         found = job.end(128 + signal.SIGINT)
     assert sum("step 3/3" in line for line in found) == 1 and found[-1] == ""
-    assert not any(command in job.said for command in (b"\x1b[?25l", b"\x1b[?1049h"))  # the cursor was never hidden, nor the screen left
+    # the cursor was never hidden, nor the screen left
+    assert not any(command in job.said for command in (b"\x1b[?25l", b"\x1b[?1049h"))
     assert [line for line in ordered(found) if line in PRINTED] == PRINTED

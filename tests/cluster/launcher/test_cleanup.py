@@ -1,4 +1,6 @@
-"""What a launcher notes of its workers' processes, and removes at the end; with the janitor that stands in for it."""
+"""What a launcher notes of its workers' processes, and removes at the end; with the janitor that
+stands in for it.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,18 @@ def short() -> Iterator[Path]:
 
 @pytest.fixture
 def begin(short: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
-    """Starts a worker of the job with this mark, whose child listens by the time that it is given."""
+    """Starts a worker of the job with this mark, whose child listens by the time that it is
+    given.
+    """
     started: list[subprocess.Popen[bytes]] = []
 
     def make(mark: str) -> subprocess.Popen[bytes]:
         environ = {**os.environ, "PACELINE_JOB": mark}
-        started.append(subprocess.Popen([sys.executable, "-S", "-c", BODY, str(short)], process_group=0, env=environ))
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-S", "-c", BODY, str(short)], process_group=0, env=environ
+            )
+        )
         wait_for(lambda: any(short.glob("pymp-*/listener")))
         return started[-1]
 
@@ -61,7 +69,9 @@ def janitors(mark: str) -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if mark in child.cmdline()]
 
 
-def test_what_is_left_is_ended_and_removed(begin: Callable[[str], subprocess.Popen[bytes]], short: Path) -> None:
+def test_what_is_left_is_ended_and_removed(
+    begin: Callable[[str], subprocess.Popen[bytes]], short: Path
+) -> None:
     cleanup = JobCleanup("cleanup1" * 4)
     cleanup.start()
     process = begin("cleanup1" * 4)
@@ -72,7 +82,9 @@ def test_what_is_left_is_ended_and_removed(begin: Callable[[str], subprocess.Pop
     assert janitors("cleanup1" * 4) == []
 
 
-def test_the_folders_of_children_that_died_before_are_removed(begin: Callable[[str], subprocess.Popen[bytes]], short: Path) -> None:
+def test_the_folders_of_children_that_died_before_are_removed(
+    begin: Callable[[str], subprocess.Popen[bytes]], short: Path
+) -> None:
     """They were noted while the children lived."""
     cleanup = JobCleanup("cleanup2" * 4)
     cleanup.start()
@@ -91,7 +103,9 @@ def test_the_folders_of_children_that_died_before_are_removed(begin: Callable[[s
     assert not list(short.iterdir())
 
 
-def test_a_janitor_that_was_killed_is_not_missed(begin: Callable[[str], subprocess.Popen[bytes]], short: Path) -> None:
+def test_a_janitor_that_was_killed_is_not_missed(
+    begin: Callable[[str], subprocess.Popen[bytes]], short: Path
+) -> None:
     cleanup = JobCleanup("cleanup3" * 4)
     cleanup.start()
     (deputy,) = janitors("cleanup3" * 4)

@@ -1,4 +1,6 @@
-"""Who others wait for is named by its own launcher, with its stack: real workers that say what workers say, and real signals."""
+"""Who others wait for is named by its own launcher, with its stack: real workers that say what
+workers say, and real signals.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class Slow(WorkerProcess):
         """What was there before the stack is asked for, and the next time the stack."""
         said = [super().stack()]
         if self._asked and self.said("shows") and janitor.state(self.process.pid) != "T":
-            wait_for(lambda: said.append(super(Slow, self).stack()) or "in <module>" in "".join(said))
+            wait_for(
+                lambda: said.append(super(Slow, self).stack()) or "in <module>" in "".join(said)
+            )
         self._asked = not self._asked
         return "".join(said)
 
@@ -63,33 +67,44 @@ class Host:
     def __init__(self, answer: float) -> None:
         self.peers, self.said = NoPeers(), list[str]()
         self.workers: list[WorkerProcess] = []
-        self.lateness = HangSearch(self.peers, "box7", self.said.append, timings=HangTimings(answer=answer, stack_dump=0.2))
+        self.lateness = HangSearch(
+            self.peers, "box7", self.said.append, timings=HangTimings(answer=answer, stack_dump=0.2)
+        )
 
     def start(self, body: str) -> WorkerProcess:
         """A worker that has done this, and hangs."""
         rank = str(len(self.workers))
         environ = {**os.environ, **PLACE, "RANK": rank, "LOCAL_RANK": rank}
-        command = WorkerCommand(int(rank), [sys.executable, "-c", f"{WORKER}\n{body}\nhangs()"], environ, ())
+        command = WorkerCommand(
+            int(rank), [sys.executable, "-c", f"{WORKER}\n{body}\nhangs()"], environ, ()
+        )
         worker = Slow(**vars(start(command, None, screens())))
         self.workers.append(worker)
         self.turn(lambda: worker.said("ready"), ends=False)
         return worker
 
-    def turn(self, until: Callable[[], bool], *, ends: bool = False, seconds: float = PATIENCE) -> None:
+    def turn(
+        self, until: Callable[[], bool], *, ends: bool = False, seconds: float = PATIENCE
+    ) -> None:
         """Be the launcher until it is so."""
         end = time.monotonic() + seconds
         while not until():
             assert time.monotonic() < end, self.said
             for worker in self.workers:
                 worker.listen()
-            self.lateness.turn([worker for worker in self.workers if worker.process.poll() is None], ends=ends)
+            self.lateness.turn(
+                [worker for worker in self.workers if worker.process.poll() is None], ends=ends
+            )
             time.sleep(0.01)
 
     def judge(self, late: LateCall = LATE, *, ends: bool = False) -> list[str]:
         """What is said of this call."""
         self.peers.tell_late(late)
         cases = self.lateness._cases
-        self.turn(lambda: (case := cases.get((late.call, late.given_up))) is not None and case.over, ends=ends)
+        self.turn(
+            lambda: (case := cases.get((late.call, late.given_up))) is not None and case.over,
+            ends=ends,
+        )
         return self.said
 
 
@@ -101,7 +116,12 @@ def host(request: pytest.FixtureRequest) -> Iterator[Host]:
     for worker in found.workers:
         worker.process.kill()
         worker.process.wait()
-        for descriptor in (worker.records_fd, worker.orders_fd, worker.stack_fd, *(stream.descriptor for stream in worker.streams)):
+        for descriptor in (
+            worker.records_fd,
+            worker.orders_fd,
+            worker.stack_fd,
+            *(stream.descriptor for stream in worker.streams),
+        ):
             os.close(descriptor)
 
 
@@ -115,7 +135,8 @@ def test_who_computes_while_others_wait_is_shown(host: Host) -> None:
     host.start("answers(9, waits=False); events.show(place)")  # well past it
     head, *stack = host.judge()
     assert head == (
-        "paceline: others wait for rank 1 on box7 (backward of step 3): its last call was backward of step 3, 2.5 s ago; its stack:"
+        "paceline: others wait for rank 1 on box7 (backward of step 3): its last call was backward "
+        "of step 3, 2.5 s ago; its stack:"
     )
     assert [line.rpartition(" ")[2] for line in stack] == ["hangs", "<module>"] and all(
         line.startswith("paceline:   File") for line in stack
@@ -125,7 +146,9 @@ def test_who_computes_while_others_wait_is_shown(host: Host) -> None:
 @pytest.mark.jobs
 def test_a_worker_of_this_host_says_that_it_waits(host: Host) -> None:
     host.start("answers(7, waits=False); events.show(place)")
-    host.start('answers(7, waits=True); events.late(place, 7, "backward of step 3", given_up=False)')
+    host.start(
+        'answers(7, waits=True); events.late(place, 7, "backward of step 3", given_up=False)'
+    )
     host.turn(lambda: len(host.said) > 2)
     assert host.peers.late == {7: LATE} and "rank 0" in host.said[0]
 
@@ -135,7 +158,10 @@ def test_a_worker_of_this_host_says_that_it_waits(host: Host) -> None:
 def test_who_does_not_answer_is_shown_as_far_as_that_goes(host: Host) -> None:
     host.start("events.show(place)")
     head, *stack = host.judge()
-    assert "rank 0 on box7 (backward of step 3): it doesn't answer; its stack:" in head and "in hangs" in stack[0]
+    assert (
+        "rank 0 on box7 (backward of step 3): it doesn't answer; its stack:" in head
+        and "in hangs" in stack[0]
+    )
 
 
 @silent
@@ -150,7 +176,9 @@ def test_of_a_long_stack_both_ends_are_shown(host: Host) -> None:
 @silent
 @pytest.mark.slow
 def test_of_many_threads_the_main_one_is_shown(host: Host) -> None:
-    threads = "for _ in range(150): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+    threads = (
+        "for _ in range(150): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+    )
     host.start(f"events.show(place)\n{threads}")
     assert host.judge()[1].endswith("in hangs")
 
@@ -160,13 +188,18 @@ def test_of_many_threads_the_main_one_is_shown(host: Host) -> None:
 def test_only_who_shows_its_stack_is_sent_a_signal(host: Host) -> None:
     """It would end a script that never heard of paceline."""
     worker = host.start("pass")
-    assert host.judge() == ["paceline: others wait for rank 0 on box7 (backward of step 3): it doesn't answer"]
+    assert host.judge() == [
+        "paceline: others wait for rank 0 on box7 (backward of step 3): it doesn't answer"
+    ]
     assert worker.process.poll() is None
 
 
 @pytest.mark.jobs
 def test_signals_of_a_script_s_own_stay_its_own(host: Host) -> None:
-    taken = "for number in (signal.SIGUSR1, signal.SIGUSR2): signal.signal(number, lambda *_: os._exit(3))"
+    taken = (
+        "for number in (signal.SIGUSR1, signal.SIGUSR2): signal.signal(number, lambda *_: "
+        "os._exit(3))"
+    )
     worker = host.start(f"{taken}\nanswers(7, waits=False); events.show(place)")
     assert "in hangs" in host.judge()[1] and worker.process.poll() is None
     worker.process.send_signal(signal.SIGUSR1)
@@ -183,7 +216,8 @@ def test_who_is_stopped_is_named_as_stopped(host: Host) -> None:
     why = f"it was stopped by a signal (SIGSTOP); `kill -CONT {pid}` there lets it go on"
     assert host.judge() == [f"paceline: others wait for rank 0 on box7 (backward of step 3): {why}"]
     assert len(host.judge(GIVEN_UP)) == 1  # it hasn't moved
-    assert len(host.judge(LateCall(20, "backward of step 16", False))) == 2  # it must have, and stands still again
+    # it must have, and stands still again
+    assert len(host.judge(LateCall(20, "backward of step 16", False))) == 2
 
 
 @pytest.mark.slow
@@ -193,7 +227,8 @@ def test_who_does_not_come_is_ended_where_others_can_go_on(host: Host, ends: boo
     worker = host.start("answers(7, waits=False); events.show(place)")
     told = len(host.judge(ends=ends))
     host.judge(GIVEN_UP, ends=ends)
-    assert host.said[told:] == (["paceline: rank 1 is given up, and ended"] if ends else [])  # its stack was shown
+    # its stack was shown
+    assert host.said[told:] == (["paceline: rank 1 is given up, and ended"] if ends else [])
     if ends:
         assert worker.process.wait(PATIENCE) == -signal.SIGKILL and not worker.was_sent
     assert host.workers[0].process.poll() is None

@@ -1,4 +1,6 @@
-"""What launchers say though nothing is wrong: of options behind the script, of too few cores, and for whom they wait."""
+"""What launchers say though nothing is wrong: of options behind the script, of too few cores,
+and for whom they wait.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,21 @@ class TestMisplaced:
         script = tmp_path / "x.py"
         script.write_text("print(1)")
         assert misplaced(str(script), args) == (
-            f"{given} after x.py goes to x.py, which runs on 1 worker; if paceline is meant, put it before: paceline run {given} {script}"
+            f"{given} after x.py goes to x.py, which runs on 1 worker; if paceline is meant, put "
+            f"it before: paceline run {given} {script}"
         )
 
     @pytest.mark.parametrize(
-        "args", [[], ["-name", "2"], ["-nx"], ["--workersome"], ["--", "-n", "2"], ["--name", "x", "--threads", "2"], ["n"]]
+        "args",
+        [
+            [],
+            ["-name", "2"],
+            ["-nx"],
+            ["--workersome"],
+            ["--", "-n", "2"],
+            ["--name", "x", "--threads", "2"],
+            ["n"],
+        ],
     )
     def test_what_is_the_scripts(self, tmp_path, args):
         (tmp_path / "x.py").write_text("print(1)")
@@ -53,7 +65,10 @@ class TestMisplaced:
     def test_a_script_that_knows_the_option_itself(self, tmp_path):
         path = tmp_path / "x.py"
         path.write_text("parser.add_argument('-w', \"--workers\", type=int)")
-        assert misplaced(str(path), ["--workers", "2"]) is None and misplaced(str(path), ["--hosts", "2"]) is not None
+        assert (
+            misplaced(str(path), ["--workers", "2"]) is None
+            and misplaced(str(path), ["--hosts", "2"]) is not None
+        )
 
     def test_they_are_options_of_paceline_run(self):
         command = typer.main.get_command(cli.app).commands["run"]  # type: ignore[attr-defined]
@@ -62,12 +77,19 @@ class TestMisplaced:
 
 @pytest.mark.parametrize("script", ["python", "python3.11", "venv/bin/python"])
 def test_python_in_the_place_of_the_script(script):
-    assert leftover(script, ["train.py", "-x"]) == (f": paceline starts Python itself, so leave {script} out: paceline run ... train.py -x")
-    with pytest.raises(UsageError, match=rf"the script no/{script} doesn't exist \(looked in .*\): paceline starts Python itself"):
+    assert leftover(script, ["train.py", "-x"]) == (
+        f": paceline starts Python itself, so leave {script} out: paceline run ... train.py -x"
+    )
+    with pytest.raises(
+        UsageError,
+        match=rf"the script no/{script} doesn't exist \(looked in .*\): paceline starts Python itself",  # noqa: E501
+    ):
         check(LaunchRequest(f"no/{script}", ("train.py",)))
 
 
-@pytest.mark.parametrize(("script", "args"), [("absent.py", ["train.py"]), ("python", []), ("pythonic", ["x.py"])])
+@pytest.mark.parametrize(
+    ("script", "args"), [("absent.py", ["train.py"]), ("python", []), ("pythonic", ["x.py"])]
+)
 def test_another_script_that_is_not_there(script, args):
     assert leftover(script, args) == ""
 
@@ -77,7 +99,9 @@ def test_of_a_job_that_runs_on_one_worker(job):
     (job.folder / script).write_text("import sys\nprint('ran', sys.argv[1:])")
     ended = job.start([sys.executable, *job.launcher, "run", script, "-n", "2"]).end()
     assert (ended.code, ended.out) == (0, "[0] ran ['-n', '2']\n")
-    assert ended.err.startswith("paceline: -n 2 after script.py goes to script.py, which runs on 1 worker; ")
+    assert ended.err.startswith(
+        "paceline: -n 2 after script.py goes to script.py, which runs on 1 worker; "
+    )
     ended = job.start([sys.executable, *job.launcher, "run", "-n", "2", script, "-n", "2"]).end()
     assert ended.code == 0 and "after script.py" not in ended.err
 
@@ -98,7 +122,9 @@ class TestCrowded:
         with network.listen("127.0.0.1") as probe:
             join = f"127.0.0.1:{probe.getsockname()[1]}"
         path, environ = script("print('ran')"), {"PACELINE_SECRET": SECRET.decode()}
-        launched = [launch(path, workers, hosts=2, join=join, **environ) for workers in (1, cores())]
+        launched = [
+            launch(path, workers, hosts=2, join=join, **environ) for workers in (1, cores())
+        ]
         said = "".join(each.end()[2] for each in launched)
         assert said.count(f"paceline: {cores() + 1} workers take turns on the ") == 1, said
 
@@ -117,7 +143,10 @@ class Told:
 
     def heard(self, part: str) -> str:
         with self._changed:
-            assert self._changed.wait_for(lambda: any(part in line for line in self.lines), 30), (part, self.lines)
+            assert self._changed.wait_for(lambda: any(part in line for line in self.lines), 30), (
+                part,
+                self.lines,
+            )
             return next(line for line in self.lines if part in line)
 
 
@@ -127,7 +156,17 @@ AT_ONCE = Timings(rendezvous=RendezvousTimings(reminder=0.0))
 class TestWaiting:
     def meeting(self, name: str, port: int, told: Told, *, deadline: float = 60.0) -> Meeting:
         offer = Offer(name, 2, "127.0.0.1", "machine", 1000, 2000)
-        return Meeting(("127.0.0.1", port), SECRET, offer, 3, None, deadline, f"paceline run {name}.py", told, AT_ONCE)
+        return Meeting(
+            ("127.0.0.1", port),
+            SECRET,
+            offer,
+            3,
+            None,
+            deadline,
+            f"paceline run {name}.py",
+            told,
+            AT_ONCE,
+        )
 
     def test_each_says_for_whom_and_how_to_start_it(self):
         with network.listen("127.0.0.1") as probe:
@@ -145,7 +184,10 @@ class TestWaiting:
             "(here: a); there, run: paceline run a.py"
         )
         threads[1].start()
-        assert told[1].heard("has come") == f"has come to 127.0.0.1:{port}, and waits there for the other hosts"
+        assert (
+            told[1].heard("has come")
+            == f"has come to 127.0.0.1:{port}, and waits there for the other hosts"
+        )
         threads[2].start()
         for thread in threads:
             thread.join()
@@ -160,7 +202,9 @@ class TestWaiting:
         told = Told()
         with pytest.raises(DeadlineExceeded):
             assemble(self.meeting("a", port, told, deadline=1.0))
-        assert told.lines[0].startswith(f"nobody answers at 127.0.0.1:{port} yet (Connection refused); ")
+        assert told.lines[0].startswith(
+            f"nobody answers at 127.0.0.1:{port} yet (Connection refused); "
+        )
         assert told.lines[0].endswith("on the host with that address, run: paceline run a.py")
 
     def test_now_and_then(self, monkeypatch):
@@ -190,18 +234,39 @@ def test_the_line_for_another_host_starts_the_same_job(monkeypatch):
         },
         **{"placement": "round-robin", "min_workers": 2},
     )
-    may_differ = {"host_rank", "threads", "deadline", "name", "restarts", "patience", "progress", "bare", "call"}
-    same = {field.name for field in fields(LaunchRequest) if getattr(given, field.name) == field.default}
-    assert same == may_differ - {"host_rank"}, "an option that hosts have to have alike is not tried here"
+    may_differ = {
+        "host_rank",
+        "threads",
+        "deadline",
+        "name",
+        "restarts",
+        "patience",
+        "progress",
+        "bare",
+        "call",
+    }
+    same = {
+        field.name for field in fields(LaunchRequest) if getattr(given, field.name) == field.default
+    }
+    assert same == may_differ - {"host_rank"}, (
+        "an option that hosts have to have alike is not tried here"
+    )
     asked: list[LaunchRequest] = []
-    monkeypatch.setattr("paceline.cli.launch.run", lambda job, environ, watcher: asked.append(job) or 0)
+    monkeypatch.setattr(
+        "paceline.cli.launch.run", lambda job, environ, watcher: asked.append(job) or 0
+    )
     monkeypatch.setattr(sys, "argv", shlex.split(_line(given)))
     with pytest.raises(SystemExit):
         cli.main()
-    assert asked[0] == LaunchRequest(**{**vars(given), "host_rank": None, "secret_file": asked[0].secret_file})
+    assert asked[0] == LaunchRequest(
+        **{**vars(given), "host_rank": None, "secret_file": asked[0].secret_file}
+    )
     assert str(asked[0].secret_file) == "s.secret"
 
 
 def test_the_line_for_another_host_says_how_often_a_whole_job_starts_again():
-    whole, single = (LaunchRequest("x.py", hosts=2, join="a:1", restarts=3, min_workers=minimum) for minimum in (None, 1))
+    whole, single = (
+        LaunchRequest("x.py", hosts=2, join="a:1", restarts=3, min_workers=minimum)
+        for minimum in (None, 1)
+    )
     assert "--restarts 3" in _line(whole) and "--restarts" not in _line(single)

@@ -25,10 +25,15 @@ def test_an_error_of_ours_comes_back():
 
     with pytest.raises(AttemptFailed) as caught:
         attempt(refuse)
-    assert caught.value.kind == "NotationError" and str(caught.value) == "wrong \N{SNOWMAN}" * 20_000
+    assert (
+        caught.value.kind == "NotationError" and str(caught.value) == "wrong \N{SNOWMAN}" * 20_000
+    )
 
 
-@pytest.mark.parametrize("end", [lambda: os._exit(3), lambda: sys.exit(4), lambda: int("x"), lambda: os.kill(os.getpid(), 9)])
+@pytest.mark.parametrize(
+    "end",
+    [lambda: os._exit(3), lambda: sys.exit(4), lambda: int("x"), lambda: os.kill(os.getpid(), 9)],
+)
 def test_other_ends_tell_nothing_and_leave_no_process(end):
     before = psutil.Process().children()
     attempt(end)

@@ -24,7 +24,8 @@ TIMINGS = json.dumps(asdict(DEFAULTS.janitor))
 MARK = "0123abcd" * 4
 SEMAPHORES = "sem.s5Ipxm", "sem.mp-_moapdfg", f"sem.mp-{MARK[:8]}-abc_efgh"
 SHARED = Path("/dev/shm")
-# Makes a semaphore as multiprocessing does, and stops in the middle: before or after it has its second name.
+# Makes a semaphore as multiprocessing does, and stops in the middle: before or after it has its
+# second name.
 MAKER = """
 import mmap, os, sys, time
 first, second = sys.argv[1:]
@@ -43,7 +44,9 @@ time.sleep(600)
 @pytest.fixture
 def shared(monkeypatch) -> Iterator[Path]:
     """A folder that stands for shared memory, and is in it."""
-    with tempfile.TemporaryDirectory(prefix="test-", dir=SHARED if SHARED.is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="test-", dir=SHARED if SHARED.is_dir() else None
+    ) as folder:
         monkeypatch.setattr(janitor, "_SHARED", Path(folder))
         yield Path(folder)
 
@@ -79,8 +82,12 @@ class TestReclaim:
         assert not any(path.exists() for path in left)
 
     def test_what_nobody_of_the_job_had(self, make, dead):
-        """Semaphores of others look like those of the job, also those that nobody has open, or only where this process can't see it."""
-        others = [make(name) for name in ("sem.foobar", "sem.mp-abcdefgh", "sem.mp-4567abcd-abcdefgh")]
+        """Semaphores of others look like those of the job, also those that nobody has open, or
+        only where this process can't see it.
+        """
+        others = [
+            make(name) for name in ("sem.foobar", "sem.mp-abcdefgh", "sem.mp-4567abcd-abcdefgh")
+        ]
         janitor.reclaim(MARK, {dead}, set(), time.time() - 60, seconds=0.05)
         assert all(path.exists() for path in others)
 
@@ -126,7 +133,9 @@ class TestReclaim:
         """Its maker is stopped, looked at, and killed; what lies beside it is another's."""
         other, began = make("sem.foobar"), time.time()
         names = (str(shared / "sem.s5Ipxm"), str(shared / second) if second else "")
-        with subprocess.Popen([sys.executable, "-S", "-c", MAKER, *names], process_group=0, stdout=subprocess.PIPE) as maker:
+        with subprocess.Popen(
+            [sys.executable, "-S", "-c", MAKER, *names], process_group=0, stdout=subprocess.PIPE
+        ) as maker:
             assert maker.stdout is not None and maker.stdout.readline()
             held: set[int] = set()
             killed = janitor.end_group(maker.pid, held)
@@ -146,15 +155,23 @@ lock = context.Lock()
 print(*[name for name in os.listdir("/dev/shm") if name.startswith("sem.mp-{MARK[:8]}-")])
 print(multiprocessing.get_context("fork").Process()._config["semprefix"])
 """
-    said = subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True).stdout.splitlines()
+    said = subprocess.run(
+        [sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
     assert len(said[0].split()) == 1 and said[1] == f"/mp-{MARK[:8]}"
 
 
 @pytest.mark.jobs
 def test_a_killed_launcher_leaves_its_deputy_to_end_the_rest(tmp_path):
     """The deputy alone: its input ends without `done`."""
-    job = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], process_group=0, env={"PACELINE_JOB": "abc"})
-    deputy = subprocess.Popen([sys.executable, "-I", "-S", janitor.__file__, "abc", TIMINGS], stdin=subprocess.PIPE)
+    job = subprocess.Popen(
+        [sys.executable, "-S", "-c", "import time; time.sleep(600)"],
+        process_group=0,
+        env={"PACELINE_JOB": "abc"},
+    )
+    deputy = subprocess.Popen(
+        [sys.executable, "-I", "-S", janitor.__file__, "abc", TIMINGS], stdin=subprocess.PIPE
+    )
     assert deputy.stdin is not None
     deputy.stdin.write(b"+%d\n" % job.pid)
     deputy.stdin.flush()
@@ -166,9 +183,15 @@ def test_a_killed_launcher_leaves_its_deputy_to_end_the_rest(tmp_path):
 
 @pytest.mark.jobs
 def test_who_is_ended_is_told():
-    """Also who carries the mark and was never seen before: what it leaves in shared memory is known by its number."""
+    """Also who carries the mark and was never seen before: what it leaves in shared memory is
+    known by its number.
+    """
     group, other = (
-        subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], process_group=0, env={"PACELINE_JOB": mark})
+        subprocess.Popen(
+            [sys.executable, "-S", "-c", "import time; time.sleep(600)"],
+            process_group=0,
+            env={"PACELINE_JOB": mark},
+        )
         for mark in ("none", "abe")
     )
     assert janitor.sweep("abe", [group.pid], set(), seconds=PATIENCE) == {group.pid, other.pid}
@@ -178,11 +201,19 @@ def test_who_is_ended_is_told():
 @pytest.mark.jobs
 @pytest.mark.parametrize("grouped", [True, False])
 def test_who_was_ended_does_nothing_any_more(grouped):
-    """A killed process has no environment long before it has ended: it may have just made what is looked for next."""
-    body = "import mmap, time; m = mmap.mmap(-1, 1 << 29, mmap.MAP_PRIVATE | mmap.MAP_POPULATE); print(flush=True); time.sleep(600)"
+    """A killed process has no environment long before it has ended: it may have just made what
+    is looked for next.
+    """
+    body = (
+        "import mmap, time; m = mmap.mmap(-1, 1 << 29, mmap.MAP_PRIVATE | mmap.MAP_POPULATE); "
+        "print(flush=True); time.sleep(600)"
+    )
     name = f"abf{grouped:d}"  # the other one of these tests may run now
     with subprocess.Popen(
-        [sys.executable, "-S", "-c", body], process_group=0, env={"PACELINE_JOB": name}, stdout=subprocess.PIPE
+        [sys.executable, "-S", "-c", body],
+        process_group=0,
+        env={"PACELINE_JOB": name},
+        stdout=subprocess.PIPE,
     ) as process:
         assert process.stdout is not None and process.stdout.readline()
         janitor.sweep(name, [process.pid] if grouped else [], set(), seconds=PATIENCE)
@@ -191,8 +222,14 @@ def test_who_was_ended_does_nothing_any_more(grouped):
 
 @pytest.mark.jobs
 def test_a_deputy_that_is_told_so_does_nothing():
-    job = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], process_group=0, env={"PACELINE_JOB": "abd"})
-    deputy = subprocess.Popen([sys.executable, "-I", "-S", janitor.__file__, "abd", TIMINGS], stdin=subprocess.PIPE)
+    job = subprocess.Popen(
+        [sys.executable, "-S", "-c", "import time; time.sleep(600)"],
+        process_group=0,
+        env={"PACELINE_JOB": "abd"},
+    )
+    deputy = subprocess.Popen(
+        [sys.executable, "-I", "-S", janitor.__file__, "abd", TIMINGS], stdin=subprocess.PIPE
+    )
     deputy.communicate(b"+%d\ndone\n" % job.pid, 60)
     assert job.poll() is None
     job.kill()
@@ -201,11 +238,15 @@ def test_a_deputy_that_is_told_so_does_nothing():
 
 @pytest.mark.parametrize("same_network", [True, False])
 def test_folders_where_nobody_listens_any_more(tmp_path, monkeypatch, same_network):
-    """Those of this job's time go; not what others listen in, are about to listen in, or keep something else in."""
+    """Those of this job's time go; not what others listen in, are about to listen in, or keep
+    something else in.
+    """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     if not same_network:
         monkeypatch.setattr(janitor, "_PROC", tmp_path)  # the kernel shows no sockets of others
-    dead, alive, both, unused, kept = (tmp_path / f"pymp-{name}" for name in ("dead", "alive", "both", "unused", "kept"))
+    dead, alive, both, unused, kept = (
+        tmp_path / f"pymp-{name}" for name in ("dead", "alive", "both", "unused", "kept")
+    )
     with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as other:
         for folder, listener in ((alive, one), (both, other)):
             folder.mkdir()
@@ -233,14 +274,20 @@ def test_a_socket_of_a_server_has_a_path_that_is_short_enough(tmp_path, monkeypa
     place = janitor.place_of_sockets()
     assert (place == tempfile.tempdir) == (length <= 61)
     path = f"{place}/{janitor.sockets('a' * 32)}{'x' * 8}/server"
-    with socket.socket(socket.AF_UNIX) as caller, pytest.raises(FileNotFoundError):  # and not OSError: AF_UNIX path too long
+    # and not OSError: AF_UNIX path too long
+    with socket.socket(socket.AF_UNIX) as caller, pytest.raises(FileNotFoundError):
         caller.connect(path)
 
 
 def test_the_folders_of_servers_go_with_their_job(tmp_path, monkeypatch):
-    """By name: who started a killed server may have been killed with it. Those of another job stay."""
+    """By name: who started a killed server may have been killed with it.
+
+    Those of another job stay.
+    """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    mine, other = (Path(tempfile.mkdtemp(prefix=janitor.sockets(mark * 16))) for mark in ("ab", "ac"))
+    mine, other = (
+        Path(tempfile.mkdtemp(prefix=janitor.sockets(mark * 16))) for mark in ("ab", "ac")
+    )
     (mine / "server").touch()
     janitor.sweep("ab" * 16, [], set(), seconds=PATIENCE)
     assert not mine.exists() and other.exists()

@@ -52,10 +52,18 @@ def test_what_is_written_at_exit_is_left_out(after: str) -> None:
 
 
 def test_a_message_of_several_lines() -> None:
-    assert last_words(f"{SECOND}\ntwo\n\nthree\n{NOISE}", "ValueError", 3) == f"{SECOND}\ntwo\n\nthree"
+    assert (
+        last_words(f"{SECOND}\ntwo\n\nthree\n{NOISE}", "ValueError", 3) == f"{SECOND}\ntwo\n\nthree"
+    )
     inner = f"Traceback (most recent call last):\n  z\nRuntimeError: a child failed:\n{FIRST}"
-    assert last_words(inner, "RuntimeError") == "Traceback (most recent call last):\n  z\nRuntimeError: a child failed:"
-    quoted = "Traceback (most recent call last):\n  z\nRuntimeError: caught\nOriginal Traceback (most recent call last):\n  y\nKeyError: 1"
+    assert (
+        last_words(inner, "RuntimeError")
+        == "Traceback (most recent call last):\n  z\nRuntimeError: a child failed:"
+    )
+    quoted = (
+        "Traceback (most recent call last):\n  z\nRuntimeError: caught\nOriginal Traceback (most "
+        "recent call last):\n  y\nKeyError: 1"
+    )
     assert last_words(f"{quoted}\n{NOISE}", "RuntimeError", 3) == quoted
 
 
@@ -82,7 +90,9 @@ def test_groups_of_exceptions() -> None:
 
 
 def test_what_python_writes() -> None:
-    """An error while another is handled; at exit there are an error of a thread, one of `__del__`, one of a function and a line."""
+    """An error while another is handled; at exit there are an error of a thread, one of
+    `__del__`, one of a function and a line.
+    """
     body = f"""
 import {atexit.__name__}, {threading.__name__}, sys
 class Loader:
@@ -105,7 +115,13 @@ try:
 except ZeroDivisionError:
     raise ValueError("the one")
 """
-    said = subprocess.run([sys.executable, "-I", "-S", "-c", body], capture_output=True, text=True, check=False).stderr
+    said = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", body], capture_output=True, text=True, check=False
+    ).stderr
     assert all(words in said for words in ("ignored", "late", "in a thread", "goodbye"))
     words = last_words(said, "ValueError", 0).splitlines()
-    assert words[-1] == "ValueError: the one" and "ZeroDivisionError: division by zero" in words and "goodbye" not in words
+    assert (
+        words[-1] == "ValueError: the one"
+        and "ZeroDivisionError: division by zero" in words
+        and "goodbye" not in words
+    )

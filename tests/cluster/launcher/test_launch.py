@@ -24,19 +24,27 @@ from tests.harness.launchers import JOINED, ROOT, alive_in, wait_gone
 
 class TestOutput:
     def test_lines_have_prefixes_and_go_where_they_went(self, script, launch):
-        code, out, err = launch(script("print('out', rank); print('err', rank, file=sys.stderr)"), 2).end()
+        code, out, err = launch(
+            script("print('out', rank); print('err', rank, file=sys.stderr)"), 2
+        ).end()
         assert code == 0
         assert sorted(out.splitlines()) == ["[0] out 0", "[1] out 1"]
         first, *lines, last = err.splitlines()
         assert sorted(lines) == ["[0] err 0", "[1] err 1"]
-        assert (first, last) == ("paceline: starting 2 workers of script.py", "paceline: 2 workers ended well")
+        assert (first, last) == (
+            "paceline: starting 2 workers of script.py",
+            "paceline: 2 workers ended well",
+        )
 
     def test_quietly_nothing_is_said_of_what_goes_well(self, script, launch):
         body = script("import os; print(os.environ['PACELINE_STATUS_EVERY'])")
         assert launch(body, 1, progress=float("inf")).end() == (0, "[0] inf\n", "")
 
     def test_lines_never_mix(self, script, launch):
-        body = "for i in range(300):\n    for part in ('x' * 50, 'y' * 50, f'{i}\\n'):\n        os.write(1, (f'{rank}' + part).encode())"
+        body = (
+            "for i in range(300):\n    for part in ('x' * 50, 'y' * 50, "
+            "f'{i}\\n'):\n        os.write(1, (f'{rank}' + part).encode())"
+        )
         code, out, _ = launch(script(body), 3).end()
         assert code == 0
         want = [f"[{r}] {r}{'x' * 50}{r}{'y' * 50}{r}{i}" for i in range(300) for r in range(3)]
@@ -52,7 +60,9 @@ class TestOutput:
     def test_bytes_that_are_no_text(self, script, tmp_path):
         path = script("os.write(1, b'\\xff\\xfe\\n')")
         command = f"from paceline.cluster.launcher.launch import *; run(LaunchRequest({path!r}))"
-        done = subprocess.run([sys.executable, "-c", command], capture_output=True, cwd=ROOT, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", command], capture_output=True, cwd=ROOT, check=True
+        )
         assert done.stdout == b"[0] \xff\xfe\n"
 
     def test_a_reader_that_goes_away_ends_the_job(self, script, launch):
@@ -63,15 +73,33 @@ class TestOutput:
         launched.process.stderr.close()
 
     def test_arguments_and_variables(self, script, launch):
-        names = ["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "PACELINE_SYNC"]
-        body = f"print(sys.argv[1:], *[os.environ[name] for name in {names}], int(os.environ['MASTER_PORT']) > 0)"
-        code, out, _ = launch(script(body), 2, args=["a", "--b=c"], sync="AllReduce()", threads=3).end()
+        names = [
+            "WORLD_SIZE",
+            "RANK",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "GROUP_RANK",
+            "MASTER_ADDR",
+            "OMP_NUM_THREADS",
+            "PACELINE_SYNC",
+        ]
+        body = (
+            f"print(sys.argv[1:], *[os.environ[name] for name in {names}], "
+            "int(os.environ['MASTER_PORT']) > 0)"
+        )
+        code, out, _ = launch(
+            script(body), 2, args=["a", "--b=c"], sync="AllReduce()", threads=3
+        ).end()
         assert code == 0
-        assert sorted(out.splitlines()) == [f"[{r}] ['a', '--b=c'] 2 {r} {r} 2 0 127.0.0.1 3 AllReduce() True" for r in range(2)]
+        assert sorted(out.splitlines()) == [
+            f"[{r}] ['a', '--b=c'] 2 {r} {r} 2 0 127.0.0.1 3 AllReduce() True" for r in range(2)
+        ]
 
     @pytest.mark.slow
     def test_more_workers_than_cores(self, script, launch):
-        job = launch(script("print(os.environ['OMP_NUM_THREADS'])"), 4 * len(os.sched_getaffinity(0)))
+        job = launch(
+            script("print(os.environ['OMP_NUM_THREADS'])"), 4 * len(os.sched_getaffinity(0))
+        )
         code, out, _ = job.end()
         assert code == 0 and {line.split()[-1] for line in out.splitlines()} == {"1"}
 
@@ -87,7 +115,10 @@ class TestOutput:
             told = any('0123456789abcdef' in value for value in os.environ.values())
             print(discover().secret.decode(), discover().secret == discover().secret, told)
         """
-        assert launch(script(body), 1, PACELINE_SECRET="0123456789abcdef").end()[1] == "[0] 0123456789abcdef True False\n"
+        assert (
+            launch(script(body), 1, PACELINE_SECRET="0123456789abcdef").end()[1]
+            == "[0] 0123456789abcdef True False\n"
+        )
         secrets = launch(script(body), 2).end()[1].split()
         assert len(secrets[1]) == 64 and secrets[1] == secrets[5]
 
@@ -145,10 +176,16 @@ class TestScreen:
         assert self.feed((0, b"a"), (1, b"b")) == b"[0] a\n[1] b"
 
     def test_a_long_line_comes_in_many_parts(self):
-        assert self.feed(*[(0, b"a" * 4096)] * 12, (0, b"\nb\n")) == b"[0] " + b"a" * 49152 + b"\n[0] b\n"
+        assert (
+            self.feed(*[(0, b"a" * 4096)] * 12, (0, b"\nb\n"))
+            == b"[0] " + b"a" * 49152 + b"\n[0] b\n"
+        )
 
     def test_carriage_returns(self):
-        assert self.feed((0, b"\r1%"), (0, b"\r2%"), (0, b"\rdone\n")) == b"\r[0] 1%\r[0] 2%\r[0] done\n"
+        assert (
+            self.feed((0, b"\r1%"), (0, b"\r2%"), (0, b"\rdone\n"))
+            == b"\r[0] 1%\r[0] 2%\r[0] done\n"
+        )
         assert self.feed((0, b"1%\r2%\r\nx\n")) == b"[0] 1%\r[0] 2%\r\n[0] x\n"
         assert self.feed((0, b"1%\r"), (1, b"b\n"), (0, b"2%\n")) == b"[0] 1%\r\n[1] b\n[0] 2%\n"
 
@@ -178,7 +215,9 @@ SHOWN = short_timings.environ(supervisor=short_timings.CAUSE)
 
 class TestFailure:
     def test_the_culprit_speaks_last(self, script, launch):
-        """Rank 1 raises, and rank 0 notices: whatever rank 0 says, and rank 1 at its exit, rank 1's traceback comes last."""
+        """Rank 1 raises, and rank 0 notices: whatever rank 0 says, and rank 1 at its exit, rank
+        1's traceback comes last.
+        """
         body = (
             JOINED
             + """
@@ -194,8 +233,14 @@ raise WorkerLost("rank 1 is gone")
             code, _, err = launch(script(body), 2, **SHOWN).end()
             lines = err.splitlines()
             assert code == 1
-            assert lines[-1] == f"paceline: rank 1 on {socket.gethostname()} failed with exit code 1 (ValueError); its last words are above"
-            assert lines[-2] == "[1] ValueError: boom" and "[1] Traceback (most recent call last):" in lines
+            assert lines[-1] == (
+                f"paceline: rank 1 on {socket.gethostname()} failed with exit code 1 "
+                "(ValueError); its last words are above"
+            )
+            assert (
+                lines[-2] == "[1] ValueError: boom"
+                and "[1] Traceback (most recent call last):" in lines
+            )
 
     def test_an_echo_that_comes_first_is_still_an_echo(self, script, launch):
         body = (
@@ -209,25 +254,48 @@ raise ValueError("boom")
         )
         code, _, err = launch(script(body), 3, **SHOWN).end()
         assert code == 1
-        assert err.splitlines()[-1].startswith("paceline: rank 1 on ") or err.splitlines()[-1].startswith("paceline: rank 2 on ")
+        assert err.splitlines()[-1].startswith("paceline: rank 1 on ") or err.splitlines()[
+            -1
+        ].startswith("paceline: rank 2 on ")
         assert err.splitlines()[-2].endswith("ValueError: boom")
 
     @pytest.mark.slow
     def test_echoes_alone_are_named(self, script, launch):
-        code, _, err = launch(script(JOINED + "if rank == 1: raise DeadlineExceeded('rank 0 never came')\ntime.sleep(600)"), 2).end()
-        assert code == 1 and "rank 1 on" in err.splitlines()[-1] and "DeadlineExceeded" in err.splitlines()[-1]
+        code, _, err = launch(
+            script(
+                JOINED
+                + "if rank == 1: raise DeadlineExceeded('rank 0 never came')\ntime.sleep(600)"
+            ),
+            2,
+        ).end()
+        assert (
+            code == 1
+            and "rank 1 on" in err.splitlines()[-1]
+            and "DeadlineExceeded" in err.splitlines()[-1]
+        )
 
     def test_without_paceline_the_first_to_exit_is_named(self, script, launch):
         code, _, err = launch(script("if rank == 1: sys.exit(7)\ntime.sleep(600)"), 3).end()
         assert code == 7
-        assert err.splitlines()[-1] == f"paceline: rank 1 on {socket.gethostname()} failed with exit code 7"
+        assert (
+            err.splitlines()[-1]
+            == f"paceline: rank 1 on {socket.gethostname()} failed with exit code 7"
+        )
 
     def test_killed_by_a_signal(self, script, launch):
-        code, _, err = launch(script("if rank == 0: os.kill(os.getpid(), 9)\ntime.sleep(600)"), 2).end()
-        assert code == 137 and "rank 0" in err.splitlines()[-1] and "was killed by SIGKILL" in err.splitlines()[-1]
+        code, _, err = launch(
+            script("if rank == 0: os.kill(os.getpid(), 9)\ntime.sleep(600)"), 2
+        ).end()
+        assert (
+            code == 137
+            and "rank 0" in err.splitlines()[-1]
+            and "was killed by SIGKILL" in err.splitlines()[-1]
+        )
 
     def test_a_killed_worker_and_the_echo_of_another(self, script, launch, tmp_path):
-        """Rank 0 notices the death as fast as a broken connection would tell it, maybe before the launcher does."""
+        """Rank 0 notices the death as fast as a broken connection would tell it, maybe before
+        the launcher does.
+        """
         body = (
             JOINED
             + """
@@ -259,7 +327,14 @@ raise RuntimeError("connection reset by peer")
             if rank == 0: sys.exit(3)
             while True: time.sleep(1)
         """
-        assert launch(script(body), 2, **short_timings.environ(supervisor={"kill": 0.3, "last_words": 0.2})).end()[0] == 3
+        assert (
+            launch(
+                script(body),
+                2,
+                **short_timings.environ(supervisor={"kill": 0.3, "last_words": 0.2}),
+            ).end()[0]
+            == 3
+        )
 
     def test_the_only_worker(self, script, launch):
         code, _, err = launch(script("1 / 0"), 1).end()
@@ -268,18 +343,38 @@ raise RuntimeError("connection reset by peer")
     @pytest.mark.slow
     def test_leaving_without_a_word_while_others_train(self, script, launch):
         short = short_timings.environ(supervisor={"left": 0.3})
-        code, _, err = launch(script(JOINED + "if rank == 1: os._exit(0)\ntime.sleep(600)"), 2, **short).end()
-        assert code == 1 and "rank 1 on" in err.splitlines()[-1] and "left in the middle" in err.splitlines()[-1]
+        code, _, err = launch(
+            script(JOINED + "if rank == 1: os._exit(0)\ntime.sleep(600)"), 2, **short
+        ).end()
+        assert (
+            code == 1
+            and "rank 1 on" in err.splitlines()[-1]
+            and "left in the middle" in err.splitlines()[-1]
+        )
 
     def test_leaving_without_a_word_is_the_cause_of_echoes(self, script, launch):
-        body = JOINED + "if rank == 1: os._exit(0)\ntime.sleep(0.2)\nraise WorkerLost('rank 1 is gone')"
+        body = (
+            JOINED
+            + "if rank == 1: os._exit(0)\ntime.sleep(0.2)\nraise WorkerLost('rank 1 is gone')"
+        )
         code, _, err = launch(script(body), 2, **SHOWN).end()
-        assert code == 1 and "rank 1 on" in err.splitlines()[-1] and "left in the middle" in err.splitlines()[-1]
+        assert (
+            code == 1
+            and "rank 1 on" in err.splitlines()[-1]
+            and "left in the middle" in err.splitlines()[-1]
+        )
 
-    def test_leaving_without_a_word_is_the_cause_of_echoes_seen_at_the_same_time(self, script, launch, tmp_path):
+    def test_leaving_without_a_word_is_the_cause_of_echoes_seen_at_the_same_time(
+        self, script, launch, tmp_path
+    ):
         """A launcher that had no processor for a moment finds both workers ended."""
         waits = "open(f'here{rank}', 'w')\nwhile not os.path.exists('go'): time.sleep(0.01)\n"
-        launched = launch(script(JOINED + waits + "if rank == 1: os._exit(0)\nraise WorkerLost('rank 1 is gone')"), 2)
+        launched = launch(
+            script(
+                JOINED + waits + "if rank == 1: os._exit(0)\nraise WorkerLost('rank 1 is gone')"
+            ),
+            2,
+        )
         wait_for(lambda: all((tmp_path / f"here{rank}").exists() for rank in range(2)))
         children = psutil.Process(launched.process.pid).children()
         workers = [child for child in children if "script.py" in " ".join(child.cmdline())]
@@ -289,14 +384,19 @@ raise RuntimeError("connection reset by peer")
         launched.process.send_signal(signal.SIGCONT)
         code, _, err = launched.end()
         assert len(workers) == 2 and code == 1
-        assert "rank 1 on" in err.splitlines()[-1] and "left in the middle" in err.splitlines()[-1], err
+        assert (
+            "rank 1 on" in err.splitlines()[-1] and "left in the middle" in err.splitlines()[-1]
+        ), err
 
     @pytest.mark.slow
     def test_leaving_in_good_order_at_different_times(self, script, launch):
         joined = textwrap.indent(JOINED + "events.closed(place)\n", "    ")
         path = script(f"if sys.argv[1:]:\n{joined}time.sleep(0.6 * rank)")
         short = short_timings.environ(supervisor={"left": 0.3})
-        assert [one.end()[0] for one in (launch(path, 2, **short), launch(path, 2, args=["joined"], **short))] == [0, 0]
+        assert [
+            one.end()[0]
+            for one in (launch(path, 2, **short), launch(path, 2, args=["joined"], **short))
+        ] == [0, 0]
 
     def test_leaving_together_without_a_word(self, script, launch):
         assert launch(script(JOINED + "os._exit(0)"), 2).end()[0] == 0
@@ -335,7 +435,10 @@ def temporary() -> Iterator[Path]:
 
 ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WORKERS = {CHILDREN: 2, LOADER: 1}  # that import torch take a second of a processor each
-BODIES = [pytest.param(CHILDREN, id="children"), pytest.param(LOADER, id="loader", marks=pytest.mark.slow)]
+BODIES = [
+    pytest.param(CHILDREN, id="children"),
+    pytest.param(LOADER, id="loader", marks=pytest.mark.slow),
+]
 
 
 class TestNothingIsLeft:
@@ -360,7 +463,11 @@ class TestNothingIsLeft:
         before = shared_memory()
         launched = launch(script(body), WORKERS[body], TMPDIR=str(temporary))
         self.ready(tmp_path, body)
-        worker = next(child for child in psutil.Process(launched.process.pid).children() if "script.py" in " ".join(child.cmdline()))
+        worker = next(
+            child
+            for child in psutil.Process(launched.process.pid).children()
+            if "script.py" in " ".join(child.cmdline())
+        )
         worker.kill()
         assert launched.end()[0] == 137
         assert not wait_gone(tmp_path)
@@ -372,7 +479,10 @@ class TestNothingIsLeft:
         [
             *(pytest.param(CHILDREN, number, id=f"children-{number}") for number in ASKED),
             pytest.param(LOADER, signal.SIGTERM, id="loader-15", marks=pytest.mark.slow),
-            *(pytest.param(LOADER, number, id=f"loader-{number}", marks=pytest.mark.soak) for number in ASKED[1:]),
+            *(
+                pytest.param(LOADER, number, id=f"loader-{number}", marks=pytest.mark.soak)
+                for number in ASKED[1:]
+            ),
         ],
     )
     def test_launcher_asked(self, body, number, script, launch, tmp_path, temporary):  # noqa: PLR0917
@@ -398,7 +508,9 @@ class TestAsked:
                 time.sleep(1)
                 print("saved", flush=True)
         """
-        launched = launch(script(body), 2, **short_timings.environ(supervisor=short_timings.UNHURRIED))
+        launched = launch(
+            script(body), 2, **short_timings.environ(supervisor=short_timings.UNHURRIED)
+        )
         wait_for(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
         launched.process.send_signal(signal.SIGINT)
         code, out, _ = launched.end()
@@ -412,7 +524,11 @@ class TestAsked:
             pathlib.Path(f"ready{rank}").touch()
             while True: time.sleep(1)
         """
-        launched = launch(script(body), 1, **short_timings.environ(supervisor={"asked_term": 0.5, "asked_kill": 1.0}))
+        launched = launch(
+            script(body),
+            1,
+            **short_timings.environ(supervisor={"asked_term": 0.5, "asked_kill": 1.0}),
+        )
         wait_for((tmp_path / "ready0").exists)
         start = time.monotonic()
         launched.process.send_signal(signal.SIGTERM)
@@ -438,7 +554,7 @@ class TestAsked:
             import subprocess
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True, close_fds=False)
             print("started", flush=True)
-        """
+        """  # noqa: E501
         assert launch(script(body), 1).end()[0] == 0
         assert not wait_gone(tmp_path)
 
@@ -446,7 +562,11 @@ class TestAsked:
 class TestUsage:
     def test_one_line_and_exit_code_2(self, launch):
         code, out, err = launch("absent.py").end()
-        assert (code, out) == (2, "") and len(err.splitlines()) == 1 and err.startswith("paceline: the script absent.py doesn't exist")
+        assert (
+            (code, out) == (2, "")
+            and len(err.splitlines()) == 1
+            and err.startswith("paceline: the script absent.py doesn't exist")
+        )
 
     def test_several_hosts_need_a_secret(self, script, launch):
         code, _, err = launch(script(""), 1, hosts=2, join="127.0.0.1:29400").end()

@@ -1,4 +1,6 @@
-"""Standard input, output and error of what a user starts, where some of them are closed, as under cron."""
+"""Standard input, output and error of what a user starts, where some of them are closed, as
+under cron.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ if listening is not None:
     socket.socket(fileno=os.dup(int(listening))).getsockname()  # what it inherits is what it should be
 open(f"rank{rank}", "w").write(" ".join(str(os.path.exists(f"/proc/self/fd/{number}")) for number in range(3)))
 print("said", rank)
-"""
+"""  # noqa: E501
 
 
 def shell(closed: str, *words: str) -> list[str]:
@@ -36,16 +38,24 @@ class TestClosed:
     @pytest.mark.parametrize("closed", CLOSED)
     def test_run(self, job, closed):
         (job.folder / "script.py").write_text(WORKER)
-        ended = job.start(shell(closed, "-m", "paceline", "run", "--workers", "2", "script.py")).end()
+        ended = job.start(
+            shell(closed, "-m", "paceline", "run", "--workers", "2", "script.py")
+        ).end()
         assert ended.code == 0, ended.err
-        assert [(job.folder / f"rank{rank}").read_text() for rank in range(2)] == ["True True True"] * 2
-        assert sorted(ended.out.splitlines()) == (["[0] said 0", "[1] said 1"] if left_open(closed) else [])
+        assert [(job.folder / f"rank{rank}").read_text() for rank in range(2)] == [
+            "True True True"
+        ] * 2
+        assert sorted(ended.out.splitlines()) == (
+            ["[0] said 0", "[1] said 1"] if left_open(closed) else []
+        )
 
     @pytest.mark.parametrize("closed", CLOSED[1:3])
     def test_report(self, job, closed):
         (job.folder / "runs" / "empty").mkdir(parents=True)
         ended = job.start(shell(closed, "-m", "paceline", "report", "runs/empty")).end()
-        assert ended.code == 0 and ("No step was finished" in ended.out) == left_open(closed), ended.err
+        assert ended.code == 0 and ("No step was finished" in ended.out) == left_open(closed), (
+            ended.err
+        )
 
     @pytest.mark.jobs
     @pytest.mark.parametrize("closed", CLOSED)
@@ -62,12 +72,19 @@ sys.stdin.read()
 os._exit(other)
 """
         command = shell(closed, "-P", "-c", body)
-        assert subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode > 2
+        assert (
+            subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, check=False
+            ).returncode
+            > 2
+        )
 
     @pytest.mark.parametrize("closed", CLOSED[2:])
     def test_demo(self, job, closed):
         ended = job.start(shell(closed, "-m", "paceline", "demo", "--workers", "1")).end()
-        assert ended.code == 2 and ended.err.startswith("paceline: --workers 1") == ("2>&-" not in closed), ended.err
+        assert ended.code == 2 and ended.err.startswith("paceline: --workers 1") == (
+            "2>&-" not in closed
+        ), ended.err
 
 
 @pytest.mark.lab
@@ -76,7 +93,9 @@ os._exit(other)
 def test_run_in_a_lab(job):
     (job.folder / "script.py").write_text(WORKER)
     (job.folder / "c.toml").write_text("[[host]]\n[[host]]\n")
-    ended = job.start(shell("<&- 2>&-", "-m", "paceline", "lab", "run", "c.toml", "script.py")).end()
+    ended = job.start(
+        shell("<&- 2>&-", "-m", "paceline", "lab", "run", "c.toml", "script.py")
+    ).end()
     assert ended.code == 0, ended.err
     assert [(job.folder / f"rank{rank}").read_text() for rank in range(2)] == ["True True True"] * 2
     assert sorted(ended.out.splitlines()) == ["[host0 0] said 0", "[host1 1] said 1"]
@@ -112,8 +131,23 @@ DURING = "\nDuring handling of the above exception, another exception occurred:\
         (INTERRUPT + DURING + INTERRUPT, ""),
         (INTERRUPT + INTERRUPT, ""),
         (f"Exception ignored in: <module 'threading'>\n{INTERRUPT}", ""),
-        *((text, text) for text in ("a\n\nb", FAILURE, INTERRUPT + DURING + FAILURE, FAILURE + DURING + INTERRUPT)),
-        *((text, text) for text in ("Exception ignored in: <f>\nb\n", INTERRUPT[:60], f"Exception ignored in: <f>\n{FAILURE}")),
+        *(
+            (text, text)
+            for text in (
+                "a\n\nb",
+                FAILURE,
+                INTERRUPT + DURING + FAILURE,
+                FAILURE + DURING + INTERRUPT,
+            )
+        ),
+        *(
+            (text, text)
+            for text in (
+                "Exception ignored in: <f>\nb\n",
+                INTERRUPT[:60],
+                f"Exception ignored in: <f>\n{FAILURE}",
+            )
+        ),
         (FAILURE + INTERRUPT, FAILURE),
     ],
 )

@@ -1,4 +1,6 @@
-"""How long a worker that has died waits for its successor: by what it did itself, not by what the others of its host did."""
+"""How long a worker that has died waits for its successor: by what it did itself, not by what
+the others of its host did.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ class Host:
         self.workers: list[WorkerProcess] = []
         monkeypatch.setattr(replacement.time, "monotonic", lambda: self.at)
         monkeypatch.setattr(replacement.time, "time", lambda: self.at)
-        assembly = ElasticPeers(0, View(1, (HostSeat(0, (1, 2), {"name": "host", "address": "127.0.0.1", "port": 1}),), 1), {})
+        assembly = ElasticPeers(
+            0,
+            View(1, (HostSeat(0, (1, 2), {"name": "host", "address": "127.0.0.1", "port": 1}),), 1),
+            {},
+        )
         self.mending = Replacement(assembly, 1, 99, 600.0, self._again, say=lambda text: None)
         for rank in range(2):
             self._begin(rank)
@@ -31,14 +37,19 @@ class Host:
     def _begin(self, rank: int) -> None:
         nothing: Any = None
         number = len(self.workers) + 1
-        self.workers.append(WorkerProcess(rank, nothing, (nothing, nothing), -1, -1, -1, number=number))
+        self.workers.append(
+            WorkerProcess(rank, nothing, (nothing, nothing), -1, -1, -1, number=number)
+        )
 
     def _again(self, rank: int) -> None:
         self.started.append((self.at, rank))
         self._begin(rank)
 
     def pause(self, rank: int, trained: float | None) -> float:
-        """The newest of this rank is killed after it has trained for so long (None: before it did). Gives the seconds until the next."""
+        """The newest of this rank is killed after it has trained for so long (None: before it did).
+
+        Gives the seconds until the next.
+        """
         newest = [worker for worker in self.workers if worker.rank == rank][-1]
         if trained is not None:
             newest.records.append({"event": "surviving", "time": self.at})
@@ -96,12 +107,15 @@ def test_the_last_to_fail_ends_the_job_once_it_has_ended(host, monkeypatch):
     def suspect(worker: WorkerProcess) -> Failure:
         if worker is first:
             return Failure(0, "host", 137, "was killed by SIGKILL", False, 0.2, "")
-        return Failure(1, "host", 1, "failed with exit code 1 (KeyError)", False, 3.0, "")  # it failed before it ended
+        # it failed before it ended
+        return Failure(1, "host", 1, "failed with exit code 1 (KeyError)", False, 3.0, "")
 
     first.ended = host.at
     assert turn() is None and host.mending.assembly.view.workers == (2,)
     host.at += 1.0
-    second.records.append({"event": "failed", "time": host.at, "type": "KeyError", "message": "x", "is_echo": False})
+    second.records.append(
+        {"event": "failed", "time": host.at, "type": "KeyError", "message": "x", "is_echo": False}
+    )
     assert turn() is None and host.mending.assembly.view.workers == ()
     host.at += 3.0
     second.ended = host.at

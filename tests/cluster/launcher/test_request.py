@@ -1,4 +1,6 @@
-"""The request of one launcher: nonsense is named before anything starts, and ranks are dealt to hosts."""
+"""The request of one launcher: nonsense is named before anything starts, and ranks are dealt to
+hosts.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,15 @@ from tests.harness.clusters import measured
         ({"hosts": 2, "join": "a:1", "host_rank": 2}, "--host-rank is 2"),
         ({"restarts": -1}, "--restarts is -1, and has to be 0 or more"),
         ({"restarts": 201}, "--restarts is 201, and a whole job starts again 200 times at most"),
-        ({"cluster": "absent.json"}, r"absent.json can't be read .* measure the cluster with `paceline probe"),
+        (
+            {"cluster": "absent.json"},
+            r"absent.json can't be read .* measure the cluster with `paceline probe",
+        ),
         ({"cluster": __file__}, "test_request.py is no JSON"),
-        ({"placement": "blocks"}, "--placement is blocks; possible: block, round-robin; did you mean block?"),
+        (
+            {"placement": "blocks"},
+            "--placement is blocks; possible: block, round-robin; did you mean block?",
+        ),
     ],
 )
 def test_nonsense_is_named(changes, words):
@@ -38,7 +46,11 @@ def test_a_measured_cluster_is_of_hosts_that_stay(tmp_path):
     topology_file.write(tmp_path / "cluster.json", measured({"a": 1e8, "b": 1e8}))
     check(LaunchRequest(__file__, hosts=2, join="a:1", cluster=tmp_path / "cluster.json"))
     with pytest.raises(UsageError, match="with --min-workers hosts change: leave one out"):
-        check(LaunchRequest(__file__, hosts=2, join="a:1", cluster=tmp_path / "cluster.json", min_workers=1))
+        check(
+            LaunchRequest(
+                __file__, hosts=2, join="a:1", cluster=tmp_path / "cluster.json", min_workers=1
+            )
+        )
 
 
 @pytest.mark.parametrize(

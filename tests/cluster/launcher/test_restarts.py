@@ -1,4 +1,6 @@
-"""Jobs that start again as a whole: what is decided after a failure, and whole jobs whose workers are killed."""
+"""Jobs that start again as a whole: what is decided after a failure, and whole jobs whose
+workers are killed.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,16 @@ def opened(folder: Path | str) -> dict[str, Any]:
     return {"event": "opened", "folder": str(folder), "seed": 7, "began": 3.0}
 
 
-def error(kind: str = "ValueError", message: str = "no", *, is_final: bool = False) -> dict[str, Any]:
-    return {"event": "failed", "type": kind, "message": message, "is_echo": False, "is_final": is_final}
+def error(
+    kind: str = "ValueError", message: str = "no", *, is_final: bool = False
+) -> dict[str, Any]:
+    return {
+        "event": "failed",
+        "type": kind,
+        "message": message,
+        "is_echo": False,
+        "is_final": is_final,
+    }
 
 
 def saved(folder: Path, name: str, at: int) -> None:
@@ -55,7 +65,9 @@ def judged(restarts: JobRestarts, failure: Failure, *hosts: list[Any]) -> str:
     """What follows, in words, on a failure that these hosts report, each with its workers."""
     peers = Reported()
     restarts.begin(peers)
-    peers.ended = {number: restarts.report(failure, workers) for number, workers in enumerate(hosts)}
+    peers.ended = {
+        number: restarts.report(failure, workers) for number, workers in enumerate(hosts)
+    }
     assert restarts.settle(failure, hosts[0])
     return restarts.words
 
@@ -69,44 +81,72 @@ class TestJudge:
         assert restarts.start.folder is None
         saved(tmp_path, "step-00000005", 1)
         job = [worker(0, opened(tmp_path)), worker(1)]
-        assert judged(restarts, KILLED, job) == "all start again from step-00000005 (restart 2 of 2)"
+        assert (
+            judged(restarts, KILLED, job) == "all start again from step-00000005 (restart 2 of 2)"
+        )
         assert restarts.take()
-        assert (restarts.start.folder, restarts.start.seed, restarts.start.began) == (str(tmp_path), 7, 3.0)
+        assert (restarts.start.folder, restarts.start.seed, restarts.start.began) == (
+            str(tmp_path),
+            7,
+            3.0,
+        )
         assert [what for _, what in restarts.start.events] == [
             "rank 1 on box was killed by SIGKILL (exit code 137); all start again (restart 1 of 2)",
-            "rank 1 on box was killed by SIGKILL (exit code 137); all start again from step-00000005 (restart 2 of 2)",
+            (
+                "rank 1 on box was killed by SIGKILL (exit code 137); "
+                "all start again from step-00000005 (restart 2 of 2)"
+            ),
         ]
         assert judged(restarts, KILLED, [worker(0, opened(tmp_path))]) == "" and not restarts.take()
 
     def test_nothing_saved(self, tmp_path):
         words = judged(JobRestarts(1), KILLED, [worker(0, opened(tmp_path))])
-        assert words == "all start again from where the run began, as it has saved nothing (restart 1 of 1)"
+        assert (
+            words
+            == "all start again from where the run began, as it has saved nothing (restart 1 of 1)"
+        )
 
     def test_an_error_comes_once_from_each_checkpoint(self, tmp_path):
-        restarts, job = JobRestarts(9), [worker(0, opened(tmp_path)), worker(1, opened(tmp_path), error())]
+        restarts, job = (
+            JobRestarts(9),
+            [worker(0, opened(tmp_path)), worker(1, opened(tmp_path), error())],
+        )
         assert "restart 1 of 9" in judged(restarts, FAILED, job) and restarts.take()
         saved(tmp_path, "step-00000010", 10)
         assert "restart 2 of 9" in judged(restarts, FAILED, job) and restarts.take()
-        assert judged(restarts, FAILED, job) == "it isn't started again: the same error has come before, from the same place on"
+        assert (
+            judged(restarts, FAILED, job)
+            == "it isn't started again: the same error has come before, from the same place on"
+        )
         assert not restarts.take()
         other = [worker(0, opened(tmp_path)), worker(1, opened(tmp_path), error(message="another"))]
         assert "restart 3 of 9" in judged(restarts, FAILED, other)
 
     def test_exit_codes_are_told_apart_by_last_words(self):
         restarts, job = JobRestarts(9), [worker(0), worker(1)]
-        first, second = (Failure(0, "box", 1, "failed with exit code 1", tail=f"Traceback\nValueError: {text}") for text in "ab")
-        assert "restart 1" in judged(restarts, first, job) and "restart 2" in judged(restarts, second, job)
+        first, second = (
+            Failure(0, "box", 1, "failed with exit code 1", tail=f"Traceback\nValueError: {text}")
+            for text in "ab"
+        )
+        assert "restart 1" in judged(restarts, first, job) and "restart 2" in judged(
+            restarts, second, job
+        )
         assert judged(restarts, first, job).startswith("it isn't started again")
 
     def test_what_every_start_would_come_to(self):
         restarts = JobRestarts(9)
         words = judged(restarts, FAILED, [worker(0), worker(1, error("DataError", is_final=True))])
-        assert words == "it isn't started again: every start would end in this DataError" and not restarts.take()
+        assert (
+            words == "it isn't started again: every start would end in this DataError"
+            and not restarts.take()
+        )
         assert restarts.start == JobStart()
 
     def test_a_job_of_several_runs(self):
         restarts = JobRestarts(9)
-        words = judged(restarts, KILLED, [worker(0, opened("a"), opened("b")), worker(1, opened("a"))])
+        words = judged(
+            restarts, KILLED, [worker(0, opened("a"), opened("b")), worker(1, opened("a"))]
+        )
         assert "has opened 2 runs" in words and not restarts.take()
 
     def test_the_error_of_a_worker_of_another_host(self, tmp_path):
@@ -115,7 +155,10 @@ class TestJudge:
         assert "from where the run began" in judged(restarts, FAILED, *hosts) and restarts.take()
         assert judged(restarts, FAILED, *hosts).startswith("it isn't started again: the same error")
         final = [worker(1, error("UsageError", is_final=True))]
-        assert judged(JobRestarts(9), FAILED, [worker(0)], final) == "it isn't started again: every start would end in this UsageError"
+        assert (
+            judged(JobRestarts(9), FAILED, [worker(0)], final)
+            == "it isn't started again: every start would end in this UsageError"
+        )
 
     def test_a_host_that_is_gone(self, tmp_path):
         gone, job = Failure(None, "far", 1, "is gone: it hung up"), [worker(0, opened(tmp_path))]
@@ -123,32 +166,57 @@ class TestJudge:
         waits = "once another host has come in its place, for which they wait 60 s"
         restarts = JobRestarts(2, patience=60.0)
         for number in (1, 2):
-            assert judged(restarts, gone, job) == f"all start again from step-00000005 {waits} (restart {number} of 2)"
-        assert restarts.take() and restarts.start.events[1][1].startswith("host far is gone: it hung up; all start again")
+            assert (
+                judged(restarts, gone, job)
+                == f"all start again from step-00000005 {waits} (restart {number} of 2)"
+            )
+        assert restarts.take() and restarts.start.events[1][1].startswith(
+            "host far is gone: it hung up; all start again"
+        )
         assert judged(restarts, gone, job) == ""
-        assert judged(JobRestarts(2), gone, job) == "it isn't started again: --patience 0 waits for no other host in its place"
+        assert (
+            judged(JobRestarts(2), gone, job)
+            == "it isn't started again: --patience 0 waits for no other host in its place"
+        )
 
     def test_what_a_lost_first_host_has_saved_is_not_known(self, tmp_path):
-        restarts, peers, gone = JobRestarts(1, patience=5.0), Reported(), Failure(None, "first", 1, "is gone")
+        restarts, peers, gone = (
+            JobRestarts(1, patience=5.0),
+            Reported(),
+            Failure(None, "first", 1, "is gone"),
+        )
         restarts.begin(peers)
         peers.ended = {1: restarts.report(gone, [worker(2, opened(tmp_path))])}
         assert restarts.settle(gone, [])
-        assert restarts.words == "all start again once another host has come in its place, for which they wait 5 s (restart 1 of 1)"
+        assert restarts.words == (
+            "all start again once another host has come in its place, for which they wait 5 s "
+            "(restart 1 of 1)"
+        )
 
 
 def test_hosts_may_have_the_folder_of_a_run_in_different_places(tmp_path):
-    """Each tells its own workers of its own; one that has seen none gets that of the others. The latest state counts."""
+    """Each tells its own workers of its own; one that has seen none gets that of the others.
+
+    The latest state counts.
+    """
     peers, first, second, third = NoPeers(), JobRestarts(3), JobRestarts(3), JobRestarts(3)
     hosts = {0: (first, tmp_path / "a"), 1: (second, tmp_path / "b")}
-    reports = {number: each.report(KILLED, [worker(number, opened(folder))]) for number, (each, folder) in hosts.items()}
+    reports = {
+        number: each.report(KILLED, [worker(number, opened(folder))])
+        for number, (each, folder) in hosts.items()
+    }
     peers.sequel = first.judge(KILLED, reports)
     for each in (first, second):
         each.begin(peers)
         assert each.settle(KILLED, []) and each.take()
     peers.state = peers.sequel.state
     third.begin(peers)
-    assert [each.start.folder for each in (first, second, third)] == [str(tmp_path / name) for name in "aba"]
-    assert {each.start.seed for each in (first, second, third)} == {7} and len(third.start.events) == 1
+    assert [each.start.folder for each in (first, second, third)] == [
+        str(tmp_path / name) for name in "aba"
+    ]
+    assert {each.start.seed for each in (first, second, third)} == {7} and len(
+        third.start.events
+    ) == 1
 
 
 def test_the_newest_checkpoint_is_the_one_written_last(tmp_path):
@@ -167,7 +235,8 @@ def test_starts_are_told_in_text():
 
 # ---- whole jobs of a run: three epochs of twelve steps, with different samples on each worker
 
-SAVES = "0 * bool(run.steps % 5 == 4 and run.save())"  # steps 5, 10, 15, ..., after the loss is logged
+# steps 5, 10, 15, ..., after the loss is logged
+SAVES = "0 * bool(run.steps % 5 == 4 and run.save())"
 LOST = "run.rank == 1 and run.steps == {} and die(True, {!r})"
 
 
@@ -200,8 +269,16 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     "parts",
     [
         {"before": LOST.format(12, "first"), "between": LOST.format(13, "second")},
-        {"before": LOST.format(3, "first"), "between": LOST.format(23, "second"), "prepared": "run.resume('nowhere')"},
-        {"before": LOST.format(12, "first"), "between": LOST.format(13, "second"), "prepared": "run.resume()"},
+        {
+            "before": LOST.format(3, "first"),
+            "between": LOST.format(23, "second"),
+            "prepared": "run.resume('nowhere')",
+        },
+        {
+            "before": LOST.format(12, "first"),
+            "between": LOST.format(13, "second"),
+            "prepared": "run.resume()",
+        },
     ],
     ids=["by itself", "nothing saved at first", "resume"],
 )
@@ -209,9 +286,15 @@ def test_a_killed_worker_leaves_no_trace_but_events(job: Jobs, parts: dict[str, 
     wanted, _, folder = trained(job, "undisturbed")
     found, said, again = trained(job, "killed", "--restarts", "2", **parts)
     assert apart(found, wanted) == 0 and all(map(torch.equal, found.weights, wanted.weights))
-    assert losses(again) == losses(folder) and [step for step, _ in losses(again)] == list(range(1, 37))
+    assert losses(again) == losses(folder) and [step for step, _ in losses(again)] == list(
+        range(1, 37)
+    )
     assert [path.name for path in again.parent.iterdir()] == ["run"]
-    assert len(found.events) == 2 and "restart 1 of 2" in found.events[0] and "restart 2 of 2" in found.events[1]
+    assert (
+        len(found.events) == 2
+        and "restart 1 of 2" in found.events[0]
+        and "restart 2 of 2" in found.events[1]
+    )
     assert "was killed by SIGKILL (exit code 137)" in found.events[0] and found.events[0] in said
     first = "from step-00000010" if " 12 " in parts["before"] else "as it has saved nothing"
     assert first in found.events[0], found.events
@@ -222,32 +305,61 @@ def test_no_restart_is_left(job: Jobs) -> None:
     dies = "run.rank == 1 and run.steps == 7 and os.kill(os.getpid(), signal.SIGKILL)"
     started, out = launched(job, "killed", "--restarts", "1", before=dies)
     ended = started.end()
-    assert ended.code == 137 and "all start again from step-00000005 (restart 1 of 1)" in ended.err, ended
-    assert ended.last.startswith("paceline: rank 1 on ") and "was killed by SIGKILL (exit code 137); the run is in" in ended.last
+    assert (
+        ended.code == 137 and "all start again from step-00000005 (restart 1 of 1)" in ended.err
+    ), ended
+    assert (
+        ended.last.startswith("paceline: rank 1 on ")
+        and "was killed by SIGKILL (exit code 137); the run is in" in ended.last
+    )
     steps = [line["step"] for line in lines(out / "runs" / "run")]
-    assert len(steps) >= 6 and steps == list(range(1, len(steps) + 1))  # those that the second start has written again are there once
+    # those that the second start has written again are there once
+    assert len(steps) >= 6 and steps == list(range(1, len(steps) + 1))
     assert not (out / "runs" / "run" / "summary.json").exists()
 
 
 def test_errors(job: Jobs) -> None:
-    """One that comes again from the same checkpoint ends the job; a wrong request is not tried again."""
-    wrong, _ = launched(job, "wrong", "--restarts", "5", after="run.rank == 1 and run.steps == 7 and {}['lost']")
+    """One that comes again from the same checkpoint ends the job; a wrong request is not tried
+    again.
+    """
+    wrong, _ = launched(
+        job, "wrong", "--restarts", "5", after="run.rank == 1 and run.steps == 7 and {}['lost']"
+    )
     ended = wrong.end()
-    assert ended.code == 1 and ended.err.count("(restart ") == 1 and "all start again from step-00000005 (restart 1 of 5)" in ended.err
-    assert ended.last.endswith("it isn't started again: the same error has come before, from the same place on"), ended
+    assert (
+        ended.code == 1
+        and ended.err.count("(restart ") == 1
+        and "all start again from step-00000005 (restart 1 of 5)" in ended.err
+    )
+    assert ended.last.endswith(
+        "it isn't started again: the same error has come before, from the same place on"
+    ), ended
     usage, _ = launched(job, "usage", "--restarts", "5", after="run.rank == 1 and run.log(step=1)")
     ended = usage.end()
     assert ended.code == 1 and "(restart " not in ended.err
-    assert ended.last.endswith("it isn't started again: every start would end in this UsageError"), ended
+    assert ended.last.endswith(
+        "it isn't started again: every start would end in this UsageError"
+    ), ended
 
 
 def test_ctrl_c_during_a_restart(job: Jobs) -> None:
     held = "(out / 'first').exists() and ((out / 'again').touch(), signal.pause())"
-    started, out = launched(job, "held", "--restarts", "3", before="die(run.rank == 1 and run.steps == 7, 'first')", prepared=held)
+    started, out = launched(
+        job,
+        "held",
+        "--restarts",
+        "3",
+        before="die(run.rank == 1 and run.steps == 7, 'first')",
+        prepared=held,
+    )
     wait_for(lambda: (out / "again").exists() or started.process.poll() is not None)
     started.process.send_signal(signal.SIGINT)
     ended = started.end()
-    assert ended.code == 130 and "(restart 1 of 3)" in ended.err and "(restart 2 of 3)" not in ended.err, ended
+    assert (
+        ended.code == 130
+        and "(restart 1 of 3)" in ended.err
+        and "(restart 2 of 3)" not in ended.err
+    ), ended
 
 
 UNLOOPED = """
@@ -292,12 +404,18 @@ def test_a_script_without_a_run_starts_again(job: Jobs) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [("--sync", "ParameterServer()"), ("--sync", "LocalSGD(4)"), ("--mesh", "shard=2", "--cut", "shard(zero=3)")],
+    [
+        ("--sync", "ParameterServer()"),
+        ("--sync", "LocalSGD(4)"),
+        ("--mesh", "shard=2", "--cut", "shard(zero=3)"),
+    ],
     ids=["ParameterServer", "LocalSGD", "a cut model"],
 )
 def test_what_each_worker_has_for_itself(job: Jobs, options: tuple[str, ...]) -> None:
     wanted, _, folder = trained(job, "undisturbed", *options)
-    found, _, again = trained(job, "killed", *options, "--restarts", "1", before=LOST.format(12, "first"))
+    found, _, again = trained(
+        job, "killed", *options, "--restarts", "1", before=LOST.format(12, "first")
+    )
     assert all(map(torch.equal, found.weights, wanted.weights)) and losses(again) == losses(folder)
     assert len([what for what in found.events if "restart 1 of 1" in what]) == 1
 
@@ -313,7 +431,9 @@ print("again", os.environ["PACELINE_JOB_START"] != "")
 def test_a_job_of_one_worker(script, launch):
     code, out, err = launch(script(ONCE), 1, restarts=1).end()
     assert (code, out) == (0, "[0] again True\n") and "(restart 1 of 1)" in err
-    assert launch(script("print(os.environ['PACELINE_JOB_START'] == '')"), 1).end()[1] == "[0] True\n"
+    assert (
+        launch(script("print(os.environ['PACELINE_JOB_START'] == '')"), 1).end()[1] == "[0] True\n"
+    )
 
 
 # Ctrl-C comes when the workers have ended, and the next start has been announced.
@@ -343,5 +463,10 @@ def test_ctrl_c_between_two_starts(tmp_path, script):
         check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert done.returncode == 130 and "(restart 1 of 3)" in done.stderr and "restart 2" not in done.stderr, done
-    assert len(list(tmp_path.glob("[01]-*"))) <= 2  # whoever was there before the other's end was seen
+    assert (
+        done.returncode == 130
+        and "(restart 1 of 3)" in done.stderr
+        and "restart 2" not in done.stderr
+    ), done
+    # whoever was there before the other's end was seen
+    assert len(list(tmp_path.glob("[01]-*"))) <= 2

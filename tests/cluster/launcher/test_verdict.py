@@ -67,7 +67,10 @@ def test_a_culprit_that_has_not_ended_gets_a_moment_for_its_words() -> None:
 
 
 def test_an_echo_waits_longer_and_gives_way_to_the_cause() -> None:
-    workers = [Worker(0, [failed("WorkerLost", ago=3.0, is_echo=True)], ended=2.0, code=1), Worker(1)]
+    workers = [
+        Worker(0, [failed("WorkerLost", ago=3.0, is_echo=True)], ended=2.0, code=1),
+        Worker(1),
+    ]
     found = search(*workers)
     assert found.judge(1.0) is None and found.judge(7.0) is None
     workers[1].records.append(failed(ago=0.0))
@@ -80,30 +83,48 @@ def test_all_have_ended() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ago", "others", "decided", "named"), [(9.0, 1, False, 0), (1.0, 1, False, None), (1.0, 1, True, 0), (9.0, 0, False, 0)]
+    ("ago", "others", "decided", "named"),
+    [(9.0, 1, False, 0), (1.0, 1, False, None), (1.0, 1, True, 0), (9.0, 0, False, 0)],
 )
-def test_who_leaves_without_a_word(ago: float, others: int, decided: bool, named: int | None) -> None:
-    """It is to blame if others train well after it left, also on other hosts, or the job has failed anyway."""
+def test_who_leaves_without_a_word(
+    ago: float, others: int, decided: bool, named: int | None
+) -> None:
+    """It is to blame if others train well after it left, also on other hosts, or the job has
+    failed anyway.
+    """
     leaver = Worker(0, [JOINED], ended=ago)
     found = search(leaver, *[Worker(1, [JOINED])] * others, decided=decided)
     failure = found.suspect(leaver)  # type: ignore[arg-type]
     assert rank(failure) == named and (failure is None or "left in the middle" in failure.words)
 
 
-@pytest.mark.parametrize(("ago", "records", "named"), [(9.0, [JOINED], 0), (1.0, [JOINED], None), (9.0, [], None)])
-def test_who_never_came_to_a_run_that_others_are_in(ago: float, records: list[dict[str, Any]], named: int | None) -> None:
+@pytest.mark.parametrize(
+    ("ago", "records", "named"), [(9.0, [JOINED], 0), (1.0, [JOINED], None), (9.0, [], None)]
+)
+def test_who_never_came_to_a_run_that_others_are_in(
+    ago: float, records: list[dict[str, Any]], named: int | None
+) -> None:
     leaver = Worker(0, [], ended=ago)
     failure = search(leaver, Worker(1, records)).suspect(leaver)  # type: ignore[arg-type]
-    assert rank(failure) == named and (failure is None or "before it joined the run" in failure.words)
+    assert rank(failure) == named and (
+        failure is None or "before it joined the run" in failure.words
+    )
 
 
 def test_who_never_came_to_a_run_is_not_to_blame_where_others_fail() -> None:
     leaver = Worker(0, [], ended=9.0)
-    assert search(leaver, Worker(1, [JOINED, failed()], ended=1.0, code=1), decided=True).suspect(leaver) is None  # type: ignore[arg-type]
+    assert (
+        search(leaver, Worker(1, [JOINED, failed()], ended=1.0, code=1), decided=True).suspect(
+            leaver
+        )
+        is None
+    )  # type: ignore[arg-type]
 
 
 def test_who_ends_by_an_exit_code_of_its_own_is_no_echo() -> None:
-    """Such as of a script that calls `sys.exit(3)`, and whose run can't be closed at exit as others are in the middle of theirs."""
+    """Such as of a script that calls `sys.exit(3)`, and whose run can't be closed at exit as
+    others are in the middle of theirs.
+    """
     for code, is_echo in ((1, True), (3, False), (134, True)):
         worker = Worker(0, [failed("Mismatch", is_echo=True)], ended=1.0, code=code)
         failure = search(worker).suspect(worker)  # type: ignore[arg-type]
@@ -111,9 +132,14 @@ def test_who_ends_by_an_exit_code_of_its_own_is_no_echo() -> None:
 
 
 def test_the_exit_code_of_a_worker_that_had_to_be_ended() -> None:
-    worker = Worker(0, [failed("SystemExit") | {"code": 3}], ended=1.0, code=143, was_sent={signal.SIGTERM})
+    worker = Worker(
+        0, [failed("SystemExit") | {"code": 3}], ended=1.0, code=143, was_sent={signal.SIGTERM}
+    )
     failure = search(worker).suspect(worker)  # type: ignore[arg-type]
-    assert failure is not None and (failure.code, failure.words) == (3, "failed with exit code 3 (SystemExit)")
+    assert failure is not None and (failure.code, failure.words) == (
+        3,
+        "failed with exit code 3 (SystemExit)",
+    )
 
 
 def test_who_closed_its_run_has_not_failed() -> None:
@@ -135,4 +161,5 @@ def died(number: int, code: int, age: float) -> Failure:
 def test_of_deaths_that_come_together_the_signal_is_the_cause() -> None:
     first, second = died(0, 1, 1.1), died(1, 137, 1.0)
     assert cause([first, second], 0.2) is second and cause([first, died(1, 137, 0.5)], 0.2) is first
-    assert cause([first, died(1, 128 + signal.SIGABRT, 1.0)], 0.2) is first  # how libraries answer to another's death
+    # how libraries answer to another's death
+    assert cause([first, died(1, 128 + signal.SIGABRT, 1.0)], 0.2) is first

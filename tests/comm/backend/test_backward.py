@@ -63,8 +63,11 @@ def test_a_thread_that_waits_does_not_compute(monkeypatch: pytest.MonkeyPatch) -
     wait_for(lambda: not made[0].computes())  # the kernel forgets it
 
 
-def test_where_no_core_is_spare_the_thread_of_the_pass_ends_what_began_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward, "REST", math.inf)  # a busy machine may let a thread rest that computes
+def test_where_no_core_is_spare_the_thread_of_the_pass_ends_what_began_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # a busy machine may let a thread rest that computes
+    monkeypatch.setattr(backward, "REST", math.inf)
 
     def body(group: GroupBackend) -> Any:
         meet(group)
@@ -74,11 +77,17 @@ def test_where_no_core_is_spare_the_thread_of_the_pass_ends_what_began_in_it(mon
 
         def hook(grad: Tensor) -> None:
             for x in xs:
-                futures.append(group.allreduce([x], reducing()).get_future().then(lambda _: threading.get_ident()))
+                futures.append(
+                    group.allreduce([x], reducing())
+                    .get_future()
+                    .then(lambda _: threading.get_ident())
+                )
             backward.at_end(lambda: done.extend(future.done() for future in futures))
 
         go_back(hook)
-        assert done == [True] * 3 and {future.wait() for future in futures} == {threading.get_ident()}
+        assert done == [True] * 3 and {future.wait() for future in futures} == {
+            threading.get_ident()
+        }
         return xs
 
     for found in on_shared_memory(2, body, cores=CROWDED):
@@ -86,7 +95,9 @@ def test_where_no_core_is_spare_the_thread_of_the_pass_ends_what_began_in_it(mon
             torch.testing.assert_close(x, mine(0, 100_000, seed=i) + mine(1, 100_000, seed=i))
 
 
-def test_where_cores_are_spare_a_thread_ends_what_began_in_a_pass_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_cores_are_spare_a_thread_ends_what_began_in_a_pass_that_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(backward, "REST", math.inf)
 
     def body(group: GroupBackend) -> Tensor:
@@ -100,7 +111,10 @@ def test_where_cores_are_spare_a_thread_ends_what_began_in_a_pass_that_computes(
         go_back(hook)
         return x
 
-    assert all(torch.equal(x, mine(0, 100_000) + mine(1, 100_000)) for x in on_shared_memory(2, body, cores=SPARE))
+    assert all(
+        torch.equal(x, mine(0, 100_000) + mine(1, 100_000))
+        for x in on_shared_memory(2, body, cores=SPARE)
+    )
 
 
 def test_a_pass_that_waits_for_what_it_has_left_goes_on() -> None:
@@ -128,7 +142,11 @@ def test_an_error_of_what_is_left_to_the_end_is_raised_by_who_waits() -> None:
     def body(group: GroupBackend) -> None:
         meet(group)
         futures: list[Any] = []
-        go_back(lambda grad: futures.append(group.allreduce([torch.ones(3 + group.rank())], reducing()).get_future()))
+        go_back(
+            lambda grad: futures.append(
+                group.allreduce([torch.ones(3 + group.rank())], reducing()).get_future()
+            )
+        )
         with pytest.raises(Exception, match="come apart"):
             futures[0].wait()
 

@@ -13,7 +13,15 @@ from paceline.cluster.store import Store
 from paceline.comm.backend.process_group import GroupBackend
 from paceline.comm.shm.group import SharedGroup
 from paceline.errors import DeadlineExceeded, PacelineError, ViewChanged
-from tests.harness.backends import PATIENCE, backend, meet, mine, on_shared_memory, on_threads, reducing
+from tests.harness.backends import (
+    PATIENCE,
+    backend,
+    meet,
+    mine,
+    on_shared_memory,
+    on_threads,
+    reducing,
+)
 from tests.harness.jobs import wait_for
 from tests.harness.processes import threads
 
@@ -38,8 +46,16 @@ def test_it_names_itself() -> None:
     def body(group: GroupBackend) -> None:
         group._set_group_name("mine")
         group._set_group_desc("for tests")
-        assert (group.group_name, group.group_desc, group.name(), group.getBackendName()) == ("mine", "for tests", "paceline", "paceline")
-        assert group._device_types == [torch.device("cpu")] and group._get_backend(torch.device("cpu")) is group
+        assert (group.group_name, group.group_desc, group.name(), group.getBackendName()) == (
+            "mine",
+            "for tests",
+            "paceline",
+            "paceline",
+        )
+        assert (
+            group._device_types == [torch.device("cpu")]
+            and group._get_backend(torch.device("cpu")) is group
+        )
         group._set_sequence_number_for_group()
         group.barrier().wait()
         assert group._get_sequence_number_for_group() == 1
@@ -98,7 +114,9 @@ def test_nothing_is_left_of_a_group_that_was_aborted() -> None:
     def body(group: GroupBackend) -> None:
         group.allreduce([mine(group.rank(), 50)], reducing()).get_future().wait()
         group.barrier().wait()
-        pending = group.allreduce([mine(0, 50)], reducing()).get_future() if group.rank() == 0 else None
+        pending = (
+            group.allreduce([mine(0, 50)], reducing()).get_future() if group.rank() == 0 else None
+        )
         group.abort()
         if pending is not None:
             with pytest.raises(Exception, match="abort"):

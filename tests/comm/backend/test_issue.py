@@ -25,7 +25,12 @@ def test_a_call_that_waits_for_others_does_not_hold_the_caller() -> None:
         issuer = Issuer(lambda: Members(group), range(2))
         if group.rank:
             assert back.wait(PATIENCE)
-        works = [issuer.begin(lambda group, i=i: group.all_reduce(torch.tensor([10.0**i * (group.rank + 1)]))) for i in range(3)]
+        works = [
+            issuer.begin(
+                lambda group, i=i: group.all_reduce(torch.tensor([10.0**i * (group.rank + 1)]))
+            )
+            for i in range(3)
+        ]
         back.set()
         return [work.wait().item() for work in works]  # type: ignore[return-value]
 
@@ -55,7 +60,9 @@ def test_ranks_meet_in_the_background_and_order_is_kept() -> None:
     met.set()
     assert all(work.wait(PATIENCE).item() == 1.0 for work in before)
     begin(3).wait()
-    assert order == [0, 1, 2, 3] and all(work.done() and work.exception() is None for work in before)
+    assert order == [0, 1, 2, 3] and all(
+        work.done() and work.exception() is None for work in before
+    )
 
 
 def test_ranks_that_can_not_meet_fail_every_operation() -> None:
@@ -85,7 +92,11 @@ def test_a_call_that_fails_leaves_the_next_ones_whole() -> None:
 def test_errors_say_on_which_hosts_the_ranks_are_that_they_name() -> None:
     issuer = Issuer(lambda: Members(SoloGroup(), ("left", "right")), [4, 7])
     issuer.begin(lambda group: group.barrier()).wait(PATIENCE)
-    late, lost, other = DeadlineExceeded("late", (7,)), WorkerLost("gone", (4, 7)), ViewChanged("closed")
+    late, lost, other = (
+        DeadlineExceeded("late", (7,)),
+        WorkerLost("gone", (4, 7)),
+        ViewChanged("closed"),
+    )
     for error in (late, lost, other):
         issuer.locate(error)
     assert late.__notes__ == ["Of these, rank 7 is on host right."]

@@ -17,7 +17,9 @@ ENGINES: Any = SimpleNamespace(f_code=ENGINE)  # a frame that the engine is call
 
 
 def test_torch_has_the_engine_where_it_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a script without a run: a run's own engine, which another test may have left, is called in between."""
+    """As in a script without a run: a run's own engine, which another test may have left, is
+    called in between.
+    """
     monkeypatch.setattr(Variable, "_execution_engine", torch._C._ImperativeEngine())
     assert ENGINE is not None
     frames: list[Any] = []
@@ -32,7 +34,9 @@ def test_torch_has_the_engine_where_it_is_looked_for(monkeypatch: pytest.MonkeyP
 def test_a_storage_may_move_when_the_engine_reduces_it_again_and_not_for_ever() -> None:
     recurring = RecurringMemory()
     x, y = torch.ones(10), torch.ones(10)
-    assert [recurring.may_move(x.view(2, 5), ENGINES) for _ in range(6)] == [turn in SIGHTS for turn in range(1, 7)]
+    assert [recurring.may_move(x.view(2, 5), ENGINES) for _ in range(6)] == [
+        turn in SIGHTS for turn in range(1, 7)
+    ]
     assert not recurring.may_move(y, ENGINES) and recurring.may_move(y, ENGINES)
 
 

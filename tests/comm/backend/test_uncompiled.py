@@ -29,7 +29,7 @@ def train(backend):
 if __name__ == "__main__":
     import paceline.backend
     sys.stdout.write(f"{rank}: {json.dumps([train(backend) for backend in ('gloo', 'paceline')])}\\n")
-"""
+"""  # noqa: E501
 
 
 @COMPILES

@@ -51,7 +51,9 @@ def test_errors_reach_futures_too(run: Any) -> None:
 
 
 def test_what_nobody_waits_for_goes_on_as_others_need_it() -> None:
-    """Rank 0 begins a reduction of many blocks, and waits for a message that rank 1 sends once it has the result."""
+    """Rank 0 begins a reduction of many blocks, and waits for a message that rank 1 sends once
+    it has the result.
+    """
 
     def body(rank: int, size: int, store: Store) -> Tensor:
         group = SharedGroup.from_store(store, rank, size, deadline=20)
@@ -73,19 +75,31 @@ def test_results_are_the_tensors_that_were_given() -> None:
     def body(group: GroupBackend) -> None:
         x = mine(group.rank(), 5)
         work = group.allreduce([x], reducing())
-        assert work.result()[0] is x and work.is_completed() and work.is_success() and work.exception() is None
+        assert (
+            work.result()[0] is x
+            and work.is_completed()
+            and work.is_success()
+            and work.exception() is None
+        )
         assert work.get_future().wait()[0] is x and work.get_future_result() is work.get_future()
         work.synchronize()
         failed = group.allreduce([torch.ones(3 + group.rank())], reducing())
         with pytest.raises(Mismatch):
             failed.wait()
-        assert failed.is_completed() and not failed.is_success() and isinstance(failed.exception(), Mismatch)
+        assert (
+            failed.is_completed()
+            and not failed.is_success()
+            and isinstance(failed.exception(), Mismatch)
+        )
 
     on_threads(2, body)
 
 
 class Lasting:
-    """What Gloo gives for a message. `error`: raised by its wait, at once or after the time given to it."""
+    """What Gloo gives for a message.
+
+    `error`: raised by its wait, at once or after the time given to it.
+    """
 
     def __init__(self, *, late: bool) -> None:
         self._late = late
@@ -100,23 +114,36 @@ class Lasting:
 
 
 def test_messages_name_the_rank_that_is_late_or_lost() -> None:
-    late, lost = PairWork(Lasting(late=True), "rank 3 has not come", 3), PairWork(Lasting(late=False), "rank 3 has not come", 3)
+    late, lost = (
+        PairWork(Lasting(late=True), "rank 3 has not come", 3),
+        PairWork(Lasting(late=False), "rank 3 has not come", 3),
+    )
     with pytest.raises(DeadlineExceeded, match=r"rank 3 has not come within 0\.01 s") as passed:
         late.wait(0.01)
-    with pytest.raises(WorkerLost, match=r"rank 3 has not come, .* s later: Connection closed by peer$") as gone:
+    with pytest.raises(
+        WorkerLost, match=r"rank 3 has not come, .* s later: Connection closed by peer$"
+    ) as gone:
         lost.wait(20.0)
-    assert passed.value.missing == gone.value.ranks == (3,) and late.done() and lost.exception() is gone.value
+    assert (
+        passed.value.missing == gone.value.ranks == (3,)
+        and late.done()
+        and lost.exception() is gone.value
+    )
 
 
 def test_a_sparse_sum_that_is_late_is_no_loss_of_a_worker() -> None:
     with pytest.raises(DeadlineExceeded, match=r"a sparse all_reduce has not ended within 0\.01 s"):
         GlooResult(Lasting(late=True), [torch.ones(1)]).wait(0.01)
-    with pytest.raises(WorkerLost, match=r"a sparse all_reduce has not ended, .*: Connection closed by peer$"):
+    with pytest.raises(
+        WorkerLost, match=r"a sparse all_reduce has not ended, .*: Connection closed by peer$"
+    ):
         GlooResult(Lasting(late=False), [torch.ones(1)]).wait()
 
 
 @pytest.mark.parametrize("kind", [CompositeWork, JoinedWork])
-def test_several_works_have_the_time_of_one_together(kind: type[CompositeWork | JoinedWork], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_works_have_the_time_of_one_together(
+    kind: type[CompositeWork | JoinedWork], monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Slow(Finished):
         def wait(self, timeout: float | None = None) -> None:
             given.append(timeout)
@@ -129,14 +156,17 @@ def test_several_works_have_the_time_of_one_together(kind: type[CompositeWork | 
     kind([Slow(), Slow(), Slow()]).wait(6.0)
     assert given == [6.0, 2.0, works.SHORTEST]
     kind([Slow(), Slow()]).wait()
-    assert given[3:] == [None, None] and kind([Slow()]).done() and kind([Slow()]).exception() is None
+    assert (
+        given[3:] == [None, None] and kind([Slow()]).done() and kind([Slow()]).exception() is None
+    )
 
 
 @RUNNERS
 def test_what_is_begun_in_inference_mode_ends_outside_of_it_and_in_the_background(run: Any) -> None:
     def body(group: GroupBackend) -> list[Tensor]:
         with torch.inference_mode():
-            tensors = [mine(group.rank(), 50, 2, seed=i).t() for i in range(3)]  # results are copied there
+            # results are copied there
+            tensors = [mine(group.rank(), 50, 2, seed=i).t() for i in range(3)]
             works = [group.allreduce([x], reducing()) for x in tensors[:2]]
             future = works[1].get_future()
         works[0].wait()
@@ -146,4 +176,6 @@ def test_what_is_begun_in_inference_mode_ends_outside_of_it_and_in_the_backgroun
 
     for found in run(2, body):
         for i, x in enumerate(found):
-            torch.testing.assert_close(x + 0, mine(0, 50, 2, seed=i).t() + mine(1, 50, 2, seed=i).t())
+            torch.testing.assert_close(
+                x + 0, mine(0, 50, 2, seed=i).t() + mine(1, 50, 2, seed=i).t()
+            )

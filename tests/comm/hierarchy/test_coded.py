@@ -22,7 +22,9 @@ def data(rank: int, turn: int, numel: int = 500) -> Tensor:
 
 
 def rounded(x: Tensor, groups: tuple[Group, ...]) -> Generator[Work[Any], Any, Tensor]:
-    """A way of two stages: everybody's float16, then the maximum of nothing but the total (to have a second stage)."""
+    """A way of two stages: everybody's float16, then the maximum of nothing but the total (to
+    have a second stage).
+    """
     everyones = yield groups[0].all_gather(x.half())
     total = torch.stack([part.float() for part in everyones]).sum(0)
     yield groups[1].barrier()
@@ -31,14 +33,18 @@ def rounded(x: Tensor, groups: tuple[Group, ...]) -> Generator[Work[Any], Any, T
 
 @pytest.mark.parametrize("hosts", DEALT)
 @pytest.mark.parametrize("stages", [2, 4])
-def test_the_way_is_gone_between_hosts_and_the_sum_is_exact_inside(hosts: tuple[int, ...] | None, stages: int) -> None:
+def test_the_way_is_gone_between_hosts_and_the_sum_is_exact_inside(
+    hosts: tuple[int, ...] | None, stages: int
+) -> None:
     size = 3 if hosts is None else len(hosts)
 
     def body(group: ThreadGroup) -> list[Tensor]:
         whole: Any = group if hosts is None else made(group, hosts)
         relay = CodedAllReduce(whole, stages)
         flats = [data(group.rank, turn) for turn in range(5)]
-        works = [relay.all_reduce(flat, rounded, f"bucket {turn}") for turn, flat in enumerate(flats)]
+        works = [
+            relay.all_reduce(flat, rounded, f"bucket {turn}") for turn, flat in enumerate(flats)
+        ]
         other = whole.all_reduce(torch.ones(3))  # the group goes on beside it
         for work, flat in zip(works, flats, strict=True):
             assert work.wait() is flat
@@ -51,17 +57,24 @@ def test_the_way_is_gone_between_hosts_and_the_sum_is_exact_inside(hosts: tuple[
     where = tuple(range(size)) if hosts is None else hosts
     results = spawn(size, body, hosts=where)
     for turn in range(5):
-        sums = [torch.stack([data(r, turn) for r in range(size) if where[r] == host]).sum(0) for host in sorted(set(where))]
+        sums = [
+            torch.stack([data(r, turn) for r in range(size) if where[r] == host]).sum(0)
+            for host in sorted(set(where))
+        ]
         wanted = torch.stack([part.half().float() for part in sums]).sum(0)
         for flats in results:
             assert torch.equal(flats[turn], results[0][turn])
-            torch.testing.assert_close(flats[turn], wanted, rtol=2e-3, atol=2e-3)  # a sum in another order may round to another half
+            # a sum in another order may round to another half
+            torch.testing.assert_close(flats[turn], wanted, rtol=2e-3, atol=2e-3)
 
 
 def test_other_dtypes_travel_in_float32() -> None:
     def body(group: ThreadGroup) -> list[Tensor]:
         relay = CodedAllReduce(made(group, (0, 0, 1)), 2)
-        flats = [torch.full((70,), 1.5 + group.rank, dtype=dtype) for dtype in (torch.bfloat16, torch.float64)]
+        flats = [
+            torch.full((70,), 1.5 + group.rank, dtype=dtype)
+            for dtype in (torch.bfloat16, torch.float64)
+        ]
         for flat in flats:
             relay.all_reduce(flat, rounded, "x").wait()
         relay.close()

@@ -43,7 +43,10 @@ def test_every_stage_is_a_thread_and_keeps_the_order(stages: int) -> None:
     ours, _ = line(stages)
     log: list[Any] = []
     names = [[f"{turn}.{number}" for number in range(turn % 3)] for turn in range(12)]
-    jobs = [ours.start(job([Flow(through(log, name, stages, 0.003), 10) for name in each], result=turn)) for turn, each in enumerate(names)]
+    jobs = [
+        ours.start(job([Flow(through(log, name, stages, 0.003), 10) for name in each], result=turn))
+        for turn, each in enumerate(names)
+    ]
     assert [work.wait() for work in jobs] == list(range(12))
     assert all(work.done() and work.exception() is None for work in jobs) and ours.idle
     for stage in range(stages):
@@ -52,14 +55,26 @@ def test_every_stage_is_a_thread_and_keeps_the_order(stages: int) -> None:
         assert {thread for _, thread in mine} == {f"paceline test {stage}"}
     ours.stop(ViewChanged("over"))
     ours.join()
-    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("paceline test")])
+    wait_for(
+        lambda: (
+            not [
+                thread
+                for thread in threading.enumerate()
+                if thread.name.startswith("paceline test")
+            ]
+        )
+    )
 
 
 def test_a_flow_that_ends_early_holds_nothing_up() -> None:
     ours, _ = line(3)
     log: list[Any] = []
-    work = ours.start(job([Flow(through(log, "short", 1), 5), Flow(through(log, "long", 3), 5)], "both"))
-    assert work.wait() == "both" and [(stage, name) for stage, name, _ in log if name == "long"] == [(0, "long"), (1, "long"), (2, "long")]
+    work = ours.start(
+        job([Flow(through(log, "short", 1), 5), Flow(through(log, "long", 3), 5)], "both")
+    )
+    assert work.wait() == "both" and [
+        (stage, name) for stage, name, _ in log if name == "long"
+    ] == [(0, "long"), (1, "long"), (2, "long")]
     ours.stop(ViewChanged("over"))
 
 
@@ -100,7 +115,10 @@ def test_an_error_of_ours_ends_the_line_as_the_first_one(stage: int) -> None:
             yield Finished()
         raise WorkerLost("rank 3 is gone", (3,))
 
-    works = [ours.start(job([Flow(fails(), 1)])), ours.start(job([Flow(through([], "later", 3), 1)]))]
+    works = [
+        ours.start(job([Flow(fails(), 1)])),
+        ours.start(job([Flow(through([], "later", 3), 1)])),
+    ]
     for work in works:
         with pytest.raises(ViewChanged, match="the first: rank 3 is gone"):
             work.wait()
@@ -171,13 +189,27 @@ class TestSoon:
         ours, _ = line(3)
         log: list[Any] = []
         for turn in range(3):
-            work = ours.start(job([Flow(through(log, f"{turn} {number}", 3), 10) for number in range(2)], result=turn), soon=True)
+            work = ours.start(
+                job(
+                    [Flow(through(log, f"{turn} {number}", 3), 10) for number in range(2)],
+                    result=turn,
+                ),
+                soon=True,
+            )
             assert not ours.idle and work.wait() == turn and work.done() and ours.idle
         me = threading.current_thread().name
-        assert log == [(stage, f"{turn} {number}", me) for turn in range(3) for number in range(2) for stage in range(3)]
+        assert log == [
+            (stage, f"{turn} {number}", me)
+            for turn in range(3)
+            for number in range(2)
+            for stage in range(3)
+        ]
         ours.stop(ViewChanged("over"))
 
-    @pytest.mark.parametrize("first", ["a job before it", "a job after it", "a look at it", "its error", "a wait with a limit"])
+    @pytest.mark.parametrize(
+        "first",
+        ["a job before it", "a job after it", "a look at it", "its error", "a wait with a limit"],
+    )
     def test_the_threads_do_it_in_its_turn(self, first: str) -> None:
         ours, _ = line(2)
         log: list[Any] = []
@@ -224,7 +256,9 @@ class TestSoon:
         gate.set()
         later.wait()
         thread.join(60)
-        assert [name for _, name, _ in log] == ["soon", "soon", "later", "later"] and self.threads(log, "soon") == {"who waits"}
+        assert [name for _, name, _ in log] == ["soon", "soon", "later", "later"] and self.threads(
+            log, "soon"
+        ) == {"who waits"}
         ours.stop(ViewChanged("over"))
 
     def test_its_errors_are_those_of_the_threads(self) -> None:

@@ -29,11 +29,15 @@ DEALT = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1, 2), (0, 0), (0, 1), (2, 0, 1, 
 
 @pytest.mark.parametrize("hosts", DEALT)
 @pytest.mark.parametrize("numel", [0, 1, 5, 1000])
-def test_all_reduce_for_any_dealing_of_ranks(hosts: tuple[int, ...], numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_reduce_for_any_dealing_of_ranks(
+    hosts: tuple[int, ...], numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chunks, "WIDTH", 64)  # many chunks
 
     def data(rank: int) -> torch.Tensor:
-        return torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+        return torch.randn(
+            numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64
+        )
 
     def body(group: ThreadGroup) -> list[torch.Tensor]:
         whole = made(group, hosts)
@@ -70,7 +74,9 @@ def test_halves_are_summed_in_float32_over_hosts() -> None:
 
     def body(group: ThreadGroup) -> float:
         whole = made(group, (0, 1, 0, 1))
-        found = whole.all_reduce(torch.tensor([values[group.rank]], dtype=torch.float16)).wait().item()
+        found = (
+            whole.all_reduce(torch.tensor([values[group.rank]], dtype=torch.float16)).wait().item()
+        )
         whole.close()
         return float(found)
 
@@ -80,7 +86,9 @@ def test_halves_are_summed_in_float32_over_hosts() -> None:
 def test_a_mean_of_halves_may_have_a_sum_that_none_can_hold() -> None:
     def body(group: ThreadGroup) -> float:
         whole = made(group, (0, 1, 0, 1))
-        found = whole.all_reduce(torch.tensor([40000.0], dtype=torch.float16), op="mean").wait().item()
+        found = (
+            whole.all_reduce(torch.tensor([40000.0], dtype=torch.float16), op="mean").wait().item()
+        )
         whole.close()
         return float(found)
 
@@ -101,8 +109,12 @@ def test_a_result_may_overlap_what_is_reduced(monkeypatch: pytest.MonkeyPatch) -
         assert torch.equal(found, torch.arange(40.0) * 6)
 
 
-def test_a_later_reduction_is_summed_while_an_earlier_one_is_on_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The leaders' network stands still: what is between the threads is bounded, and goes on in order."""
+def test_a_later_reduction_is_summed_while_an_earlier_one_is_on_the_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The leaders' network stands still: what is between the threads is bounded, and goes on in
+    order.
+    """
     monkeypatch.setattr(chunks, "WIDTH", 64)
     monkeypatch.setattr(executor, "AHEAD", 640)
     gate = threading.Event()
@@ -124,9 +136,12 @@ def test_a_later_reduction_is_summed_while_an_earlier_one_is_on_the_network(monk
 
     def body(group: ThreadGroup) -> list[torch.Tensor]:
         whole = made(group, (0, 0, 1, 1), wrap=Slow)
-        works = [whole.all_reduce(torch.full((64 * 4,), float(turn + group.rank))) for turn in range(5)]
+        works = [
+            whole.all_reduce(torch.full((64 * 4,), float(turn + group.rank))) for turn in range(5)
+        ]
         if isinstance(whole.outer, Slow):
-            wait_for(lambda: whole.outer.started == 11)  # ten between the threads, and one that waits for room
+            # ten between the threads, and one that waits for room
+            wait_for(lambda: whole.outer.started == 11)
             time.sleep(0.05)
             assert whole.outer.started == 11 and not works[0].done()
         group.barrier().wait()
@@ -161,7 +176,11 @@ def test_what_is_handed_out_counts_as_sent_within_the_host() -> None:
         before = whole.traffic.within
         whole.all_reduce(torch.ones(1000)).wait()
         own = whole.inner.traffic.within + group.traffic.within
-        found = whole.traffic.within - before, whole.traffic.within - own, int(whole.outer is not None)
+        found = (
+            whole.traffic.within - before,
+            whole.traffic.within - own,
+            int(whole.outer is not None),
+        )
         whole.close()
         return found
 
@@ -202,13 +221,20 @@ def test_agreements_beside_pending_reductions_with_delays() -> None:
                 works = []
                 for part in range(3):
                     time.sleep(dice[group.rank].random() * 2e-3)
-                    works.append(whole.all_reduce_agreed(torch.full((1000,), float(group.rank + step + part))))
+                    works.append(
+                        whole.all_reduce_agreed(
+                            torch.full((1000,), float(group.rank + step + part))
+                        )
+                    )
                 assert whole.agree(bytes([step])) == [bytes([step])] * 4
                 sums += [work.wait()[0].item() for work in works]
             whole.close()
             return sums
 
-        assert spawn(4, body) == [[6.0 + 4 * (step + part) for step in range(5) for part in range(3)]] * 4
+        assert (
+            spawn(4, body)
+            == [[6.0 + 4 * (step + part) for step in range(5) for part in range(3)]] * 4
+        )
 
 
 def test_an_error_inside_one_host_reaches_all_ranks_as_the_same() -> None:
@@ -229,7 +255,10 @@ def test_schedules_run_over_hosts() -> None:
     def body(group: ThreadGroup) -> torch.Tensor:
         whole = made(group, (0, 1, 0))
         lane = collectives.ScheduleQueue(whole)
-        found = [lane.all_reduce(torch.full((70,), float(group.rank)), schedule.ring(3)) for _ in range(3)]
+        found = [
+            lane.all_reduce(torch.full((70,), float(group.rank)), schedule.ring(3))
+            for _ in range(3)
+        ]
         result = [work.wait() for work in found][-1]
         whole.close()
         return result
@@ -239,19 +268,36 @@ def test_schedules_run_over_hosts() -> None:
 
 def _networked(group: TorchGroup, hosts: tuple[int, ...]) -> HostsGroup:
     """A HostsGroup whose three groups are Gloo's."""
-    parts = [group.sub([rank for rank, other in enumerate(hosts) if other == host]) for host in sorted(set(hosts))]
+    parts = [
+        group.sub([rank for rank, other in enumerate(hosts) if other == host])
+        for host in sorted(set(hosts))
+    ]
     [inner] = [part for part in parts if part is not None]
-    return HostsGroup(inner, group.sub(sorted(hosts.index(host) for host in set(hosts))), group, hosts, deadline=20)
+    return HostsGroup(
+        inner,
+        group.sub(sorted(hosts.index(host) for host in set(hosts))),
+        group,
+        hosts,
+        deadline=20,
+    )
 
 
 def _summed(group: TorchGroup, hosts: tuple[int, ...]) -> tuple[bytes, int]:
     whole = _networked(group, hosts)
     before = whole.traffic.between
-    works = [whole.all_reduce_agreed(torch.randn(600_000, generator=torch.Generator().manual_seed(10 * group.rank + k))) for k in range(3)]
+    works = [
+        whole.all_reduce_agreed(
+            torch.randn(600_000, generator=torch.Generator().manual_seed(10 * group.rank + k))
+        )
+        for k in range(3)
+    ]
     assert len(group.agree(b"beside")) == group.size
     found = [work.wait() for work in works]
     between = whole.traffic.between - before
-    wanted = sum(torch.randn(600_000, generator=torch.Generator().manual_seed(10 * rank + 2)) for rank in range(group.size))
+    wanted = sum(
+        torch.randn(600_000, generator=torch.Generator().manual_seed(10 * rank + 2))
+        for rank in range(group.size)
+    )
     torch.testing.assert_close(found[2], wanted)
     whole.close()
     return found[2].numpy().tobytes(), between
@@ -294,7 +340,9 @@ def test_a_killed_worker_or_leader_is_named_on_every_host(hosts: tuple[int, ...]
     assert results[:3] == [(3,)] * 3
 
 
-def test_the_trace_tells_the_phases_within_and_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trace_tells_the_phases_within_and_between_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(chunks, "WIDTH", 1000)
 
     def body(group: ThreadGroup) -> Counter[str]:
@@ -319,7 +367,9 @@ def test_memory_that_may_move_is_summed_and_handed_out_where_it_lies(
 
     def data(rank: int, turn: int) -> torch.Tensor:
         """Whole numbers, so that sums are the same in any order."""
-        return torch.randint(0, 1000, (numel,), generator=torch.Generator().manual_seed(100 * turn + rank)).float()
+        return torch.randint(
+            0, 1000, (numel,), generator=torch.Generator().manual_seed(100 * turn + rank)
+        ).float()
 
     def refuse(*_: Any) -> int:
         raise AssertionError("a copy goes through the windows of the host")
@@ -327,7 +377,11 @@ def test_memory_that_may_move_is_summed_and_handed_out_where_it_lies(
     def body(rank: int, size: int, store: Store) -> None:
         whole = networked(store, rank, hosts)
         odd = rank == 1 and unlike != "nobody"
-        room = torch.zeros(2 * numel)[::2] if odd and unlike == "a rank has it in pieces" else torch.zeros(numel)
+        room = (
+            torch.zeros(2 * numel)[::2]
+            if odd and unlike == "a rank has it in pieces"
+            else torch.zeros(numel)
+        )
         still = hosts[rank] == hosts[1] and unlike != "nobody"
         view, places = room[1000:2000], []
         for turn in range(5):
@@ -339,7 +393,9 @@ def test_memory_that_may_move_is_summed_and_handed_out_where_it_lies(
             expected = sum((data(other, turn) for other in range(1, size)), data(0, turn))
             assert torch.equal(room, expected) and torch.equal(view, expected[1000:2000])
             places.append(room.data_ptr())
-        assert len(set(places)) == (1 if still else 2) and places[1:] == places[1:2] * 4, "it moves once, when it may"
+        assert len(set(places)) == (1 if still else 2) and places[1:] == places[1:2] * 4, (
+            "it moves once, when it may"
+        )
         assert room.untyped_storage().is_shared() != still
         mean = whole.all_reduce_moving(room, op="mean", may_move=True).wait()
         assert torch.equal(mean, expected)

@@ -1,4 +1,6 @@
-"""All-gather and reduce-scatter over hosts: the results are those of one group of all ranks, and what crosses the network is the least."""
+"""All-gather and reduce-scatter over hosts: the results are those of one group of all ranks, and
+what crosses the network is the least.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,44 @@ from paceline.comm.hierarchy import chunks, executor
 from paceline.comm.hierarchy import group as module
 from paceline.comm.hierarchy.group import HostsGroup
 from paceline.comm.hierarchy.rails import even
-from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, UsageError, ViewChanged, WorkerLost
+from paceline.errors import (
+    DeadlineExceeded,
+    Mismatch,
+    PacelineError,
+    UsageError,
+    ViewChanged,
+    WorkerLost,
+)
 from paceline.trace import Trace
 from tests.harness.hierarchies import made, networked
 from tests.harness.jobs import wait_for
 from tests.harness.processes import fork
 from tests.harness.thread_groups import ThreadGroup, spawn
 
-EVEN = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1, 1, 1), (0, 1, 0, 1, 1, 0), (0, 0, 1, 1, 2, 2), (2, 0, 1, 2, 1, 0)]
+EVEN = [
+    (0, 0, 1, 1),
+    (0, 1, 0, 1),
+    (0, 0, 0, 1, 1, 1),
+    (0, 1, 0, 1, 1, 0),
+    (0, 0, 1, 1, 2, 2),
+    (2, 0, 1, 2, 1, 0),
+]
 UNEVEN = [(0, 0, 1), (0, 1, 1, 1, 2), (0, 1), (0, 0, 0)]
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int16, torch.int64, torch.uint8, torch.bool, torch.complex64]
-LAYOUTS = [*((hosts, torch.float32) for hosts in EVEN), *((EVEN[n % len(EVEN)], dtype) for n, dtype in enumerate(DTYPES) if n)]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
+LAYOUTS = [
+    *((hosts, torch.float32) for hosts in EVEN),
+    *((EVEN[n % len(EVEN)], dtype) for n, dtype in enumerate(DTYPES) if n),
+]
 OPS: tuple[Op, ...] = ("sum", "mean", "min", "max", "product")
 
 
@@ -44,7 +73,9 @@ def _many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def data(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     """Whole numbers, so that sums are the same in any order; different on each rank."""
-    values = torch.randint(0, 4, shape, generator=torch.Generator().manual_seed(rank + 1), dtype=torch.int64)
+    values = torch.randint(
+        0, 4, shape, generator=torch.Generator().manual_seed(rank + 1), dtype=torch.int64
+    )
     return (values + 1j * values).to(dtype) if dtype.is_complex else values.to(dtype)
 
 
@@ -66,7 +97,9 @@ def test_all_ranks_get_the_pieces_of_all(hosts: tuple[int, ...], dtype: torch.dt
             into = whole.all_gather_into(data(group.rank, shape, dtype), outs).wait()
             assert all(one is out for one, out in zip(into, outs, strict=True))
             for each in (found, outs):
-                assert [(one.dtype, one.shape) for one in each] == [(dtype, torch.Size(shape))] * group.size
+                assert [(one.dtype, one.shape) for one in each] == [
+                    (dtype, torch.Size(shape))
+                ] * group.size
                 assert all(torch.equal(one, other) for one, other in zip(each, wanted, strict=True))
         assert laid(whole)
         whole.close()
@@ -76,8 +109,12 @@ def test_all_ranks_get_the_pieces_of_all(hosts: tuple[int, ...], dtype: torch.dt
 
 @pytest.mark.each_choice
 @pytest.mark.parametrize(("hosts", "dtype"), LAYOUTS, ids=str)
-def test_each_rank_gets_its_piece_of_the_reduction(hosts: tuple[int, ...], dtype: torch.dtype) -> None:
-    """With pieces of all lengths, the lengths by one operation: some ranks have none, and some one element more than others."""
+def test_each_rank_gets_its_piece_of_the_reduction(
+    hosts: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """With pieces of all lengths, the lengths by one operation: some ranks have none, and some
+    one element more than others.
+    """
     shapes = [(500,), (len(hosts),), (7, 43), (2,), (0,)]
 
     def body(group: ThreadGroup) -> None:
@@ -90,11 +127,17 @@ def test_each_rank_gets_its_piece_of_the_reduction(hosts: tuple[int, ...], dtype
                     whole.reduce_scatter(data(group.rank, (60,), dtype), op=op)
                 continue
             for shape in next(lengths, shapes[:1]):
-                total = reduction.reduce(op, [data(rank, shape, dtype) for rank in range(group.size)]).flatten()
+                total = reduction.reduce(
+                    op, [data(rank, shape, dtype) for rank in range(group.size)]
+                ).flatten()
                 start, stop = pieces(total.numel(), group.size)[group.rank]
                 x, out = data(group.rank, shape, dtype), torch.empty(stop - start, dtype=dtype)
                 assert whole.reduce_scatter_into(x, out, op=op).wait() is out
-                for found in (whole.reduce_scatter(x, op=op).wait(), whole.reduce_scatter_agreed(x, op=op).wait(), out):
+                for found in (
+                    whole.reduce_scatter(x, op=op).wait(),
+                    whole.reduce_scatter_agreed(x, op=op).wait(),
+                    out,
+                ):
                     torch.testing.assert_close(found, total[start:stop])
                 assert torch.equal(x, data(group.rank, shape, dtype))
         assert laid(whole)
@@ -172,7 +215,9 @@ def test_a_piece_may_lie_in_the_results_already_or_be_a_view() -> None:
         for rank, part in enumerate(whole.all_gather(turned).wait()):
             assert torch.equal(part, torch.arange(60.0).view(6, 10).t() + rank)
         found = whole.reduce_scatter(turned).wait()
-        assert torch.equal(found, (torch.arange(60.0).view(6, 10).t().reshape(-1) * 4 + 6)[15 * group.rank :][:15])
+        assert torch.equal(
+            found, (torch.arange(60.0).view(6, 10).t().reshape(-1) * 4 + 6)[15 * group.rank :][:15]
+        )
         whole.close()
 
     spawn(4, body)
@@ -184,7 +229,9 @@ def test_in_inference_mode() -> None:
         with torch.inference_mode():
             found = whole.all_gather(torch.full((70,), float(group.rank))).wait()
             assert [float(part.sum()) for part in found] == [0.0, 70.0, 140.0, 210.0]
-            assert bool((whole.reduce_scatter(torch.full((70,), float(group.rank))).wait() == 6).all())
+            assert bool(
+                (whole.reduce_scatter(torch.full((70,), float(group.rank))).wait() == 6).all()
+            )
         whole.close()
 
     spawn(4, body)
@@ -195,8 +242,12 @@ def test_halves_are_summed_in_float32_and_rounded_once() -> None:
 
     def body(group: ThreadGroup) -> tuple[float, float]:
         whole = made(group, (0, 1, 0, 1))
-        total = whole.reduce_scatter(torch.full((4,), values[group.rank], dtype=torch.float16)).wait()
-        mean = whole.reduce_scatter(torch.full((4,), 40000.0, dtype=torch.float16), op="mean").wait()
+        total = whole.reduce_scatter(
+            torch.full((4,), values[group.rank], dtype=torch.float16)
+        ).wait()
+        mean = whole.reduce_scatter(
+            torch.full((4,), 40000.0, dtype=torch.float16), op="mean"
+        ).wait()
         assert laid(whole)
         whole.close()
         return float(total), float(mean)
@@ -210,9 +261,13 @@ def test_differences_are_named_before_anything_moves() -> None:
         odd = group.rank == 2
         for call in (
             lambda: whole.all_gather(torch.ones(9, 4 if odd else 5)),
-            lambda: whole.all_gather_into(torch.ones(9, dtype=torch.float64 if odd else torch.float32), [torch.ones(9)] * 4),
+            lambda: whole.all_gather_into(
+                torch.ones(9, dtype=torch.float64 if odd else torch.float32), [torch.ones(9)] * 4
+            ),
             lambda: whole.reduce_scatter(torch.ones(40 if odd else 41)),
-            lambda: whole.reduce_scatter_into(torch.ones(40), torch.ones(10), op="max" if odd else "sum"),
+            lambda: whole.reduce_scatter_into(
+                torch.ones(40), torch.ones(10), op="max" if odd else "sum"
+            ),
             lambda: whole.all_gather(torch.ones(9)) if odd else whole.reduce_scatter(torch.ones(9)),
         ):
             with pytest.raises(Mismatch, match="rank 2"):
@@ -256,7 +311,9 @@ def test_the_trace_tells_the_phases() -> None:
 
 @pytest.mark.parametrize("hosts", EVEN[::3] + EVEN[-1:])
 def test_a_piece_crosses_the_network_once_for_each_other_host(hosts: tuple[int, ...]) -> None:
-    """(hosts - 1) x workers of a host pieces leave each host, for all-gather and reduce-scatter alike."""
+    """(hosts - 1) x workers of a host pieces leave each host, for all-gather and reduce-scatter
+    alike.
+    """
 
     def body(rank: int, size: int, store: Store) -> list[int]:
         group = networked(store, rank, hosts)
@@ -278,7 +335,9 @@ def test_a_piece_crosses_the_network_once_for_each_other_host(hosts: tuple[int, 
 
 
 def _mixed(group: HostsGroup, dice: random.Random, pause: Callable[[], None], rounds: int) -> None:
-    """Calls of all kinds, several under way at a time, in an order that is the same on all ranks, waited for in one that is not."""
+    """Calls of all kinds, several under way at a time, in an order that is the same on all
+    ranks, waited for in one that is not.
+    """
     rank, size = group.rank, group.size
     order = random.Random(rounds)
     for turn in range(rounds):
@@ -294,7 +353,9 @@ def _mixed(group: HostsGroup, dice: random.Random, pause: Callable[[], None], ro
             elif kind == 1:
                 pending.append((group.all_gather(mine[rank]), mine))
             elif kind == 2:
-                pending.append((gather_into(group, mine[rank], [torch.empty(numel) for _ in mine]), mine))
+                pending.append(
+                    (gather_into(group, mine[rank], [torch.empty(numel) for _ in mine]), mine)
+                )
             elif kind == 3:
                 pending.append((group.reduce_scatter(mine[rank]), total[start:stop]))
             elif kind == 4:
@@ -306,12 +367,16 @@ def _mixed(group: HostsGroup, dice: random.Random, pause: Callable[[], None], ro
         for work, wanted in pending:
             pause()
             found = work.wait()
-            both = zip(found, wanted, strict=True) if isinstance(wanted, list) else [(found, wanted)]
+            both = (
+                zip(found, wanted, strict=True) if isinstance(wanted, list) else [(found, wanted)]
+            )
             assert all(torch.equal(one, other) for one, other in both)
 
 
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 0, 1, 0, 1), (0, 0, 1, 1, 2, 2)])
-def test_many_calls_under_way_beside_others_with_delays(hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_calls_under_way_beside_others_with_delays(
+    hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(executor, "AHEAD", 200)  # stages wait for each other
 
     def body(group: ThreadGroup) -> None:
@@ -324,14 +389,24 @@ def test_many_calls_under_way_beside_others_with_delays(hosts: tuple[int, ...], 
 
 
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 0, 1)])
-def test_many_calls_under_way_on_processes(hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_calls_under_way_on_processes(
+    hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(executor, "AHEAD", 200)
 
     def body(rank: int, size: int, store: Store) -> None:
         group, dice = networked(store, rank, hosts), random.Random(rank)
         _mixed(group, dice, lambda: time.sleep(dice.random() * 1e-3), 8)
         group.close()
-        wait_for(lambda: not [thread.name for thread in threading.enumerate() if thread.name.startswith("paceline hosts")])
+        wait_for(
+            lambda: (
+                not [
+                    thread.name
+                    for thread in threading.enumerate()
+                    if thread.name.startswith("paceline hosts")
+                ]
+            )
+        )
 
     fork(4, body)
 
@@ -358,7 +433,10 @@ def test_a_rank_that_leaves_is_named_on_all(call: str) -> None:
     assert spawn(4, body) == [(3,), (3,), (3,), ()]
 
 
-@pytest.mark.parametrize(("call", "stage"), [("all_gather", "_cross"), ("reduce_scatter", "_sum"), ("reduce_scatter", "_cross")])
+@pytest.mark.parametrize(
+    ("call", "stage"),
+    [("all_gather", "_cross"), ("reduce_scatter", "_sum"), ("reduce_scatter", "_cross")],
+)
 def test_an_error_of_one_rank_under_way_reaches_all(call: str, stage: str) -> None:
     """The rank that fails inside says so to all, who wait in different groups."""
 
@@ -409,7 +487,13 @@ def test_whoever_ends_the_group_under_way_ends_it_for_all(call: str, end: str) -
             work.wait(30)
         assert not isinstance(caught.value, DeadlineExceeded)
         group.close()
-        wait_for(lambda: not any(thread.name.startswith("paceline hosts") for thread in threading.enumerate()))
+        wait_for(
+            lambda: (
+                not any(
+                    thread.name.startswith("paceline hosts") for thread in threading.enumerate()
+                )
+            )
+        )
         return type(caught.value).__name__
 
     found = fork(4, body)

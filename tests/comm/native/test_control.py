@@ -39,7 +39,10 @@ def connected() -> Iterator[Callable[[int], Ends]]:
         ends = [ControlNetwork("127.0.0.1", rank, range(10, 10 + size)) for rank in range(size)]
         made.extend(ends)
         meeting = store.memory(b"s" * 32)
-        together(lambda end: end.connect(meeting, [other.listening for other in ends], PATIENCE, never), ends)
+        together(
+            lambda end: end.connect(meeting, [other.listening for other in ends], PATIENCE, never),
+            ends,
+        )
         return ends
 
     yield make
@@ -55,22 +58,35 @@ def tell(end: ControlNetwork, channel: int, number: int, payload: bytes) -> list
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-@pytest.mark.parametrize("length", [0, 1, 70_000, 6 << 20], ids=["nothing", "a byte", "more than a chunk", "more than the network takes"])
+@pytest.mark.parametrize(
+    "length",
+    [0, 1, 70_000, 6 << 20],
+    ids=["nothing", "a byte", "more than a chunk", "more than the network takes"],
+)
 def test_all_learn_what_all_tell(connected: Callable[[int], Ends], size: int, length: int) -> None:
-    payloads = [random.Random(rank).randbytes(length + rank if length else 0) for rank in range(size)]
+    payloads = [
+        random.Random(rank).randbytes(length + rank if length else 0) for rank in range(size)
+    ]
     ends = connected(size)
     for number in range(2):
-        assert together(lambda end, number=number: tell(end, 1, number, payloads[end.rank]), ends) == [payloads] * size
+        assert (
+            together(lambda end, number=number: tell(end, 1, number, payloads[end.rank]), ends)
+            == [payloads] * size
+        )
 
 
-def test_a_rank_may_be_ahead_on_one_channel_and_behind_on_another(connected: Callable[[int], Ends]) -> None:
+def test_a_rank_may_be_ahead_on_one_channel_and_behind_on_another(
+    connected: Callable[[int], Ends],
+) -> None:
     first, second = connected(2)
     early = [first.gather(1, 0, b"a"), first.gather(1, 1, b"b"), first.gather(2, 0, b"c")]
     assert not early[0].within(0.01) and not early[0].now()
     assert tell(second, 2, 0, b"C") == [b"c", b"C"]
     assert early[2].within(PATIENCE) and not early[1].now()
     assert (tell(second, 1, 0, b"A"), tell(second, 1, 1, b"B")) == ([b"a", b"A"], [b"b", b"B"])
-    assert all(exchange.within(PATIENCE) for exchange in early) and [exchange.answers for exchange in early] == [[b"A"], [b"B"], [b"C"]]
+    assert all(exchange.within(PATIENCE) for exchange in early) and [
+        exchange.answers for exchange in early
+    ] == [[b"A"], [b"B"], [b"C"]]
 
 
 def test_messages_of_one_key_keep_their_order(connected: Callable[[int], Ends]) -> None:
@@ -88,17 +104,22 @@ def test_messages_of_one_key_keep_their_order(connected: Callable[[int], Ends]) 
         wrong.within(PATIENCE)
 
 
-def test_what_the_network_does_not_take_is_written_by_a_thread(connected: Callable[[int], Ends]) -> None:
+def test_what_the_network_does_not_take_is_written_by_a_thread(
+    connected: Callable[[int], Ends],
+) -> None:
     first, second = connected(2)
     text = random.Random(1).randbytes(24 << 20)
     sent = first.start(3, 0, [(1, text)], [])
     first.push()
     place = bytearray(len(text))
-    assert second.start(3, 0, [], [0], [memoryview(place)]).within(PATIENCE)  # nobody waits on the first
+    # nobody waits on the first
+    assert second.start(3, 0, [], [0], [memoryview(place)]).within(PATIENCE)
     assert place == text and sent.within(PATIENCE) and not first.sending
 
 
-def test_a_thread_that_looks_at_the_connections_learns_that_there_is_more_to_send(connected: Callable[[int], Ends]) -> None:
+def test_a_thread_that_looks_at_the_connections_learns_that_there_is_more_to_send(
+    connected: Callable[[int], Ends],
+) -> None:
     first, second = connected(2)
     text, place = bytes(24 << 20), bytearray(24 << 20)
     waiting = first.start(1, 0, [], [1])
@@ -106,8 +127,11 @@ def test_a_thread_that_looks_at_the_connections_learns_that_there_is_more_to_sen
         heard = pool.submit(waiting.within, 10 * PATIENCE)
         while not first._polling:
             time.sleep(0.001)
-        sent = first.start(3, 0, [(1, text)], [])  # more than the network takes; the thread above has to write the rest
-        assert pool.submit(second.start(3, 0, [], [0], [memoryview(place)]).within, PATIENCE).result()
+        # more than the network takes; the thread above has to write the rest
+        sent = first.start(3, 0, [(1, text)], [])
+        assert pool.submit(
+            second.start(3, 0, [], [0], [memoryview(place)]).within, PATIENCE
+        ).result()
         assert sent.within(PATIENCE) and not heard.done()
         second.start(1, 0, [(0, b"end")], [])
         assert heard.result()
@@ -125,9 +149,15 @@ def test_who_sends_to_one_that_has_gone_learns_of_it(connected: Callable[[int], 
     assert first.start(3, 0, [(2, b"x")], []).within(PATIENCE)
 
 
-def test_threads_wait_at_a_time_and_none_holds_the_other_up(connected: Callable[[int], Ends]) -> None:
+def test_threads_wait_at_a_time_and_none_holds_the_other_up(
+    connected: Callable[[int], Ends],
+) -> None:
     ends, calls, chance = connected(3), 150, random.Random(3)
-    naps = {(rank, channel): [chance.choice((0.0, 0.0, 0.0, 0.001)) for _ in range(calls)] for rank in range(3) for channel in range(4)}
+    naps = {
+        (rank, channel): [chance.choice((0.0, 0.0, 0.0, 0.001)) for _ in range(calls)]
+        for rank in range(3)
+        for channel in range(4)
+    }
     heard: list[Any] = []
 
     def work(end: ControlNetwork, channel: int) -> None:
@@ -138,7 +168,11 @@ def test_threads_wait_at_a_time_and_none_holds_the_other_up(connected: Callable[
                 heard.append(answers)
         heard.append("done")
 
-    threads = [threading.Thread(target=work, args=(end, channel), daemon=True) for end in ends for channel in range(4)]
+    threads = [
+        threading.Thread(target=work, args=(end, channel), daemon=True)
+        for end in ends
+        for channel in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -174,7 +208,13 @@ def test_a_thread_that_waits_learns_of_the_end_at_once(connected: Callable[[int]
 def test_a_frame_may_come_in_any_pieces() -> None:
     here, there = socket.socketpair()
     link, frames = ControlLink(here, 1), [(1, 0, b"one"), (2, 7, b""), (1, 1, b"x" * 1000)]
-    text, came = b"".join(FRAME.pack(len(payload), channel, number) + payload for channel, number, payload in frames), []
+    text, came = (
+        b"".join(
+            FRAME.pack(len(payload), channel, number) + payload
+            for channel, number, payload in frames
+        ),
+        [],
+    )
     chance = random.Random(1)
     while text:
         piece = chance.randint(1, 40)
@@ -199,11 +239,19 @@ class TestConnecting:
             end.close()
 
     @staticmethod
-    def connect(end: ControlNetwork, ends: Ends, meeting: Store, deadline: float = PATIENCE, check: Callable[[], None] = never) -> None:
+    def connect(
+        end: ControlNetwork,
+        ends: Ends,
+        meeting: Store,
+        deadline: float = PATIENCE,
+        check: Callable[[], None] = never,
+    ) -> None:
         end.connect(meeting, [other.listening for other in ends], deadline, check)
 
     def test_who_does_not_come_is_named(self, ends: Ends) -> None:
-        with pytest.raises(DeadlineExceeded, match=r"ranks \[11, 12\] have not connected to rank 10 in 0.2 s") as caught:
+        with pytest.raises(
+            DeadlineExceeded, match=r"ranks \[11, 12\] have not connected to rank 10 in 0.2 s"
+        ) as caught:
             self.connect(ends[0], ends, store.memory(), 0.2)
         assert caught.value.missing == (11, 12)
 
@@ -221,22 +269,38 @@ class TestConnecting:
             self.connect(ends[0], ends, store.memory(), check=check)
 
     def test_strangers_are_not_let_in(self, ends: Ends) -> None:
-        meeting, address = store.memory(b"s" * 32), (ends[0].listening.address, ends[0].listening.port)
+        meeting, address = (
+            store.memory(b"s" * 32),
+            (ends[0].listening.address, ends[0].listening.port),
+        )
         for said in (b"", b"x" * 100):
             with socket.create_connection(address) as stranger:
                 stranger.sendall(said)
         together(lambda end: self.connect(end, ends, meeting), ends)
-        assert together(lambda end: tell(end, 1, 0, b"%d" % end.rank), ends) == [[b"0", b"1", b"2"]] * 3
+        assert (
+            together(lambda end: tell(end, 1, 0, b"%d" % end.rank), ends)
+            == [[b"0", b"1", b"2"]] * 3
+        )
 
     @pytest.mark.parametrize("held", [8, connection.STRANGERS + 6])
-    def test_strangers_that_say_nothing_delay_nobody(self, ends: Ends, held: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """With patience for a single one of them, a group would never meet if callers took turns."""
+    def test_strangers_that_say_nothing_delay_nobody(
+        self, ends: Ends, held: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With patience for a single one of them, a group would never meet if callers took
+        turns.
+        """
         monkeypatch.setattr(connection, "PROOF", PATIENCE)
-        meeting, address = store.memory(b"s" * 32), (ends[0].listening.address, ends[0].listening.port)
+        meeting, address = (
+            store.memory(b"s" * 32),
+            (ends[0].listening.address, ends[0].listening.port),
+        )
         with strangers.held_open(address, held) as silent:
             assert len(silent) == held
             together(lambda end: self.connect(end, ends, meeting, PATIENCE / 2), ends)
-            assert together(lambda end: tell(end, 1, 0, b"%d" % end.rank), ends) == [[b"0", b"1", b"2"]] * 3
+            assert (
+                together(lambda end: tell(end, 1, 0, b"%d" % end.rank), ends)
+                == [[b"0", b"1", b"2"]] * 3
+            )
 
     @pytest.mark.parametrize("ends", [2], indirect=True)
     def test_who_does_not_know_the_secret_is_refused_by_both(self, ends: Ends) -> None:
@@ -259,12 +323,16 @@ class TestConnecting:
         assert together(connect, ends) == ["nobody came", "refused"]
 
     @pytest.mark.parametrize("ends", [2], indirect=True)
-    def test_a_caller_tries_again_while_the_other_does_not_answer(self, ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_caller_tries_again_while_the_other_does_not_answer(
+        self, ends: Ends, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(connection, "PROOF", 0.05)
         meeting = store.memory()
         with ThreadPoolExecutor(1) as pool:
             caller = pool.submit(self.connect, ends[1], ends, meeting)
-            threading.Event().wait(0.3)  # by then it has given up at least one connection, which lies in the queue of the listener
+            # by then it has given up at least one connection, which lies in the queue of the
+            # listener
+            threading.Event().wait(0.3)
             monkeypatch.setattr(connection, "PROOF", PATIENCE)
             self.connect(ends[0], ends, meeting)
             caller.result(PATIENCE)

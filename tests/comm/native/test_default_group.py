@@ -1,4 +1,6 @@
-"""The default process group of torch.distributed: libraries that ask it who else there is are told, and nothing is left of it."""
+"""The default process group of torch.distributed: libraries that ask it who else there is are
+told, and nothing is left of it.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +65,14 @@ with pl.start(folder="runs") as run:
 found["after"] = [dist.is_initialized(), "GLOO_SOCKET_IFNAME" in os.environ and os.environ["GLOO_SOCKET_IFNAME"] != "lo"]
 with open(f"found-{rank}.json", "w") as file:
     json.dump(found, file)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
 def test_metrics_are_those_of_all_workers(job: Jobs, tmp_path: Path) -> None:
-    """19 samples: the last batch has one, so there are empty shares of evaluation, and ghosts in training."""
+    """19 samples: the last batch has one, so there are empty shares of evaluation, and ghosts in
+    training.
+    """
     size = 3
     ended = job.run(METRICS, size).end()
     assert ended.code == 0, ended.err
@@ -103,7 +107,7 @@ if sys.argv[1] == "twice":
 elif sys.argv[1] == "error":
     dist.barrier()
     run.prepare(7)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
@@ -112,7 +116,9 @@ def test_one_that_a_script_makes_before_is_kept_and_one_after_is_told(job: Jobs,
     ended = job.run(OWN, 2, args=(how,)).end()
     assert (ended.code != 0) == (how != "well"), ended.err
     assert "Warning" not in ended.err
-    assert ("paceline: pl.start has made the default process group" in ended.err) == (how == "twice")
+    assert ("paceline: pl.start has made the default process group" in ended.err) == (
+        how == "twice"
+    )
     assert ("trying to initialize the default process group twice" in ended.err) == (how == "twice")
 
 
@@ -131,7 +137,12 @@ with pl.start(folder="runs") as run:
 def test_there_is_none_where_workers_may_be_lost_and_none_for_one_worker(job: Jobs) -> None:
     ended = job.run(LOST, 2, "--min-workers", "1").end()
     assert ended.code == 0, ended.err
-    assert sorted(ended.out.splitlines()) == ["[0] refused True", "[0] world False", "[1] refused True", "[1] world False"]
+    assert sorted(ended.out.splitlines()) == [
+        "[0] refused True",
+        "[0] world False",
+        "[1] refused True",
+        "[1] world False",
+    ]
     ended = job.run(LOST, 1).end()
     assert ended.code == 0, ended.err
     assert "world False" in ended.out
@@ -140,14 +151,23 @@ def test_there_is_none_where_workers_may_be_lost_and_none_for_one_worker(job: Jo
 @pytest.mark.slow
 def test_an_interface_that_is_not_there_is_one_message(job: Jobs) -> None:
     ended = job.run("pl.start(folder='runs')", 2, GLOO_SOCKET_IFNAME="nosuch0").end()
-    assert ended.code == 1 and "paceline.errors.PlaceError: torch.distributed can't listen on GLOO_SOCKET_IFNAME=nosuch0" in ended.err
+    assert (
+        ended.code == 1
+        and (
+            "paceline.errors.PlaceError: torch.distributed can't listen on "
+            "GLOO_SOCKET_IFNAME=nosuch0"
+        )
+        in ended.err
+    )
 
 
 # ---- what a ghost is given
 
 
 def accuracy(run: Run, metric: Any, *, prepare: bool) -> tuple[int, int]:
-    """Over one epoch of training with a ghost, the rows that it was given, and that it has counted."""
+    """Over one epoch of training with a ghost, the rows that it was given, and that it has
+    counted.
+    """
     metric = run.prepare(metric) if prepare else metric
     given = 0
     for x, _ in run.prepare(batches(9, 4)):
@@ -158,21 +178,29 @@ def accuracy(run: Run, metric: Any, *, prepare: bool) -> tuple[int, int]:
 
 
 def test_a_ghost_does_not_count() -> None:
-    counting = lambda run: accuracy(run, torchmetrics.MeanMetric(sync_on_compute=False), prepare=True)  # noqa: E731
+    counting = lambda run: accuracy(  # noqa: E731
+        run, torchmetrics.MeanMetric(sync_on_compute=False), prepare=True
+    )
     assert alone(counting) == (18, 18)
     found = workers(3, counting)
     assert sum(counted for _, counted in found) == 18 < sum(given for given, _ in found)
-    bare = workers(3, lambda run: accuracy(run, torchmetrics.MeanMetric(sync_on_compute=False), prepare=False))
+    bare = workers(
+        3, lambda run: accuracy(run, torchmetrics.MeanMetric(sync_on_compute=False), prepare=False)
+    )
     assert sum(counted for _, counted in bare) > 18  # or there was no ghost at all
 
 
-@pytest.mark.parametrize(("samples", "prepare", "lines"), [(9, False, 1), (9, True, 0), (8, False, 0)])
+@pytest.mark.parametrize(
+    ("samples", "prepare", "lines"), [(9, False, 1), (9, True, 0), (8, False, 0)]
+)
 def test_a_metric_that_may_count_ghosts_is_told(samples: int, prepare: bool, lines: int) -> None:
     said: list[str] = []
 
     def body(run: Run) -> None:
         model = torch.nn.Linear(6, 2).double()
-        model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.01), batches(samples, 4))
+        model, opt, loader = run.prepare(
+            model, torch.optim.SGD(model.parameters(), 0.01), batches(samples, 4)
+        )
         metric = torchmetrics.MeanMetric(sync_on_compute=False)
         metric = run.prepare(metric) if prepare else metric
         for _ in range(2):
@@ -190,7 +218,9 @@ def test_a_metric_in_a_model_counts_no_ghost_either() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.layer = torch.nn.Linear(6, 2).double()
-            self.seen = torchmetrics.MetricCollection({"mean": torchmetrics.MeanMetric(sync_on_compute=False)})
+            self.seen = torchmetrics.MetricCollection(
+                {"mean": torchmetrics.MeanMetric(sync_on_compute=False)}
+            )
 
     def body(run: Run) -> int:
         model = run.prepare(Measured())
@@ -212,7 +242,9 @@ def test_a_metric_is_no_model_and_gets_its_methods_back() -> None:
         assert not run._prepared.models and "forward" in vars(metric)
 
     workers(2, body)
-    assert all(metric.update == before and "forward" not in vars(metric) for metric, before in metrics)
+    assert all(
+        metric.update == before and "forward" not in vars(metric) for metric, before in metrics
+    )
 
 
 def test_a_metric_that_would_exchange_in_each_step_is_refused() -> None:

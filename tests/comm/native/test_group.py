@@ -20,18 +20,38 @@ from paceline.comm.group import pieces
 from paceline.comm.native import sockets
 from paceline.comm.native.group import TorchGroup
 from paceline.comm.schedule import SCHEDULES, build
-from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, UsageError, ViewChanged, WorkerLost
+from paceline.errors import (
+    DeadlineExceeded,
+    Mismatch,
+    PacelineError,
+    UsageError,
+    ViewChanged,
+    WorkerLost,
+)
 from tests.harness.jobs import PATIENCE
 from tests.harness.native_processes import Crew, heard, run, say
 
 pytestmark = pytest.mark.jobs
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int16, torch.int32, torch.int64, torch.uint8, torch.complex64)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.complex64,
+)
 
 
 def mine(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Different data on every rank, the same in every run."""
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(rank + 1), dtype=torch.float64) * 3
+    values = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(rank + 1), dtype=torch.float64)
+        * 3
+    )
     if dtype.is_complex:
         return torch.complex(values, values + rank).to(dtype)
     return (values if dtype.is_floating_point else values.abs()).to(dtype)
@@ -45,11 +65,18 @@ def _reductions(group: TorchGroup) -> list[bytes]:
                 reduction.admit(op, dtype)
             except UsageError:
                 continue
-            for shape in ((0,), (7, 3), (9001,)):  # nothing; a small one; one that Gloo's ring or the owners take
-                wanted = reduction.reduce(op, [mine(rank, shape, dtype) for rank in range(group.size)])
+            # nothing; a small one; one that Gloo's ring or the owners take
+            for shape in ((0,), (7, 3), (9001,)):
+                wanted = reduction.reduce(
+                    op, [mine(rank, shape, dtype) for rank in range(group.size)]
+                )
                 x = mine(group.rank, shape, dtype)
                 result = group.all_reduce(x, op=op, name="x").wait()  # type: ignore[arg-type]
-                assert result.dtype == dtype and result.shape == x.shape and torch.equal(x, mine(group.rank, shape, dtype))
+                assert (
+                    result.dtype == dtype
+                    and result.shape == x.shape
+                    and torch.equal(x, mine(group.rank, shape, dtype))
+                )
                 torch.testing.assert_close(result, wanted)
                 assert group.all_reduce(x, op=op, out=x).wait() is x and torch.equal(x, result)  # type: ignore[arg-type]
                 results.append(result.view(-1).view(torch.uint8).numpy().tobytes())
@@ -71,17 +98,25 @@ def _collectives(group: TorchGroup) -> None:
         x = torch.full(shape, float(rank)).t()
         assert group.broadcast(x, root=1).wait() is x and bool((x == 1).all())
     dealt = group.all_to_all([torch.full((to, 1), rank * 10 + to) for to in range(size)]).wait()
-    assert [part.flatten().tolist() for part in dealt] == [[r * 10 + rank] * rank for r in range(size)]
+    assert [part.flatten().tolist() for part in dealt] == [
+        [r * 10 + rank] * rank for r in range(size)
+    ]
     start, stop = pieces(10, size)[rank]
     x = mine(rank, (10,), torch.bfloat16)
     wanted = reduction.reduce("mean", [mine(r, (10,), torch.bfloat16) for r in range(size)])
     assert torch.equal(group.reduce_scatter(x, op="mean").wait(), wanted[start:stop])
     group.barrier().wait()
-    assert group.gather_objects({"rank": rank, "x": [None, 1.5]}) == [{"rank": r, "x": [None, 1.5]} for r in range(size)]
+    assert group.gather_objects({"rank": rank, "x": [None, 1.5]}) == [
+        {"rank": r, "x": [None, 1.5]} for r in range(size)
+    ]
     assert group.agree(bytes([rank]) * rank * 1000) == [bytes([r]) * r * 1000 for r in range(size)]
     inbox = torch.zeros(3, 2).t()
     right, left = (rank + 1) % size, (rank - 1) % size
-    group.exchange([(right, torch.full((6,), float(rank))), (rank, torch.ones(1))], [(left, inbox), (rank, x[:1].float())], tag=4).wait()
+    group.exchange(
+        [(right, torch.full((6,), float(rank))), (rank, torch.ones(1))],
+        [(left, inbox), (rank, x[:1].float())],
+        tag=4,
+    ).wait()
     assert bool((inbox == left).all())
     assert group.empty((2, 3), torch.float16).shape == (2, 3)
     # a view with strides, in place and into another
@@ -117,10 +152,15 @@ def _schedules(group: TorchGroup) -> None:
     wanted = reduction.reduce("sum", [mine(r, (20_001,), torch.float64) for r in range(group.size)])
     for name in SCHEDULES:
         x = mine(group.rank, (20_001,), torch.float64)
-        torch.testing.assert_close(collectives.all_reduce(group, x, build(name, [0, 1, 0]), out=x).wait(), wanted)
+        torch.testing.assert_close(
+            collectives.all_reduce(group, x, build(name, [0, 1, 0]), out=x).wait(), wanted
+        )
     lane = collectives.ScheduleQueue(group)
-    works = [lane.all_reduce(torch.full((5000,), float(k)), build("ring", [0] * 3)) for k in range(5)]
-    more = [group.all_reduce_agreed(torch.full((50_000,), float(k))) for k in range(5)]  # beside Gloo's own
+    works = [
+        lane.all_reduce(torch.full((5000,), float(k)), build("ring", [0] * 3)) for k in range(5)
+    ]
+    # beside Gloo's own
+    more = [group.all_reduce_agreed(torch.full((50_000,), float(k))) for k in range(5)]
     assert len(group.agree(b"")) == 3
     assert [work.wait()[7].item() for work in reversed(works)] == [12.0, 9.0, 6.0, 3.0, 0.0]
     assert [work.wait()[7].item() for work in more] == [0.0, 3.0, 6.0, 9.0, 12.0]
@@ -153,7 +193,9 @@ def _mismatches(group: TorchGroup) -> list[str]:
         lambda: group.all_reduce(torch.ones(3), op="sum" if first else "max"),
         lambda: group.barrier() if first else group.all_gather(torch.ones(2)),
         lambda: group.broadcast(torch.ones(3), root=0 if first else 1),
-        lambda: group.exchange([(1 - min(group.rank, 1), torch.ones(2))], [(1, torch.ones(5))] if first else []),
+        lambda: group.exchange(
+            [(1 - min(group.rank, 1), torch.ones(2))], [(1, torch.ones(5))] if first else []
+        ),
     ]
     messages = []
     for call in calls:
@@ -167,9 +209,19 @@ def _mismatches(group: TorchGroup) -> list[str]:
 def test_a_mismatch_is_raised_on_every_rank_with_both_sides_named() -> None:
     results = run(3, _mismatches)
     assert results[0] == results[1] == results[2]
-    named = [["[3]", "[50000]", "'w'"], ["float32", "float64"], ["sum", "max"], ["barrier", "all_gather"], ["root 0", "root 1"]]
+    named = [
+        ["[3]", "[50000]", "'w'"],
+        ["float32", "float64"],
+        ["sum", "max"],
+        ["barrier", "all_gather"],
+        ["root 0", "root 1"],
+    ]
     for message, words in zip(results[0][:-1], named, strict=True):
-        assert "rank 0 at" in message and "ranks 1, 2 at" in message and all(word in message for word in words)
+        assert (
+            "rank 0 at" in message
+            and "ranks 1, 2 at" in message
+            and all(word in message for word in words)
+        )
     assert "rank 0 sends 2 x float32 to rank 1, which expects nothing" in results[0][-1]
 
 
@@ -220,10 +272,18 @@ def _traffic(group: TorchGroup, numel: int) -> tuple[int, int]:
 
 
 def test_traffic_is_told_apart_by_host() -> None:
-    piece = 120_000 // 3  # of a small tensor, which each sends to both others: as it is for its owner, and as its owner has summed it
-    assert run(3, _traffic, 30_000, hosts=[0, 0, 1]) == [(16 + 2 * piece, 16 + 2 * piece)] * 2 + [(0, 32 + 4 * piece)]
+    # of a small tensor, which each sends to both others: as it is for its owner, and as its owner
+    # has summed it
+    piece = 120_000 // 3
+    assert run(3, _traffic, 30_000, hosts=[0, 0, 1]) == [(16 + 2 * piece, 16 + 2 * piece)] * 2 + [
+        (0, 32 + 4 * piece)
+    ]
     ring = 2 * 2 * 1_200_000 // 3
-    assert run(3, _traffic, 300_000, hosts=[0, 0, 1]) == [(16 + ring, 16), (16, 16 + ring), (0, 32 + ring)]
+    assert run(3, _traffic, 300_000, hosts=[0, 0, 1]) == [
+        (16 + ring, 16),
+        (16, 16 + ring),
+        (0, 32 + ring),
+    ]
 
 
 def _killed(group: TorchGroup, how: str) -> tuple[str, tuple[int, ...]]:
@@ -233,7 +293,9 @@ def _killed(group: TorchGroup, how: str) -> tuple[str, tuple[int, ...]]:
     calls = {
         "check": lambda: group.all_reduce(torch.ones(5)).wait(),
         "native": lambda: group.all_reduce_agreed(torch.ones(100_000)).wait(),
-        "schedule": lambda: collectives.all_reduce_agreed(group, torch.ones(50), build("ring", [0] * 4)).wait(),
+        "schedule": lambda: collectives.all_reduce_agreed(
+            group, torch.ones(50), build("ring", [0] * 4)
+        ).wait(),
         "agree": lambda: group.agree(b""),
     }
     try:
@@ -304,7 +366,9 @@ def test_a_stopped_peer_is_named_at_the_deadline(numel: int) -> None:
         assert crew.pipes[rank].poll(PATIENCE)
         kind, found = crew.pipes[rank].recv()
         assert kind == "ended", found
-        assert found[1] == (1,) and re.match(r"all_reduce: \d+\.\d s have passed and ranks \[1\] are missing", found[0])
+        assert found[1] == (1,) and re.match(
+            r"all_reduce: \d+\.\d s have passed and ranks \[1\] are missing", found[0]
+        )
     crew.kill(1)
     for process in crew.processes:
         process.join(60)
@@ -421,7 +485,13 @@ def test_a_rank_that_never_comes_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"backend": "mpi"}, {"hosts": [0]}, {"rank": 5}, {"backend": "nccl"} if not torch.cuda.is_available() else {"rank": -1}]
+    "arguments",
+    [
+        {"backend": "mpi"},
+        {"hosts": [0]},
+        {"rank": 5},
+        {"backend": "nccl"} if not torch.cuda.is_available() else {"rank": -1},
+    ],
 )
 def test_what_cannot_be_honoured_raises(arguments: dict[str, Any]) -> None:
     rank = arguments.pop("rank", 0)
@@ -448,7 +518,12 @@ else:
 @pytest.mark.slow
 def test_a_process_that_ends_in_the_middle_of_an_operation_ends_well(tmp_path: Path) -> None:
     line = [sys.executable, "-c", ENDING]
-    workers = [subprocess.Popen([*line, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    workers = [
+        subprocess.Popen(
+            [*line, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
     for worker in workers:
         _, errors = worker.communicate(timeout=60)
         assert worker.returncode == 0, errors

@@ -35,7 +35,9 @@ def test_who_does_not_come_is_named() -> None:
     assert caught.value.missing == (0, 2)
 
 
-def test_another_thread_closes_a_socket_while_they_are_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_thread_closes_a_socket_while_they_are_looked_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     line, look, looks = socket.socket(), os.readlink, []
     path = f"/proc/self/fd/{line.fileno()}"
 

@@ -20,7 +20,9 @@ class Counted:
 
     def __call__(self, nbytes: int) -> SharedSegment:
         self.made += 1
-        return SharedSegment.create(nbytes, folder=None if self.folder is None else str(self.folder))
+        return SharedSegment.create(
+            nbytes, folder=None if self.folder is None else str(self.folder)
+        )
 
 
 def sent(pool: BlockPool, reader: MessageReader, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -35,7 +37,11 @@ def test_messages_of_all_sizes_and_layouts_arrive() -> None:
     pool, reader, dice = BlockPool(Counted()), MessageReader(), random.Random(2)
     kept: list[tuple[Tensor, Tensor]] = []
     for number in range(300):
-        x = torch.arange(dice.choice((0, 1, 50, 5000, 100_000))).add(number).to(dice.choice((torch.uint8, torch.float32, torch.complex128)))
+        x = (
+            torch.arange(dice.choice((0, 1, 50, 5000, 100_000)))
+            .add(number)
+            .to(dice.choice((torch.uint8, torch.float32, torch.complex128)))
+        )
         x = x[: len(x) // 2 * 2].view(2, -1).t() if dice.random() < 0.5 else x
         x = x.conj() if dice.random() < 0.3 else x
         for came in sent(pool, reader, x, x[:1])[:1]:
@@ -60,7 +66,8 @@ def test_a_block_is_used_again_once_no_tensor_lies_in_it() -> None:
     del held, row
     gc.collect()
     for number in range(60):
-        sent(pool, reader, torch.full((100_000 - 300 * number,), float(number)))  # smaller ones fit, too
+        # smaller ones fit, too
+        sent(pool, reader, torch.full((100_000 - 300 * number,), float(number)))
     assert make.made == made
 
 

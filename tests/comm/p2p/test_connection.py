@@ -13,7 +13,19 @@ import torch
 
 from paceline.cluster.secret import MAC_BYTES
 from paceline.comm.p2p import connection
-from paceline.comm.p2p.connection import HELLO, MAGIC, Listening, admit, call, frames, has_hung_up, introduce, read, send_all, send_some
+from paceline.comm.p2p.connection import (
+    HELLO,
+    MAGIC,
+    Listening,
+    admit,
+    call,
+    frames,
+    has_hung_up,
+    introduce,
+    read,
+    send_all,
+    send_some,
+)
 from paceline.comm.p2p.memory import MemoryPool
 from paceline.comm.p2p.message import pack
 from paceline.comm.wire_format import MalformedMessage
@@ -40,7 +52,9 @@ def both(left: Callable[[], Any], right: Callable[[], Any]) -> tuple[Any, Any]:
         except Exception as error:  # noqa: BLE001  looked at by the test
             results[index] = error
 
-    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate((left, right))]
+    threads = [
+        threading.Thread(target=run, args=each, daemon=True) for each in enumerate((left, right))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -57,7 +71,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("patient")
 def test_two_that_know_the_key_let_each_other_in() -> None:
     here, there = pair()
-    assert both(lambda: introduce(here, KEY, (3, 5), "rank 5"), lambda: admit(there, KEY, 5, {3})) == (None, 3)
+    assert both(
+        lambda: introduce(here, KEY, (3, 5), "rank 5"), lambda: admit(there, KEY, 5, {3})
+    ) == (None, 3)
 
 
 def test_who_was_not_let_in_calls_again() -> None:
@@ -85,7 +101,12 @@ def test_who_was_not_let_in_calls_again() -> None:
             return admit(second, KEY, 5, {3}), second
 
         place = Listening(*server.getsockname(), "")
-        options: dict[str, Any] = {"who": "rank 5", "name": 5, "deadline": PATIENCE, "check": lambda: None}
+        options: dict[str, Any] = {
+            "who": "rank 5",
+            "name": 5,
+            "deadline": PATIENCE,
+            "check": lambda: None,
+        }
         here, (admitted, there) = both(lambda: call(place, KEY, (3, 5), **options), answer)
     with here, there:
         assert admitted == 3 and here.getsockname() == there.getpeername()
@@ -131,13 +152,20 @@ def test_a_proof_does_not_count_a_second_time() -> None:
             heard.append(data)
             here.sendall(data)
 
-    assert both(lambda: introduce(Tapped(), KEY, (3, 5), ""), lambda: admit(there, KEY, 5, {3}))[1] == 3  # type: ignore[arg-type]
+    assert (
+        both(lambda: introduce(Tapped(), KEY, (3, 5), ""), lambda: admit(there, KEY, 5, {3}))[1]
+        == 3
+    )  # type: ignore[arg-type]
     here, there = pair()
     here.sendall(b"".join(heard))
     assert admit(there, KEY, 5, {3}) is None
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n" * 9, MAGIC, HELLO.pack(MAGIC, 3, b"n" * 16) + b"0" * 32], ids=range(4))
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"GET / HTTP/1.1\r\n\r\n" * 9, MAGIC, HELLO.pack(MAGIC, 3, b"n" * 16) + b"0" * 32],
+    ids=range(4),
+)
 def test_noise_is_not_let_in(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "PROOF", 0.05)
     here, there = pair()
@@ -151,8 +179,13 @@ def test_messages_come_as_they_were_sent_however_they_are_cut() -> None:
     dice = random.Random(3)
     messages = []
     for number in range(30):
-        shapes = [dice.choice((0, 1, 30_000, 100_000)) for _ in range(100 if number == 9 else number % 5)]
-        tensors = [torch.full((length,), number).to(dice.choice((torch.bool, torch.float64))) for length in shapes]
+        shapes = [
+            dice.choice((0, 1, 30_000, 100_000)) for _ in range(100 if number == 9 else number % 5)
+        ]
+        tensors = [
+            torch.full((length,), number).to(dice.choice((torch.bool, torch.float64)))
+            for length in shapes
+        ]
         messages.append((number, {"n": number}, tensors))
 
     def send() -> None:
@@ -167,7 +200,10 @@ def test_messages_come_as_they_were_sent_however_they_are_cut() -> None:
     assert error is None and found.pop() is None
     for (lane, head, tensors), (came, message) in zip(messages, found, strict=True):
         assert (came, message.head, len(message.tensors)) == (lane, head, len(tensors))
-        assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(message.tensors, tensors, strict=True))
+        assert all(
+            torch.equal(x, y) and x.dtype == y.dtype
+            for x, y in zip(message.tensors, tensors, strict=True)
+        )
 
 
 @pytest.mark.parametrize("cut", [2, 10, 60, 500])

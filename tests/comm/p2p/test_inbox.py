@@ -64,10 +64,15 @@ def test_what_came_before_the_end_is_received() -> None:
 
     class Dies(FakeLink):
         def gone(self) -> PacelineError | None:
-            self.coming, self.error = [(0, "last")], WorkerLost("rank 4 has died", (4,))  # between the look and the question
+            # between the look and the question
+            self.coming, self.error = [(0, "last")], WorkerLost("rank 4 has died", (4,))
             return self.error
 
     last = ReceiveWork(Dies(inbox), "it", TERMS)
     inbox.ask(0, 7, last)
-    assert last.done() and isinstance(last.exception(), WorkerLost) and "rank 0 has not received it from rank 4" in str(last.exception())
+    assert (
+        last.done()
+        and isinstance(last.exception(), WorkerLost)
+        and "rank 0 has not received it from rank 4" in str(last.exception())
+    )
     assert works[0].wait().head == "last" and not works[1].done()

@@ -10,7 +10,20 @@ from paceline.comm.p2p import memory
 from paceline.comm.p2p.memory import SMALL, SMALLEST, MemoryPool, capacity, lend, tensor
 
 
-@pytest.mark.parametrize("nbytes", [1, SMALLEST, SMALLEST + 1, SMALL, SMALL + 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 123_456_789])
+@pytest.mark.parametrize(
+    "nbytes",
+    [
+        1,
+        SMALLEST,
+        SMALLEST + 1,
+        SMALL,
+        SMALL + 1,
+        (1 << 20) - 1,
+        1 << 20,
+        (1 << 20) + 1,
+        123_456_789,
+    ],
+)
 def test_blocks_have_few_sizes_and_waste_little(nbytes: int) -> None:
     assert nbytes <= capacity(nbytes) <= max(SMALL, 1.26 * nbytes)
     assert capacity(capacity(nbytes)) == capacity(nbytes) and capacity(nbytes) % SMALLEST == 0

@@ -30,7 +30,9 @@ def test_a_header_has_every_dtype(name: str) -> None:
         (0, {}, torch.ones(2, device="meta"), "send dense tensors"),
     ],
 )
-def test_what_cannot_be_sent_is_refused(lane: int, head: Any, tensor: torch.Tensor, said: str) -> None:
+def test_what_cannot_be_sent_is_refused(
+    lane: int, head: Any, tensor: torch.Tensor, said: str
+) -> None:
     with pytest.raises(UsageError, match=said):
         pack(lane, head, [tensor])
 
@@ -38,8 +40,24 @@ def test_what_cannot_be_sent_is_refused(lane: int, head: Any, tensor: torch.Tens
 @pytest.mark.parametrize(
     "text",
     [
-        *(b"", b"\xff", b"3", b"0\n[]", b"a\n[]\n{}", b"0\n[]\n", b"0\n[]\n{", b"0\n3\n{}", b"0\n[3]\n{}", b"0\n[[1,2]]\n{}"),
-        *(b'0\n[["float32",[-1]]]\n{}', b'0\n[["qint8",[1]]]\n{}', b'0\n[["nn",[1]]]\n{}', b'0\n[["float32",[1.5]]]\n{}'),
+        *(
+            b"",
+            b"\xff",
+            b"3",
+            b"0\n[]",
+            b"a\n[]\n{}",
+            b"0\n[]\n",
+            b"0\n[]\n{",
+            b"0\n3\n{}",
+            b"0\n[3]\n{}",
+            b"0\n[[1,2]]\n{}",
+        ),
+        *(
+            b'0\n[["float32",[-1]]]\n{}',
+            b'0\n[["qint8",[1]]]\n{}',
+            b'0\n[["nn",[1]]]\n{}',
+            b'0\n[["float32",[1.5]]]\n{}',
+        ),
         *(
             b'0\n[["float32",[true]]]\n{}',
             b'0\n[["float32",[1073741824,1073741824]]]\n{}',

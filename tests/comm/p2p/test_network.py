@@ -38,11 +38,16 @@ def _killed(group: TorchGroup) -> None:
         assert [x.sum().item() for x in found] == [0, 100_000, 200_000]
         silent = both.receive(2, 0)  # which has never sent anything
         both.send(1, 9, {}, [])
-        said = "rank 1 on node1 is gone: .*: rank 0 on node0 has not received the output of stage 1 from rank 1 on node1"
+        said = (
+            "rank 1 on node1 is gone: .*: rank 0 on node0 has not received the output of stage 1 "
+            "from rank 1 on node1"
+        )
         with pytest.raises(WorkerLost, match=said) as caught:
             both.receive(1, 0, what="the output of stage 1").wait()
         assert caught.value.ranks == (1,)
-        wait_for(lambda: isinstance(both.send(1, 0, {}, [torch.ones(100_000)]).exception(), WorkerLost))
+        wait_for(
+            lambda: isinstance(both.send(1, 0, {}, [torch.ones(100_000)]).exception(), WorkerLost)
+        )
         both.send(2, 0, {}, [])
         with pytest.raises(WorkerLost, match="rank 2 on node2 is gone"):
             silent.wait()
@@ -102,7 +107,8 @@ def _strange(group: TorchGroup) -> None:
         for said in (b"", b"x" * 1000, network.__name__.encode(), os.urandom(60)):
             with socket.create_connection(address) as stranger:
                 stranger.sendall(said)
-        held = [socket.create_connection(address) for _ in range(STRANGERS + 5)]  # more than may be unproved at a time
+        # more than may be unproved at a time
+        held = [socket.create_connection(address) for _ in range(STRANGERS + 5)]
         both.send(1, 0, {"n": 1}, [torch.ones(3)])
         for stranger in held[:10]:
             stranger.close()

@@ -22,9 +22,16 @@ def test_one_worker_sends_to_itself() -> None:
     both.send(0, 2, {"a": 1}, [x.t()])
     x.zero_()
     message = both.receive(0, 2).wait()
-    assert message.head == {"a": 1} and torch.equal(message.tensors[0], torch.ones(4, 3)) and message.tensors[0].is_contiguous()
+    assert (
+        message.head == {"a": 1}
+        and torch.equal(message.tensors[0], torch.ones(4, 3))
+        and message.tensors[0].is_contiguous()
+    )
     assert both.traffic.within == both.traffic.between == 0
-    with pytest.raises(DeadlineExceeded, match=r"rank 5 on node has not received it from rank 5 on node within 0.01 s"):
+    with pytest.raises(
+        DeadlineExceeded,
+        match=r"rank 5 on node has not received it from rank 5 on node within 0.01 s",
+    ):
         both.receive(0, 2, what="it").wait(0.01)
     with pytest.raises(UsageError, match="rank 1 is not one of"):
         both.send(1, 0, {})
@@ -76,7 +83,10 @@ def test_workers_that_cannot_share_memory_use_the_network(monkeypatch: pytest.Mo
 
 def test_nothing_more_is_sent_once_the_group_has_ended() -> None:
     group = TorchGroup.from_store(memory(), 0, 1)
-    both = ProcessPairs(PairSetting(0, (0,), (0,), ("a",), 60.0, lambda word: [word], lambda: group.broken), torch.device("cpu"))
+    both = ProcessPairs(
+        PairSetting(0, (0,), (0,), ("a",), 60.0, lambda word: [word], lambda: group.broken),
+        torch.device("cpu"),
+    )
     work = both.receive(0, 0)
     group.end(ViewChanged("a new view"))
     with pytest.raises(ViewChanged, match="a new view"):

@@ -24,7 +24,14 @@ def taken_from(reader: RingReader) -> RingEntry | None:
 
 
 def entry(number: int) -> RingEntry:
-    return RingEntry(number, number * 3, number << 40, number + 1, number % 7, f"/proc/{number}/fd/3" if number % 2 else "")
+    return RingEntry(
+        number,
+        number * 3,
+        number << 40,
+        number + 1,
+        number % 7,
+        f"/proc/{number}/fd/3" if number % 2 else "",
+    )
 
 
 def test_entries_come_in_order_whether_they_are_read_early_or_late() -> None:
@@ -85,6 +92,7 @@ def test_entries_whose_writer_has_gone_unread_are_named() -> None:
 def test_an_entry_is_pending_until_it_is_confirmed() -> None:
     writer, reader = ends()
     writer.post(entry(4))
-    assert reader.take() == reader.take() == entry(4) and writer.pending  # what it tells of may not be mapped yet
+    # what it tells of may not be mapped yet
+    assert reader.take() == reader.take() == entry(4) and writer.pending
     reader.confirm()
     assert not writer.pending and reader.take() is None

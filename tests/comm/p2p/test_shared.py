@@ -38,10 +38,15 @@ def test_a_killed_worker_is_named_after_its_last_messages() -> None:
         found = [work.wait().tensors[0] for work in early]
         both.send(1, 9, {}, [])
         found.append(both.receive(1, 0).wait().tensors[0])
-        with pytest.raises(WorkerLost, match="rank 1 has died: rank 0 on node has not received the gradient of x from rank 1") as caught:
+        with pytest.raises(
+            WorkerLost,
+            match="rank 1 has died: rank 0 on node has not received the gradient of x from rank 1",
+        ) as caught:
             both.receive(1, 0, what="the gradient of x").wait()
         assert caught.value.ranks == (1,)
-        assert [x.tolist() == [float(number)] * 30_000 for number, x in enumerate(found)] == [True] * 3
+        assert [x.tolist() == [float(number)] * 30_000 for number, x in enumerate(found)] == [
+            True
+        ] * 3
         both.close()
 
     processes.fork(2, body, mortal={1})
@@ -62,12 +67,15 @@ def test_a_message_arrives_though_its_sender_has_left(monkeypatch: pytest.Monkey
                 both.receive(0, 0)
         else:
             other = both.receive(1, 7)
-            wait_for(lambda: other.done() and store.has(["closed"]))  # messages of all lanes are taken meanwhile
+            # messages of all lanes are taken meanwhile
+            wait_for(lambda: other.done() and store.has(["closed"]))
             assert both.receive(1, 0).wait().tensors[0].sum() == 400_000
             with pytest.raises(WorkerLost, match="rank 1 has closed its end"):
                 both.receive(1, 0).wait()
             error = both.send(1, 0, {}, []).exception()
-            assert isinstance(error, WorkerLost) and "does not take a message on lane 0" in str(error)
+            assert isinstance(error, WorkerLost) and "does not take a message on lane 0" in str(
+                error
+            )
             both.close()
         group.close()
 
@@ -100,7 +108,10 @@ def test_an_abort_ends_the_others_and_the_end_of_the_group_ends_pairs() -> None:
         group.barrier().wait()  # both wait for what never comes
         if rank == 0:
             both.abort()
-        with pytest.raises(ViewChanged, match="aborted by rank 0: rank . on node has not" if rank else "aborted by rank 0"):
+        with pytest.raises(
+            ViewChanged,
+            match="aborted by rank 0: rank . on node has not" if rank else "aborted by rank 0",
+        ):
             work.wait()
         with pytest.raises(ViewChanged):
             both.receive(1 - rank, 0).wait()
@@ -132,7 +143,12 @@ def test_several_threads_receive_from_one_source() -> None:
             thread.start()
         for number in range(50):
             for lane in (3, 1, 0, 2):
-                both.send(1 - rank, lane, {}, [torch.full((20_000 if lane % 2 else 2,), 100.0 * lane + number)])
+                both.send(
+                    1 - rank,
+                    lane,
+                    {},
+                    [torch.full((20_000 if lane % 2 else 2,), 100.0 * lane + number)],
+                )
         for thread in threads:
             thread.join(PATIENCE)
         assert found == [[100.0 * lane + number for number in range(50)] for lane in range(4)]
@@ -150,7 +166,12 @@ def test_pairs_in_named_files_leave_none(monkeypatch: pytest.MonkeyPatch, tmp_pa
     def body(rank: int, size: int, store: Store) -> None:
         group, both = made(rank, size, store)
         for number in range(200):
-            both.send(1 - rank, number % 3, {}, [torch.full((40_000 if number % 50 == 0 else 5,), float(number))])
+            both.send(
+                1 - rank,
+                number % 3,
+                {},
+                [torch.full((40_000 if number % 50 == 0 else 5,), float(number))],
+            )
         for number in range(200):
             assert both.receive(1 - rank, number % 3).wait().tensors[0][-1] == number
         group.barrier().wait()  # all has come to both

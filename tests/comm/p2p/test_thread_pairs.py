@@ -49,7 +49,10 @@ def test_a_message_that_never_comes_is_named() -> None:
         both = pairs(group)
         if group.rank == 0:
             work = both.receive(1, 0, what="the output of stage 1 for micro-batch 3")
-            said = r"rank 0 on host 0 has not received the output of stage 1 for micro-batch 3 from rank 1 on host 1 within 0.01 s"
+            said = (
+                r"rank 0 on host 0 has not received the output of stage 1 for micro-batch 3 from "
+                r"rank 1 on host 1 within 0.01 s"
+            )
             with pytest.raises(DeadlineExceeded, match=said) as caught:
                 work.wait(0.01)
             assert caught.value.missing == (1,)
@@ -72,7 +75,10 @@ def test_who_has_gone_is_named_after_its_last_message() -> None:
                 both.send(0, 0, {}, [])
         if group.rank == 0:
             assert both.receive(1, 0).wait().tensors[0].item() == 1
-            with pytest.raises(WorkerLost, match="rank 0 on host 0 has not received a message on lane 0 from rank 1") as caught:
+            with pytest.raises(
+                WorkerLost,
+                match="rank 0 on host 0 has not received a message on lane 0 from rank 1",
+            ) as caught:
                 both.receive(1, 0).wait()
             assert caught.value.ranks == (1,)
             with pytest.raises(WorkerLost, match="rank 2 has left"):
@@ -121,7 +127,9 @@ def test_bytes_are_counted_within_and_between_hosts() -> None:
         return both.traffic.within, both.traffic.between
 
     counts = spawn(3, body, hosts=(0, 0, 1))
-    for (within, between), wanted in zip(counts, [(4000, 4000), (8000, 8000), (0, 24000)], strict=True):
+    for (within, between), wanted in zip(
+        counts, [(4000, 4000), (8000, 8000), (0, 24000)], strict=True
+    ):
         assert 0 <= within - wanted[0] < 200 and 0 <= between - wanted[1] < 200
 
 

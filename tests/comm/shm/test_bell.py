@@ -21,7 +21,9 @@ class Cells:
     def __init__(self) -> None:
         self.memory = ctypes.create_string_buffer(8 * 24)
         self.cells = memoryview(self.memory).cast("B").cast("q")
-        self.bells = [Bell(self.cells, ctypes.addressof(self.memory), PLACES, rank) for rank in range(3)]
+        self.bells = [
+            Bell(self.cells, ctypes.addressof(self.memory), PLACES, rank) for rank in range(3)
+        ]
 
     def post(self, rank: int) -> None:
         self.cells[PLACES[rank] + 4] += 1
@@ -49,7 +51,12 @@ def test_a_sleep_ends_by_itself() -> None:
 
 def test_all_that_sleep_are_woken_and_no_bell_rings_for_others() -> None:
     ours = Cells()
-    threads = [threading.Thread(target=ours.bells[rank].rest, args=(ours.posted(2, 1), PATIENCE), daemon=True) for rank in (0, 1, 1)]
+    threads = [
+        threading.Thread(
+            target=ours.bells[rank].rest, args=(ours.posted(2, 1), PATIENCE), daemon=True
+        )
+        for rank in (0, 1, 1)
+    ]
     for thread in threads:
         thread.start()
     while not (ours.asleep(0) and ours.asleep(1)):
@@ -58,7 +65,11 @@ def test_all_that_sleep_are_woken_and_no_bell_rings_for_others() -> None:
     while any(thread.is_alive() for thread in threads) and time.monotonic() < end:
         ours.post(2)  # again, as a thread may not have fallen asleep when it was first rung for
         time.sleep(0.001)
-    assert not any(thread.is_alive() for thread in threads) and not ours.asleep(0) and not ours.asleep(1)
+    assert (
+        not any(thread.is_alive() for thread in threads)
+        and not ours.asleep(0)
+        and not ours.asleep(1)
+    )
     heard = [ours.cells[place + 1] for place in PLACES]
     ours.post(2)
     assert [ours.cells[place + 1] for place in PLACES] == heard  # nobody sleeps

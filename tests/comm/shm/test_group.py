@@ -35,10 +35,23 @@ def join(store: Store, rank: int, size: int, *, block: int = TINY, **options: An
 
 def mine(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Different data on every rank, the same in every run."""
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(97 * seed + rank), dtype=torch.float64) * 3
+    values = (
+        torch.randn(
+            shape, generator=torch.Generator().manual_seed(97 * seed + rank), dtype=torch.float64
+        )
+        * 3
+    )
     if dtype.is_complex:
-        return torch.complex(values, values.flip(0) + rank if values.dim() else values + rank).to(dtype)
-    return values > 0 if dtype == torch.bool else values.to(dtype) if dtype.is_floating_point else values.abs().to(dtype)
+        return torch.complex(values, values.flip(0) + rank if values.dim() else values + rank).to(
+            dtype
+        )
+    return (
+        values > 0
+        if dtype == torch.bool
+        else values.to(dtype)
+        if dtype.is_floating_point
+        else values.abs().to(dtype)
+    )
 
 
 def defined(op: str, dtype: torch.dtype) -> bool:
@@ -74,10 +87,22 @@ def test_every_reduction_of_every_dtype_is_that_of_one_process(size: int) -> Non
                     x = parts[rank].clone()
                     assert same(group.all_reduce(x, op=op).wait(), wanted, op), (op, dtype, shape)
                     assert torch.equal(x, parts[rank])
-                    assert group.all_reduce(x, op=op, out=x).wait() is x and same(x, wanted, op), (op, dtype, shape)
-                    assert all(torch.equal(x, other.view(shape)) for other in group.all_gather(x.view(1, *shape)).wait())  # on all ranks
+                    assert group.all_reduce(x, op=op, out=x).wait() is x and same(x, wanted, op), (
+                        op,
+                        dtype,
+                        shape,
+                    )
+                    # on all ranks
+                    assert all(
+                        torch.equal(x, other.view(shape))
+                        for other in group.all_gather(x.view(1, *shape)).wait()
+                    )
                     start, stop = pieces(wanted.numel(), size)[rank]
-                    assert same(group.reduce_scatter(parts[rank], op=op).wait(), wanted.reshape(-1)[start:stop], op), (op, dtype, shape)
+                    assert same(
+                        group.reduce_scatter(parts[rank], op=op).wait(),
+                        wanted.reshape(-1)[start:stop],
+                        op,
+                    ), (op, dtype, shape)
         group.close()
 
     fork(size, body)
@@ -88,7 +113,15 @@ def test_sums_of_any_length_with_blocks_of_any_size(size: int) -> None:
     def body(rank: int, size: int, store: Store) -> None:
         group = SharedGroup.from_store(store, rank, size, deadline=60)
         dice = random.Random(5)
-        for length in [1, 8191, 8192, 8193, 65_536 * size, 700_001, *(dice.randrange(1, 100_000) for _ in range(4))]:
+        for length in [
+            1,
+            8191,
+            8192,
+            8193,
+            65_536 * size,
+            700_001,
+            *(dice.randrange(1, 100_000) for _ in range(4)),
+        ]:
             for block in (group.segment.block, 64 * size, 4096 * size):
                 if length * 4 > 500 * block:
                     continue
@@ -107,7 +140,8 @@ def test_sums_of_any_length_with_blocks_of_any_size(size: int) -> None:
 
 
 def test_halves_are_summed_in_float32() -> None:
-    # 2048 + 1 is 2048 in float16 and 256 + 1 is 256 in bfloat16: summed in halves, the ones would be lost
+    # 2048 + 1 is 2048 in float16 and 256 + 1 is 256 in bfloat16: summed in halves, the ones would
+    # be lost
     def body(rank: int, size: int, store: Store) -> None:
         group = join(store, rank, size)
         for dtype, big in ((torch.float16, 2048.0), (torch.bfloat16, 256.0)):
@@ -129,15 +163,26 @@ def test_strides_conjugates_and_overlaps(shape: tuple[int, int]) -> None:
         parts = [mine(r, shape, torch.complex64) for r in range(size)]
         wanted = reduce("sum", parts)
         x = parts[rank].t().contiguous().t()
-        assert not x.is_contiguous() and group.all_reduce(x, out=x).wait() is x and torch.equal(x, wanted)
+        assert (
+            not x.is_contiguous()
+            and group.all_reduce(x, out=x).wait() is x
+            and torch.equal(x, wanted)
+        )
         out = torch.zeros(*shape, 2, dtype=torch.complex64)[..., 1]
-        assert torch.equal(group.all_reduce(parts[rank], out=out).wait(), wanted) and torch.equal(out, wanted)
+        assert torch.equal(group.all_reduce(parts[rank], out=out).wait(), wanted) and torch.equal(
+            out, wanted
+        )
         conjugate = parts[rank].clone().conj()
         assert torch.equal(group.all_reduce(conjugate).wait(), wanted.conj())
-        assert torch.equal(group.all_reduce(parts[rank], out=torch.zeros_like(wanted).conj()).wait(), wanted)
+        assert torch.equal(
+            group.all_reduce(parts[rank], out=torch.zeros_like(wanted).conj()).wait(), wanted
+        )
         negative = parts[rank].clone().conj().imag  # a view that is negated when read
         assert torch.equal(group.all_reduce(negative).wait(), wanted.conj().imag)
-        assert torch.equal(torch.stack(group.all_gather(negative).wait()), torch.stack([p.conj().imag for p in parts]))
+        assert torch.equal(
+            torch.stack(group.all_gather(negative).wait()),
+            torch.stack([p.conj().imag for p in parts]),
+        )
         rows = torch.zeros(shape[0] + 1, shape[1], dtype=torch.complex64)
         rows[:-1] = parts[rank]
         group.all_reduce(rows[:-1], out=rows[1:]).wait()
@@ -155,26 +200,46 @@ def test_registered_memory() -> None:
         memory = group.empty((300, 401), torch.float32)
         assert memory.shape == (300, 401) and bool((memory == 0).all())
         parts = [mine(r, (300, 401), torch.float32) for r in range(size)]
-        for view in (memory, memory[10:250], memory.view(-1)[12_345:100_002], memory[:200, :50], memory.t()):
+        for view in (
+            memory,
+            memory[10:250],
+            memory.view(-1)[12_345:100_002],
+            memory[:200, :50],
+            memory.t(),
+        ):
             for op in OPS:
                 memory.copy_(parts[rank])
                 wanted = [part.clone() for part in parts]
-                views = [torch.as_strided(w, view.shape, view.stride(), view.storage_offset() - memory.storage_offset()) for w in wanted]
+                views = [
+                    torch.as_strided(
+                        w,
+                        view.shape,
+                        view.stride(),
+                        view.storage_offset() - memory.storage_offset(),
+                    )
+                    for w in wanted
+                ]
                 views[rank].copy_(reduce(op, views))
                 assert group.all_reduce(view, op=op, out=view).wait() is view
                 assert torch.equal(memory, wanted[rank]), (view.shape, op)  # and nothing around it
         memory.copy_(parts[rank])
-        assert torch.equal(group.all_reduce(memory).wait(), reduce("sum", parts)) and torch.equal(memory, parts[rank])
+        assert torch.equal(group.all_reduce(memory).wait(), reduce("sum", parts)) and torch.equal(
+            memory, parts[rank]
+        )
         group.all_reduce(parts[rank], out=memory).wait()
         assert torch.equal(memory, reduce("sum", parts))
-        assert group.empty((), torch.int64).shape == () and group.empty((0, 3), torch.int64).shape == (0, 3)
+        assert group.empty((), torch.int64).shape == () and group.empty(
+            (0, 3), torch.int64
+        ).shape == (0, 3)
         group.close()
 
     fork(2, body)
     fork(3, body)
 
 
-def test_a_broadcast_of_registered_memory_takes_it_where_it_lies_if_all_ranks_have_it_there() -> None:
+def test_a_broadcast_of_registered_memory_takes_it_where_it_lies_if_all_ranks_have_it_there() -> (
+    None
+):
     def body(rank: int, size: int, store: Store) -> None:
         group = join(store, rank, size)
         for ours in (group, group.sub(range(size))):
@@ -184,7 +249,15 @@ def test_a_broadcast_of_registered_memory_takes_it_where_it_lies_if_all_ranks_ha
             gone = group.empty((40_000,), torch.float32)
             if rank == size - 1:
                 group.release(gone)
-            cases = [(a, a), (a[100:30_100], a[100:30_100]), (a, plain), (plain, a), (a, b), (a[:30_000], a[5:30_005]), (gone, gone)]
+            cases = [
+                (a, a),
+                (a[100:30_100], a[100:30_100]),
+                (a, plain),
+                (plain, a),
+                (a, b),
+                (a[:30_000], a[5:30_005]),
+                (gone, gone),
+            ]
             for root, (from_here, to_here) in itertools.product(range(size), cases):
                 for memory in (a, b, plain, gone):
                     memory.fill_(-1)
@@ -194,7 +267,9 @@ def test_a_broadcast_of_registered_memory_takes_it_where_it_lies_if_all_ranks_ha
                 assert ours.broadcast(turn, root=root).wait() is turn
                 assert torch.equal(turn, torch.arange(turn.numel()).float())
                 turn.fill_(-1)  # the root's is its own again
-                everything = [memory for memory in (a, b, plain, gone) if memory.data_ptr() != turn.data_ptr()]
+                everything = [
+                    memory for memory in (a, b, plain, gone) if memory.data_ptr() != turn.data_ptr()
+                ]
                 assert all(bool((memory == -1).all()) for memory in everything)
         group.close()
 
@@ -243,7 +318,11 @@ def test_memory_registered_in_another_order_or_at_another_place_is_a_mismatch() 
         group = join(store, rank, size)
         memories = [group.empty((20_000,), torch.float32) for _ in range(2)]
         plain = torch.ones(20_000)
-        for mine in (memories[rank], memories[0][rank : rank + 19_000], memories[0] if rank else plain):
+        for mine in (
+            memories[rank],
+            memories[0][rank : rank + 19_000],
+            memories[0] if rank else plain,
+        ):
             with pytest.raises(Mismatch, match=r"rank 0 at .*rank 1 at .*registered"):
                 group.all_reduce(mine, out=mine).wait()
         assert group.all_reduce(plain, out=plain).wait()[0] == 2
@@ -310,15 +389,29 @@ def test_messages(size: int) -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.uint8):
             for length in (0, 1, 777, 9000):
                 gathered = group.all_gather(mine(rank, (length * (rank + 1), 2), dtype)).wait()
-                assert all(same(x, mine(r, (length * (r + 1), 2), dtype)) for r, x in enumerate(gathered)) and len(gathered) == size
-                dealt = group.all_to_all([mine(rank, (length + to, 2), dtype, to) for to in range(size)]).wait()
-                assert all(same(x, mine(r, (length + rank, 2), dtype, rank)) for r, x in enumerate(dealt))
+                assert (
+                    all(
+                        same(x, mine(r, (length * (r + 1), 2), dtype))
+                        for r, x in enumerate(gathered)
+                    )
+                    and len(gathered) == size
+                )
+                dealt = group.all_to_all(
+                    [mine(rank, (length + to, 2), dtype, to) for to in range(size)]
+                ).wait()
+                assert all(
+                    same(x, mine(r, (length + rank, 2), dtype, rank)) for r, x in enumerate(dealt)
+                )
                 x = mine(rank, (length, 3), dtype).t()
-                assert group.broadcast(x, root=size - 1).wait() is x and same(x, mine(size - 1, (length, 3), dtype).t())
+                assert group.broadcast(x, root=size - 1).wait() is x and same(
+                    x, mine(size - 1, (length, 3), dtype).t()
+                )
         scalars = group.all_gather(torch.tensor(rank)).wait()
         assert [x.item() for x in scalars] == list(range(size)) and scalars[0].shape == ()
         group.barrier().wait()
-        assert group.gather_objects({"rank": rank, "x": [None, 1.5]}) == [{"rank": r, "x": [None, 1.5]} for r in range(size)]
+        assert group.gather_objects({"rank": rank, "x": [None, 1.5]}) == [
+            {"rank": r, "x": [None, 1.5]} for r in range(size)
+        ]
         group.close()
 
     fork(size, body)
@@ -336,7 +429,11 @@ def test_exchange() -> None:
         ]
         note = torch.zeros(1, dtype=torch.int64)
         group.exchange(sends, [(left, inbox), (rank, note), (left, strided)], tag=3).wait()
-        assert bool((inbox == left).all()) and bool((strided == 10 + left).all()) and note.item() == 5 + rank
+        assert (
+            bool((inbox == left).all())
+            and bool((strided == 10 + left).all())
+            and note.item() == 5 + rank
+        )
         group.exchange([], []).wait()
         if rank == 0:
             group.exchange([(2, torch.ones(3))], []).wait()
@@ -357,7 +454,10 @@ def test_operations_end_in_the_order_they_began_in_whatever_is_waited_for_first(
     def body(rank: int, size: int, store: Store) -> None:
         group = join(store, rank, size)
         for _ in range(20):
-            works: list[Work[Any]] = [group.all_reduce(torch.full((length,), float(i))) for i, length in enumerate([5, 30_000, 0, 9000])]
+            works: list[Work[Any]] = [
+                group.all_reduce(torch.full((length,), float(i)))
+                for i, length in enumerate([5, 30_000, 0, 9000])
+            ]
             works.append(group.all_gather(torch.tensor([rank])))
             if rank % 2:
                 works.append(group.barrier())
@@ -366,7 +466,9 @@ def test_operations_end_in_the_order_they_began_in_whatever_is_waited_for_first(
             else:
                 assert works[1].wait()[0] == size and works[0].done()
                 works.append(group.barrier())
-            assert works[3].wait()[0] == 3 * size and torch.cat(works[4].wait()).tolist() == list(range(size))
+            assert works[3].wait()[0] == 3 * size and torch.cat(works[4].wait()).tolist() == list(
+                range(size)
+            )
             assert works[0].exception() is None and works[0].wait()[0] == 0
             works[-1].wait()
         group.close()
@@ -388,10 +490,16 @@ def test_a_dropped_work_goes_on() -> None:
 
 
 class Story:
-    """A random sequence of calls, the same on every rank, with sleeps of its own on each; results are checked against one process."""
+    """A random sequence of calls, the same on every rank, with sleeps of its own on each;
+    results are checked against one process.
+    """
 
     def __init__(self, group: SharedGroup, seed: int, pause: float) -> None:
-        self.group, self.dice, self.sleep = group, random.Random(seed), random.Random(100 * seed + group.rank)
+        self.group, self.dice, self.sleep = (
+            group,
+            random.Random(seed),
+            random.Random(100 * seed + group.rank),
+        )
         self.pause = pause
         self.pending: list[tuple[Work[Any], Callable[[Any], bool]]] = []
         self.memory = group.empty((30_000,), torch.float32)
@@ -402,7 +510,16 @@ class Story:
             if self.sleep.random() < 0.3:
                 time.sleep(self.sleep.random() * self.pause)
             choice = self.dice.choice(
-                [self.reduce, self.reduce, self.registered, self.gather, self.scatter, self.agree, self.wait, self.broadcast]
+                [
+                    self.reduce,
+                    self.reduce,
+                    self.registered,
+                    self.gather,
+                    self.scatter,
+                    self.agree,
+                    self.wait,
+                    self.broadcast,
+                ]
             )
             choice(turn)
             if len(self.pending) > 5:
@@ -421,7 +538,10 @@ class Story:
 
     def reduce(self, turn: int) -> None:
         parts, op = self.data((self.length(),), turn), self.dice.choice(OPS)
-        self.start(self.group.all_reduce(parts[self.group.rank].clone(), op=op), lambda found: torch.equal(found, reduce(op, parts)))
+        self.start(
+            self.group.all_reduce(parts[self.group.rank].clone(), op=op),
+            lambda found: torch.equal(found, reduce(op, parts)),
+        )
 
     def registered(self, turn: int) -> None:
         if self.busy:
@@ -431,7 +551,10 @@ class Story:
         view = self.memory[low : low + self.dice.randrange(20_000)]
         parts = self.data((view.numel(),), turn)
         view.copy_(parts[self.group.rank])
-        self.start(self.group.all_reduce(view, out=view), lambda found: self.settle() and torch.equal(found, reduce("sum", parts)))
+        self.start(
+            self.group.all_reduce(view, out=view),
+            lambda found: self.settle() and torch.equal(found, reduce("sum", parts)),
+        )
 
     def settle(self) -> bool:
         self.busy = False
@@ -441,16 +564,24 @@ class Story:
         length = self.length()
         wanted = [mine(r, (length + r,), torch.float32, turn) for r in range(self.group.size)]
         work = self.group.all_gather(wanted[self.group.rank])
-        self.start(work, lambda found: all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)))
+        self.start(
+            work, lambda found: all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        )
 
     def broadcast(self, turn: int) -> None:
         parts, root = self.data((self.length(),), turn), self.dice.randrange(self.group.size)
-        self.start(self.group.broadcast(parts[self.group.rank].clone(), root=root), lambda found: torch.equal(found, parts[root]))
+        self.start(
+            self.group.broadcast(parts[self.group.rank].clone(), root=root),
+            lambda found: torch.equal(found, parts[root]),
+        )
 
     def scatter(self, turn: int) -> None:
         parts = self.data((self.length(),), turn)
         start, stop = pieces(parts[0].numel(), self.group.size)[self.group.rank]
-        self.start(self.group.reduce_scatter(parts[self.group.rank]), lambda found: torch.equal(found, reduce("sum", parts)[start:stop]))
+        self.start(
+            self.group.reduce_scatter(parts[self.group.rank]),
+            lambda found: torch.equal(found, reduce("sum", parts)[start:stop]),
+        )
 
     def agree(self, turn: int) -> None:
         length = self.dice.choice([0, 5, 40_000])
@@ -494,19 +625,63 @@ def test_many_random_stories(seed: int) -> None:
 @pytest.mark.parametrize(
     ("first", "second", "names"),
     [
-        (lambda g: g.all_reduce(torch.ones(3), name="w"), lambda g: g.all_reduce(torch.ones(4), name="w"), ["[3]", "[4]", "'w'"]),
-        (lambda g: g.all_reduce(torch.ones(30_000)), lambda g: g.all_reduce(torch.ones(30_001)), ["[30000]", "[30001]"]),
-        (lambda g: g.all_reduce(torch.ones(3)), lambda g: g.all_reduce(torch.ones(3).double()), ["float32", "float64"]),
-        (lambda g: g.all_reduce(torch.ones(3)), lambda g: g.all_reduce(torch.ones(3), op="mean"), ["sum", "mean"]),
-        (lambda g: g.all_reduce(torch.ones(3), name="a"), lambda g: g.all_reduce(torch.ones(3), name="b"), ["'a'", "'b'"]),
+        (
+            lambda g: g.all_reduce(torch.ones(3), name="w"),
+            lambda g: g.all_reduce(torch.ones(4), name="w"),
+            ["[3]", "[4]", "'w'"],
+        ),
+        (
+            lambda g: g.all_reduce(torch.ones(30_000)),
+            lambda g: g.all_reduce(torch.ones(30_001)),
+            ["[30000]", "[30001]"],
+        ),
+        (
+            lambda g: g.all_reduce(torch.ones(3)),
+            lambda g: g.all_reduce(torch.ones(3).double()),
+            ["float32", "float64"],
+        ),
+        (
+            lambda g: g.all_reduce(torch.ones(3)),
+            lambda g: g.all_reduce(torch.ones(3), op="mean"),
+            ["sum", "mean"],
+        ),
+        (
+            lambda g: g.all_reduce(torch.ones(3), name="a"),
+            lambda g: g.all_reduce(torch.ones(3), name="b"),
+            ["'a'", "'b'"],
+        ),
         (lambda g: g.barrier(), lambda g: g.all_gather(torch.ones(3)), ["barrier", "all_gather"]),
-        (lambda g: g.all_gather(torch.ones(3, 2)), lambda g: g.all_gather(torch.ones(3, 4)), ["[*, 2]", "[*, 4]"]),
-        (lambda g: g.reduce_scatter(torch.ones(3)), lambda g: g.reduce_scatter(torch.ones(90_000)), ["[3]", "[90000]"]),
-        (lambda g: g.broadcast(torch.ones(1), root=0), lambda g: g.broadcast(torch.ones(1), root=1), ["root 0", "root 1"]),
-        (lambda g: g.exchange([], [], tag=1), lambda g: g.exchange([], [], tag=2), ["tag 1", "tag 2"]),
-        (lambda g: g.gather_objects(1, name="a"), lambda g: g.gather_objects(1), ["'a'", "gather_objects"]),
+        (
+            lambda g: g.all_gather(torch.ones(3, 2)),
+            lambda g: g.all_gather(torch.ones(3, 4)),
+            ["[*, 2]", "[*, 4]"],
+        ),
+        (
+            lambda g: g.reduce_scatter(torch.ones(3)),
+            lambda g: g.reduce_scatter(torch.ones(90_000)),
+            ["[3]", "[90000]"],
+        ),
+        (
+            lambda g: g.broadcast(torch.ones(1), root=0),
+            lambda g: g.broadcast(torch.ones(1), root=1),
+            ["root 0", "root 1"],
+        ),
+        (
+            lambda g: g.exchange([], [], tag=1),
+            lambda g: g.exchange([], [], tag=2),
+            ["tag 1", "tag 2"],
+        ),
+        (
+            lambda g: g.gather_objects(1, name="a"),
+            lambda g: g.gather_objects(1),
+            ["'a'", "gather_objects"],
+        ),
         (lambda g: g.agree(b"x" * 99), lambda g: g.gather_objects(1), ["agree", "gather_objects"]),
-        (lambda g: g.empty((3,), torch.int8), lambda g: g.empty((4,), torch.int8), ["empty", "[3]", "[4]"]),
+        (
+            lambda g: g.empty((3,), torch.int8),
+            lambda g: g.empty((4,), torch.int8),
+            ["empty", "[3]", "[4]"],
+        ),
         (lambda g: g.sub([0]), lambda g: g.sub([0, 1]), ["ranks 0", "ranks 0, 1"]),
     ],
 )
@@ -525,7 +700,11 @@ def test_a_mismatch_is_raised_on_every_rank(first: Any, second: Any, names: list
         return str(caught.value)
 
     for message in threads(3, body):
-        assert "rank 0 at" in message and "ranks 1, 2 at" in message and all(name in message for name in names)
+        assert (
+            "rank 0 at" in message
+            and "ranks 1, 2 at" in message
+            and all(name in message for name in names)
+        )
 
 
 @pytest.mark.parametrize(
@@ -536,12 +715,18 @@ def test_a_mismatch_is_raised_on_every_rank(first: Any, second: Any, names: list
         (lambda g: g.reduce_scatter(torch.ones(30_000, dtype=torch.bool)), "bool"),
         (lambda g: g.all_reduce(torch.ones(3, dtype=torch.complex64), op="max"), "complex64"),
         (lambda g: g.all_reduce(torch.ones(3), op="median"), "median"),
-        (lambda g: g.all_reduce(torch.ones(3), out=torch.ones(2) if g.rank == 1 else None), "rank 1"),
+        (
+            lambda g: g.all_reduce(torch.ones(3), out=torch.ones(2) if g.rank == 1 else None),
+            "rank 1",
+        ),
         (lambda g: g.all_reduce(torch.ones(30_000), out=torch.ones(30_000).double()), "float64"),
         (lambda g: g.broadcast(torch.ones(3), root=9), "root=9"),
         (lambda g: g.all_to_all([torch.ones(3)]), "1 tensors for 2 ranks"),
         (lambda g: g.all_reduce(torch.eye(3).to_sparse() if g.rank else torch.eye(3)), "sparse"),
-        (lambda g: g.reduce_scatter(torch.eye(3).to_sparse() if g.rank else torch.eye(3)), "sparse"),
+        (
+            lambda g: g.reduce_scatter(torch.eye(3).to_sparse() if g.rank else torch.eye(3)),
+            "sparse",
+        ),
         (lambda g: g.all_gather(torch.eye(3).to_sparse()), "sparse"),
         (lambda g: g.all_reduce(torch.ones(3, device="meta")), "meta"),
         (lambda g: g.exchange([(1 - g.rank, torch.ones(3, device="meta"))], []), "meta"),
@@ -567,9 +752,14 @@ def test_exchanges_that_do_not_fit_raise_on_all() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         group = join(store, rank, size)
         for count, kind in ((2, "float32"), (3, "float64")):
-            with pytest.raises(Mismatch, match=f"rank 0 sends 3 x float32 to rank 1, which expects {count} x {kind}"):
+            with pytest.raises(
+                Mismatch,
+                match=f"rank 0 sends 3 x float32 to rank 1, which expects {count} x {kind}",
+            ):
                 inbox = torch.ones(count, dtype=getattr(torch, kind))
-                group.exchange([(1, torch.ones(3))] if rank == 0 else [], [(0, inbox)] if rank == 1 else []).wait()
+                group.exchange(
+                    [(1, torch.ones(3))] if rank == 0 else [], [(0, inbox)] if rank == 1 else []
+                ).wait()
         group.barrier().wait()
         group.close()
 
@@ -582,9 +772,18 @@ def test_exchanges_that_do_not_fit_raise_on_all() -> None:
 def test_subgroups_overlap_and_have_subgroups() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         group = join(store, rank, size)
-        low, high, back, alone = group.sub([0, 1, 2]), group.sub([1, 2, 3]), group.sub([3, 0]), group.sub([2])
+        low, high, back, alone = (
+            group.sub([0, 1, 2]),
+            group.sub([1, 2, 3]),
+            group.sub([3, 0]),
+            group.sub([2]),
+        )
         assert (low is None, high is None, back is None) == (rank == 3, rank == 0, rank in (1, 2))
-        works = [(g, g.all_reduce(torch.full((20_000,), 1.0 + rank))) for g in (low, high, back) if g is not None]
+        works = [
+            (g, g.all_reduce(torch.full((20_000,), 1.0 + rank)))
+            for g in (low, high, back)
+            if g is not None
+        ]
         whole = group.all_reduce(torch.tensor(rank))
         for sub, work in reversed(works):
             assert work.wait()[-1] == sum(1 + sub.global_rank(r) for r in range(sub.size))
@@ -598,7 +797,10 @@ def test_subgroups_overlap_and_have_subgroups() -> None:
                 assert [inner.global_rank(r) for r in range(2)] == [2, 0]
                 inner.close()
         if high is not None:
-            with pytest.raises(Mismatch, match=r"rank 1 at barrier \(\S+\); ranks 2, 3 at all_reduce"):  # as they are called in the whole
+            # as they are called in the whole
+            with pytest.raises(
+                Mismatch, match=r"rank 1 at barrier \(\S+\); ranks 2, 3 at all_reduce"
+            ):
                 (high.barrier() if rank == 1 else high.all_reduce(torch.ones(1))).wait()
         if alone is not None:
             assert alone.all_reduce(torch.ones(3)).wait()[0] == alone.size
@@ -619,7 +821,8 @@ def test_a_wait_in_one_group_pushes_the_pending_operations_of_its_relatives() ->
         for _ in range(5):
             work = group.all_reduce(torch.ones(100_000))
             if rank == 0:
-                sub.agree(b"")  # rank 1 comes only once the sum is done, in which rank 0 has parts to add
+                # rank 1 comes only once the sum is done, in which rank 0 has parts to add
+                sub.agree(b"")
             assert work.wait()[0] == 2
             if rank == 1:
                 sub.agree(b"")
@@ -637,7 +840,10 @@ def test_a_wait_in_one_group_pushes_the_pending_operations_of_its_relatives() ->
 def test_many_groups_in_one_process() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         groups = [join(store.sub(str(number)), rank, size) for number in range(6)]
-        works = [group.all_reduce(torch.full((20_000,), float(number))) for number, group in enumerate(groups)]
+        works = [
+            group.all_reduce(torch.full((20_000,), float(number)))
+            for number, group in enumerate(groups)
+        ]
         assert [work.wait()[0].item() for work in works] == [2.0 * number for number in range(6)]
         for group in groups[::2]:
             group.close()
@@ -669,7 +875,9 @@ def test_agree_beside_pending_operations_in_any_order() -> None:
                     works.append(group.all_reduce(torch.ones(40_000)))
                 else:
                     agreed.append(group.agree(bytes([rank] * 3)))
-            assert [work.wait()[-1].item() for work in works] == [size] * 3 and agreed == [[bytes([r] * 3) for r in range(size)]] * 3
+            assert [work.wait()[-1].item() for work in works] == [size] * 3 and agreed == [
+                [bytes([r] * 3) for r in range(size)]
+            ] * 3
         group.close()
 
     fork(3, body)
@@ -680,7 +888,9 @@ def test_agree_beside_pending_operations_in_any_order() -> None:
 
 def held() -> tuple[int, int]:
     """Descriptors and shared mappings of this process."""
-    return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:paceline")
+    return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count(
+        "memfd:paceline"
+    )
 
 
 def test_no_file_is_made_and_no_descriptor_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -713,7 +923,11 @@ def small(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MB."""
     folder = tmp_path / "small"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "paceline-test", str(folder)], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "paceline-test", str(folder)],
+        capture_output=True,
+        check=False,
+    ).returncode:
         pytest.skip("only root can mount a file system of 1 MB")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
@@ -722,7 +936,13 @@ def small(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.jobs
 def test_too_little_shared_memory_is_said_on_all_ranks(small: Path, tmp_path: Path) -> None:
     def body(rank: int, size: int, store: Store) -> None:
-        with pytest.raises(ResourceError, match=r"MiB of shared memory can't be had \(No space left on device; .*small has 1 MiB free\)"):
+        with pytest.raises(
+            ResourceError,
+            match=(
+                r"MiB of shared memory can't be had \(No space left on device; "
+                r".*small has 1 MiB free\)"
+            ),
+        ):
             join(store.sub("a"), rank, size, folder=str(small))
         group = join(store.sub("b"), rank, size, folder=str(tmp_path))
         group.segment.folder = str(small)
@@ -731,7 +951,10 @@ def test_too_little_shared_memory_is_said_on_all_ranks(small: Path, tmp_path: Pa
         with pytest.raises(ResourceError, match="shm-size"):
             group.sub([1, 2])
         memory = group.empty((20_000,), torch.float32)  # this fits
-        assert group.all_reduce(memory.fill_(1), out=memory).wait()[0] == size and os.listdir(small) == []
+        assert (
+            group.all_reduce(memory.fill_(1), out=memory).wait()[0] == size
+            and os.listdir(small) == []
+        )
         group.close()
 
     fork(3, body)

@@ -51,13 +51,18 @@ def test_discarded_pages_read_as_zeros_and_what_lies_beside_them_stays() -> None
 def test_what_a_process_keeps_to_itself_is_seen_by_nobody_else() -> None:
     segment = SharedSegment.create(2 * PAGE)
     again = segment.again()
-    here, there = (torch.empty(0, dtype=torch.uint8).set_(again, 0, (2 * PAGE,), (1,)), segment.tensor(0, (2 * PAGE,), torch.uint8))
+    here, there = (
+        torch.empty(0, dtype=torch.uint8).set_(again, 0, (2 * PAGE,), (1,)),
+        segment.tensor(0, (2 * PAGE,), torch.uint8),
+    )
     there.fill_(1)
     keep_writes(again.data_ptr(), again.nbytes(), again._get_shared_fd())
     here[5] = 7
     assert here[5] == 7 and here[0] == 1 and bool((there == 1).all())
     there.fill_(2)
-    assert here[0] == 1 and here[PAGE] == 2, "a page that was written stays, another shows what there is"
+    assert here[0] == 1 and here[PAGE] == 2, (
+        "a page that was written stays, another shows what there is"
+    )
     with pytest.raises(ResourceError, match="can't be mapped again"):
         keep_writes(again.data_ptr() + 1, PAGE, again._get_shared_fd())
     segment.seal()
@@ -65,9 +70,12 @@ def test_what_a_process_keeps_to_itself_is_seen_by_nobody_else() -> None:
 
 def test_tensors_outlive_the_segment_and_nothing_else_is_held() -> None:
     def held() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:paceline")
+        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count(
+            "memfd:paceline"
+        )
 
-    def body(rank: int, size: int, store: Store) -> None:  # in a process of its own: nobody else opens and closes files there
+    # in a process of its own: nobody else opens and closes files there
+    def body(rank: int, size: int, store: Store) -> None:
         before = held()
         segment = SharedSegment.create(1 << 20)
         segment.seal()
@@ -84,7 +92,9 @@ def test_tensors_outlive_the_segment_and_nothing_else_is_held() -> None:
     fork(1, body)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (LARGE // 4 - 1,), (LARGE // 4,), (3, LARGE // 4 + 7)])
+@pytest.mark.parametrize(
+    "shape", [(), (0,), (3,), (LARGE // 4 - 1,), (LARGE // 4,), (3, LARGE // 4 + 7)]
+)
 def test_fresh_memory_is_ordinary_memory(shape: tuple[int, ...]) -> None:
     around = [torch.zeros(LARGE // 4) for _ in range(3)]
     tensor = fresh(shape, torch.float32)
@@ -93,7 +103,10 @@ def test_fresh_memory_is_ordinary_memory(shape: tuple[int, ...]) -> None:
 
 
 def test_what_can_not_be_had_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ResourceError, match=r"1048576 MiB of shared memory can't be had \(.*; .* has \d+ MiB free\); .*shm-size"):
+    with pytest.raises(
+        ResourceError,
+        match=r"1048576 MiB of shared memory can't be had \(.*; .* has \d+ MiB free\); .*shm-size",
+    ):
         SharedSegment.create(1 << 40, folder=str(tmp_path))
     with pytest.raises(ResourceError, match="No such file"):
         SharedSegment.create(4096, folder=str(tmp_path / "missing"))
@@ -131,8 +144,12 @@ def test_share() -> None:
     fork(3, body)
 
 
-def test_a_file_serves_where_an_anonymous_one_can_not_be_opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(SharedSegment, "address", property(lambda self: self._path or "/proc/1/fd/none"))
+def test_a_file_serves_where_an_anonymous_one_can_not_be_opened(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        SharedSegment, "address", property(lambda self: self._path or "/proc/1/fd/none")
+    )
     monkeypatch.setattr(memory, "SHM", str(tmp_path))
 
     def body(rank: int, size: int, store: Store) -> bool:
@@ -148,7 +165,11 @@ def test_an_error_of_one_is_raised_by_all(monkeypatch: pytest.MonkeyPatch, tmp_p
     def body(rank: int, size: int, store: Store) -> None:
         for folder in (str(tmp_path), str(tmp_path / "missing")):
             if rank == 1 and not folder.endswith("missing"):
-                monkeypatch.setattr(SharedSegment, "open", lambda *_, **__: (_ for _ in ()).throw(ResourceError("not here")))
+                monkeypatch.setattr(
+                    SharedSegment,
+                    "open",
+                    lambda *_, **__: (_ for _ in ()).throw(ResourceError("not here")),
+                )
             with pytest.raises(ResourceError, match=r"not here|No such file"):
                 meet = meeting(store.sub(folder), rank, size)
                 share(8192, rank, 0, meet, inside=True, folder=folder)  # type: ignore[arg-type]

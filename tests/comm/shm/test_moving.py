@@ -1,4 +1,6 @@
-"""Memory that is moved to where all ranks reach it: in place, for all views, and only where all ranks can."""
+"""Memory that is moved to where all ranks reach it: in place, for all views, and only where all
+ranks can.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ COUNT = 300_001
 Body = Callable[[SharedGroup], Any]
 
 
-def on_shared_memory(size: int, body: Body, *, start: Callable[..., list[Any]] = threads, **options: Any) -> list[Any]:
+def on_shared_memory(
+    size: int, body: Body, *, start: Callable[..., list[Any]] = threads, **options: Any
+) -> list[Any]:
     def run(rank: int, size: int, store: Store) -> Any:
         group = SharedGroup.from_store(store, rank, size, deadline=PATIENCE, **options)
         try:
@@ -72,17 +76,25 @@ def test_a_tensor_and_its_views_go_to_memory_that_all_ranks_reach(size: int, sta
             for _ in range(dice.randrange(3)):
                 os.sched_yield()
             assert reduce(group, x) is not None and x.data_ptr() != before, "it has moved at once"
-            assert torch.equal(x, total(size, seed)) and torch.equal(view, total(size, seed)[1000:2000].view(10, 100))
+            assert torch.equal(x, total(size, seed)) and torch.equal(
+                view, total(size, seed)[1000:2000].view(10, 100)
+            )
         view.fill_(7)
         assert x[1500] == 7
         part = x[5000:205_000].fill_(group.rank + 1)  # reduced where it lies
-        assert reduce(group, part) is group._moved.find(x) and bool((part == size * (size + 1) / 2).all()) and x[1500] == 7
+        assert (
+            reduce(group, part) is group._moved.find(x)
+            and bool((part == size * (size + 1) / 2).all())
+            and x[1500] == 7
+        )
         group.barrier().wait()
 
     on_shared_memory(size, body, start=start)
 
 
-def test_the_first_reduction_waits_until_all_ranks_have_moved_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_reduction_waits_until_all_ranks_have_moved_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The last rank copies its values late."""
     opened, others = moving._open, threading.Semaphore(0)
 
@@ -135,13 +147,19 @@ def test_nothing_moves_unless_all_ranks_allow_it() -> None:
         before = x.data_ptr()
         assert reduce(group, x, may_move=group.rank != 1) is None and torch.equal(x, total(3, 0))
         x.copy_(mine(group.rank, COUNT, seed=1))
-        assert reduce(group, x[:-1]) is None and torch.equal(x[:-1], total(3, 1)[:-1]) and x.data_ptr() == before
+        assert (
+            reduce(group, x[:-1]) is None
+            and torch.equal(x[:-1], total(3, 1)[:-1])
+            and x.data_ptr() == before
+        )
         assert reduce(group, x.fill_(1)) is not None and bool((x == 3).all())
 
     on_shared_memory(3, body)
 
 
-def test_a_rank_without_room_says_so_once_and_all_go_on_through_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_room_says_so_once_and_all_go_on_through_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     poor, tries, reserve = set[int](), list[int](), os.posix_fallocate
 
     def full(descriptor: int, offset: int, nbytes: int) -> None:
@@ -160,9 +178,15 @@ def test_a_rank_without_room_says_so_once_and_all_go_on_through_copies(monkeypat
         before = x.data_ptr()
         for seed in range(4):
             x.copy_(mine(group.rank, COUNT, seed=seed))
-            assert reduce(group, x) is None and torch.equal(x, total(3, seed)) and x.data_ptr() == before
+            assert (
+                reduce(group, x) is None
+                and torch.equal(x, total(3, seed))
+                and x.data_ptr() == before
+            )
 
-    with pytest.warns(UserWarning, match=r"No space left on device.*; sums of this group go on through copies") as said:
+    with pytest.warns(
+        UserWarning, match=r"No space left on device.*; sums of this group go on through copies"
+    ) as said:
         on_shared_memory(3, body)
     assert len(said) == 1 and len(tries) == 3, "one rank said it, and nobody tried again"
 
@@ -171,7 +195,11 @@ def test_calls_of_another_kind_are_a_mismatch() -> None:
     def body(group: SharedGroup) -> None:
         x = mine(group.rank, COUNT)
         with pytest.raises(Mismatch, match="all_reduce"):
-            (group.all_reduce_moving(x, may_move=True) if group.rank else group.all_reduce(x, out=x)).wait()
+            (
+                group.all_reduce_moving(x, may_move=True)
+                if group.rank
+                else group.all_reduce(x, out=x)
+            ).wait()
         assert reduce(group, x) is not None and torch.equal(x, total(2, 0))
 
     on_shared_memory(2, body)
@@ -189,7 +217,9 @@ def test_any_mixture_of_tensors_that_have_moved_may_move_and_stay(size: int) -> 
             for i, mark in enumerate(dice.sample(range(4), 4) if turn % 2 else range(4)):
                 seed, x = 4 * turn + i, xs[mark] if same.random() < 0.7 else torch.empty(COUNT)
                 view = x.copy_(mine(group.rank, COUNT, seed=seed))[: cut if i == 1 else None]
-                under_way.append((group.all_reduce_moving(view, may_move=dice.random() < 0.8), view, seed))
+                under_way.append(
+                    (group.all_reduce_moving(view, may_move=dice.random() < 0.8), view, seed)
+                )
             for work, view, seed in under_way:
                 work.wait()
                 assert torch.equal(view, total(size, seed)[: view.numel()])
@@ -221,7 +251,9 @@ def test_tensors_at_other_places_or_of_one_rank_alone_are_reduced_all_the_same()
         shadowed = a.copy_(own) if group.rank == 0 else own
         reduce(group, shadowed)
         assert torch.equal(shadowed, total(2, 3))
-        assert other is not one and torch.equal(other, total(2, 1) if group.rank == 0 else total(2, 0))
+        assert other is not one and torch.equal(
+            other, total(2, 1) if group.rank == 0 else total(2, 0)
+        )
 
     on_shared_memory(2, body)
 
@@ -249,9 +281,13 @@ def test_the_memory_of_a_storage_goes_with_it_everywhere() -> None:
         before, addresses = mapped(), set()
         for seed in range(12):
             x = mine(rank, COUNT, seed=seed)
-            assert reduce(group, x) is not None and torch.equal(x, total(2, seed)), "a storage that is new has not moved yet"
+            assert reduce(group, x) is not None and torch.equal(x, total(2, seed)), (
+                "a storage that is new has not moved yet"
+            )
             addresses.add(x.data_ptr())
-            assert mapped() == before + 3 and len(group._moved._storages) == 1, "its memory twice, and that of the other"
+            assert mapped() == before + 3 and len(group._moved._storages) == 1, (
+                "its memory twice, and that of the other"
+            )
             del x
             assert mapped() == before and len(group._moved._storages) == 0
         assert len(addresses) < 12, "no address was used again: this test shows nothing"
@@ -261,7 +297,9 @@ def test_the_memory_of_a_storage_goes_with_it_everywhere() -> None:
 
 
 def fill_above(address: int, nbytes: int) -> list[Any]:
-    """Map memory wherever the kernel would map `nbytes` above an address: what lies at the address is what it gives next, once unmapped."""
+    """Map memory wherever the kernel would map `nbytes` above an address: what lies at the
+    address is what it gives next, once unmapped.
+    """
     filled: list[Any] = []
     for size in (nbytes, 1 << 16, mmap.PAGESIZE):
         while True:
@@ -272,7 +310,9 @@ def fill_above(address: int, nbytes: int) -> list[Any]:
 
 
 def test_memory_that_a_storage_gets_later_is_not_taken_for_that_which_it_was_moved_to() -> None:
-    """Neither that of another tensor that was moved, nor something that lies at the same address since."""
+    """Neither that of another tensor that was moved, nor something that lies at the same address
+    since.
+    """
 
     def body(rank: int, size: int, store: Store) -> None:
         group = SharedGroup.from_store(store, rank, size, deadline=PATIENCE)
@@ -282,7 +322,11 @@ def test_memory_that_a_storage_gets_later_is_not_taken_for_that_which_it_was_mov
             storages: Any = [each.untyped_storage() for each in (x, y, z)]
             storages[0]._swap_data_ptr_(storages[1])
             assert group._moved.find(x) is group._moved.find(y) is None
-            address, own, segment = z.data_ptr(), torch.zeros(COUNT), SharedSegment.create(4 * COUNT)
+            address, own, segment = (
+                z.data_ptr(),
+                torch.zeros(COUNT),
+                SharedSegment.create(4 * COUNT),
+            )
             filled = fill_above(address, 4 * COUNT)
             others: Any = own.untyped_storage()
             storages[2]._swap_data_ptr_(others)
@@ -294,7 +338,9 @@ def test_memory_that_a_storage_gets_later_is_not_taken_for_that_which_it_was_mov
             later = next(storage for storage in kept if storage.data_ptr() == address)
             del filled
             storages[2]._swap_data_ptr_(later)
-            assert z.data_ptr() == address and storages[2].is_shared() and group._moved.find(z) is None
+            assert (
+                z.data_ptr() == address and storages[2].is_shared() and group._moved.find(z) is None
+            )
         for seed, each in enumerate((x, y, z)):
             each.copy_(mine(rank, COUNT, seed=seed + 5))
             reduce(group, each)
@@ -326,7 +372,9 @@ def test_tensors_outlive_their_group_and_two_groups_move_their_own() -> None:
 
 
 def test_a_reduction_that_breaks_off_leaves_a_tensor_that_nobody_else_reaches() -> None:
-    """The other rank is in the middle of it, and writes to where the tensor was when this one has given up."""
+    """The other rank is in the middle of it, and writes to where the tensor was when this one
+    has given up.
+    """
     given_up, written = threading.Event(), threading.Event()
 
     def body(group: SharedGroup) -> None:
@@ -341,7 +389,11 @@ def test_a_reduction_that_breaks_off_leaves_a_tensor_that_nobody_else_reaches() 
             with pytest.raises(ViewChanged):
                 work.wait()
             given_up.set()
-            assert written.wait(PATIENCE) and torch.equal(x, total(2, 0)) and not x.untyped_storage().is_shared()
+            assert (
+                written.wait(PATIENCE)
+                and torch.equal(x, total(2, 0))
+                and not x.untyped_storage().is_shared()
+            )
         else:
             assert given_up.wait(PATIENCE)
             theirs.fill_(1)
@@ -367,7 +419,9 @@ def test_what_a_forked_process_writes_is_its_own(closed: bool) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert torch.equal(x, total(2, 0))
         if not closed:
-            assert reduce(group, x.copy_(mine(rank, COUNT, seed=1))) is not None and torch.equal(x, total(2, 1))
+            assert reduce(group, x.copy_(mine(rank, COUNT, seed=1))) is not None and torch.equal(
+                x, total(2, 1)
+            )
             group.barrier().wait()
             group.close()
 
@@ -380,7 +434,11 @@ def test_what_autograd_has_saved_moves_too() -> None:
         square = (x * x).sum()
         assert reduce(group, x) is not None and x.requires_grad and x.is_leaf
         square.backward()
-        assert x.grad is not None and torch.equal(x.grad, 2 * x.detach()) and torch.equal(x.detach(), total(2, 0))
+        assert (
+            x.grad is not None
+            and torch.equal(x.grad, 2 * x.detach())
+            and torch.equal(x.detach(), total(2, 0))
+        )
 
     on_shared_memory(2, body)
 
@@ -399,7 +457,12 @@ def test_what_has_moved_can_be_sent_to_another_process_and_copied() -> None:
 def test_only_whole_storages_of_torch_move() -> None:
     x = torch.zeros(100)
     assert movable(x) and movable(x.view(10, 10))
-    assert not movable(x[1:]) and not movable(x[:50]) and not movable(x.view(10, 10).t()) and not movable(torch.empty(0))
+    assert (
+        not movable(x[1:])
+        and not movable(x[:50])
+        and not movable(x.view(10, 10).t())
+        and not movable(torch.empty(0))
+    )
     assert not movable(torch.nn.Parameter(x)), "somebody else's class"
     assert not movable(torch.frombuffer(bytearray(400), dtype=torch.float32)), "memory of others"
     assert not movable(torch.zeros(100).share_memory_())
@@ -407,8 +470,11 @@ def test_only_whole_storages_of_torch_move() -> None:
     assert not movable(x), "an array looks into it"
 
 
-def test_a_rank_that_dies_is_named_the_memory_stays_and_nothing_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "mkstemp", None)  # which makes the files in /dev/shm that a killed process leaves behind
+def test_a_rank_that_dies_is_named_the_memory_stays_and_nothing_has_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # which makes the files in /dev/shm that a killed process leaves behind
+    monkeypatch.setattr(tempfile, "mkstemp", None)
 
     def body(rank: int, size: int, store: Store) -> None:
         group = SharedGroup.from_store(store, rank, size, deadline=PATIENCE)

@@ -37,7 +37,12 @@ def test_operations_run_one_after_the_other_and_only_when_pushed() -> None:
     def body(queue: WorkQueue, segment: ControlSegment) -> None:
         log: list[Any] = []
         works = [queue.start(CALL, counting(segment, 3, log, name)) for name in "ab"]
-        assert works[1].wait() == "b" and works[0].done() and works[0].wait() == "a" and works[0].exception() is None
+        assert (
+            works[1].wait() == "b"
+            and works[0].done()
+            and works[0].wait() == "a"
+            and works[0].exception() is None
+        )
         assert log == [(name, phase) for name in "ab" for phase in range(3)]
 
     queues(3, body)
@@ -57,12 +62,16 @@ def test_an_error_found_by_all_ends_one_operation_and_one_found_alone_ends_all()
             first.wait()
         assert second.wait() == "b"
         third = queue.start(CALL, counting(segment, 2, log, "c"))
-        fourth = queue.start(CALL, raising(RuntimeError("of torch") if segment.rank == 0 else Mismatch("apart")))
+        fourth = queue.start(
+            CALL, raising(RuntimeError("of torch") if segment.rank == 0 else Mismatch("apart"))
+        )
         fifth = queue.start(CALL, counting(segment, 2, log, "e"))
         assert third.wait() == "c"
         with pytest.raises(RuntimeError if segment.rank == 0 else Mismatch):
             fourth.wait()
-        with pytest.raises(WorkerLost, match=r"rank 0 broke off .*RuntimeError: of torch") as caught:
+        with pytest.raises(
+            WorkerLost, match=r"rank 0 broke off .*RuntimeError: of torch"
+        ) as caught:
             fifth.wait()
         assert caught.value.ranks == (0,)
         with pytest.raises(WorkerLost):
@@ -90,37 +99,49 @@ def test_several_threads_may_wait() -> None:
         log: list[Any] = []
         works = [queue.start(CALL, counting(segment, 20, log, name)) for name in range(8)]
         found: list[Any] = []
-        crew = [threading.Thread(target=lambda work=work: found.append(work.wait())) for work in works]
+        crew = [
+            threading.Thread(target=lambda work=work: found.append(work.wait())) for work in works
+        ]
         for thread in crew:
             thread.start()
         for thread in crew:
             thread.join(60)
-        assert sorted(found) == list(range(8)) and log == [(name, phase) for name in range(8) for phase in range(20)]
+        assert sorted(found) == list(range(8)) and log == [
+            (name, phase) for name in range(8) for phase in range(20)
+        ]
 
     queues(2, body)
 
 
 def test_relatives_are_pushed_together_and_forgotten_when_gone() -> None:
     def body(rank: int, size: int, store: Store) -> None:
-        boards = [ControlSegment.from_store(store.sub(name), rank, range(size), deadline=60) for name in "ab"]
+        boards = [
+            ControlSegment.from_store(store.sub(name), rank, range(size), deadline=60)
+            for name in "ab"
+        ]
         relatives: list[Any] = []
         one, other = (WorkQueue(segment, relatives) for segment in boards)
         log: list[Any] = []
         work = one.start(CALL, counting(boards[0], 5, log, "a"))
         if rank == 0:
-            other.start(CALL, counting(boards[1], 1, log, "b")).wait()  # rank 1 comes only once `work` has ended
+            # rank 1 comes only once `work` has ended
+            other.start(CALL, counting(boards[1], 1, log, "b")).wait()
         assert work.wait() == "a"
         if rank == 1:
             other.start(CALL, counting(boards[1], 1, log, "b")).wait()
         del other
-        third = WorkQueue(ControlSegment.from_store(store.sub("c"), rank, range(size), deadline=60), relatives)
+        third = WorkQueue(
+            ControlSegment.from_store(store.sub("c"), rank, range(size), deadline=60), relatives
+        )
         assert [ref() for ref in relatives] == [one, third]
 
     threads(2, body)
 
 
 def test_a_finalizer_may_begin_and_cancel_operations_in_the_middle_of_another() -> None:
-    """It runs in any thread at any time: here where an operation goes on, as the collector may find garbage there."""
+    """It runs in any thread at any time: here where an operation goes on, as the collector may
+    find garbage there.
+    """
 
     def body(queue: WorkQueue, segment: ControlSegment) -> None:
         log: list[Any] = []
@@ -130,7 +151,10 @@ def test_a_finalizer_may_begin_and_cancel_operations_in_the_middle_of_another() 
             act()
             return (yield from counting(segment, 2, log, "outer"))
 
-        first = queue.start(CALL, finalized(lambda: begun.append(queue.start(CALL, counting(segment, 2, log, "inner")))))
+        first = queue.start(
+            CALL,
+            finalized(lambda: begun.append(queue.start(CALL, counting(segment, 2, log, "inner")))),
+        )
         assert first.wait() == "outer" and begun[0].wait() == "inner"
 
         def close() -> None:

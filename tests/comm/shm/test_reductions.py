@@ -16,7 +16,9 @@ from paceline.errors import UsageError
 
 
 class Book:
-    """A board without memory: notes who reads and writes which place in which phase, and finds two at a time."""
+    """A board without memory: notes who reads and writes which place in which phase, and finds
+    two at a time.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -43,9 +45,12 @@ class Row:
 
 
 def story(size: int, lengths: list[int], seed: int, *, collects: bool) -> None:
-    """Some flows after each other, pushed in a random order; every place holds the block that its reader wants."""
+    """Some flows after each other, pushed in a random order; every place holds the block that
+    its reader wants.
+    """
     dice, book = random.Random(seed), Book(size)
-    staged: dict[tuple[int, int, int], int] = {}  # (rank, slot, part) -> block written there, counted over all flows
+    # (rank, slot, part) -> block written there, counted over all flows
+    staged: dict[tuple[int, int, int], int] = {}
     rows = [book.rank(rank) for rank in range(size)]
 
     def steps(row: Row):  # type: ignore[no-untyped-def]
@@ -54,18 +59,32 @@ def story(size: int, lengths: list[int], seed: int, *, collects: bool) -> None:
             first = row.turn
 
             def stage(k: int, first: int = first) -> None:
-                staged.update({(me, (first + k) % SLOTS, part): first + k for part in range(size) if part != me})
+                staged.update(
+                    {
+                        (me, (first + k) % SLOTS, part): first + k
+                        for part in range(size)
+                        if part != me
+                    }
+                )
 
             def add(k: int, first: int = first) -> None:
                 for r in range(size):
                     if r != me:
-                        assert staged[r, (first + k) % SLOTS, me] == first + k, (me, "adds", first + k)
+                        assert staged[r, (first + k) % SLOTS, me] == first + k, (
+                            me,
+                            "adds",
+                            first + k,
+                        )
                 staged[me, (first + k) % SLOTS, me] = first + k
 
             def collect(k: int, first: int = first) -> None:
                 for r in range(size):
                     if r != me:
-                        assert staged[r, (first + k) % SLOTS, r] == first + k, (me, "collects", first + k)
+                        assert staged[r, (first + k) % SLOTS, r] == first + k, (
+                            me,
+                            "collects",
+                            first + k,
+                        )
 
             for k in range(min(DEPTH, blocks)):
                 stage(k)
@@ -76,10 +95,16 @@ def story(size: int, lengths: list[int], seed: int, *, collects: bool) -> None:
     runs = [steps(row) for row in rows]
     targets: list[int | None] = [0] * size
     while any(target is not None for target in targets):
-        able = [r for r, t in enumerate(targets) if t is not None and all(p >= t for q, p in enumerate(book.posted) if q != r)]
+        able = [
+            r
+            for r, t in enumerate(targets)
+            if t is not None and all(p >= t for q, p in enumerate(book.posted) if q != r)
+        ]
         assert able, "nobody can go on"
         # often the same rank for a while: as far ahead as it may be
-        rank = dice.choice(able) if dice.random() < 0.5 else min(able, key=lambda r: dice.random() + r)
+        rank = (
+            dice.choice(able) if dice.random() < 0.5 else min(able, key=lambda r: dice.random() + r)
+        )
         targets[rank] = next(runs[rank], None)
 
 
@@ -94,8 +119,18 @@ def test_no_place_is_written_while_somebody_may_still_read_it(collects: bool) ->
 
 
 def parts_of(count: int, dtype: torch.dtype, length: int = 37) -> list[torch.Tensor]:
-    found = [torch.randn(length, generator=torch.Generator().manual_seed(r), dtype=torch.float64) * 4 for r in range(count)]
-    return [x > 0 if dtype == torch.bool else x.abs().to(dtype) if not dtype.is_floating_point else x.to(dtype) for x in found]
+    found = [
+        torch.randn(length, generator=torch.Generator().manual_seed(r), dtype=torch.float64) * 4
+        for r in range(count)
+    ]
+    return [
+        x > 0
+        if dtype == torch.bool
+        else x.abs().to(dtype)
+        if not dtype.is_floating_point
+        else x.to(dtype)
+        for x in found
+    ]
 
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if not d.is_complex])
@@ -115,7 +150,11 @@ def test_fold_is_the_plain_reduction(dtype: torch.dtype, count: int) -> None:
             mine = [part.clone() for part in parts]
             fold(mine, mine[me], op, spare=torch.empty_like(wanted))
             assert torch.equal(mine[me], wanted), (op, me)
-            assert all(torch.equal(a, b) for r, (a, b) in enumerate(zip(mine, parts, strict=True)) if r != me), (op, me)
+            assert all(
+                torch.equal(a, b)
+                for r, (a, b) in enumerate(zip(mine, parts, strict=True))
+                if r != me
+            ), (op, me)
         fold(parts, parts[0], op)
         assert torch.equal(parts[0], wanted), op
 
@@ -132,7 +171,9 @@ def test_plans_cover_every_element_once(size: int, count: int) -> None:
         x = memory[rank][8 : 8 + 4 * count].view(torch.float32)
         blocks, copies = plan(x, place, rank)
         for parts, (source, targets, nbytes) in zip(blocks, copies, strict=True):
-            assert [source, *targets] == [part.data_ptr() for part in parts] and nbytes == 4 * parts[0].numel() <= REGISTERED
+            assert [source, *targets] == [
+                part.data_ptr() for part in parts
+            ] and nbytes == 4 * parts[0].numel() <= REGISTERED
             for part in parts:
                 part += rank + 1
     for region in memory:

@@ -20,7 +20,10 @@ def test_payloads_of_any_length_are_exchanged() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         segment = join(store, rank, size)
         for length in (0, 1, MAIL - 17, MAIL - 16, MAIL - 15, 2 * MAIL, 100_000):
-            wanted = [os.urandom(0) + bytes([r + length & 255]) * (length * (r + 1) // size) for r in range(size)]
+            wanted = [
+                os.urandom(0) + bytes([r + length & 255]) * (length * (r + 1) // size)
+                for r in range(size)
+            ]
             assert segment.agree(wanted[rank]) == wanted
 
     for size in (1, 2, 5):
@@ -32,10 +35,17 @@ def test_other_calls_of_agree_are_told_apart_and_the_lane_goes_on() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         segment = join(store, rank, size)
         for payload in (b"", b"x" * 3 * MAIL * rank):
-            with pytest.raises(Mismatch, match=r"rank 0 at this \(\S+\); ranks 1, 2 at that of 'w' \(\S+test_segment.py:\d+\)"):
-                segment.agree(payload, CallFingerprint("that", "w") if rank else CallFingerprint("this"))
+            with pytest.raises(
+                Mismatch,
+                match=r"rank 0 at this \(\S+\); ranks 1, 2 at that of 'w' \(\S+test_segment.py:\d+\)",  # noqa: E501
+            ):
+                segment.agree(
+                    payload, CallFingerprint("that", "w") if rank else CallFingerprint("this")
+                )
             with pytest.raises(UsageError, match=r"that: it is wrong \(rank 2\)"):
-                segment.agree(payload, CallFingerprint("that", flaw="it is wrong" if rank == 2 else ""))
+                segment.agree(
+                    payload, CallFingerprint("that", flaw="it is wrong" if rank == 2 else "")
+                )
             assert segment.agree(bytes([rank])) == [b"\0", b"\1", b"\2"]
 
     threads(3, body)
@@ -57,12 +67,18 @@ def test_meetings_give_every_ranks_meta() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         segment = join(store, rank, size)
         for turn in range(50):
-            assert run(segment, CallFingerprint("turn", str(turn)), [rank, turn]) == [[r, turn] for r in range(size)]
+            assert run(segment, CallFingerprint("turn", str(turn)), [rank, turn]) == [
+                [r, turn] for r in range(size)
+            ]
             assert run(segment, CallFingerprint("turn")) == []
         big = "x" * (META - 50)
         assert run(segment, CallFingerprint("big"), big) == [big] * size
         with pytest.raises(
-            UsageError, match=rf"big: {META} bytes describe it and {META - 8} fit; exchange fewer tensors at a time \(rank 1\)"
+            UsageError,
+            match=(
+                rf"big: {META} bytes describe it and {META - 8} fit; exchange fewer tensors at a "
+                r"time \(rank 1\)"
+            ),
         ):
             run(segment, CallFingerprint("big"), "x" * (META - 3) if rank == 1 else "")
         with pytest.raises(Mismatch, match=r"rank 0 at one \(\S+\); rank 1 at other"):
@@ -83,9 +99,18 @@ def test_every_place_of_the_segment_has_one_writer() -> None:
         segment.agree(b"y" * MAIL)
         run(segment, CallFingerprint("call"), ["z" * 1000])
         for r in range(size):
-            assert all(bool((segment.stage(r, slot, 0, STAGE, torch.uint8) == 10 * r + slot).all()) for slot in range(SLOTS))
-            assert all(bool((segment.small(r, half, 8192, torch.float32) == r - half).all()) for half in range(2))
-            assert segment.stage(r, SLOTS + 1, 64, 1, torch.uint8).data_ptr() == segment.stage_at(r, 1) + 64
+            assert all(
+                bool((segment.stage(r, slot, 0, STAGE, torch.uint8) == 10 * r + slot).all())
+                for slot in range(SLOTS)
+            )
+            assert all(
+                bool((segment.small(r, half, 8192, torch.float32) == r - half).all())
+                for half in range(2)
+            )
+            assert (
+                segment.stage(r, SLOTS + 1, 64, 1, torch.uint8).data_ptr()
+                == segment.stage_at(r, 1) + 64
+            )
         segment.agree(b"")
 
     fork(3, body)

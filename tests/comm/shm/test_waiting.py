@@ -45,7 +45,9 @@ def test_a_killed_rank_is_named_before_the_deadline(call: str) -> None:
         if rank == 1:
             time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(WorkerLost, match=r"rank 1 has died while rank . waits for it in") as caught:
+        with pytest.raises(
+            WorkerLost, match=r"rank 1 has died while rank . waits for it in"
+        ) as caught:
             WAITS[call](group)
         assert caught.value.ranks == (1,)
         with pytest.raises(WorkerLost):  # and it stays so
@@ -82,7 +84,10 @@ def test_a_rank_that_leaves_is_named(call: str, word: str) -> None:
             group.close() if word == "closed" else group.abort()
         else:
             lost = word == "closed"
-            with pytest.raises(WorkerLost if lost else ViewChanged, match="rank 0 has closed its group" if lost else "aborted by rank 0"):
+            with pytest.raises(
+                WorkerLost if lost else ViewChanged,
+                match="rank 0 has closed its group" if lost else "aborted by rank 0",
+            ):
                 WAITS[call](group)
 
     threads(3, body)
@@ -148,7 +153,8 @@ def test_a_stopped_rank_is_named_at_the_deadline(call: str) -> None:
         if rank == 2:
             os.kill(os.getpid(), signal.SIGSTOP)
         if rank == 0:
-            wait_for(lambda: posts(group, 1) > posts(group, 0))  # only rank 2 is missing when the deadline runs
+            # only rank 2 is missing when the deadline runs
+            wait_for(lambda: posts(group, 1) > posts(group, 0))
             group.segment.watch.deadline = 0.4
         start = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"rank 2 did not come within 0.4 s") as caught:
@@ -171,7 +177,10 @@ def test_who_comes_after_the_deadline_hears_of_it() -> None:
         group.segment.watch.deadline = 0.2
         if rank == 1:
             store.take("missed")
-        with pytest.raises(DeadlineExceeded, match=r"rank 1 did not come within 0.2 s to all_reduce .*asked by rank 0") as caught:
+        with pytest.raises(
+            DeadlineExceeded,
+            match=r"rank 1 did not come within 0.2 s to all_reduce .*asked by rank 0",
+        ) as caught:
             group.all_reduce(torch.ones(1)).wait()
             group.barrier().wait()
         assert caught.value.missing == (1,)
@@ -190,7 +199,10 @@ def test_a_timeout_ends_only_that_wait() -> None:
         if rank == 1:
             for _ in range(2):
                 start = time.monotonic()
-                with pytest.raises(DeadlineExceeded, match=r"rank 0 did not come within 0.05 s to all_reduce of 'w'") as caught:
+                with pytest.raises(
+                    DeadlineExceeded,
+                    match=r"rank 0 did not come within 0.05 s to all_reduce of 'w'",
+                ) as caught:
                     work.wait(timeout=0.05)
                 assert caught.value.missing == (0,) and time.monotonic() - start >= 0.05
             store.put("waited", True)
@@ -254,8 +266,12 @@ def test_ranks_that_wait_for_each_other_are_found_before_the_deadline() -> None:
         group.agree(b"")
         group.barrier().wait()
         pending = group.all_reduce(torch.ones(3)) if rank == 1 else None
-        with pytest.raises(Mismatch, match=r"rank 0 at agree \(\S+\); ranks? [12](, 2)? at barrier of 'b' \(\S+\)"):
-            group.agree(b"") if rank == 0 else (pending or group.all_reduce(torch.ones(3))) and group.barrier(name="b").wait()
+        with pytest.raises(
+            Mismatch, match=r"rank 0 at agree \(\S+\); ranks? [12](, 2)? at barrier of 'b' \(\S+\)"
+        ):
+            group.agree(b"") if rank == 0 else (
+                pending or group.all_reduce(torch.ones(3))
+            ) and group.barrier(name="b").wait()
         group.close()
 
     threads(3, body)
@@ -282,7 +298,9 @@ class Unwritable(torch.Tensor):
     """A tensor that nothing can be copied to."""
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is torch.Tensor.copy_:
             raise RuntimeError("it can't be written")
         return super().__torch_function__(function, types, args, kwargs or {})
@@ -292,7 +310,11 @@ def test_a_rank_that_fails_alone_breaks_the_group_for_all() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         group = join(store, rank, size)
         with pytest.raises((RuntimeError, PacelineError)) as caught:
-            out = torch.zeros(60_000)[::2].as_subclass(Unwritable) if rank == 1 else torch.zeros(30_000)
+            out = (
+                torch.zeros(60_000)[::2].as_subclass(Unwritable)
+                if rank == 1
+                else torch.zeros(30_000)
+            )
             group.all_reduce(torch.ones(30_000), out=out).wait()
             group.barrier().wait()
         assert ("it can't be written" if rank == 1 else "rank 1 broke off") in str(caught.value)
@@ -309,10 +331,16 @@ def test_deaths_at_any_moment(seed: int) -> None:
         group = join(store, rank, size)
         memory = group.empty((300_000,), torch.float32)
         if rank == 0:
-            threading.Timer(0.002 * (seed % 20) + 1e-3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            threading.Timer(
+                0.002 * (seed % 20) + 1e-3, os.kill, (os.getpid(), signal.SIGKILL)
+            ).start()
         with pytest.raises(WorkerLost, match="rank 0 has died"):
             while True:
-                works = [group.all_reduce(memory, out=memory), group.all_reduce(torch.ones(400_000)), group.all_gather(torch.ones(90_000))]
+                works = [
+                    group.all_reduce(memory, out=memory),
+                    group.all_reduce(torch.ones(400_000)),
+                    group.all_gather(torch.ones(90_000)),
+                ]
                 group.agree(b"")
                 for work in works:
                     work.wait()
@@ -320,18 +348,26 @@ def test_deaths_at_any_moment(seed: int) -> None:
     fork(2 + seed % 3, body, mortal=[0])
 
 
-def test_a_wait_yields_less_often_after_waits_that_yields_did_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_yields_less_often_after_waits_that_yields_did_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     yields: list[None] = []
     monkeypatch.setattr(waiting, "CROWDED", 60.0)
     monkeypatch.setattr(waiting.os, "sched_yield", lambda: yields.append(None))
-    notes = SimpleNamespace(tell=lambda text: None, told=lambda rank: b"", left=lambda rank: False, leave=lambda: None)
+    notes = SimpleNamespace(
+        tell=lambda text: None, told=lambda rank: b"", left=lambda rank: False, leave=lambda: None
+    )
     waiter, many = RankWaiter(0, [0], notes, deadline=60.0), SPINS + 10
 
     def yielded(looks: int) -> int:
         """How often a wait yields that ends at the look after so many."""
         left = [None] * looks
         yields.clear()
-        waiter.wait(WaitCondition(lambda: not left or bool(left.pop()), lambda: [], "operations", 0, "a test"))
+        waiter.wait(
+            WaitCondition(
+                lambda: not left or bool(left.pop()), lambda: [], "operations", 0, "a test"
+            )
+        )
         return len(yields)
 
     assert [yielded(many) for _ in range(7)] == [SPINS, 100, 50, 25, 12, FEW_SPINS, FEW_SPINS]

@@ -1,6 +1,8 @@
-"""Trains a small model in many ways on processors, and then on the devices that workers have, and writes how far apart they end.
+"""Trains a small model in many ways on processors, and then on the devices that workers have, and
+writes how far apart they end.
 
-beside_processors.py GROUP OUT.json   GROUP: of `GROUPS`; leaves {way: what came of it} of the first worker
+beside_processors.py GROUP OUT.json   GROUP: of `GROUPS`; leaves {way: what came of it} of the first
+                                      worker
 """
 
 from __future__ import annotations
@@ -107,30 +109,59 @@ GROUPS: dict[str, dict[str, Way]] = {
         "saved": Way(mesh="tensor", cut=TENSOR, optimizer="Adam", saved=True),
     },
     "shard": {
-        **{f"zero={zero}": Way(mesh="shard", cut=(pl.shard("blocks.*", zero=zero),), optimizer="Adam") for zero in (1, 2, 3)},
         **{
-            f"without memory, zero={zero}": Way(mesh="shard", cut=(pl.shard("blocks.*", zero=zero),), optimizer="Adam", meta=True)
+            f"zero={zero}": Way(
+                mesh="shard", cut=(pl.shard("blocks.*", zero=zero),), optimizer="Adam"
+            )
+            for zero in (1, 2, 3)
+        },
+        **{
+            f"without memory, zero={zero}": Way(
+                mesh="shard", cut=(pl.shard("blocks.*", zero=zero),), optimizer="Adam", meta=True
+            )
             for zero in (1, 3)
         },
         "clipped": Way(mesh="shard", cut=SHARD, clip=0.5),
         "float16": Way(mesh="shard", cut=SHARD, autocast=torch.float16, **ROUGH),
-        "in bfloat16": Way(mesh="shard", cut=(pl.shard("blocks.*", zero=3, params="bfloat16"),), near=5e-2, dtype=torch.float32),
+        "in bfloat16": Way(
+            mesh="shard",
+            cut=(pl.shard("blocks.*", zero=3, params="bfloat16"),),
+            near=5e-2,
+            dtype=torch.float32,
+        ),
         "saved": Way(mesh="shard", cut=SHARD, optimizer="Adam", saved=True),
     },
     "stage": {
-        **{name: Way(mesh="stage", cut=(pl.pipeline(LAYERS, schedule=name, micro_batches=4),)) for name in SCHEDULES},
+        **{
+            name: Way(mesh="stage", cut=(pl.pipeline(LAYERS, schedule=name, micro_batches=4),))
+            for name in SCHEDULES
+        },
         "measured": Way(mesh="stage", cut=(pl.pipeline(LAYERS, micro_batches=4, split="auto"),)),
-        "traced, saved": Way(mesh="stage", cut=(pl.pipeline("auto", micro_batches=4),), optimizer="Adam", saved=True),
+        "traced, saved": Way(
+            mesh="stage", cut=(pl.pipeline("auto", micro_batches=4),), optimizer="Adam", saved=True
+        ),
         "without memory": Way(mesh="stage", cut=(pl.pipeline(LAYERS, micro_batches=4),), meta=True),
-        "float16": Way(mesh="stage", cut=(pl.pipeline(LAYERS, micro_batches=4),), autocast=torch.float16, **ROUGH),
+        "float16": Way(
+            mesh="stage",
+            cut=(pl.pipeline(LAYERS, micro_batches=4),),
+            autocast=torch.float16,
+            **ROUGH,
+        ),
         "layers": Way(mesh="stage", cut=(pl.layers(LAYERS),)),
     },
-    "devices": {"even": Way(dealt="even"), "measured": Way(dealt="auto"), "without memory": Way(dealt="even", meta=True)},
+    "devices": {
+        "even": Way(dealt="even"),
+        "measured": Way(dealt="auto"),
+        "without memory": Way(dealt="even", meta=True),
+    },
     "four": {
         "data, shard": Way(mesh="data=2, shard=2", cut=SHARD),
         "data, tensor": Way(mesh="data=2, tensor=2", cut=TENSOR),
         "tensor, shard": Way(mesh="tensor=2, shard=2", cut=(*TENSOR, *SHARD)),
-        "tensor, stage": Way(mesh="tensor=2, stage=2", cut=(*TENSOR, pl.pipeline(LAYERS, schedule="zero-bubble", micro_batches=4))),
+        "tensor, stage": Way(
+            mesh="tensor=2, stage=2",
+            cut=(*TENSOR, pl.pipeline(LAYERS, schedule="zero-bubble", micro_batches=4)),
+        ),
     },
 }
 
@@ -151,20 +182,33 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.Embedding(50, 16), nn.Flatten(), nn.Linear(256, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 50))
+        self.inner = nn.Sequential(
+            nn.Embedding(50, 16),
+            nn.Flatten(),
+            nn.Linear(256, 32),
+            nn.BatchNorm1d(32),
+            nn.Tanh(),
+            nn.Linear(32, 50),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x).unsqueeze(1)
 
 
 def parts(way: Way) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
-    """A model, an optimizer and a loader of rows of tokens; of all but a GPT the last token alone is asked for."""
+    """A model, an optimizer and a loader of rows of tokens; of all but a GPT the last token
+    alone is asked for.
+    """
     torch.manual_seed(0)
     with pl.meta() if way.meta else nullcontext():
-        model = {"gpt": lambda: GPT(SHAPE), "table": Table, "normed": Normed}[way.kind]().to(way.dtype)
+        model = {"gpt": lambda: GPT(SHAPE), "table": Table, "normed": Normed}[way.kind]().to(
+            way.dtype
+        )
     tokens = torch.randint(0, 50, (STEPS * ROWS, 17), generator=torch.Generator().manual_seed(0))
     data = TensorDataset(tokens[:, :16], tokens[:, 1:] if way.kind == "gpt" else tokens[:, 16:])
-    loader: DataLoader[Any] = DataLoader(data, ROWS, shuffle=True, generator=torch.Generator().manual_seed(1))
+    loader: DataLoader[Any] = DataLoader(
+        data, ROWS, shuffle=True, generator=torch.Generator().manual_seed(1)
+    )
     return model, getattr(torch.optim, way.optimizer)(model.parameters(), 0.01), loader
 
 
@@ -174,15 +218,23 @@ def cast(way: Way, kind: str) -> AbstractContextManager[Any]:
     return torch.autocast(kind, dtype=way.autocast if kind == "cuda" else torch.bfloat16)
 
 
-def train(way: Way, device: str | None, name: str, *, stop: int | None = None, resume: bool = False) -> tuple[list[float], Tensor]:
-    """The losses of all steps, or of the first `stop`, and the weights in the checkpoint after them."""
+def train(
+    way: Way, device: str | None, name: str, *, stop: int | None = None, resume: bool = False
+) -> tuple[list[float], Tensor]:
+    """The losses of all steps, or of the first `stop`, and the weights in the checkpoint after
+    them.
+    """
     model, optimizer, loader = parts(way)
     losses, path = [], Path()
     with pl.start(way.sync, name=name, seed=1, device=device, mesh=way.mesh) as run:
         kind = run.device.type
         there = "cuda:0" if kind == "cuda" else "cpu"
-        cut = (pl.layers(LAYERS, devices=[there, "cpu"], split=way.dealt),) if way.dealt else way.cut
-        model, optimizer, loader = run.prepare(model, optimizer, loader, **way.prepared, **({"cut": cut} if cut else {}))
+        cut = (
+            (pl.layers(LAYERS, devices=[there, "cpu"], split=way.dealt),) if way.dealt else way.cut
+        )
+        model, optimizer, loader = run.prepare(
+            model, optimizer, loader, **way.prepared, **({"cut": cut} if cut else {})
+        )
         called = torch.compile(model) if way.compiled and kind == "cuda" else model
         half = way.autocast == torch.float16 and kind == "cuda"
         scaler = run.prepare(torch.amp.GradScaler("cuda", init_scale=1024.0, enabled=half))
@@ -191,7 +243,11 @@ def train(way: Way, device: str | None, name: str, *, stop: int | None = None, r
         for x, y in loader:
             assert x.device.type == kind
             with cast(way, kind):
-                loss = run.step(called, x, y, loss=next_token_loss) if way.stepped else next_token_loss(called(x), y)
+                loss = (
+                    run.step(called, x, y, loss=next_token_loss)
+                    if way.stepped
+                    else next_token_loss(called(x), y)
+                )
             if not way.stepped:
                 scaler.scale(loss).backward()
             if way.clip is not None:
@@ -207,11 +263,15 @@ def train(way: Way, device: str | None, name: str, *, stop: int | None = None, r
                 break
         run.barrier()
     state = pl.state_dict(path)
-    return losses, torch.cat([value.double().flatten() for value in state.values() if value.is_floating_point()])
+    return losses, torch.cat(
+        [value.double().flatten() for value in state.values() if value.is_floating_point()]
+    )
 
 
 def compare(way: Way, name: str) -> dict[str, float]:
-    """How far losses and weights are from those of processors, and those of a run that is resumed from those of one that isn't."""
+    """How far losses and weights are from those of processors, and those of a run that is
+    resumed from those of one that isn't.
+    """
     wanted, found = train(way, "cpu", f"{name}-processors"), train(way, None, f"{name}-devices")
     apart = {
         "near": way.near,
@@ -222,7 +282,9 @@ def compare(way: Way, name: str) -> dict[str, float]:
         same = replace(way, saved=False)
         before = train(same, None, f"{name}-saved", stop=SAVED)
         after = train(same, None, f"{name}-saved", resume=True)
-        assert before[0] + after[0] == found[0], f"{before[0]} and then {after[0]} are not {found[0]}"
+        assert before[0] + after[0] == found[0], (
+            f"{before[0]} and then {after[0]} are not {found[0]}"
+        )
         apart["resumed"] = float((after[1] - found[1]).norm())
     return apart
 
@@ -230,7 +292,10 @@ def compare(way: Way, name: str) -> dict[str, float]:
 def main() -> None:
     group, out = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
-    found = {name: compare(way, f"{group}-{number}") for number, (name, way) in enumerate(GROUPS[group].items())}
+    found = {
+        name: compare(way, f"{group}-{number}")
+        for number, (name, way) in enumerate(GROUPS[group].items())
+    }
     if os.environ.get("RANK", "0") == "0":
         out.write_text(json.dumps(found))
 

@@ -1,7 +1,8 @@
-"""DDP in each of its ways, on the backends given: what it trains, and how many buckets were moved to memory that all workers reach.
+"""DDP in each of its ways, on the backends given: what it trains, and how many buckets were moved
+to memory that all workers reach.
 
-Rank 0 prints the results on each backend as JSON. A worker ends with an error if its weights differ from those of others, or if its
-gradients go with the process group.
+Rank 0 prints the results on each backend as JSON. A worker ends with an error if its weights differ
+from those of others, or if its gradients go with the process group.
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ class Network(nn.Module):
     def __init__(self, seed: int = 0, *, skips: bool = False) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.layers = nn.ModuleList([nn.Linear(INPUTS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)])
+        self.layers = nn.ModuleList(
+            [
+                nn.Linear(INPUTS, WIDTH),
+                nn.Linear(WIDTH, WIDTH),
+                nn.Linear(WIDTH, WIDTH),
+                nn.Linear(WIDTH, 1),
+            ]
+        )
         self.skips = skips
 
     def forward(self, x: Tensor, step: int) -> Tensor:
@@ -42,15 +50,22 @@ class Network(nn.Module):
 
 def loss(models: list[Any], rank: int, step: int) -> Tensor:
     x = torch.randn(8, INPUTS, generator=torch.Generator().manual_seed(100 * step + rank))
-    return sum(((model(x, step + rank) - x[:, :1]).square().mean() for model in models), torch.zeros(()))
+    return sum(
+        ((model(x, step + rank) - x[:, :1]).square().mean() for model in models), torch.zeros(())
+    )
 
 
 def numbers(models: list[Any]) -> list[float]:
-    return [float(x) for model in models for p in model.parameters() for x in p.detach().view(-1)[::97]]
+    return [
+        float(x) for model in models for p in model.parameters() for x in p.detach().view(-1)[::97]
+    ]
 
 
 def trained(models: list[Any], group: Any = None, *, parts: int = 1) -> list[float]:
-    """Train, and check that all ranks of the group have come to the same. `parts`: gradients are added up over so many batches."""
+    """Train, and check that all ranks of the group have come to the same.
+
+    `parts`: gradients are added up over so many batches.
+    """
     rank = dist.get_rank()
     optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=1e-2)
     for step in range(STEPS):
@@ -70,7 +85,9 @@ def trained(models: list[Any], group: Any = None, *, parts: int = 1) -> list[flo
 def moves(group: Any) -> int:
     """How many storages a group of the backend has moved."""
     group = dist.group.WORLD if group is None else group
-    return int(group._issuer._met.group._moved._made) if dist.get_backend(group) == "paceline" else 0
+    return (
+        int(group._issuer._met.group._moved._made) if dist.get_backend(group) == "paceline" else 0
+    )
 
 
 def hooked(hook: Callable[..., Any]) -> list[float]:
@@ -88,12 +105,26 @@ def built_in() -> list[float]:
 def ways(some: Any) -> dict[str, Callable[[], list[float]]]:
     return {
         "plain": lambda: trained([DistributedDataParallel(Network())]),
-        "views": lambda: trained([DistributedDataParallel(Network(), gradient_as_bucket_view=True)]),
-        "no_sync": lambda: trained([DistributedDataParallel(Network(), gradient_as_bucket_view=True)], parts=2),
-        "unused": lambda: trained([DistributedDataParallel(Network(skips=True), find_unused_parameters=True)]),
-        "static": lambda: trained([DistributedDataParallel(Network(), static_graph=True, gradient_as_bucket_view=True)]),
-        "two models": lambda: trained([DistributedDataParallel(Network(seed)) for seed in range(2)]),
-        "some ranks": lambda: trained([DistributedDataParallel(Network(), process_group=some)], some) if some is not None else [],
+        "views": lambda: trained(
+            [DistributedDataParallel(Network(), gradient_as_bucket_view=True)]
+        ),
+        "no_sync": lambda: trained(
+            [DistributedDataParallel(Network(), gradient_as_bucket_view=True)], parts=2
+        ),
+        "unused": lambda: trained(
+            [DistributedDataParallel(Network(skips=True), find_unused_parameters=True)]
+        ),
+        "static": lambda: trained(
+            [DistributedDataParallel(Network(), static_graph=True, gradient_as_bucket_view=True)]
+        ),
+        "two models": lambda: trained(
+            [DistributedDataParallel(Network(seed)) for seed in range(2)]
+        ),
+        "some ranks": lambda: (
+            trained([DistributedDataParallel(Network(), process_group=some)], some)
+            if some is not None
+            else []
+        ),
         "built-in hook": built_in,
         "hook": lambda: hooked(default_hooks.allreduce_hook),
         "fp16": lambda: hooked(default_hooks.fp16_compress_hook),
@@ -102,7 +133,9 @@ def ways(some: Any) -> dict[str, Callable[[], list[float]]]:
 
 @contextmanager
 def group_of(backend: str, store: Any, rank: int, size: int) -> Iterator[None]:
-    dist.init_process_group(backend, store=dist.PrefixStore(backend, store), rank=rank, world_size=size)
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(backend, store), rank=rank, world_size=size
+    )
     yield
     dist.destroy_process_group()
 
@@ -122,8 +155,12 @@ def found(backend: str, store: Any, rank: int, size: int) -> dict[str, Any]:
         model = Network()
         trained([DistributedDataParallel(model, gradient_as_bucket_view=True)])
     outlive(model, shared=backend == "paceline")
-    with group_of(backend, dist.PrefixStore("again", store), rank, size):  # the same model, whose gradients are still where they were
-        results["again"] = [trained([DistributedDataParallel(model, gradient_as_bucket_view=True)]), moves(None)]
+    # the same model, whose gradients are still where they were
+    with group_of(backend, dist.PrefixStore("again", store), rank, size):
+        results["again"] = [
+            trained([DistributedDataParallel(model, gradient_as_bucket_view=True)]),
+            moves(None),
+        ]
     return results
 
 
@@ -138,14 +175,20 @@ def outlive(model: nn.Module, *, shared: bool) -> None:
             grad.fill_(9)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert len(grads) == 8 and all(torch.equal(grad, value) for grad, value in zip(grads, kept, strict=True))
-    assert all(torch.equal(grad.add_(1), value + 1) for grad, value in zip(grads, kept, strict=True))
+    assert len(grads) == 8 and all(
+        torch.equal(grad, value) for grad, value in zip(grads, kept, strict=True)
+    )
+    assert all(
+        torch.equal(grad.add_(1), value + 1) for grad, value in zip(grads, kept, strict=True)
+    )
 
 
 def main() -> None:
     torch.set_num_threads(1)
     store, rank, size = next(dist.rendezvous("env://"))
-    results = [found(backend, dist.PrefixStore(backend, store), rank, size) for backend in sys.argv[1:]]
+    results = [
+        found(backend, dist.PrefixStore(backend, store), rank, size) for backend in sys.argv[1:]
+    ]
     if rank == 0:
         print("FOUND", json.dumps(results), flush=True)
 

@@ -1,4 +1,6 @@
-"""Workers of two hosts send each other messages; each leaves what it has sent, and what its host's link has carried, in a file."""
+"""Workers of two hosts send each other messages; each leaves what it has sent, and what its
+host's link has carried, in a file.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,26 @@ with pl.start(seed=1, folder=sys.argv[1], name="test") as run:
     run.barrier()
     before, sent = leaving(), replace(both.traffic)
     x = torch.full((500_000,), float(run.rank))
-    works = [both.send(to, lane, {"n": lane}, [x[lane:], x]) for lane in range(LANES) for to in range(run.size)]
+    works = [
+        both.send(to, lane, {"n": lane}, [x[lane:], x])
+        for lane in range(LANES)
+        for to in range(run.size)
+    ]
     for lane in range(LANES):
         for source in range(run.size):
             one, other = both.receive(source, lane).wait().tensors
-            assert torch.equal(other, torch.full((500_000,), float(source))) and torch.equal(one, other[lane:])
+            assert torch.equal(other, torch.full((500_000,), float(source))) and torch.equal(
+                one, other[lane:]
+            )
     for work in works:
         work.wait()
     run.barrier()
     more = both.traffic - sent
-    found = {"between": more.between, "within": more.within, "host": run.host, "left": leaving() - before}
+    found = {
+        "between": more.between,
+        "within": more.within,
+        "host": run.host,
+        "left": leaving() - before,
+    }
     (Path(sys.argv[1]) / f"{run.rank}.json").write_text(json.dumps(found))
     both.close()

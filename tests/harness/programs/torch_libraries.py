@@ -1,6 +1,8 @@
-"""A script on torch.distributed alone: DDP, FSDP2, tensor parallelism, a pipeline and torch's own calls, on the backends given.
+"""A script on torch.distributed alone: DDP, FSDP2, tensor parallelism, a pipeline and torch's own
+calls, on the backends given.
 
-Rank 0 prints what came of each on each backend as JSON; the numbers are those of the workers' different data.
+Rank 0 prints what came of each on each backend as JSON; the numbers are those of the workers'
+different data.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo import eval_frame  # noqa: F401  first, as a stand-in for that module would load it in the middle of the next ones
+
+# first, as a stand-in for that module would load it in the middle of the next ones
+from torch._dynamo import eval_frame  # noqa: F401
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,7 +35,13 @@ WIDTH = 12
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    return nn.Sequential(
+        nn.Linear(WIDTH, 2 * WIDTH),
+        nn.Tanh(),
+        nn.Linear(2 * WIDTH, WIDTH),
+        nn.Tanh(),
+        nn.Linear(WIDTH, 1),
+    )
 
 
 def batch(rank: int) -> tuple[Tensor, Tensor]:
@@ -55,16 +65,23 @@ def trained(model: nn.Module, rank: int) -> list[float]:
 
 
 def uneven(backend: str, rank: int) -> list[float]:
-    """Buckets of DDP that are worth moving, and a rank that runs out of batches before the others, whose sums it then joins."""
+    """Buckets of DDP that are worth moving, and a rank that runs out of batches before the
+    others, whose sums it then joins.
+    """
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, 400), nn.Tanh(), nn.Linear(400, 400)), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(WIDTH, 400), nn.Tanh(), nn.Linear(400, 400)),
+        gradient_as_bucket_view=True,
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     with model.join():
         for turn in range(8 if rank else 5):
             optimizer.zero_grad()
             model(batch(10 * turn + rank)[0]).square().mean().backward()
             optimizer.step()
-    shared = {p.grad.untyped_storage().is_shared() for p in model.parameters() if p.grad is not None}
+    shared = {
+        p.grad.untyped_storage().is_shared() for p in model.parameters() if p.grad is not None
+    }
     print(f"{backend}: gradients are in memory of all ranks: {shared}", flush=True)
     return numbers(model.parameters())
 
@@ -84,7 +101,9 @@ def sharded() -> nn.Module:
 def pipeline(rank: int, size: int) -> list[float]:
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(size)]
-    schedule = Schedule1F1B(PipelineStage(layers[rank], rank, size, torch.device("cpu")), 4, loss_fn=F.mse_loss)
+    schedule = Schedule1F1B(
+        PipelineStage(layers[rank], rank, size, torch.device("cpu")), 4, loss_fn=F.mse_loss
+    )
     x = batch(0)[0]
     losses: list[Tensor] = []
     if rank == 0:
@@ -111,7 +130,10 @@ def calls(rank: int, size: int, mesh: Any) -> dict[str, Any]:
     dist.broadcast_object_list(told := [f"from {rank}"], src=1)
     found["objects"], found["told"] = objects, told
     x = torch.tensor([float(rank)])
-    sent = [dist.P2POp(dist.isend, x, (rank + 1) % size), dist.P2POp(dist.irecv, got := torch.zeros(1), (rank - 1) % size)]
+    sent = [
+        dist.P2POp(dist.isend, x, (rank + 1) % size),
+        dist.P2POp(dist.irecv, got := torch.zeros(1), (rank - 1) % size),
+    ]
     for work in dist.batch_isend_irecv(sent):
         work.wait()
     found["from my left"] = got.tolist()
@@ -132,7 +154,9 @@ def calls(rank: int, size: int, mesh: Any) -> dict[str, Any]:
 
 def found(backend: str, store: Any, rank: int, size: int) -> dict[str, Any]:
     """What comes of everything on a backend."""
-    dist.init_process_group(backend, store=dist.PrefixStore(backend, store), rank=rank, world_size=size)
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(backend, store), rank=rank, world_size=size
+    )
     mesh = init_device_mesh("cpu", (size,))
     results = {
         "ddp": trained(DistributedDataParallel(network()), rank),

@@ -1,4 +1,6 @@
-"""A program as somebody writes it who has types checked: mypy is to find that each thing is what it was. Nobody runs it."""
+"""A program as somebody writes it who has types checked: mypy is to find that each thing is what
+it was. Nobody runs it.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,18 @@ def count(batches: Iterable[Pair]) -> int:
 
 def objects() -> tuple[Net, SGD, DataLoader[Pair]]:
     net = Net()
-    return net, SGD(net.parameters(), 0.1), DataLoader(TensorDataset(torch.zeros(4, 3), torch.zeros(4)), batch_size=2)
+    return (
+        net,
+        SGD(net.parameters(), 0.1),
+        DataLoader(TensorDataset(torch.zeros(4, 3), torch.zeros(4)), batch_size=2),
+    )
 
 
 def training() -> None:
     model, optimizer, loader = objects()
-    with pl.start(sync=pl.AllReduce(via="ring"), trace="off", straggler="warn", compare=None, on_nan="stop") as run:
+    with pl.start(
+        sync=pl.AllReduce(via="ring"), trace="off", straggler="warn", compare=None, on_nan="stop"
+    ) as run:
         assert_type(run, pl.Run)
         model, optimizer, loader = run.prepare(model, optimizer, loader, batchnorm="local")
         assert_type(model, Net)
@@ -61,14 +69,22 @@ def training() -> None:
             assert_type(run.clip(model, 1.0), Tensor | None)
             assert_type(run.save(metric=loss, best="min"), Path)
         assert_type(run.resume(), bool)
-        assert_type((run.rank, run.device, run.host, run.weight, run.is_first), tuple[int, torch.device, str, float, bool])
+        assert_type(
+            (run.rank, run.device, run.host, run.weight, run.is_first),
+            tuple[int, torch.device, str, float, bool],
+        )
         assert_type(count(known) + model.width, int)
 
 
 def preparing(run: pl.Run) -> None:
     """From none to many objects, in any order."""
     net, sgd, loader = objects()
-    adam, rate, plateau, scaler = AdamW(net.parameters()), StepLR(sgd, 3), ReduceLROnPlateau(sgd), torch.amp.GradScaler()
+    adam, rate, plateau, scaler = (
+        AdamW(net.parameters()),
+        StepLR(sgd, 3),
+        ReduceLROnPlateau(sgd),
+        torch.amp.GradScaler(),
+    )
     assert_type(run.prepare(net), Net)
     assert_type(run.prepare(net, cut=pl.shard("blocks.*", zero=3)), Net)
     assert_type(run.prepare(sgd, adam), tuple[SGD, AdamW])
@@ -78,7 +94,10 @@ def preparing(run: pl.Run) -> None:
     _, _, train, test = run.prepare(net, sgd, loader, loader)
     assert_type((train.peek(), test.batch_size), tuple[Any, int | None])
     assert_type(run.prepare(loader, net, sgd, rate), tuple[DataLoader[Pair], Net, SGD, StepLR])
-    assert_type(run.prepare(net, sgd, loader, plateau, scaler), tuple[Net, SGD, DataLoader[Pair], ReduceLROnPlateau, torch.amp.GradScaler])
+    assert_type(
+        run.prepare(net, sgd, loader, plateau, scaler),
+        tuple[Net, SGD, DataLoader[Pair], ReduceLROnPlateau, torch.amp.GradScaler],
+    )
     assert_type(run.prepare(net, net, sgd, adam, loader, rate, plateau), tuple[Any, ...])
     assert_type(run.prepare(*[net, net], shares="auto"), tuple[Any, ...])
     assert_type(run.prepare(loss="sum"), tuple[()])
@@ -98,14 +117,26 @@ def answering() -> None:
     with pl.start() as run:
         assert_type(pl.probe(run, dtypes=["float32"]).hosts[0].name, str)
     with lab.cluster(hosts=2, placement="round-robin") as cluster:
-        assert_type(cluster.run("train.py", faults=[lab.storm(seed=1, kinds=("stop", "slow"))]).code, int)
+        assert_type(
+            cluster.run("train.py", faults=[lab.storm(seed=1, kinds=("stop", "slow"))]).code, int
+        )
 
 
 def writing() -> list[object]:
     """Everything that is written by words."""
     sync = pl.LocalSGD(16, momentum="averaged", codec=pl.int8(rounding="stochastic"))
     return [
-        *(sync, pl.Gossip(graph="ring"), pl.Gossip(graph=((0, 1),)), pl.ParameterServer(staleness=2), pl.topk(0.1, threshold="sampled")),
-        *(pl.pipeline(schedule="zbv", split="auto"), pl.layers(split="even"), pl.shard(params="bfloat16", reduce="float32")),
+        *(
+            sync,
+            pl.Gossip(graph="ring"),
+            pl.Gossip(graph=((0, 1),)),
+            pl.ParameterServer(staleness=2),
+            pl.topk(0.1, threshold="sampled"),
+        ),
+        *(
+            pl.pipeline(schedule="zbv", split="auto"),
+            pl.layers(split="even"),
+            pl.shard(params="bfloat16", reduce="float32"),
+        ),
         pl.SparseEmbedding(8, 2, mode="sum"),
     ]

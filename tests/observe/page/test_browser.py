@@ -1,4 +1,6 @@
-"""A page in a real browser: nothing goes wrong, nothing is asked of a network, figures are the summary's, and curves tell their values."""
+"""A page in a real browser: nothing goes wrong, nothing is asked of a network, figures are the
+summary's, and curves tell their values.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.harness.jobs import PATIENCE
 from tests.harness.page_runs import whole
 from tests.harness.pages import Tags, compare_figures
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 POINT = """
 document.fonts.ready.then(() => {
   const sheet = document.querySelector("#loss .sheet"), box = sheet.getBoundingClientRect();
@@ -25,7 +29,7 @@ document.fonts.ready.then(() => {
   document.body.style.width = "360px";  // windows of Chromium have 500 pixels at least, where the style for phones begins at 544
   document.body.dataset.wide = document.body.scrollWidth > 360 ? "yes" : "no";
 });
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.jobs
@@ -33,11 +37,29 @@ document.fonts.ready.then(() => {
 def test_a_page_in_a_browser(tmp_path: Path) -> None:
     folder, out = whole(tmp_path), tmp_path / "page.html"
     out.write_text(page([page_data(folder)], script=POINT), encoding="utf-8")
-    quiet = ("--disable-gpu", "--disable-background-networking", "--no-first-run", "--host-resolver-rules=MAP * ~NOTFOUND")
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", *quiet, "--enable-logging=stderr", "--window-size=360,800"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000", "--dump-dom", out.as_uri()]
+    quiet = (
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--no-first-run",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+    )
+    command = [
+        str(CHROMIUM),
+        "--headless",
+        "--no-sandbox",
+        *quiet,
+        "--enable-logging=stderr",
+        "--window-size=360,800",
+    ]
+    command += [
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--virtual-time-budget=2000",
+        "--dump-dom",
+        out.as_uri(),
+    ]
     found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
-    # the page forbids itself what isn't in it, and a browser says so of each request that it refuses
+    # the page forbids itself what isn't in it, and a browser says so of each request that it
+    # refuses
     assert [line for line in found.stderr.splitlines() if "CONSOLE" in line] == []
     assert compare_figures(found.stdout, [json.loads((folder / "summary.json").read_text())]) > 80
     body = next(given for tag, given in Tags(found.stdout).found if tag == "body")

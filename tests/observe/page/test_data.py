@@ -1,4 +1,6 @@
-"""The data of a page are small and plain, however long a run was, and whatever state its folder is in."""
+"""The data of a page are small and plain, however long a run was, and whatever state its folder
+is in.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,23 @@ def test_a_run_that_has_ended(tmp_path: Path) -> None:
 
 def test_a_run_under_way(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    line = {"time": 0.5, "samples": 8, "loss": "nan", "seconds": {"compute": 0.1, "exchange": 0.0, "wait": 0.0, "data": 0.0}}
-    folder.metrics.write_text("".join(json.dumps({"step": step, **line}) + "\n" for step in range(1, 1001)) + '{"step": 10')
+    line = {
+        "time": 0.5,
+        "samples": 8,
+        "loss": "nan",
+        "seconds": {"compute": 0.1, "exchange": 0.0, "wait": 0.0, "data": 0.0},
+    }
+    folder.metrics.write_text(
+        "".join(json.dumps({"step": step, **line}) + "\n" for step in range(1, 1001))
+        + '{"step": 10'
+    )
     data = page_data(folder)
     json.dumps(data, allow_nan=False)
     assert not data["ended"]
-    assert data["summary"]["steps"] == sum(data["course"]["count"]) == 1000 and data["summary"]["final_loss"] == "nan"
+    assert (
+        data["summary"]["steps"] == sum(data["course"]["count"]) == 1000
+        and data["summary"]["final_loss"] == "nan"
+    )
     assert len(data["course"]["step"]) == len(data["values"]["loss"]["mean"]) == POINTS
     assert set(data["values"]["loss"]["mean"]) == {None}
     assert sum(data["values"]["loss"]["bad"]) == 1000
@@ -45,13 +58,24 @@ def test_a_run_under_way(tmp_path: Path) -> None:
 
 def test_what_a_run_under_way_tells_of_itself(tmp_path: Path) -> None:
     folder = whole(tmp_path)
-    told: dict[str, Any] = json.loads((folder / "summary.json").read_text()) | {"steps": 7, "live": {"state": "running"}}
+    told: dict[str, Any] = json.loads((folder / "summary.json").read_text()) | {
+        "steps": 7,
+        "live": {"state": "running"},
+    }
     (folder / "live.json").write_text(json.dumps(told))
     (folder / "summary.json").unlink()
     data = page_data(folder)
-    assert (data["ended"], data["summary"]["sync"], len(data["events"])) == (False, "AllReduce()", 4)
-    assert data["summary"]["steps"] == 60 and data["ranks"][1] == "rank 1 (shard 1)"  # the metrics are never behind
-    assert "So far 2 workers on 2 hosts (mesh data=1, shard=2) have trained 3,840 samples" in data["verdict"][0]
+    assert (data["ended"], data["summary"]["sync"], len(data["events"])) == (
+        False,
+        "AllReduce()",
+        4,
+    )
+    # the metrics are never behind
+    assert data["summary"]["steps"] == 60 and data["ranks"][1] == "rank 1 (shard 1)"
+    assert (
+        "So far 2 workers on 2 hosts (mesh data=1, shard=2) have trained 3,840 samples"
+        in data["verdict"][0]
+    )
     (folder / "live.json").write_text('{"sy')
     assert "sync" not in page_data(folder)["summary"]
 
@@ -79,4 +103,7 @@ def test_what_is_no_run(tmp_path: Path) -> None:
 
 
 def test_plain() -> None:
-    assert plain({1: (float("nan"), [float("-inf"), 2.0]), "a": None}) == {"1": ["nan", ["-inf", 2.0]], "a": None}
+    assert plain({1: (float("nan"), [float("-inf"), 2.0]), "a": None}) == {
+        "1": ["nan", ["-inf", 2.0]],
+        "a": None,
+    }

@@ -30,7 +30,12 @@ def test_a_million_steps() -> None:
 def test_short_ones_stay_as_they_are() -> None:
     values = np.array([3.0, 1.0, 2.0])
     assert stretches(values, starts(3)).mean.tolist() == [3, 1, 2]
-    assert len(starts(0)) == len(stretches(np.empty(0), starts(0)).mean) == len(lasts(np.empty(0), starts(0))) == 0
+    assert (
+        len(starts(0))
+        == len(stretches(np.empty(0), starts(0)).mean)
+        == len(lasts(np.empty(0), starts(0)))
+        == 0
+    )
 
 
 def test_stretches_without_a_number() -> None:

@@ -18,7 +18,17 @@ def test_a_page_is_one_file(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a <b> & c")
     folder.path.mkdir()
     split = {"compute": 0.1, "exchange": 0.0, "wait": 0.0, "data": 0.0}
-    lines = ({"step": step, "time": 0.1 * step, "samples": 8, "seconds": split, "loss": 1 / step, BAD: step} for step in range(1, 30))
+    lines = (
+        {
+            "step": step,
+            "time": 0.1 * step,
+            "samples": 8,
+            "seconds": split,
+            "loss": 1 / step,
+            BAD: step,
+        }
+        for step in range(1, 30)
+    )
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = page([page_data(folder)], head="<!-- more -->", script="/* mine */")
     assert text.startswith("<!doctype html>")

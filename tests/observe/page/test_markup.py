@@ -7,7 +7,14 @@ from tests.harness.pages import Tags
 
 
 def test_children_in_order() -> None:
-    made = element("p", {"class": "x", "id": None}, "one ", element("b", None, "two"), [" three", 4, None], element("br"))
+    made = element(
+        "p",
+        {"class": "x", "id": None},
+        "one ",
+        element("b", None, "two"),
+        [" three", 4, None],
+        element("br"),
+    )
     assert made == '<p class="x">one <b>two</b> three4<br/></p>'
 
 
@@ -27,4 +34,5 @@ def test_numbers() -> None:
 
 def test_markup_is_not_escaped_again() -> None:
     assert join(Markup("<b>1</b>"), "<", [None, 2]) == "<b>1</b>&lt;2"
-    assert element("div") == "<div></div>"  # which browsers don't take for an end without its slash alone
+    # which browsers don't take for an end without its slash alone
+    assert element("div") == "<div></div>"

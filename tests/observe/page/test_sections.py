@@ -1,4 +1,6 @@
-"""Sections have their ids, are left out where there is nothing to show, and have no number that the summary hasn't."""
+"""Sections have their ids, are left out where there is nothing to show, and have no number that
+the summary hasn't.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,20 @@ from tests.harness.pages import Tags, compare_figures
 def test_a_whole_run_has_all_but_pipelines(tmp_path: Path) -> None:
     found = sections([page_data(whole(tmp_path))])
     assert list(found) == [name for name in OF_ONE if name != "pipelines"]
-    assert all(html.startswith(f'<section id="{name}">') and html.endswith("</section>") for name, html in found.items())
+    assert all(
+        html.startswith(f'<section id="{name}">') and html.endswith("</section>")
+        for name, html in found.items()
+    )
 
 
 def test_what_there_is_nothing_of_is_left_out(tmp_path: Path) -> None:
-    assert list(sections([page_data(finished(tmp_path))])) == ["overview", "throughput", "time", "traffic", "setup"]
+    assert list(sections([page_data(finished(tmp_path))])) == [
+        "overview",
+        "throughput",
+        "time",
+        "traffic",
+        "setup",
+    ]
 
 
 def test_every_number_is_that_of_the_summary(tmp_path: Path) -> None:
@@ -52,10 +63,23 @@ def test_several_runs(tmp_path: Path) -> None:
 
 def test_nothing_that_a_run_has_named_becomes_markup(tmp_path: Path) -> None:
     bad = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'"
-    settings = {"script": bad, "arguments": [f"--{bad}", bad], "optimizers": [{"name": bad}], bad: bad}
-    changes: dict[str, Any] = {"sync": bad, "settings": settings, "codecs": [{"words": bad}], "results": {bad: bad}}
+    settings = {
+        "script": bad,
+        "arguments": [f"--{bad}", bad],
+        "optimizers": [{"name": bad}],
+        bad: bad,
+    }
+    changes: dict[str, Any] = {
+        "sync": bad,
+        "settings": settings,
+        "codecs": [{"words": bad}],
+        "results": {bad: bad},
+    }
     folder = whole(tmp_path, **changes, events=[{"time": 1.0, "what": bad}])
-    lines = [json.loads(line) | {bad: 1.0} for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) | {bad: 1.0}
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = page_data(folder) | {"name": bad}
     for html in (*sections([data]).values(), *sections([data, data]).values()):
@@ -67,10 +91,22 @@ def spoil(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 @pytest.mark.parametrize(
-    "change", [spoil("members", [1]), spoil("links", ["x"]), spoil("settings", [3]), spoil("mesh", 5), spoil("places", [1, 2])]
+    "change",
+    [
+        spoil("members", [1]),
+        spoil("links", ["x"]),
+        spoil("settings", [3]),
+        spoil("mesh", 5),
+        spoil("places", [1, 2]),
+    ],
 )
-def test_a_field_of_another_version_is_said_in_a_line(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def test_a_field_of_another_version_is_said_in_a_line(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
     data = page_data(whole(tmp_path))
     change(data)
-    with pytest.raises(UsageError, match="the summary of run has something in a field that is not of this version of paceline"):
+    with pytest.raises(
+        UsageError,
+        match="the summary of run has something in a field that is not of this version of paceline",
+    ):
         sections([data])

@@ -26,14 +26,18 @@ def test_a_page(tmp_path: Path) -> None:
 def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     folder = whole(tmp_path)
     line = {"samples": 8, "seconds": QUIET, "bytes_sent": {"within": 1, "between": 2}, "loss": 1.0}
-    text = (json.dumps({"step": step, "time": step / 10, **line}) + "\n" for step in range(1, 20_001))
+    text = (
+        json.dumps({"step": step, "time": step / 10, **line}) + "\n" for step in range(1, 20_001)
+    )
     (folder / "metrics.jsonl").write_text("".join(text))
     assert write([folder], tmp_path / "out.html") < 500_000
 
 
 def test_places_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = whole(tmp_path)
-    with pytest.raises(UsageError, match=r"missing/out\.html: there is no folder .*missing; make it first"):
+    with pytest.raises(
+        UsageError, match=r"missing/out\.html: there is no folder .*missing; make it first"
+    ):
         write([folder], tmp_path / "missing" / "out.html")
     with pytest.raises(UsageError, match="is a folder: give a file in it"):
         write([folder], tmp_path)
@@ -45,7 +49,9 @@ def test_places_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(Path, "write_bytes", fail)
 
     refuse(PermissionError, 13, "Permission denied")  # as root may write anywhere
-    with pytest.raises(UsageError, match=r"can't be written \(Permission denied\): give another place"):
+    with pytest.raises(
+        UsageError, match=r"can't be written \(Permission denied\): give another place"
+    ):
         write([folder], tmp_path / "out.html")
     refuse(OSError, 28, "No space left on device")
     with pytest.raises(ResourceError, match=r"can't be written \(No space left on device\)"):

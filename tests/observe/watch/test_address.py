@@ -38,7 +38,11 @@ def test_a_port_in_use_is_said_in_a_line() -> None:
     with WatchAddress.parse("0", "--watch").listen() as first:
         port = first.getsockname()[1]
         with pytest.raises(
-            UsageError, match=rf"no page can be served for --watch: port {port} is in use on 127\.0\.0\.1: give another one"
+            UsageError,
+            match=(
+                rf"no page can be served for --watch: port {port} is in use on 127\.0\.0\.1: "
+                r"give another one"
+            ),
         ):
             WatchAddress.parse(str(port), "--watch").listen()
 
@@ -51,20 +55,32 @@ def test_an_address_of_another_machine_is_refused() -> None:
 
 
 def test_readers_from_elsewhere_need_a_token_that_tells_nothing_of_the_secret() -> None:
-    with WatchAddress.parse("0", "--watch").listen() as here, WatchAddress.parse("0.0.0.0:0", "--watch").listen() as everywhere:
+    with (
+        WatchAddress.parse("0", "--watch").listen() as here,
+        WatchAddress.parse("0.0.0.0:0", "--watch").listen() as everywhere,
+    ):
         assert PageGuard.of(here, KEY) == PageGuard("")
         guard = PageGuard.of(everywhere, KEY)
         assert len(guard.token) == 32 and KEY.decode() not in guard.token
         assert guard == PageGuard.of(everywhere, KEY) != PageGuard.of(everywhere, b"x" * 32)
         assert url(here, PageGuard()) == f"http://127.0.0.1:{here.getsockname()[1]}/"
-        assert url(everywhere, guard) == f"http://{socket.gethostname()}:{everywhere.getsockname()[1]}/?token={guard.token}"
+        assert (
+            url(everywhere, guard)
+            == f"http://{socket.gethostname()}:{everywhere.getsockname()[1]}/?token={guard.token}"
+        )
     if network.local("::1"):
         with WatchAddress.parse("[::1]:0", "--watch").listen() as six:
-            assert PageGuard.of(six, KEY) == PageGuard("") and url(six, PageGuard()).startswith("http://[::1]:")
+            assert PageGuard.of(six, KEY) == PageGuard("") and url(six, PageGuard()).startswith(
+                "http://[::1]:"
+            )
 
 
-def test_a_library_that_is_missing_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_missing_is_named_with_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     check_installed()
     monkeypatch.setattr(address, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"needs aiohttp, which is not installed: pip install 'paceline\[watch\]'"):
+    with pytest.raises(
+        UsageError, match=r"needs aiohttp, which is not installed: pip install 'paceline\[watch\]'"
+    ):
         check_installed()

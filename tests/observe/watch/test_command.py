@@ -37,9 +37,14 @@ def test_folders_that_are_no_runs(tmp_path: Path) -> None:
         check_run(folder)
 
 
-def test_what_is_missing_or_taken_is_said_before_anything_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_or_taken_is_said_before_anything_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "live.json").touch()
-    with HERE.listen() as taken, pytest.raises(UsageError, match=r"no page can be served for --listen: port \d+ is in use"):
+    with (
+        HERE.listen() as taken,
+        pytest.raises(UsageError, match=r"no page can be served for --listen: port \d+ is in use"),
+    ):
         watch(tmp_path, WatchAddress("127.0.0.1", taken.getsockname()[1], "--listen"), b"", print)
     monkeypatch.setattr(address, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="pip install"):
@@ -65,7 +70,9 @@ def test_it_serves_until_a_signal(tmp_path: Path, number: int) -> None:
             raise
 
     thread = threading.Thread(target=reader)
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
 
     def say(text: str) -> None:
         said.append(text)

@@ -18,8 +18,19 @@ from tests.harness.jobs import PATIENCE, ROOT
 def test_it_lives_as_long_as_its_input() -> None:
     with WatchAddress.parse("0", "--watch").listen() as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
-        command = [sys.executable, "-P", "-m", "paceline.observe.watch.main", str(listening.fileno())]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listening.fileno()], env={"PYTHONPATH": str(ROOT)})
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "paceline.observe.watch.main",
+            str(listening.fileno()),
+        ]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            pass_fds=[listening.fileno()],
+            env={"PYTHONPATH": str(ROOT)},
+        )
         assert process.stdin is not None
         try:
             process.stdin.write(json.dumps({"token": "secret"}).encode() + b"\n")

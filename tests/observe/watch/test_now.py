@@ -39,7 +39,11 @@ def test_all_of_a_run_under_way(tmp_path: Path, record: LiveRecord) -> None:
         link="the link of b slow: 10 Mbit/s",
         shares=(16, 16, 32),
         checkpoints=2,
-        events=((3.0, "rank 2 was lost"), (5.0, "saved step-00000020"), (9.0, "shares are now 16 + 16 + 32")),
+        events=(
+            (3.0, "rank 2 was lost"),
+            (5.0, "saved step-00000020"),
+            (9.0, "shares are now 16 + 16 + 32"),
+        ),
     )
     assert now.left == pytest.approx(6.0)
 
@@ -63,7 +67,9 @@ def test_a_run_that_has_ended_or_failed(tmp_path: Path, record: LiveRecord) -> N
     assert now.parts == dict.fromkeys(PARTS, 0.1) and now.samples_per_second == 500.0
 
 
-def test_a_job_that_starts_again_in_the_same_folder_is_followed(tmp_path: Path, record: LiveRecord) -> None:
+def test_a_job_that_starts_again_in_the_same_folder_is_followed(
+    tmp_path: Path, record: LiveRecord
+) -> None:
     reader = NowReader(RunFolder(tmp_path))
     record.fail(ValueError, None)
     assert reader.read().state == "failed"
@@ -71,8 +77,13 @@ def test_a_job_that_starts_again_in_the_same_folder_is_followed(tmp_path: Path, 
     assert (reader.read().state, reader.read().step) == ("running", 41)
 
 
-@pytest.mark.parametrize("text", ["", '{"sync": "All', "[]", "null", '{"live": 3}', json.dumps(facts() | {"events": 5}), "\xff"])
-def test_what_makes_no_sense_leaves_what_was_known(tmp_path: Path, record: LiveRecord, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["", '{"sync": "All', "[]", "null", '{"live": 3}', json.dumps(facts() | {"events": 5}), "\xff"],
+)
+def test_what_makes_no_sense_leaves_what_was_known(
+    tmp_path: Path, record: LiveRecord, text: str
+) -> None:
     reader = NowReader(RunFolder(tmp_path))
     (tmp_path / "live.json").write_bytes(text.encode("latin-1"))
     assert reader.read().state == "waiting"
@@ -83,7 +94,9 @@ def test_what_makes_no_sense_leaves_what_was_known(tmp_path: Path, record: LiveR
 
 
 def test_losses_that_are_no_numbers_are_words(tmp_path: Path) -> None:
-    LiveRecord(RunFolder(tmp_path), lambda: True, lambda: facts(final_loss=float("nan")), print).update()
+    LiveRecord(
+        RunFolder(tmp_path), lambda: True, lambda: facts(final_loss=float("nan")), print
+    ).update()
     assert NowReader(RunFolder(tmp_path)).read().loss == "nan"
 
 

@@ -1,4 +1,6 @@
-"""The page of a job as its launcher sees it: it is there before the workers, follows the run, and is no burden when it dies."""
+"""The page of a job as its launcher sees it: it is there before the workers, follows the run,
+and is no burden when it dies.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def read(url: str) -> str:
         return str(stream.readline() + stream.readline(), "utf-8")
 
 
-def test_a_job_is_shown_from_before_it_begins_to_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_shown_from_before_it_begins_to_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process, "PATIENCE", PATIENCE)
     said: list[str] = []
     with WatchedJob(WatchAddress.parse("127.0.0.1:0", "--watch"), KEY, say=said.append) as job:
@@ -37,13 +41,17 @@ def test_a_job_is_shown_from_before_it_begins_to_its_last_words(tmp_path: Path, 
         assert found and len(said) == 1
         page = f"{found[1]}events"
         assert "waiting for the workers" in read(page)
-        (tmp_path / "live.json").write_text(json.dumps(facts() | {"live": facts()["live"] | {"state": "running"}}))
+        (tmp_path / "live.json").write_text(
+            json.dumps(facts() | {"live": facts()["live"] | {"state": "running"}})
+        )
         job.follow(tmp_path), job.tell("rank 1 was killed; all start again")
         wait_for(lambda: "40 of 100" in read(page))
         assert "rank 1 was killed; all start again" in read(page)
         with urllib.request.urlopen(page, timeout=PATIENCE) as stream:
             children = psutil.Process().children()
-            assert job._process is not None and job._process.pid in {child.pid for child in children}
+            assert job._process is not None and job._process.pid in {
+                child.pid for child in children
+            }
             job.close()
             assert "The job has ended" in str(stream.read(), "utf-8")
     assert job._process.poll() == 0
@@ -85,8 +93,11 @@ def test_a_port_in_use() -> None:
             assert said == []  # as the run may be of another host
             with pytest.raises(UsageError, match="is in use"):
                 job.begin()
-            job.follow(Path("x")), job.follow(Path("y"))  # it has become this host's in the middle of the training
-            assert [text.partition(": port ")[0] for text in said] == ["no page can be served for --watch"]
+            # it has become this host's in the middle of the training
+            job.follow(Path("x")), job.follow(Path("y"))
+            assert [text.partition(": port ")[0] for text in said] == [
+                "no page can be served for --watch"
+            ]
 
 
 def test_the_secret_is_on_no_command_line() -> None:
@@ -113,13 +124,20 @@ with pl.start(name="run") as run:
 
 
 @pytest.mark.slow
-def test_the_loss_of_the_first_worker_is_on_the_page_and_another_one_goes_on_with_it(job: Jobs) -> None:
+def test_the_loss_of_the_first_worker_is_on_the_page_and_another_one_goes_on_with_it(
+    job: Jobs,
+) -> None:
     port = free_port()
     page, live = f"http://127.0.0.1:{port}/events", job.folder / "runs" / "run" / "live.json"
     launched = job.run(DYING, 3, "--min-workers", "1", "--watch", str(port))
     job.ports.add(port)
     wait_for(lambda: launched.process.poll() is not None or port in listening())
-    wait_for(lambda: launched.process.poll() is not None or "rank 0 was lost: 2 workers went on" in read(page))
+    wait_for(
+        lambda: (
+            launched.process.poll() is not None
+            or "rank 0 was lost: 2 workers went on" in read(page)
+        )
+    )
     assert launched.process.poll() is None, launched.end()
     assert "2 workers on 1 host" in read(page)
     first = json.loads(live.read_text())["live"]["writer"]["pid"]
@@ -130,5 +148,7 @@ def test_the_loss_of_the_first_worker_is_on_the_page_and_another_one_goes_on_wit
         text = str(stream.read(), "utf-8")
     assert "The job has ended" in text and 'data-state=\\"ended\\"' in text
     ended = launched.end()
-    assert ended.code == 0 and f"this run can be watched at http://127.0.0.1:{port}/" in ended.err, ended
+    assert (
+        ended.code == 0 and f"this run can be watched at http://127.0.0.1:{port}/" in ended.err
+    ), ended
     assert not live.exists() and (live.parent / "summary.json").exists()

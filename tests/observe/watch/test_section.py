@@ -1,4 +1,6 @@
-"""The section that says how a run is now: each thing that is known, and nothing that a run has named as markup."""
+"""The section that says how a run is now: each thing that is known, and nothing that a run has
+named as markup.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def test_all_that_is_known_is_there() -> None:
     ],
 )
 def test_the_states_of_a_run(state: State, said: str) -> None:
-    found = words(now_section(replace(NOW, state=state, why="ValueError: no" if state == "failed" else "")))
+    found = words(
+        now_section(replace(NOW, state=state, why="ValueError: no" if state == "failed" else ""))
+    )
     assert said in found
     assert ("step 1,040" in found) == (state != "waiting")
     assert ("is late by" in found) == (state != "ended") and "left, about" not in found
@@ -82,16 +86,35 @@ def test_what_is_not_known_is_left_out() -> None:
 
 def test_a_worker_that_is_hardly_late_is_not_named() -> None:
     found = words(now_section(replace(NOW, late=LateRank(2, "b", 0.01, 0.1, "compute"))))
-    assert "No worker makes the others wait." in found and "late by" not in found and "32, late" not in found
+    assert (
+        "No worker makes the others wait." in found
+        and "late by" not in found
+        and "32, late" not in found
+    )
 
 
 def test_of_many_events_the_last_are_shown() -> None:
-    found = now_section(replace(NOW, events=tuple((float(number), f"event {number}.") for number in range(100))))
-    assert found.count("<li>") == SHOWN and "event 99." in found and f"event {99 - SHOWN}." not in found
+    found = now_section(
+        replace(NOW, events=tuple((float(number), f"event {number}.") for number in range(100)))
+    )
+    assert (
+        found.count("<li>") == SHOWN
+        and "event 99." in found
+        and f"event {99 - SHOWN}." not in found
+    )
 
 
 def test_names_are_no_markup() -> None:
     evil = "<script>alert(1)</script>"
     late = LateRank(2, evil, 0.05, 0.1, evil)
-    now = replace(NOW, name=evil, why=evil, loss=evil, link=evil, cluster=((evil, (0,)),), late=late, events=((1.0, evil),))
+    now = replace(
+        NOW,
+        name=evil,
+        why=evil,
+        loss=evil,
+        link=evil,
+        cluster=((evil, (0,)),),
+        late=late,
+        events=((1.0, evil),),
+    )
     assert "<script" not in now_section(now, [evil])

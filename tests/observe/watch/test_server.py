@@ -1,4 +1,6 @@
-"""What is served, to whom, and that readers get what is new: however slow they are, and however many."""
+"""What is served, to whom, and that readers get what is new: however slow they are, and however
+many.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +36,23 @@ class Source:
         return dict(self.found)
 
     def document(self) -> str:
-        return f"<html><script>first()</script>{''.join(self.found.values())}<script>last()</script></html>"
+        return f"<html><script>first()</script>{''.join(self.found.values())}<script>last()</script></html>"  # noqa: E501
 
 
-def served(body: Callable[[TestClient[Any, Any], Source, PageServer], Awaitable[None]], *, token: str = "", **options: Any) -> None:
+def served(
+    body: Callable[[TestClient[Any, Any], Source, PageServer], Awaitable[None]],
+    *,
+    token: str = "",
+    **options: Any,
+) -> None:
     """Run `body` with a client of a page."""
 
     async def run() -> None:
         source = Source()
         server = PageServer(source, PageGuard(token), **({"every": 0.01} | options))
-        async with TestClient(TestServer(server.application()), connector=aiohttp.TCPConnector(limit=0)) as client:
+        async with TestClient(
+            TestServer(server.application()), connector=aiohttp.TCPConnector(limit=0)
+        ) as client:
             await asyncio.wait_for(body(client, source, server), PATIENCE)
 
     asyncio.run(run())
@@ -67,7 +76,8 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-# Who may read -----------------------------------------------------------------------------------------------------------------
+# Who may read
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["/", "/events", "/nothing"])
@@ -83,7 +93,9 @@ async def until(condition: Callable[[], bool]) -> None:
         ({}, {"Cookie": f"token={TOKEN}"}),
     ],
 )
-def test_without_the_token_nothing_is_answered(path: str, query: dict[str, str], headers: dict[str, str]) -> None:
+def test_without_the_token_nothing_is_answered(
+    path: str, query: dict[str, str], headers: dict[str, str]
+) -> None:
     async def body(client: TestClient[Any, Any], source: Source, server: PageServer) -> None:
         answer = await client.get(path, params=query, headers=headers)
         assert answer.status == 401 and "section" not in await answer.text()
@@ -105,10 +117,22 @@ def test_with_it_the_page_is_there() -> None:
 
 
 GOOD = ["localhost", "localhost:80", "127.0.0.1:99", "[::1]:8080", "[::1]"]
-EVIL = ["evil.example", "[::1].evil", "[::1]evil:80", "localhost:80@evil", "localhost:evil", "127.0.0.1%evil", "[::1%evil]", "[::1", ":80"]
+EVIL = [
+    "evil.example",
+    "[::1].evil",
+    "[::1]evil:80",
+    "localhost:80@evil",
+    "localhost:evil",
+    "127.0.0.1%evil",
+    "[::1%evil]",
+    "[::1",
+    ":80",
+]
 
 
-@pytest.mark.parametrize(("host", "status"), [*((host, 200) for host in GOOD), *((host, 403) for host in ("", *EVIL))])
+@pytest.mark.parametrize(
+    ("host", "status"), [*((host, 200) for host in GOOD), *((host, 403) for host in ("", *EVIL))]
+)
 def test_on_loopback_another_name_that_leads_here_is_refused(host: str, status: int) -> None:
     async def body(client: TestClient[Any, Any], source: Source, server: PageServer) -> None:
         answer = await client.get("/", headers={"Host": host})
@@ -117,12 +141,18 @@ def test_on_loopback_another_name_that_leads_here_is_refused(host: str, status: 
     served(body)
 
 
-# What is answered -------------------------------------------------------------------------------------------------------------
+# What is answered
+# --------------------------------------------------------------------------------------------------
 
 
 def test_headers_are_strict_on_all_answers() -> None:
     async def body(client: TestClient[Any, Any], source: Source, server: PageServer) -> None:
-        for method, path, status in (("GET", "/", 200), ("GET", "/events", 200), ("GET", "/../../etc/passwd", 404), ("POST", "/", 405)):
+        for method, path, status in (
+            ("GET", "/", 200),
+            ("GET", "/events", 200),
+            ("GET", "/../../etc/passwd", 404),
+            ("POST", "/", 405),
+        ):
             answer = await client.request(method, path)
             assert answer.status == status
             assert "Server" not in answer.headers
@@ -130,13 +160,22 @@ def test_headers_are_strict_on_all_answers() -> None:
                 assert value in answer.headers[name], (path, name)
             answer.close()
         policy = (await client.get("/")).headers["Content-Security-Policy"]
-        assert "default-src 'none'" in policy and "script-src 'sha256-" in policy and "http" not in policy
-        assert f"script-src 'sha256-{base64.b64encode(hashlib.sha256(b'last()').digest()).decode()}'" in policy
+        assert (
+            "default-src 'none'" in policy
+            and "script-src 'sha256-" in policy
+            and "http" not in policy
+        )
+        assert (
+            f"script-src 'sha256-{base64.b64encode(hashlib.sha256(b'last()').digest()).decode()}'"
+            in policy
+        )
 
     served(body)
 
 
-@pytest.mark.parametrize("path", ["/%2e%2e/etc/passwd", "/static/live.js", "/live.json", "/events/x", "/index.html"])
+@pytest.mark.parametrize(
+    "path", ["/%2e%2e/etc/passwd", "/static/live.js", "/live.json", "/events/x", "/index.html"]
+)
 def test_no_path_leads_to_a_file(path: str) -> None:
     async def body(client: TestClient[Any, Any], source: Source, server: PageServer) -> None:
         assert (await client.get(path)).status == 404
@@ -152,7 +191,10 @@ def test_readers_get_what_has_changed_alone() -> None:
         assert stream.headers["Content-Type"].startswith("text/event-stream")
         assert await event(stream) == ("sections", {"key": "run", "changed": source.found})
         source.found["now"] = "<section id=now>2</section>"
-        assert await event(stream) == ("sections", {"key": "run", "changed": {"now": source.found["now"]}})
+        assert await event(stream) == (
+            "sections",
+            {"key": "run", "changed": {"now": source.found["now"]}},
+        )
         source.key = "another"
         source.found = {"now": "<section id=now>3</section>"}
         assert await event(stream) == ("sections", {"key": "another", "changed": source.found})
@@ -194,7 +236,8 @@ def test_the_last_words_end_a_stream_after_what_is_new() -> None:
     served(body, every=0.01)
 
 
-# Slow, and many ---------------------------------------------------------------------------------------------------------------
+# Slow, and many
+# --------------------------------------------------------------------------------------------------
 
 
 async def stalled(client: TestClient[Any, Any]) -> socket.socket:
@@ -215,7 +258,9 @@ def test_a_slow_reader_holds_up_nobody_and_is_let_go() -> None:
         await event(stream)
         assert server.readers == 2
         count = 0
-        while server.readers == 2:  # each look has another megabyte: the slow one is given up once it has taken nothing for long
+        # each look has another megabyte: the slow one is given up once it has taken nothing for
+        # long
+        while server.readers == 2:
             count += 1
             source.found["now"] = f"{count} {'x' * (1 << 20)}"
             kind, news = await event(stream)
@@ -229,7 +274,9 @@ def test_a_slow_reader_holds_up_nobody_and_is_let_go() -> None:
 def test_a_hundred_readers_have_all_and_more_than_enough_are_refused() -> None:
     async def body(client: TestClient[Any, Any], source: Source, server: PageServer) -> None:
         streams = [await client.get("/events") for _ in range(READERS)]
-        assert [await event(stream) for stream in streams] == [("sections", {"key": "run", "changed": source.found})] * READERS
+        assert [await event(stream) for stream in streams] == [
+            ("sections", {"key": "run", "changed": source.found})
+        ] * READERS
         assert (await client.get("/events")).status == 503
         looks = source.looks
         source.found["now"] = "<section id=now>2</section>"
@@ -253,14 +300,19 @@ def test_served_on_a_socket_until_it_is_over() -> None:
             await over.wait()
             return "over"
 
-        serving = asyncio.create_task(serve(PageServer(Source(), PageGuard(), every=0.01), listening, ending))
+        serving = asyncio.create_task(
+            serve(PageServer(Source(), PageGuard(), every=0.01), listening, ending)
+        )
         async with aiohttp.ClientSession() as session:
             stream = await session.get(f"http://127.0.0.1:{port}/events")
             await event(stream)
             over.set()
             assert await event(stream) == ("end", {"words": "over"})
         await asyncio.wait_for(serving, PATIENCE)
-        with pytest.raises(OSError, match=r"refused|Connect call failed"), socket.create_connection(("127.0.0.1", port), timeout=5):
+        with (
+            pytest.raises(OSError, match=r"refused|Connect call failed"),
+            socket.create_connection(("127.0.0.1", port), timeout=5),
+        ):
             pass
 
     asyncio.run(asyncio.wait_for(run(), PATIENCE))

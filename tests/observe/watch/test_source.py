@@ -21,25 +21,50 @@ def write(folder: Path, steps: int) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         done = (folder / "metrics.jsonl").read_text().count("\n")
         for step in range(done + 1, steps + 1):
-            file.write(json.dumps({"step": step, "time": step / 10, "loss": 3 / step, "samples": 64, "seconds": PARTS}) + "\n")
-    LiveRecord(RunFolder(folder), lambda: True, lambda: facts(steps=steps, live={"step": steps}), print).update()
+            file.write(
+                json.dumps(
+                    {
+                        "step": step,
+                        "time": step / 10,
+                        "loss": 3 / step,
+                        "samples": 64,
+                        "seconds": PARTS,
+                    }
+                )
+                + "\n"
+            )
+    LiveRecord(
+        RunFolder(folder), lambda: True, lambda: facts(steps=steps, live={"step": steps}), print
+    ).update()
 
 
 def test_the_moment_and_the_report(tmp_path: Path) -> None:
     write(tmp_path / "mine", 40)
     page = RunPage(tmp_path / "mine")
     found = page.look()
-    assert next(iter(found)) == "now" and "40 of 100" in found["now"] and '<section id="loss">' in found["loss"]
+    assert (
+        next(iter(found)) == "now"
+        and "40 of 100" in found["now"]
+        and '<section id="loss">' in found["loss"]
+    )
     text = page.document()
     assert found["loss"] in text and "new EventSource" in text.rpartition("<script>")[2]
-    assert "http://" not in text.replace("http://www.w3.org/", "") and "https://" not in text  # it asks nobody for anything
+    # it asks nobody for anything
+    assert "http://" not in text.replace("http://www.w3.org/", "") and "https://" not in text
 
 
 def test_a_run_under_way_is_shown_once(tmp_path: Path) -> None:
     write(tmp_path / "mine", 40)
     found = "".join(RunPage(tmp_path / "mine").look().values())
-    assert "running" in found and "has not ended" not in found and "<dt>loss</dt>" in found and found.count("<dt>workers</dt>") == 1
-    LiveRecord(RunFolder(tmp_path / "mine"), lambda: True, facts, print).fail(ValueError, ValueError("no"))
+    assert (
+        "running" in found
+        and "has not ended" not in found
+        and "<dt>loss</dt>" in found
+        and found.count("<dt>workers</dt>") == 1
+    )
+    LiveRecord(RunFolder(tmp_path / "mine"), lambda: True, facts, print).fail(
+        ValueError, ValueError("no")
+    )
     found = "".join(RunPage(tmp_path / "mine").look().values())
     assert found.count("failed at step 40: ValueError: no") == 1 and "running" not in found
 
@@ -59,7 +84,9 @@ def test_before_a_run_is_known_and_when_another_begins(tmp_path: Path) -> None:
         before = page.key
 
 
-def test_the_moment_is_made_each_time_and_the_report_as_often_as_it_is_cheap(tmp_path: Path) -> None:
+def test_the_moment_is_made_each_time_and_the_report_as_often_as_it_is_cheap(
+    tmp_path: Path,
+) -> None:
     clock, spent = Clock(), Clock()
     write(tmp_path, 40)
     page = RunPage(tmp_path, clock=clock, spent=spent)
@@ -77,11 +104,14 @@ def test_the_moment_is_made_each_time_and_the_report_as_often_as_it_is_cheap(tmp
             write(tmp_path, 41 + second)
             assert f"{41 + second} of 100" in page.look()["now"]
             clock.now += 1
-        assert [at - drawn[0] for at in drawn] == [0, 4, 8]  # 20 ms each: a two-hundredth of the time
+        # 20 ms each: a two-hundredth of the time
+        assert [at - drawn[0] for at in drawn] == [0, 4, 8]
         assert 0.02 / PART == 4
         spent.now += 1000 * PART
         (tmp_path / "live.json").unlink()
-        (tmp_path / "summary.json").write_text(json.dumps({key: value for key, value in full().items() if key != "live"}))
+        (tmp_path / "summary.json").write_text(
+            json.dumps({key: value for key, value in full().items() if key != "live"})
+        )
         page.look()
         assert len(drawn) == 4  # at the end at once
         assert LONGEST >= 10
@@ -89,7 +119,9 @@ def test_the_moment_is_made_each_time_and_the_report_as_often_as_it_is_cheap(tmp
 
 def full() -> dict[str, object]:
     """The fields of a summary, as far as a report needs them."""
-    return facts(bytes_sent={"within": 0.0, "between": 0.0}, codecs=[], parameters_sha256="", checkpoints={})
+    return facts(
+        bytes_sent={"within": 0.0, "between": 0.0}, codecs=[], parameters_sha256="", checkpoints={}
+    )
 
 
 def test_a_damaged_file_is_said_on_the_page(tmp_path: Path) -> None:

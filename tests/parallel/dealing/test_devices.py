@@ -1,4 +1,6 @@
-"""Layers over devices of one worker: any loop trains them, beside replicas, and a checkpoint is that of the model."""
+"""Layers over devices of one worker: any loop trains them, beside replicas, and a checkpoint is
+that of the model.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,19 @@ from tests.harness.runs import Numbered, alone, workers
 CPUS = ["cpu", "cpu"]
 
 
-def trained(cut: Any, *, steps: bool = False, folder: Path | None = None, until: int = 6) -> Callable[[Run], tuple[list[float], Any]]:
-    """What trains a tied GPT, by `run.step` or a plain loop, and gives losses and parameters; it goes on from what is in `folder`."""
+def trained(
+    cut: Any, *, steps: bool = False, folder: Path | None = None, until: int = 6
+) -> Callable[[Run], tuple[list[float], Any]]:
+    """What trains a tied GPT, by `run.step` or a plain loop, and gives losses and parameters; it
+    goes on from what is in `folder`.
+    """
 
     def body(run: Run) -> tuple[list[float], Any]:
         model = gpt()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        model, optimizer, loader = run.prepare(model, optimizer, DataLoader(Sentences(24), batch_size=8), cut=cut)
+        model, optimizer, loader = run.prepare(
+            model, optimizer, DataLoader(Sentences(24), batch_size=8), cut=cut
+        )
         losses = []
         if folder is not None:
             run.resume()
@@ -57,7 +65,9 @@ def trained(cut: Any, *, steps: bool = False, folder: Path | None = None, until:
                 losses.append(run.mean(float(loss.detach())))
                 if folder is not None and run.steps == 3:
                     run.save()
-        return losses, torch.cat([parameter.detach().reshape(-1).cpu() for parameter in model.parameters()])
+        return losses, torch.cat(
+            [parameter.detach().reshape(-1).cpu() for parameter in model.parameters()]
+        )
 
     return body
 
@@ -65,14 +75,21 @@ def trained(cut: Any, *, steps: bool = False, folder: Path | None = None, until:
 @pytest.mark.each_choice
 @pytest.mark.parametrize("steps", [False, True])
 @pytest.mark.parametrize("split", ["even", [5, 3]])
-def test_layers_on_two_devices_end_where_the_model_does(monkeypatch: pytest.MonkeyPatch, steps: bool, split: Any) -> None:
+def test_layers_on_two_devices_end_where_the_model_does(
+    monkeypatch: pytest.MonkeyPatch, steps: bool, split: Any
+) -> None:
     own, moves = placed.move, list[Any]()
-    monkeypatch.setattr(placed, "move", lambda value, device: (moves.append(value), own(value, device))[1])
+    monkeypatch.setattr(
+        placed, "move", lambda value, device: (moves.append(value), own(value, device))[1]
+    )
     wanted, values = alone(trained(None))
-    for losses, found in workers(2, trained(layers(LAYERS, devices=CPUS, split=split), steps=steps)):
+    for losses, found in workers(
+        2, trained(layers(LAYERS, devices=CPUS, split=split), steps=steps)
+    ):
         assert losses == pytest.approx(wanted, rel=1e-9)
         assert float((found - values).abs().max()) < 1e-9
-    assert len(moves) >= 2 * 6 * 3  # workers, steps, and in each the input, what crosses, and the output
+    # workers, steps, and in each the input, what crosses, and the output
+    assert len(moves) >= 2 * 6 * 3
 
 
 def test_a_checkpoint_is_that_of_the_model(tmp_path: Path) -> None:
@@ -81,7 +98,10 @@ def test_a_checkpoint_is_that_of_the_model(tmp_path: Path) -> None:
     first = workers(2, trained(cut, folder=tmp_path, until=4), folder=tmp_path)[0][0]
     losses, found = workers(1, trained(None, folder=tmp_path), folder=tmp_path)[0]
     assert first == pytest.approx(wanted[:4], rel=1e-9)
-    assert losses[-1] == pytest.approx(wanted[-1], rel=1e-9) and float((found - values).abs().max()) < 1e-9
+    assert (
+        losses[-1] == pytest.approx(wanted[-1], rel=1e-9)
+        and float((found - values).abs().max()) < 1e-9
+    )
 
 
 def test_a_model_without_memory_and_averages_of_it() -> None:
@@ -103,14 +123,20 @@ def test_a_model_without_memory_and_averages_of_it() -> None:
         assert torch.allclose(found, wanted, rtol=0, atol=1e-6)
 
 
-def test_the_split_that_is_measured_is_the_same_on_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_split_that_is_measured_is_the_same_on_all_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked, said = list[torch.device | None](), list[str]()
 
-    def measure(graph: LayerGraph, args: Any, kwargs: Any = None, *, loss: Any = None, around: Any = None) -> Any:
+    def measure(
+        graph: LayerGraph, args: Any, kwargs: Any = None, *, loss: Any = None, around: Any = None
+    ) -> Any:
         asked.append(around.args[1])
         output = graph.model(*args)
         last = float(loss(output).detach() * 0) + 6.0  # the loss is given what it takes
-        return [LayerCost(name, 1.0 if at < 3 else last, 0.0) for at, name in enumerate(graph.layers)]
+        return [
+            LayerCost(name, 1.0 if at < 3 else last, 0.0) for at, name in enumerate(graph.layers)
+        ]
 
     monkeypatch.setattr(spreading, "measure_layers", measure)
 
@@ -140,15 +166,34 @@ def test_layers_are_measured_where_they_will_be() -> None:
 @pytest.mark.parametrize(
     ("cut", "mesh", "words"),
     [
-        (layers(LAYERS, devices=["cpu", "cuda:7"]), None, r"'cuda:7' was asked for, and this machine has"),
-        (layers(LAYERS, devices=["cpu", "gpu"]), None, r"'gpu' is no device that layers can be on; possible are 'cpu' and 'cuda:0'"),
-        (layers(LAYERS, devices=["cpu", "meta"]), None, r"'meta' is no device that layers can be on"),
+        (
+            layers(LAYERS, devices=["cpu", "cuda:7"]),
+            None,
+            r"'cuda:7' was asked for, and this machine has",
+        ),
+        (
+            layers(LAYERS, devices=["cpu", "gpu"]),
+            None,
+            r"'gpu' is no device that layers can be on; possible are 'cpu' and 'cuda:0'",
+        ),
+        (
+            layers(LAYERS, devices=["cpu", "meta"]),
+            None,
+            r"'meta' is no device that layers can be on",
+        ),
         (layers(LAYERS, devices=["cpu"] * 9), None, r"9 devices for 8 layers \(tokens, positions"),
-        (layers(LAYERS, devices=CPUS, split=[3, 6]), None, r"split=\[3, 6\] doesn't deal 8 layers to 2 stages"),
+        (
+            layers(LAYERS, devices=CPUS, split=[3, 6]),
+            None,
+            r"split=\[3, 6\] doesn't deal 8 layers to 2 stages",
+        ),
         (
             layers(LAYERS, devices=CPUS),
             "stage=2",
-            r"the mesh \(stage=2\) has an axis stage.*take stage out of the mesh, or leave out devices=",
+            (
+                r"the mesh \(stage=2\) has an axis stage.*take stage out of the mesh, or leave out "
+                r"devices="
+            ),
         ),
         (
             [layers(LAYERS, devices=CPUS), pl.shard("blocks.*")],
@@ -178,21 +223,35 @@ def test_one_device_is_none_to_deal_layers_to() -> None:
 def test_backward_is_in_one_thread_until_the_run_is_over(tmp_path: Path) -> None:
     """Threads of two devices would hand gradients over in another order on each worker."""
     with pl.start(folder=str(tmp_path), name="spread") as run:
-        run.prepare(model := gpt(), torch.optim.SGD(model.parameters(), lr=0.1), cut=layers(LAYERS, devices=CPUS))
+        run.prepare(
+            model := gpt(),
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            cut=layers(LAYERS, devices=CPUS),
+        )
         assert not torch._C._is_multithreading_enabled()
     assert torch._C._is_multithreading_enabled()
 
 
-def test_workers_that_have_layers_on_devices_end_where_whole_models_do(job: Jobs, tmp_path: Path) -> None:
-    """With processors alone; tests/session/test_gpu.py has it, and all other ways to train, beside a GPU."""
-    ended = job.program(Path(beside_processors.__file__), args=("devices", str(tmp_path / "out.json"))).end()
+def test_workers_that_have_layers_on_devices_end_where_whole_models_do(
+    job: Jobs, tmp_path: Path
+) -> None:
+    """With processors alone; tests/session/test_gpu.py has it, and all other ways to train,
+    beside a GPU.
+    """
+    ended = job.program(
+        Path(beside_processors.__file__), args=("devices", str(tmp_path / "out.json"))
+    ).end()
     assert ended.code == 0, ended.err
     found = json.loads((tmp_path / "out.json").read_text())
-    assert found.keys() == beside_processors.GROUPS["devices"].keys() and all(way["weights"] < way["near"] for way in found.values())
+    assert found.keys() == beside_processors.GROUPS["devices"].keys() and all(
+        way["weights"] < way["near"] for way in found.values()
+    )
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices, and this machine has fewer")
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="needs two CUDA devices, and this machine has fewer"
+)
 def test_layers_on_two_gpus_end_where_the_model_does(tmp_path: Path) -> None:
     wanted, values = alone(trained(None))
     cut = layers(LAYERS, devices=["cuda:0", "cuda:1"], split="auto", loss=next_tokens)

@@ -1,4 +1,6 @@
-"""A forward over several places computes what the model does, and values move as little as they can."""
+"""A forward over several places computes what the model does, and values move as little as they
+can.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many elements each move has copied: a move makes a copy, as it does between devices, and not within one."""
+    """How many elements each move has copied: a move makes a copy, as it does between devices,
+    and not within one.
+    """
     counts = list[int]()
 
     def move(value: Any, device: torch.device) -> Any:
@@ -48,14 +52,41 @@ def spread(model: nn.Module, layers: str, places: list[int], **options: Any) -> 
     return model
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], str, list[int], Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
-    "looped": (lambda: Looped(dropout=0.3), "embed, blocks.*, head", [0, 0, 1, 2, 2], lambda: (torch.randn(5, 3),), {}),
-    "structured": (Structured, "split, join, head", [0, 1, 2], lambda: ({"x": torch.randn(5, 3), "keep": torch.ones(1)},), {}),
+MODELS: dict[
+    str,
+    tuple[Callable[[], nn.Module], str, list[int], Callable[[], tuple[Any, ...]], dict[str, Any]],
+] = {
+    "looped": (
+        lambda: Looped(dropout=0.3),
+        "embed, blocks.*, head",
+        [0, 0, 1, 2, 2],
+        lambda: (torch.randn(5, 3),),
+        {},
+    ),
+    "structured": (
+        Structured,
+        "split, join, head",
+        [0, 1, 2],
+        lambda: ({"x": torch.randn(5, 3), "keep": torch.ones(1)},),
+        {},
+    ),
     "twice": (Twice, "embed, turn, middle", [0, 0, 1], lambda: (torch.arange(6).view(2, 3),), {}),
     "made": (Made, "one, two", [0, 1], lambda: (torch.randn(5, 3),), {}),
-    "masked": (Masked, "embed, blocks.*, head", [0, 1, 1, 2, 2], lambda: (torch.arange(6).view(2, 3),), {}),
+    "masked": (
+        Masked,
+        "embed, blocks.*, head",
+        [0, 1, 1, 2, 2],
+        lambda: (torch.arange(6).view(2, 3),),
+        {},
+    ),
     "tied": (gpt, LAYERS, [0, 0, 0, 1, 1, 1, 1, 2], lambda: (torch.arange(10).view(2, 5),), {}),
-    "chained": (lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), "0, 2", [0, 1], lambda: (torch.randn(5, 3),), {}),
+    "chained": (
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)),
+        "0, 2",
+        [0, 1],
+        lambda: (torch.randn(5, 3),),
+        {},
+    ),
 }
 
 
@@ -70,7 +101,13 @@ def test_outputs_and_gradients_are_those_of_the_model(name: str, moved: list[int
         for each in (whole, model):
             each.train(training).zero_grad()
             torch.manual_seed(2)
-            outputs.append([leaf for leaf in tree_leaves(each(*copy.deepcopy(args))) if isinstance(leaf, Tensor)])
+            outputs.append(
+                [
+                    leaf
+                    for leaf in tree_leaves(each(*copy.deepcopy(args)))
+                    if isinstance(leaf, Tensor)
+                ]
+            )
             sum((leaf.double().square().sum() for leaf in outputs[-1]), torch.zeros(())).backward()  # type: ignore[no-untyped-call]
         assert len(moved) > max(places)
         assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
@@ -143,6 +180,8 @@ class CountingTwice(nn.Module):
 
 def test_a_buffer_that_two_devices_would_change_is_refused(moved: list[int]) -> None:
     model = spread(CountingTwice(), "count, middle", [0, 1])
-    with pytest.raises(UsageError, match=r"layers on two devices use count.calls, and the forward changes it there"):
+    with pytest.raises(
+        UsageError, match=r"layers on two devices use count.calls, and the forward changes it there"
+    ):
         model(torch.randn(2, 3))
     assert float(model.get_buffer("count.calls")) == 1.0  # as the first device has left it

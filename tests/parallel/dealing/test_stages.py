@@ -17,16 +17,22 @@ pytestmark = pytest.mark.unit
 
 
 def held(split: list[int]) -> list[Any]:
-    """Prepare a model under a split; return how many qkv weights each worker has, its copies, and its ties."""
+    """Prepare a model under a split; return how many qkv weights each worker has, its copies,
+    and its ties.
+    """
 
     def body(run: Run) -> Any:
         model = gpt()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         cut = pipeline(LAYERS, micro_batches=2, split=split)
-        model, optimizer, _ = run.prepare(model, optimizer, DataLoader(Sentences(), batch_size=8), cut=cut)
+        model, optimizer, _ = run.prepare(
+            model, optimizer, DataLoader(Sentences(), batch_size=8), cut=cut
+        )
         cuts = run._prepared.cuts
-        mine = {name: parameter for name, parameter in model.named_parameters() if parameter.numel()}
+        mine = {
+            name: parameter for name, parameter in model.named_parameters() if parameter.numel()
+        }
         for name, parameter in model.named_parameters():
             placement = cuts.placements.of(parameter)
             assert (name in mine) == bool(placement.regions)
@@ -34,7 +40,11 @@ def held(split: list[int]) -> list[Any]:
             assert torch.Size(placement.local) == parameter.shape
             assert name not in mine or torch.equal(parameter.detach(), whole[name])
         copies = [name for name, parameter in mine.items() if cuts.placements.of(parameter).copy]
-        return sum(name.endswith("qkv.weight") for name in mine), copies, len(cuts.pipeline_of(model).ties)
+        return (
+            sum(name.endswith("qkv.weight") for name in mine),
+            copies,
+            len(cuts.pipeline_of(model).ties),
+        )
 
     return workers(2, body, mesh="stage=2")
 

@@ -1,4 +1,6 @@
-"""Models whose forwards run as they are on every stage: they end where one process does, or it is said why they can't."""
+"""Models whose forwards run as they are on every stage: they end where one process does, or it
+is said why they can't.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,8 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, *, far: bool = False) -> Tensor:
         first = self.one(x)
-        found: Tensor = getattr(self, self.way)(x, first) if first.shape[0] else first  # a branch on what is known when it runs
+        # a branch on what is known when it runs
+        found: Tensor = getattr(self, self.way)(x, first) if first.shape[0] else first
         return found + first[:, :2] if far else found
 
     def estimator(self, x: Tensor, h: Tensor) -> Tensor:
@@ -85,7 +88,9 @@ class Net(nn.Module):
         return self.head(self.four(self.three(self.two(h).reshape(len(x), -1))))
 
     def skips(self, x: Tensor, h: Tensor) -> Tensor:
-        """Residuals over all layers, a scale that is the model's own, and a branch on what a layer has returned."""
+        """Residuals over all layers, a scale that is the model's own, and a branch on what a
+        layer has returned.
+        """
         y = h + torch.tanh(self.two(h * self.scale))
         y = y + torch.tanh(self.three(-y if y.square().max() < 1e9 else y))
         return self.head((y + self.four(y)) * self.scale + h) + x[:, :2]
@@ -142,7 +147,13 @@ def branching(way: str, dropout: float = 0.0) -> nn.Module:
 @pytest.mark.alike(5)
 @pytest.mark.parametrize("way", ["estimator", "reversal", "length", "skips", "scaled"])
 @pytest.mark.parametrize(
-    ("mesh", "schedule"), [("stage=2", "1f1b"), ("stage=3", "zero-bubble"), ("stage=2", "zbv"), ("data=2, stage=2", "gpipe")]
+    ("mesh", "schedule"),
+    [
+        ("stage=2", "1f1b"),
+        ("stage=3", "zero-bubble"),
+        ("stage=2", "zbv"),
+        ("data=2, stage=2", "gpipe"),
+    ],
 )
 def test_followed_models_end_where_one_process_does(way: str, mesh: str, schedule: Any) -> None:
     cut = pl.pipeline(LAYERS, schedule=schedule, micro_batches=3)
@@ -161,7 +172,13 @@ def test_a_function_with_a_backward_of_its_own_keeps_it(kind: Any) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.two(kind.apply(*([self.one(x)] if kind is Rounded else [self.one(x), 0.5])))
 
-    same("stage=2", pl.pipeline("one, two"), build=lambda: fill(Plain().double()), data=Numbered, loss=F.mse_loss)
+    same(
+        "stage=2",
+        pl.pipeline("one, two"),
+        build=lambda: fill(Plain().double()),
+        data=Numbered,
+        loss=F.mse_loss,
+    )
 
 
 def recorded(way: str, *, known: bool) -> tuple[FollowedGraph, dict[str, Any]]:
@@ -183,9 +200,17 @@ def recorded(way: str, *, known: bool) -> tuple[FollowedGraph, dict[str, Any]]:
 def test_stages_give_each_other_what_is_used_and_shapes_of_the_rest() -> None:
     graph, given = recorded("length", known=True)
     assert [graph.crossing(place) for place in range(1, 5)] == [{0}, {1}, {2}, {3}]
-    assert [sorted(value) for key, value in given["three"].items() if key.startswith(("what", "shapes"))] == [["three"], ["one", "two"]]
-    graph, _ = recorded("skips", known=True)  # three depends on a number, which every stage has to know
-    assert [graph.crossing(place) for place in range(1, 5)] == [{0}, {0, 1}, {0, 1, 2}, {0, 1, 2, 3}]
+    assert [
+        sorted(value) for key, value in given["three"].items() if key.startswith(("what", "shapes"))
+    ] == [["three"], ["one", "two"]]
+    # three depends on a number, which every stage has to know
+    graph, _ = recorded("skips", known=True)
+    assert [graph.crossing(place) for place in range(1, 5)] == [
+        {0},
+        {0, 1},
+        {0, 1, 2},
+        {0, 1, 2, 3},
+    ]
     graph, _ = recorded("length", known=False)
     assert graph.crossing(4) == {0, 1, 2, 3}
 
@@ -250,7 +275,11 @@ def test_statistics_between_layers_are_refused() -> None:
 def test_layers_that_are_followed_are_measured() -> None:
     def held(run: Run) -> list[int]:
         model = branching("skips")
-        run.prepare(model, DataLoader(Numbered(), batch_size=8), cut=pl.pipeline(LAYERS, split="auto", micro_batches=2))
+        run.prepare(
+            model,
+            DataLoader(Numbered(), batch_size=8),
+            cut=pl.pipeline(LAYERS, split="auto", micro_batches=2),
+        )
         x = torch.ones(8, 6, dtype=torch.float64)
         run.step(model, x, x[:, :2], loss=F.mse_loss)
         return list(run._prepared.cuts.pipelines[0][1].split.bounds)
@@ -268,7 +297,10 @@ def test_what_travels_depends_on_the_arguments_of_a_call() -> None:
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
     wanted = [branching("length")(x, far=far).detach() for far in (False, True, False)]
     for found in workers(2, body, mesh="stage=2"):
-        assert all(torch.allclose(one, two, atol=1e-12, rtol=0) for one, two in zip(found, wanted, strict=True))
+        assert all(
+            torch.allclose(one, two, atol=1e-12, rtol=0)
+            for one, two in zip(found, wanted, strict=True)
+        )
 
 
 def test_a_model_runs_in_training_and_in_evaluation() -> None:
@@ -282,8 +314,12 @@ def test_a_model_runs_in_training_and_in_evaluation() -> None:
         return before, run.forward(model, x[:3])
 
     ((wanted, again),) = workers(1, lambda run: body(run, None))
-    for found, other in workers(2, lambda run: body(run, pl.pipeline(LAYERS, micro_batches=2)), mesh="stage=2"):
-        assert torch.allclose(found, wanted, atol=1e-12, rtol=0) and torch.allclose(other, again, atol=1e-12, rtol=0)
+    for found, other in workers(
+        2, lambda run: body(run, pl.pipeline(LAYERS, micro_batches=2)), mesh="stage=2"
+    ):
+        assert torch.allclose(found, wanted, atol=1e-12, rtol=0) and torch.allclose(
+            other, again, atol=1e-12, rtol=0
+        )
 
 
 def test_a_forward_that_was_set_on_the_model_is_refused() -> None:

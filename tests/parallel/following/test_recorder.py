@@ -1,4 +1,6 @@
-"""What layers use of each other is found through views, changes in place, numbers and random draws."""
+"""What layers use of each other is found through views, changes in place, numbers and random
+draws.
+"""
 
 from __future__ import annotations
 

@@ -30,8 +30,13 @@ def test_a_place_is_as_slow_as_the_slowest_replica_there_and_as_small_as_the_sma
     """Two replicas of two stages: ranks 0 and 1 are one, 2 and 3 the other."""
 
     def body(group: ThreadGroup) -> tuple[list[float], object, list[int]]:
-        own, memory = measured([1.0, 1.0, 2.0, 1.0][group.rank]), [9000.0, 5000.0, 8000.0, 2000.0][group.rank]
-        problem = agree_problem(group, group.rank % 2, make_schedule("1f1b", 2, 4), own, memory=memory)
+        own, memory = (
+            measured([1.0, 1.0, 2.0, 1.0][group.rank]),
+            [9000.0, 5000.0, 8000.0, 2000.0][group.rank],
+        )
+        problem = agree_problem(
+            group, group.rank % 2, make_schedule("1f1b", 2, 4), own, memory=memory
+        )
         return list(problem.speeds), problem.memory, best_split(problem)
 
     found = spawn(4, body)
@@ -44,7 +49,9 @@ def test_a_place_is_as_slow_as_the_slowest_replica_there_and_as_small_as_the_sma
 def test_who_says_nothing_of_memory_has_enough() -> None:
     def body(group: ThreadGroup) -> tuple[object, list[int]]:
         memory = 2000.0 if group.rank == 1 else None
-        problem = agree_problem(group, group.rank, make_schedule("1f1b", 2, 4), measured(1.0), memory=memory)
+        problem = agree_problem(
+            group, group.rank, make_schedule("1f1b", 2, 4), measured(1.0), memory=memory
+        )
         return problem.memory, best_split(problem)
 
     assert spawn(2, body) == [([float("inf"), 2000.0], [8, 4])] * 2
@@ -52,8 +59,12 @@ def test_who_says_nothing_of_memory_has_enough() -> None:
 
 def test_other_models_are_refused_on_all() -> None:
     def body(group: ThreadGroup) -> str:
-        with pytest.raises(UsageError, match="ranks 0 and 1 have models with other layers") as caught:
-            agree_problem(group, group.rank, make_schedule("1f1b", 2, 4), measured(1.0, 4 + group.rank))
+        with pytest.raises(
+            UsageError, match="ranks 0 and 1 have models with other layers"
+        ) as caught:
+            agree_problem(
+                group, group.rank, make_schedule("1f1b", 2, 4), measured(1.0, 4 + group.rank)
+            )
         return str(caught.value)
 
     assert len(set(spawn(2, body))) == 1

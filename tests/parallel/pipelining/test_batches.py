@@ -18,7 +18,15 @@ def share(rows: int = 7, **terms: Any) -> Share:
     numbers = torch.Generator().manual_seed(1)
     x = torch.randn(rows, 3, generator=numbers, dtype=torch.float64, requires_grad=True)
     y = torch.randint(-1, 3, (rows,), generator=numbers)
-    return Share((x,), {"flag": True}, y, **{"loss": lambda out, y: F.cross_entropy(out, y, ignore_index=-1, reduction="sum"), **terms})
+    return Share(
+        (x,),
+        {"flag": True},
+        y,
+        **{
+            "loss": lambda out, y: F.cross_entropy(out, y, ignore_index=-1, reduction="sum"),
+            **terms,
+        },
+    )
 
 
 def bind(args: tuple[Any, ...], options: Any) -> dict[str, Any]:
@@ -32,9 +40,12 @@ def test_rows_are_cut_evenly_and_count_by_number(rows: int, count: int) -> None:
     found = cut_batch(whole, count, bind)
     assert len(found) == count and sum(batch.rows for batch in found) == rows
     assert abs(sum(batch.part for batch in found) - 1) < 1e-12
-    assert torch.equal(torch.cat([batch.inputs["x"] for batch in found if batch.part]), whole.inputs[0])
+    assert torch.equal(
+        torch.cat([batch.inputs["x"] for batch in found if batch.part]), whole.inputs[0]
+    )
     assert all(batch.inputs["flag"] is True for batch in found)
-    assert [batch.rows == 0 for batch in found] == [batch.part == 0 for batch in found]  # copies, which count nothing
+    # copies, which count nothing
+    assert [batch.rows == 0 for batch in found] == [batch.part == 0 for batch in found]
 
 
 def test_means_over_tokens_add_up() -> None:
@@ -64,7 +75,13 @@ def test_a_part_without_weight_gives_zeros_and_no_nan() -> None:
 def test_a_sum_counts_each_part_whole() -> None:
     whole = share(5, reduction="sum", scale=8.0)
     parts = [whole.criterion(batch.inputs["x"], batch) for batch in cut_batch(whole, 2, bind)]
-    assert abs(sum(value for _, value in parts) - float(whole.loss(whole.inputs[0], whole.target).detach())) < 1e-12  # type: ignore[misc]
+    assert (
+        abs(
+            sum(value for _, value in parts)
+            - float(whole.loss(whole.inputs[0], whole.target).detach())
+        )
+        < 1e-12
+    )  # type: ignore[misc]
     assert all(abs(float(root.detach()) - 8 * value) < 1e-9 for root, value in parts)
 
 
@@ -100,6 +117,8 @@ def test_dataclasses_are_cut_and_put_together_by_rows() -> None:
     x = torch.arange(7.0)
     whole = Share((Row(x),), {}, x, None)
     assert whole.rows == 7
-    parts = [batch.inputs["x"] for batch in cut_batch(whole, 3, lambda args, options: {"x": args[0]})]
+    parts = [
+        batch.inputs["x"] for batch in cut_batch(whole, 3, lambda args, options: {"x": args[0]})
+    ]
     assert [len(part.x) for part in parts] == [3, 2, 2]
     assert torch.equal(whole.whole(parts).x, x) and whole.whole(parts).name == "row"

@@ -46,7 +46,10 @@ class Between(nn.Module):
         return self.two(x)
 
 
-@pytest.mark.parametrize(("way", "crosses"), [("smaller", "relu"), ("larger", "relu"), ("made", "add"), ("joined", "relu")])
+@pytest.mark.parametrize(
+    ("way", "crosses"),
+    [("smaller", "relu"), ("larger", "relu"), ("made", "add"), ("joined", "relu")],
+)
 def test_what_makes_smaller_goes_before_and_what_makes_larger_after(way: str, crosses: str) -> None:
     assert gives(Between(way), "one, two") == [(crosses,)]
 
@@ -63,10 +66,16 @@ def test_sums_go_with_the_layer_before_them() -> None:
 
 
 def test_parameters_and_numbers_do_not_cross() -> None:
-    assert all("scale" not in name and "offset" not in name for names in gives(Looped(), "embed, blocks.*, head") for name in names)
+    assert all(
+        "scale" not in name and "offset" not in name
+        for names in gives(Looped(), "embed, blocks.*, head")
+        for name in names
+    )
 
 
 def test_layers_given_to_one_function_are_refused() -> None:
-    both = Operation("both", "function", checkpoint, (Attribute("one"), Attribute("two"), Ref("x")), {})
+    both = Operation(
+        "both", "function", checkpoint, (Attribute("one"), Attribute("two"), Ref("x")), {}
+    )
     with pytest.raises(UsageError, match="gives one and two to one function"):
         place_boundaries(ValueFlow(nn.Linear(1, 1), [both], ["x"]), ["one", "two"])

@@ -13,14 +13,27 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.errors import UsageError
 from paceline.parallel.pipelining.chain import trace_layers
-from tests.harness.layered_models import Listed, Looped, Masked, Structured, Twice, backward_parts, run_parts
+from tests.harness.layered_models import (
+    Listed,
+    Looped,
+    Masked,
+    Structured,
+    Twice,
+    backward_parts,
+    run_parts,
+)
 from tests.harness.sharded_models import gpt, odd_net, pictures, texts, unet, vectors
 
 pytestmark = pytest.mark.unit
 
 
 def chain() -> nn.Module:
-    return nn.Sequential(nn.Linear(7, 5), nn.ReLU(inplace=True), nn.Sequential(nn.Linear(5, 6), nn.Tanh()), nn.Linear(6, 3)).double()
+    return nn.Sequential(
+        nn.Linear(7, 5),
+        nn.ReLU(inplace=True),
+        nn.Sequential(nn.Linear(5, 6), nn.Tanh()),
+        nn.Linear(6, 3),
+    ).double()
 
 
 def batch() -> tuple[dict[str, Tensor]]:
@@ -32,7 +45,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, Callable[[], Sequence[Any]
     "gpt auto": (gpt, "auto", lambda: texts(0)[:1]),
     "gpt, positions as glue": (gpt, "tokens, blocks.*, head", lambda: texts(0)[:1]),
     "list in a loop": (odd_net, "inward, blocks.*, head", lambda: vectors(0)[:1]),
-    "inside blocks": (odd_net, "inward, blocks.0.*, blocks.1, blocks.2.*, head", lambda: vectors(0)[:1]),
+    "inside blocks": (
+        odd_net,
+        "inward, blocks.0.*, blocks.1, blocks.2.*, head",
+        lambda: vectors(0)[:1],
+    ),
     "u-net": (unet, "first, second, bottom, up, last, head", lambda: pictures(0)[:1]),
     "u-net auto": (unet, "auto", lambda: pictures(0)[:1]),
     "sequence": (chain, "*", lambda: vectors(0)[:1]),
@@ -45,7 +62,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, Callable[[], Sequence[Any]
 
 
 def total(output: Any) -> Tensor:
-    return torch.stack([(leaf * leaf).sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]).sum()
+    return torch.stack(
+        [(leaf * leaf).sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    ).sum()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -61,18 +80,24 @@ def test_parts_are_the_model(name: str) -> None:
     for starts in [[0], list(range(count)), [0, count // 2], [0, 1]]:
         model.zero_grad()
         output, records = run_parts(graph, starts, args)
-        assert all(torch.equal(one, other) for one, other in zip(tree_leaves(output), tree_leaves(expected), strict=True))
+        assert all(
+            torch.equal(one, other)
+            for one, other in zip(tree_leaves(output), tree_leaves(expected), strict=True)
+        )
         backward_parts(records, total(output))
         for (path, mine), theirs in zip(model.named_parameters(), whole.parameters(), strict=True):
             assert mine.grad is not None and theirs.grad is not None, path
-            if name == "twice" or path in ("tokens.weight", "scale"):  # summed in the order of stages, not in that of the forward
+            # summed in the order of stages, not in that of the forward
+            if name == "twice" or path in ("tokens.weight", "scale"):
                 torch.testing.assert_close(mine.grad, theirs.grad)
             else:
                 assert torch.equal(mine.grad, theirs.grad), path
 
 
 def shared(model: nn.Module, layers: str, starts: Sequence[int]) -> list[dict[int, str]]:
-    return [stages for stages in trace_layers(model, layers).users(starts).values() if len(stages) > 1]
+    return [
+        stages for stages in trace_layers(model, layers).users(starts).values() if len(stages) > 1
+    ]
 
 
 def test_parameters_that_several_stages_use_are_told() -> None:
@@ -80,7 +105,9 @@ def test_parameters_that_several_stages_use_are_told() -> None:
     assert shared(gpt(), names, [0, 3, 5]) == [{0: "tokens.weight", 2: "head.weight"}]
     assert shared(gpt(), names, [0]) == []
     assert shared(Looped(), "embed, blocks.*, head", [0, 2]) == [{0: "scale", 1: "scale"}]
-    assert shared(Twice(), "embed, middle", [0, 1]) == [{0: name, 1: name} for name in ("embed.weight", "turn.weight", "turn.bias")]
+    assert shared(Twice(), "embed, middle", [0, 1]) == [
+        {0: name, 1: name} for name in ("embed.weight", "turn.weight", "turn.bias")
+    ]
     model = gpt()
     users = trace_layers(model, names).users([0, 3])
     assert set(users) == set(model.parameters()) and users[model.norm.weight] == {1: "norm.weight"}
@@ -89,7 +116,10 @@ def test_parameters_that_several_stages_use_are_told() -> None:
 def test_a_part_tells_the_modules_that_it_uses() -> None:
     graph = trace_layers(Twice(), "embed, middle")
     assert (graph.part(0, 1).modules, graph.part(0, 1).attributes) == (("embed", "turn"), ())
-    assert (graph.part(1, 2).modules, graph.part(1, 2).attributes) == (("middle", "turn"), ("embed.weight",))
+    assert (graph.part(1, 2).modules, graph.part(1, 2).attributes) == (
+        ("middle", "turn"),
+        ("embed.weight",),
+    )
 
 
 def test_a_value_is_carried_by_the_stages_between() -> None:
@@ -112,7 +142,10 @@ def test_parts_follow_the_mode_of_the_model() -> None:
 def test_tracing_leaves_the_model_as_it_was() -> None:
     model = Looped(dropout=0.5)
     model.blocks.eval()
-    before, state = {name: module.training for name, module in model.named_modules()}, torch.get_rng_state()
+    before, state = (
+        {name: module.training for name, module in model.named_modules()},
+        torch.get_rng_state(),
+    )
     names = set(vars(model))
     trace_layers(model, "auto")
     assert {name: module.training for name, module in model.named_modules()} == before
@@ -174,7 +207,9 @@ def test_layers_that_are_not_traced_follow_one_another() -> None:
     for given in [((x, y), {}), ((x,), {"y": y})]:
         output, _ = run_parts(graph, [0, 1], *given)
         assert all(torch.equal(one, other) for one, other in zip(output, expected, strict=True))
-    with pytest.raises(UsageError, match=r"no layer has the parameters two.line.weight, two.line.bias: name"):
+    with pytest.raises(
+        UsageError, match=r"no layer has the parameters two.line.weight, two.line.bias: name"
+    ):
         trace_layers(model, "one", trace=False)
 
 
@@ -182,9 +217,15 @@ def test_layers_that_are_not_traced_follow_one_another() -> None:
     ("names", "words"),
     [
         ("embed, head, blocks.*", r'another order; write "embed, blocks.\*, head"'),
-        ("blocks.1, embed, blocks.0, head", 'another order; write "embed, blocks.0, blocks.1, head"'),
+        (
+            "blocks.1, embed, blocks.0, head",
+            'another order; write "embed, blocks.0, blocks.1, head"',
+        ),
         ("embed, unused", "never calls unused"),
-        ("embed, blocks.*, head", "no layer has the parameters unused.weight, unused.bias: the forward doesn't use them"),
+        (
+            "embed, blocks.*, head",
+            "no layer has the parameters unused.weight, unused.bias: the forward doesn't use them",
+        ),
     ],
 )
 def test_a_chain_that_is_not_the_model_is_refused(names: str, words: str) -> None:
@@ -196,7 +237,9 @@ def test_a_chain_that_is_not_the_model_is_refused(names: str, words: str) -> Non
 
 def test_what_a_part_is_not_given_is_named() -> None:
     part = trace_layers(unet(), "first, second, bottom, up, last, head").part(2, 3)
-    with pytest.raises(UsageError, match="the stage of bottom takes first, second, and was not given second"):
+    with pytest.raises(
+        UsageError, match="the stage of bottom takes first, second, and was not given second"
+    ):
         part.run({"first": torch.zeros(1)})
 
 
@@ -212,7 +255,8 @@ def test_what_cannot_be_sent_is_refused() -> None:
     graph = trace_layers(Odd(), "one, two")
     with pytest.raises(UsageError, match="has a Box, which can't be sent"):
         run_parts(trace_layers(Odd(), "one, two", trace=False), [0, 1], (torch.randn(2, 3),))
-    assert run_parts(graph, [0, 1], (torch.randn(2, 3),))[0].shape == (2, 3)  # what crosses is the tensor in it
+    # what crosses is the tensor in it
+    assert run_parts(graph, [0, 1], (torch.randn(2, 3),))[0].shape == (2, 3)
 
 
 class Box:

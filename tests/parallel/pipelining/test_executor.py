@@ -1,4 +1,6 @@
-"""A schedule that is run on threads, with workers that are slow by turns, gives what one process gives."""
+"""A schedule that is run on threads, with workers that are slow by turns, gives what one process
+gives.
+"""
 
 from __future__ import annotations
 
@@ -81,8 +83,12 @@ def wanted(stages: int) -> tuple[list[Tensor], list[float]]:
 
 
 @contextlib.contextmanager
-def executor(group: Group, schedule: Any, seconds: float = 0.0) -> Iterator[tuple[PipelineExecutor, dict[int, Layer]]]:
-    stages = {stage: Layer(stage, schedule.stages - 1, seconds) for stage in schedule.held(group.rank)}
+def executor(
+    group: Group, schedule: Any, seconds: float = 0.0
+) -> Iterator[tuple[PipelineExecutor, dict[int, Layer]]]:
+    stages = {
+        stage: Layer(stage, schedule.stages - 1, seconds) for stage in schedule.held(group.rank)
+    }
     messages = pairs(group)
     try:
         yield PipelineExecutor(stages, messages, group.rank), stages
@@ -93,9 +99,18 @@ def executor(group: Group, schedule: Any, seconds: float = 0.0) -> Iterator[tupl
 
 @pytest.mark.parametrize("slow", [None, 0, 1])
 @pytest.mark.parametrize(
-    ("name", "ranks", "chunks"), [("gpipe", 3, None), ("1f1b", 3, None), ("interleaved", 2, 2), ("zero-bubble", 3, None), ("zbv", 2, None)]
+    ("name", "ranks", "chunks"),
+    [
+        ("gpipe", 3, None),
+        ("1f1b", 3, None),
+        ("interleaved", 2, 2),
+        ("zero-bubble", 3, None),
+        ("zbv", 2, None),
+    ],
 )
-def test_gradients_and_losses_are_those_of_one_process(name: str, ranks: int, chunks: int | None, slow: int | None) -> None:
+def test_gradients_and_losses_are_those_of_one_process(
+    name: str, ranks: int, chunks: int | None, slow: int | None
+) -> None:
     schedule = make_schedule(name, ranks, COUNT, chunks)
     grads, losses = wanted(schedule.stages)
 
@@ -113,16 +128,22 @@ def test_gradients_and_losses_are_those_of_one_process(name: str, ranks: int, ch
                     passes,
                     where="step",
                 )
-            found = {stage: [p.grad for p in layer.layer.parameters()] for stage, layer in stages.items()}
+            found = {
+                stage: [p.grad for p in layer.layer.parameters()] for stage, layer in stages.items()
+            }
         assert passes.lasts.count(True) == 2 * len(stages)
         return found, done.losses
 
     found: dict[int, list[Tensor]] = {}
     for mine, told in spawn(ranks, body):
         found |= mine
-        assert not told or [told[number] for number in range(COUNT)] == pytest.approx(losses, abs=1e-12)
+        assert not told or [told[number] for number in range(COUNT)] == pytest.approx(
+            losses, abs=1e-12
+        )
     got = [grad for stage in range(schedule.stages) for grad in found[stage]]
-    assert all(torch.allclose(one, two, atol=1e-12, rtol=0) for one, two in zip(got, grads, strict=True))
+    assert all(
+        torch.allclose(one, two, atol=1e-12, rtol=0) for one, two in zip(got, grads, strict=True)
+    )
 
 
 def test_a_stage_that_never_sends_is_named() -> None:
@@ -137,7 +158,9 @@ def test_a_stage_that_never_sends_is_named() -> None:
         running = PipelineExecutor({1: Layer(1, 1, 0.0)}, messages, 1)
         batches = [MicroBatch({}, None, 1.0, ROWS)] * 2
         with pytest.raises(PacelineError) as caught:
-            running.run(schedule, batches, lambda out, batch: (out.sum(), 0.0), Passes(), where="run.step 7")
+            running.run(
+                schedule, batches, lambda out, batch: (out.sum(), 0.0), Passes(), where="run.step 7"
+            )
         over.set()
         return str(caught.value)
 

@@ -57,7 +57,10 @@ class Begun(nn.Module):
         return self.two(x * x.mean() + x) + made + self.weight
 
 
-@pytest.mark.parametrize(("way", "sent"), [("plain", 1), ("random", 2), ("filled", 2), ("view", 2), ("counted", 2), ("trained", 2)])
+@pytest.mark.parametrize(
+    ("way", "sent"),
+    [("plain", 1), ("random", 2), ("filled", 2), ("view", 2), ("counted", 2), ("trained", 2)],
+)
 def test_only_what_is_the_same_each_time_is_made_again(way: str, sent: int) -> None:
     model, x = Begun(way), torch.randn(4, 3)
     graph = trace_layers(model, "one, two")
@@ -80,4 +83,8 @@ def test_a_value_is_sent_over_every_boundary_between_its_maker_and_its_last_user
             second = self.lines[1](first)
             return self.lines[3](self.lines[2](second)) + first * x
 
-    assert gives(trace_layers(Skips(), "lines.*")) == [("x", "lines_0"), ("x", "lines_0", "lines_1"), ("x", "lines_0", "lines_2")]
+    assert gives(trace_layers(Skips(), "lines.*")) == [
+        ("x", "lines_0"),
+        ("x", "lines_0", "lines_1"),
+        ("x", "lines_0", "lines_2"),
+    ]

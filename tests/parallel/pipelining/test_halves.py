@@ -17,10 +17,17 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.beside, self.unused = nn.Linear(4, 6), nn.Linear(6, 4), nn.Embedding(3, 4), nn.Linear(2, 2)
+        self.up, self.down, self.beside, self.unused = (
+            nn.Linear(4, 6),
+            nn.Linear(6, 4),
+            nn.Embedding(3, 4),
+            nn.Linear(2, 2),
+        )
         self.apart = nn.Parameter(torch.ones(4))
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = torch.relu(self.up(x)) * torch.sigmoid(self.up(y))
         out = self.down(wide) + self.beside.weight[1]
         return out, out.transpose(0, 1), self.apart * 2
@@ -31,7 +38,10 @@ def test_two_halves_are_a_whole() -> None:
     fill(model)
     numbers = torch.Generator().manual_seed(5)
     x, y = (torch.randn(5, 4, generator=numbers, dtype=torch.float64) for _ in range(2))
-    grads = [torch.randn(shape, generator=numbers, dtype=torch.float64) for shape in ((5, 4), (4, 5), (4,))]
+    grads = [
+        torch.randn(shape, generator=numbers, dtype=torch.float64)
+        for shape in ((5, 4), (4, 5), (4,))
+    ]
 
     def backward(*, halves: bool) -> list[torch.Tensor | None]:
         model.zero_grad()
@@ -42,7 +52,9 @@ def test_two_halves_are_a_whole() -> None:
             torch.autograd.backward(outputs, grads)
             return [*(entry.grad for entry in entries), *(p.grad for p in parameters)]
         hooked = list[int]()
-        handles = [p.register_post_accumulate_grad_hook(lambda p: hooked.append(id(p))) for p in parameters]
+        handles = [
+            p.register_post_accumulate_grad_hook(lambda p: hooked.append(id(p))) for p in parameters
+        ]
         found, later = input_half(outputs, grads, entries)
         assert not hooked
         assert all(p.grad is None for p in parameters)
@@ -93,7 +105,9 @@ SHARED: dict[str, Callable[..., list[torch.Tensor]]] = {
 @pytest.mark.parametrize("name", SHARED)
 def test_weights_that_are_used_twice_have_the_sum_of_both_uses(name: str) -> None:
     numbers = torch.Generator().manual_seed(6)
-    a, b = (nn.Parameter(torch.randn(4, 4, generator=numbers, dtype=torch.float64)) for _ in range(2))
+    a, b = (
+        nn.Parameter(torch.randn(4, 4, generator=numbers, dtype=torch.float64)) for _ in range(2)
+    )
     x = torch.randn(4, 4, generator=numbers, dtype=torch.float64).requires_grad_()
     outputs = SHARED[name](a, b, x)
     grads = [torch.randn(4, 4, generator=numbers, dtype=torch.float64) for _ in outputs]

@@ -17,18 +17,33 @@ pytestmark = pytest.mark.unit
 
 def test_patterns_stand_for_the_outermost_modules_they_match() -> None:
     found = find_layers(OddNet(), "inward, blocks.*, head")
-    assert found.entries == (("inward", ("inward",)), ("blocks.*", ("blocks.0", "blocks.1", "blocks.2")), ("head", ("head",)))
-    assert find_layers(OddNet(), ["inward", "*.2.*"]).names == ("inward", "blocks.2.0", "blocks.2.1", "blocks.2.2")
+    assert found.entries == (
+        ("inward", ("inward",)),
+        ("blocks.*", ("blocks.0", "blocks.1", "blocks.2")),
+        ("head", ("head",)),
+    )
+    assert find_layers(OddNet(), ["inward", "*.2.*"]).names == (
+        "inward",
+        "blocks.2.0",
+        "blocks.2.1",
+        "blocks.2.2",
+    )
     assert find_layers(OddNet(), "auto").ordered is False
 
 
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        ("inwards, blocks.*", "'inwards' names no module of the model; the nearest names are inward"),
+        (
+            "inwards, blocks.*",
+            "'inwards' names no module of the model; the nearest names are inward",
+        ),
         ("blocks.*, blocks.1", r"blocks.1 is named twice, by 'blocks.\*' and by 'blocks.1'"),
         ("blocks.*, blocks.1.0", r"blocks.1.0 .* lies inside blocks.1 \(named by 'blocks.\*'\)"),
-        ("inward, blocks", r"blocks is a ModuleList, which is never called itself; write 'blocks.\*'"),
+        (
+            "inward, blocks",
+            r"blocks is a ModuleList, which is never called itself; write 'blocks.\*'",
+        ),
         ("inward,, head", "'' names no module"),
     ],
 )
@@ -50,13 +65,18 @@ class Wrapped(nn.Module):
 
 
 def sequence(*sizes: int) -> nn.Sequential:
-    return nn.Sequential(*(module for size in sizes for module in (nn.Linear(size, size), nn.ReLU())))
+    return nn.Sequential(
+        *(module for size in sizes for module in (nn.Linear(size, size), nn.ReLU()))
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "layers"),
     [
-        (GPT(GPTShape(d=8, layers=3, heads=1)), "tokens positions blocks.0 blocks.1 blocks.2 norm head"),
+        (
+            GPT(GPTShape(d=8, layers=3, heads=1)),
+            "tokens positions blocks.0 blocks.1 blocks.2 norm head",
+        ),
         (GPT(GPTShape(d=8, layers=1, heads=1, vocab=11)), "tokens positions blocks norm head"),
         (OddNet(), "inward blocks.0.0 blocks.0.2 blocks.1.0 blocks.1.2 blocks.2.0 blocks.2.2 head"),
         (sequence(4, 4, 4), "0 2 4"),
@@ -65,12 +85,16 @@ def sequence(*sizes: int) -> nn.Sequential:
         (Wrapped(), f"{HALF.format('encoder')} {HALF.format('decoder')} head"),
     ],
 )
-def test_auto_takes_members_of_containers_and_what_stands_around_them(model: nn.Module, layers: str) -> None:
+def test_auto_takes_members_of_containers_and_what_stands_around_them(
+    model: nn.Module, layers: str
+) -> None:
     assert list(choose_layers(model)) == layers.split()
 
 
 def test_lists_of_parameters_are_no_layers() -> None:
-    with pytest.raises(UsageError, match="shifts is a ParameterDict, which is never called itself; leave it out"):
+    with pytest.raises(
+        UsageError, match="shifts is a ParameterDict, which is never called itself; leave it out"
+    ):
         find_layers(Listed(), "blocks.*, shifts")
 
 

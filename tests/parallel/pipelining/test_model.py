@@ -1,4 +1,6 @@
-"""A model of which each worker has some stages: what it holds, what it tells the others, and what it keeps apart."""
+"""A model of which each worker has some stages: what it holds, what it tells the others, and
+what it keeps apart.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class Normed(nn.Module):
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(dropout)) for _ in range(2))
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(dropout)) for _ in range(2)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for part in self.parts:
@@ -39,12 +43,15 @@ def test_a_worker_holds_its_stages_alone() -> None:
             optimizer.zero_grad()
         held = {name: parameter.numel() for name, parameter in model.named_parameters()}
         state = optimizer.state_dict()["state"]
-        assert [state[number]["exp_avg"].numel() for number in range(8)] == list(held.values())  # all have the same tree
+        # all have the same tree
+        assert [state[number]["exp_avg"].numel() for number in range(8)] == list(held.values())
         assert {float(entry["step"]) for entry in state.values()} == {2.0}
         return held
 
     first, second = workers(2, body, mesh="stage=2")
-    assert list(first) == list(second) and all(min(first[name], second[name]) == 0 < max(first[name], second[name]) for name in first)
+    assert list(first) == list(second) and all(
+        min(first[name], second[name]) == 0 < max(first[name], second[name]) for name in first
+    )
 
 
 def test_running_statistics_of_micro_batches_come_to_all_at_a_save() -> None:
@@ -53,7 +60,11 @@ def test_running_statistics_of_micro_batches_come_to_all_at_a_save() -> None:
     def body(run: Run) -> list[torch.Tensor]:
         model = Normed().double()
         fill(model)
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), cut=pipeline("parts.*", micro_batches=3))
+        run.prepare(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            cut=pipeline("parts.*", micro_batches=3),
+        )
         run.step(model, numbers, numbers, loss=nn.functional.mse_loss)
         run.save()
         return [buffer.clone() for buffer in model.buffers()]
@@ -63,7 +74,10 @@ def test_running_statistics_of_micro_batches_come_to_all_at_a_save() -> None:
     for rows in numbers.split(2):
         whole(rows)
     for found in workers(2, body, mesh="stage=2"):
-        assert all(torch.allclose(one, two, atol=1e-12, rtol=0) for one, two in zip(found, whole.buffers(), strict=True))
+        assert all(
+            torch.allclose(one, two, atol=1e-12, rtol=0)
+            for one, two in zip(found, whole.buffers(), strict=True)
+        )
 
 
 def test_a_frozen_stage_is_left_alone() -> None:
@@ -77,7 +91,10 @@ def test_a_frozen_stage_is_left_alone() -> None:
         before = [parameter.detach().clone() for parameter in model.parameters()]
         run.step(model, x, x * 3, loss=nn.functional.mse_loss)
         optimizer.step()
-        return [not torch.equal(one, two.detach()) for one, two in zip(before, model.parameters(), strict=True)]
+        return [
+            not torch.equal(one, two.detach())
+            for one, two in zip(before, model.parameters(), strict=True)
+        ]
 
     first, second = workers(2, body, mesh="stage=2")
     assert not any(first) and second == [False] * 4 + [True] * 4
@@ -99,7 +116,11 @@ def test_accumulating_by_no_sync_sums_tied_weights_once() -> None:
     def body(run: Run) -> Any:
         model = Tied().double()
         fill(model)
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), cut=pl.pipeline("first, middle, last", micro_batches=2))
+        run.prepare(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            cut=pl.pipeline("first, middle, last", micro_batches=2),
+        )
         with run.no_sync():
             run.step(model, x, x, loss=nn.functional.mse_loss)
         run.step(model, 2 * x, x, loss=nn.functional.mse_loss)

@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.parallel.pipelining.operations import Attribute, ByMode, Operation, Ref, foreign, merge_modes
+from paceline.parallel.pipelining.operations import (
+    Attribute,
+    ByMode,
+    Operation,
+    Ref,
+    foreign,
+    merge_modes,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -21,7 +28,9 @@ class Pair(NamedTuple):
 
 def test_an_operation_tells_what_it_reads_and_uses() -> None:
     args = ([Ref("x"), (Attribute("weight"),)], slice(Ref("stop")))
-    operation = Operation("call", "function", print, args, {"by": ByMode(Ref("y"), {"deep": Ref("z")})})
+    operation = Operation(
+        "call", "function", print, args, {"by": ByMode(Ref("y"), {"deep": Ref("z")})}
+    )
     assert set(operation.reads()) == {"x", "stop", "y", "z"}
     assert list(operation.paths()) == ["weight"]
     assert list(Operation("call", "module", "blocks.0", (), {}).paths()) == ["blocks.0"]
@@ -29,7 +38,13 @@ def test_an_operation_tells_what_it_reads_and_uses() -> None:
 
 def test_values_stand_where_their_names_were() -> None:
     model = nn.Linear(3, 2)
-    item = Operation("item", "function", operator.getitem, (Attribute("weight"), (slice(None, Ref("stop")), Ref("column"))), {})
+    item = Operation(
+        "item",
+        "function",
+        operator.getitem,
+        (Attribute("weight"), (slice(None, Ref("stop")), Ref("column"))),
+        {},
+    )
     assert torch.equal(item.call({"stop": 1, "column": 2}, model), model.weight[:1, 2])
     mode = Operation("mode", "function", operator.add, (Ref("x"), ByMode(1, 2)), {})
     assert [mode.call({"x": 1}, model.train(way)) for way in (True, False)] == [2, 3]
@@ -39,16 +54,30 @@ def test_values_stand_where_their_names_were() -> None:
 def test_a_chained_module_is_given_a_tuple_as_arguments() -> None:
     model = nn.ModuleDict({"both": nn.Bilinear(2, 2, 1)})
     x = torch.randn(3, 2)
-    assert Operation("both", "chained", "both", (Ref("x"),), {}).call({"x": (x, x)}, model).shape == (3, 1)
+    assert Operation("both", "chained", "both", (Ref("x"),), {}).call(
+        {"x": (x, x)}, model
+    ).shape == (3, 1)
 
 
 def test_arguments_of_two_modes_differ_where_they_differ() -> None:
-    assert merge_modes((1, [True, {"p": 0.5}]), (1, [False, {"p": 0.0}])) == (1, [ByMode(True, False), {"p": ByMode(0.5, 0.0)}])
+    assert merge_modes((1, [True, {"p": 0.5}]), (1, [False, {"p": 0.0}])) == (
+        1,
+        [ByMode(True, False), {"p": ByMode(0.5, 0.0)}],
+    )
     assert merge_modes((1, 2), (1,)) == ByMode((1, 2), (1,))
     assert merge_modes(1, True) == ByMode(1, True)  # equal numbers, but not the same argument
 
 
 def test_what_cannot_be_sent_is_found() -> None:
-    assert foreign({"a": [torch.ones(1), None, 2, (True, 0.5)], "b": Pair(torch.ones(1), 3), "c": torch.Size([1])}) is None
+    assert (
+        foreign(
+            {
+                "a": [torch.ones(1), None, 2, (True, 0.5)],
+                "b": Pair(torch.ones(1), 3),
+                "c": torch.Size([1]),
+            }
+        )
+        is None
+    )
     assert foreign({"a": [object()]}) is object
     assert foreign(lambda: 1) is not None

@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.parallel.pipelining.schedule import Action, PipelineSchedule, in_order, most_kept, prove
+from paceline.parallel.pipelining.schedule import (
+    Action,
+    PipelineSchedule,
+    in_order,
+    most_kept,
+    prove,
+)
 
 
 def forward(stage: int, number: int) -> Action:
@@ -20,7 +26,9 @@ def backward(stage: int, number: int) -> Action:
 FIRST = (forward(0, 0), forward(0, 1), backward(0, 0), backward(0, 1))
 LAST = (forward(1, 0), backward(1, 0), forward(1, 1), backward(1, 1))
 GOOD = PipelineSchedule("by hand", 2, 2, (0, 1), (FIRST, LAST))
-HALVES = PipelineSchedule("halves", 1, 1, (0,), ((forward(0, 0), Action("input", 0, 0), Action("weight", 0, 0)),))
+HALVES = PipelineSchedule(
+    "halves", 1, 1, (0,), ((forward(0, 0), Action("input", 0, 0), Action("weight", 0, 0)),)
+)
 
 
 def test_a_good_schedule() -> None:
@@ -40,23 +48,45 @@ def test_what_an_action_needs() -> None:
 
 
 def test_in_order() -> None:
-    assert [str(action) for _, action in in_order(GOOD)][-1] == "backward of micro-batch 1 in stage 0"
-    assert {rank: [action for where, action in in_order(GOOD) if where == rank] for rank in range(2)} == {0: list(FIRST), 1: list(LAST)}
+    assert [str(action) for _, action in in_order(GOOD)][
+        -1
+    ] == "backward of micro-batch 1 in stage 0"
+    assert {
+        rank: [action for where, action in in_order(GOOD) if where == rank] for rank in range(2)
+    } == {0: list(FIRST), 1: list(LAST)}
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (replace(GOOD, rows=(FIRST[:-1], LAST)), "rank 0: too often, or .* too seldom: .*backward of micro-batch 1 in stage 0', -1"),
-        (replace(GOOD, rows=((*FIRST, FIRST[0]), LAST)), "'forward of micro-batch 0 in stage 0', 1"),
+        (
+            replace(GOOD, rows=(FIRST[:-1], LAST)),
+            "rank 0: too often, or .* too seldom: .*backward of micro-batch 1 in stage 0', -1",
+        ),
+        (
+            replace(GOOD, rows=((*FIRST, FIRST[0]), LAST)),
+            "'forward of micro-batch 0 in stage 0', 1",
+        ),
         (replace(GOOD, rows=(LAST, FIRST)), "rank 0: too often"),
         (replace(GOOD, placed=(0, 0)), "placed"),
-        (replace(GOOD, rows=((FIRST[1], FIRST[0], *FIRST[2:]), LAST)), r"goes through micro-batches as \[1, 0\]"),
         (
-            replace(GOOD, rows=((FIRST[0], FIRST[2], FIRST[1], FIRST[3]), (LAST[0], LAST[2], LAST[1], LAST[3]))),
+            replace(GOOD, rows=((FIRST[1], FIRST[0], *FIRST[2:]), LAST)),
+            r"goes through micro-batches as \[1, 0\]",
+        ),
+        (
+            replace(
+                GOOD,
+                rows=(
+                    (FIRST[0], FIRST[2], FIRST[1], FIRST[3]),
+                    (LAST[0], LAST[2], LAST[1], LAST[3]),
+                ),
+            ),
             "nobody can go on: rank 0 at",
         ),
-        (replace(HALVES, rows=(HALVES.rows[0][::-1],)), "nobody can go on: rank 0 at weight of micro-batch 0 in stage 0"),
+        (
+            replace(HALVES, rows=(HALVES.rows[0][::-1],)),
+            "nobody can go on: rank 0 at weight of micro-batch 0 in stage 0",
+        ),
     ],
 )
 def test_the_proof_finds(wrong: PipelineSchedule, message: str) -> None:

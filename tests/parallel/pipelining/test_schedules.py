@@ -1,4 +1,6 @@
-"""The schedules there are: proved for many sizes, with the memory and the time that they promise, and in the order of torch's."""
+"""The schedules there are: proved for many sizes, with the memory and the time that they
+promise, and in the order of torch's.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +62,14 @@ def test_more_chunks_make_the_bubble_smaller(chunks: int) -> None:
     assert makespan(make_schedule("interleaved", 4, 8, chunks)) == 3 * 8 * chunks + 3 * 3
 
 
-def rows_of_torch(name: str, ranks: int, micro_batches: int, chunks: int) -> list[list[tuple[str, int, int]]]:
-    """What each rank does under torch's schedule of that name; that comes without stages and processes only if no constructor runs."""
-    peers = importlib.import_module("torch.distributed.pipelining.schedules")  # with the compiler, which takes long
+def rows_of_torch(
+    name: str, ranks: int, micro_batches: int, chunks: int
+) -> list[list[tuple[str, int, int]]]:
+    """What each rank does under torch's schedule of that name; that comes without stages and
+    processes only if no constructor runs.
+    """
+    # with the compiler, which takes long
+    peers = importlib.import_module("torch.distributed.pipelining.schedules")
     kind = {
         "gpipe": peers.ScheduleGPipe,
         "1f1b": peers.Schedule1F1B,
@@ -72,15 +79,30 @@ def rows_of_torch(name: str, ranks: int, micro_batches: int, chunks: int) -> lis
     }[name]
     peer = object.__new__(kind)
     rounds = max(1, micro_batches // ranks)
-    given = {"n_local_stages": chunks, "number_of_rounds": rounds, "microbatches_per_round": micro_batches // rounds}
-    peer.__dict__ |= {"pp_group_size": ranks, "_n_microbatches": micro_batches, "_num_stages": ranks * chunks, "num_stages": ranks * chunks}
+    given = {
+        "n_local_stages": chunks,
+        "number_of_rounds": rounds,
+        "microbatches_per_round": micro_batches // rounds,
+    }
+    peer.__dict__ |= {
+        "pp_group_size": ranks,
+        "_n_microbatches": micro_batches,
+        "_num_stages": ranks * chunks,
+        "num_stages": ranks * chunks,
+    }
     peer.__dict__ |= given
     if name in ("gpipe", "1f1b"):
         rows = peer._get_pipeline_order()
     else:
         rows = [peer._calculate_single_rank_operations(rank) for rank in range(ranks)]
-    letters = [[(a.computation_type.value, a.stage_index, a.microbatch_index) for a in rows[rank] if a] for rank in range(ranks)]
-    return [[(KINDS[letter], stage, number) for letter, stage, number in row if letter in KINDS] for row in letters]
+    letters = [
+        [(a.computation_type.value, a.stage_index, a.microbatch_index) for a in rows[rank] if a]
+        for rank in range(ranks)
+    ]
+    return [
+        [(KINDS[letter], stage, number) for letter, stage, number in row if letter in KINDS]
+        for row in letters
+    ]
 
 
 @COMPILES
@@ -92,15 +114,22 @@ def rows_of_torch(name: str, ranks: int, micro_batches: int, chunks: int) -> lis
         *(("zero-bubble", *sizes, 1) for sizes in SIZES),
         *(("zbv", *sizes, 2) for sizes in SIZES),
         *(("zbv", ranks, micro_batches, 2) for ranks, micro_batches in [(4, 1), (4, 3), (3, 2)]),
-        *(("interleaved", *sizes, 2) for sizes in SIZES if sizes[1] % (sizes[1] // sizes[0]) == 0),  # torch refuses the others
-        *(("interleaved", ranks, micro_batches, 3) for ranks, micro_batches in [(4, 3), (4, 6), (2, 8), (3, 9)]),
+        # torch refuses the others
+        *(("interleaved", *sizes, 2) for sizes in SIZES if sizes[1] % (sizes[1] // sizes[0]) == 0),
+        *(
+            ("interleaved", ranks, micro_batches, 3)
+            for ranks, micro_batches in [(4, 3), (4, 6), (2, 8), (3, 9)]
+        ),
     ],
 )
 def test_the_order_is_that_of_torch(name: str, ranks: int, micro_batches: int, chunks: int) -> None:
     ours = make_schedule(name, ranks, micro_batches, chunks)
-    mine = [[(action.kind, action.stage, action.micro_batch) for action in row] for row in ours.rows]
+    mine = [
+        [(action.kind, action.stage, action.micro_batch) for action in row] for row in ours.rows
+    ]
     theirs = rows_of_torch(name, ranks, micro_batches, chunks)
-    if name == "1f1b":  # torch numbers the last rank's forwards from 1 in this listing, which it doesn't run
+    # torch numbers the last rank's forwards from 1 in this listing, which it doesn't run
+    if name == "1f1b":
         mine[-1], theirs[-1] = ([step[:2] for step in rows[-1]] for rows in (mine, theirs))  # type: ignore[misc]
     assert mine == theirs
 
@@ -123,9 +152,15 @@ def test_chunks_of_a_user() -> None:
         (("1f1b", 0, 4), "1f1b with ranks=0: there has to be 1 at least"),
         (("1f1b", 2, 0), "1f1b with micro_batches=0: there has to be 1 at least"),
         (("1f1b", 2, True), "micro_batches=True"),
-        (("1f1b", 2, 4, 2), "1f1b with chunks=2: each rank has one stage; leave chunks out, or take interleaved"),
+        (
+            ("1f1b", 2, 4, 2),
+            "1f1b with chunks=2: each rank has one stage; leave chunks out, or take interleaved",
+        ),
         (("zbv", 2, 4, 3), "zbv with chunks=3: each rank has 2 stages"),
-        (("interleaved", 2, 4, 1), "interleaved with chunks=1: each rank has 2 stages or more; take 1f1b for one"),
+        (
+            ("interleaved", 2, 4, 1),
+            "interleaved with chunks=1: each rank has 2 stages or more; take 1f1b for one",
+        ),
     ],
 )
 def test_what_cant_be(asked: tuple[str, int, int], message: str) -> None:
@@ -135,6 +170,12 @@ def test_what_cant_be(asked: tuple[str, int, int], message: str) -> None:
 
 
 def test_too_few_micro_batches_for_an_interleaved_schedule() -> None:
-    with pytest.raises(UsageError, match=r"interleaved with micro_batches=3 on 4 ranks: .* give it micro_batches=4 or more, or take 1f1b"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            r"interleaved with micro_batches=3 on 4 ranks: .* give it micro_batches=4 or more, or "
+            r"take 1f1b"
+        ),
+    ):
         check("interleaved", 4, 3)
     prove(make_schedule("interleaved", 4, 3))  # a last batch may be smaller

@@ -1,4 +1,6 @@
-"""The simulator against one that goes through time tick by tick, and against what can be worked out by hand."""
+"""The simulator against one that goes through time tick by tick, and against what can be worked
+out by hand.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ SIZES = [(1, 1), (2, 2), (2, 5), (3, 3), (3, 7), (4, 8), (4, 13)]
 
 
 def by_ticks(schedule: PipelineSchedule, times: StageTimes) -> dict[Action, tuple[int, int]]:
-    """When each action begins and ends, where all times are whole: at each tick, whoever is free begins what it can."""
+    """When each action begins and ends, where all times are whole: at each tick, whoever is free
+    begins what it can.
+    """
     done: dict[Action, tuple[int, int]] = {}
     there: dict[Action, int] = {}
     at, busy = [0] * schedule.ranks, [0] * schedule.ranks
@@ -27,7 +31,10 @@ def by_ticks(schedule: PipelineSchedule, times: StageTimes) -> dict[Action, tupl
         for rank, row in enumerate(schedule.rows):
             while busy[rank] <= tick and at[rank] < len(row):
                 action = row[at[rank]]
-                if any(need.stage != action.stage and there.get(need, tick + 1) > tick for need in schedule.needs(action)):
+                if any(
+                    need.stage != action.stage and there.get(need, tick + 1) > tick
+                    for need in schedule.needs(action)
+                ):
                     break
                 busy[rank] = tick + int(times.seconds(action.kind, action.stage))
                 done[action] = tick, busy[rank]
@@ -37,7 +44,9 @@ def by_ticks(schedule: PipelineSchedule, times: StageTimes) -> dict[Action, tupl
                 if goes is not None and schedule.placed[goes] != rank:
                     boundary, way = min(goes, action.stage), (rank, schedule.placed[goes])
                     assert times.links is not None
-                    links[way] = max(links.get(way, 0), busy[rank]) + int(times.nbytes(boundary, back=goes < action.stage))
+                    links[way] = max(links.get(way, 0), busy[rank]) + int(
+                        times.nbytes(boundary, back=goes < action.stage)
+                    )
                     there[action] = links[way] + int(times.links[boundary].latency_seconds)
         if all(at[rank] == len(row) for rank, row in enumerate(schedule.rows)):
             return done
@@ -47,14 +56,32 @@ def by_ticks(schedule: PipelineSchedule, times: StageTimes) -> dict[Action, tupl
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_it_is_as_if_time_went_by(data: st.DataObject) -> None:
-    name, ranks, micro_batches = data.draw(st.sampled_from(SCHEDULES)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 7))
+    name, ranks, micro_batches = (
+        data.draw(st.sampled_from(SCHEDULES)),
+        data.draw(st.integers(1, 4)),
+        data.draw(st.integers(1, 7)),
+    )
     schedule = make_schedule(name, ranks, micro_batches)
     whole = st.integers(1, 5)
-    numbers = [data.draw(st.lists(whole, min_size=count, max_size=count)) for count in [schedule.stages] * 4 + [schedule.stages - 1] * 3]
+    numbers = [
+        data.draw(st.lists(whole, min_size=count, max_size=count))
+        for count in [schedule.stages] * 4 + [schedule.stages - 1] * 3
+    ]
     forward, backward, first, second, sends, returns, latencies = numbers
-    times = StageTimes(forward, backward, first, second, None, sends, returns, [LinkSpeed(float(wait), 1.0) for wait in latencies])
+    times = StageTimes(
+        forward,
+        backward,
+        first,
+        second,
+        None,
+        sends,
+        returns,
+        [LinkSpeed(float(wait), 1.0) for wait in latencies],
+    )
     timeline = simulate(schedule, times)
-    assert {span.action: (span.start, span.end) for row in timeline.rows for span in row} == by_ticks(schedule, times)
+    assert {
+        span.action: (span.start, span.end) for row in timeline.rows for span in row
+    } == by_ticks(schedule, times)
 
 
 def unit(name: str, ranks: int, micro_batches: int, chunks: int | None = None) -> PipelineTimeline:
@@ -78,38 +105,62 @@ def test_what_is_kept() -> None:
     assert unit("zbv", 4, 8).kept == (4, 4, 4, 4)
     assert unit("1f1b", 4, 8).kept_bytes == (0, 0, 0, 0)  # nobody said
     schedule = make_schedule("1f1b", 2, 5)
-    assert simulate(schedule, replace(even_times(schedule, 1, 2), kept=(10, 100))).kept_bytes == (20, 100)
+    assert simulate(schedule, replace(even_times(schedule, 1, 2), kept=(10, 100))).kept_bytes == (
+        20,
+        100,
+    )
 
 
 def test_transfers_run_beside_computing_and_one_after_another() -> None:
-    """F at 0 to 1 and 1 to 2; bytes take 3, and 1 more until they are there: the second leaves when the link is free again."""
+    """F at 0 to 1 and 1 to 2; bytes take 3, and 1 more until they are there: the second leaves
+    when the link is free again.
+    """
     schedule = make_schedule("gpipe", 2, 2)
-    timeline = simulate(schedule, StageTimes([1, 1], [2, 2], sends=[6], returns=[1], links=[LinkSpeed(1.0, 2.0)]))
+    timeline = simulate(
+        schedule, StageTimes([1, 1], [2, 2], sends=[6], returns=[1], links=[LinkSpeed(1.0, 2.0)])
+    )
     there, back = timeline.transfers[:2], timeline.transfers[2:]
-    assert [(way.source, way.target, way.start, way.end, way.nbytes) for way in there] == [(0, 1, 1, 5, 6), (0, 1, 4, 8, 6)]
+    assert [(way.source, way.target, way.start, way.end, way.nbytes) for way in there] == [
+        (0, 1, 1, 5, 6),
+        (0, 1, 4, 8, 6),
+    ]
     assert [span.start for span in timeline.rows[1]] == [5, 8, 9, 11]
-    assert [(way.source, way.target, way.start, way.end) for way in back] == [(1, 0, 11, 12.5), (1, 0, 13, 14.5)]
+    assert [(way.source, way.target, way.start, way.end) for way in back] == [
+        (1, 0, 11, 12.5),
+        (1, 0, 13, 14.5),
+    ]
     assert timeline.makespan == 16.5 and timeline.idle == (10.5, 10.5)
 
 
 def test_stages_of_one_rank_send_nothing() -> None:
     schedule = make_schedule("zbv", 2, 3)
-    ways = {(way.action.stage, way.source, way.target) for way in simulate(schedule, even_times(schedule, 1, 2, 1)).transfers}
-    assert ways == {(0, 0, 1), (2, 1, 0), (3, 0, 1), (1, 1, 0)}  # nothing from stage 1 to 2, and back, which are both on rank 1
+    ways = {
+        (way.action.stage, way.source, way.target)
+        for way in simulate(schedule, even_times(schedule, 1, 2, 1)).transfers
+    }
+    # nothing from stage 1 to 2, and back, which are both on rank 1
+    assert ways == {(0, 0, 1), (2, 1, 0), (3, 0, 1), (1, 1, 0)}
     assert simulate(make_schedule("1f1b", 1, 3), StageTimes([1], [2])).transfers == ()
 
 
 def test_a_slow_rank_is_waited_for() -> None:
     schedule = make_schedule("1f1b", 2, 10)
-    even, slow = (simulate(schedule, even_times(schedule, 1, 2), speeds) for speeds in ([1, 1], [1, 0.5]))
-    assert (even.makespan, slow.makespan) == (33, 63)  # ten times as long at the slow one, and what comes before and after
+    even, slow = (
+        simulate(schedule, even_times(schedule, 1, 2), speeds) for speeds in ([1, 1], [1, 0.5])
+    )
+    # ten times as long at the slow one, and what comes before and after
+    assert (even.makespan, slow.makespan) == (33, 63)
     assert slow.idle == (33, 3)
 
 
 def test_halves_of_a_backward() -> None:
     schedule = make_schedule("zero-bubble", 1, 1)
     assert [span.end for span in simulate(schedule, StageTimes([1], [4])).rows[0]] == [1, 3, 5]
-    assert [span.end for span in simulate(schedule, StageTimes([1], [4], [3], [2])).rows[0]] == [1, 4, 6]
+    assert [span.end for span in simulate(schedule, StageTimes([1], [4], [3], [2])).rows[0]] == [
+        1,
+        4,
+        6,
+    ]
 
 
 def test_nothing_takes_no_time() -> None:
@@ -124,8 +175,16 @@ def test_nothing_takes_no_time() -> None:
         (StageTimes([1], [2, 2]), None, "forwards has 1 value: for 1f1b here it has to have 2"),
         (StageTimes([1, 1], [2, 2], sends=[1, 1]), None, "sends has 2 values: .* have 1"),
         (StageTimes([1, 1], [2, 2], links=[]), None, "links has 0 values"),
-        (StageTimes([1, 1], [2, 2], links=[LinkSpeed(0.0, 0.0)]), None, r"links is \[\(0.0, 0.0\)\]: a link has a latency"),
-        (StageTimes([1, 1], [2, 2], links=[LinkSpeed(-1.0, 5.0)]), None, r"links is \[\(-1.0, 5.0\)\]"),
+        (
+            StageTimes([1, 1], [2, 2], links=[LinkSpeed(0.0, 0.0)]),
+            None,
+            r"links is \[\(0.0, 0.0\)\]: a link has a latency",
+        ),
+        (
+            StageTimes([1, 1], [2, 2], links=[LinkSpeed(-1.0, 5.0)]),
+            None,
+            r"links is \[\(-1.0, 5.0\)\]",
+        ),
         (StageTimes([1, 1], [2, -2]), None, r"backwards is \[2, -2\]"),
         (StageTimes([1, float("nan")], [2, 2]), None, "forwards is"),
         (StageTimes([1, 1], [2, 2]), [1], "speeds has 1 value"),

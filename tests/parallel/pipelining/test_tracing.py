@@ -1,4 +1,6 @@
-"""Forwards become operations that do the same at any later time; what would be taken down wrong is refused."""
+"""Forwards become operations that do the same at any later time; what would be taken down wrong
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,17 @@ def test_tensors_made_by_the_forward_follow_the_batch() -> None:
     for count in (3, 1):
         x = torch.randn(count, 3)
         assert torch.equal(run_parts(graph, [0, 1], (x,))[0], model(x))
-    with pytest.raises(AssertionError, match=r"the assertion at .*layered_models.py:\d+ doesn't hold"):
+    with pytest.raises(
+        AssertionError, match=r"the assertion at .*layered_models.py:\d+ doesn't hold"
+    ):
         run_parts(graph, [0, 1], (torch.randn(0, 3),))
 
 
 class Drawn(Two):
     def forward(self, x: Tensor) -> Tensor:
-        return self.two(self.one(x) + torch.randn(x.shape[0], 1) + torch.rand_like(x) + torch.rand(3))
+        return self.two(
+            self.one(x) + torch.randn(x.shape[0], 1) + torch.rand_like(x) + torch.rand(3)
+        )
 
 
 def test_random_numbers_are_drawn_each_time() -> None:
@@ -126,14 +132,26 @@ class Ways(Two):
 @pytest.mark.parametrize(
     ("way", "words"),
     [
-        ("branch", r"test_tracing.py:\d+ \(x = -x if x.sum\(\) > 0 else x\): an if, while or assert there depends on a value"),
+        (
+            "branch",
+            (
+                r"test_tracing.py:\d+ \(x = -x if x.sum\(\) > 0 else x\): "
+                r"an if, while or assert there depends on a value"
+            ),
+        ),
         ("loop", r"test_tracing.py:\d+ .*a loop there goes over a value"),
         ("number", r"test_tracing.py:\d+ "),
         ("item", r"test_tracing.py:\d+ .*item assignment"),
         ("modes", "does other things in training than in evaluation"),
         ("autocast", r"test_tracing.py:\d+ .*torch.autocast"),
-        ("random", r"does other things each time \(at mul\), as if it drew random numbers by itself"),
-        ("count", "the forward sets the attribute count, which layers on other workers wouldn't see"),
+        (
+            "random",
+            r"does other things each time \(at mul\), as if it drew random numbers by itself",
+        ),
+        (
+            "count",
+            "the forward sets the attribute count, which layers on other workers wouldn't see",
+        ),
     ],
 )
 def test_what_cannot_be_taken_down_is_refused_with_its_place(way: str, words: str) -> None:
@@ -149,7 +167,9 @@ def test_a_hook_that_nobody_would_call_is_refused() -> None:
     model = Ways("none")
     model.inner.register_forward_hook(lambda *_: None)
     trace_layers(model, "one, inner, two")
-    with pytest.raises(UsageError, match="inner has a hook, but isn't called where layers inside of it are"):
+    with pytest.raises(
+        UsageError, match="inner has a hook, but isn't called where layers inside of it are"
+    ):
         trace_layers(model, "one, inner.*, two")
 
 
@@ -193,7 +213,9 @@ def test_other_threads_train_while_a_model_is_traced() -> None:
 
 
 def test_operations_read_like_the_forward() -> None:
-    operations = trace_operations(Looped(dropout=0.5), ("embed", "blocks.0", "blocks.1", "blocks.2", "head"), ("x",))
+    operations = trace_operations(
+        Looped(dropout=0.5), ("embed", "blocks.0", "blocks.1", "blocks.2", "head"), ("x",)
+    )
     drop = next(operation for operation in operations if operation.target is F.dropout)
     assert re.search(r"ByMode\(training=True, evaluation=False\)", repr(drop))
     called = [operation.target for operation in operations if operation.kind == "module"]
@@ -213,7 +235,11 @@ class Texts(dict[str, Any]):
     pass
 
 
-@pytest.mark.parametrize("kind", [Answer, lambda x: Texts(x=x), lambda x: OrderedDict(x=x)], ids=["dataclass", "dict", "ordered"])
+@pytest.mark.parametrize(
+    "kind",
+    [Answer, lambda x: Texts(x=x), lambda x: OrderedDict(x=x)],
+    ids=["dataclass", "dict", "ordered"],
+)
 def test_what_a_forward_returns_stays_of_its_kind(kind: Any) -> None:
     class Answering(Two):
         def forward(self, x: Tensor) -> Any:
@@ -235,5 +261,7 @@ def test_an_object_of_unknown_kind_is_refused() -> None:
         def forward(self, x: Tensor) -> Any:
             return Holder(self.two(self.one(x)))
 
-    with pytest.raises(UsageError, match="an object there holds values, and is no tuple, list, dict or dataclass"):
+    with pytest.raises(
+        UsageError, match="an object there holds values, and is no tuple, list, dict or dataclass"
+    ):
         Holding().graph()

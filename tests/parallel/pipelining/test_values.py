@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.parallel.pipelining.values import pack, pack_gradients, tensors_needing, unpack, unpack_gradients
+from paceline.parallel.pipelining.values import (
+    pack,
+    pack_gradients,
+    tensors_needing,
+    unpack,
+    unpack_gradients,
+)
 
 
 def test_nested_values_come_out_as_they_went_in() -> None:
@@ -17,7 +23,11 @@ def test_nested_values_come_out_as_they_went_in() -> None:
     head, tensors = pack(values, "stage 0")
     found, entries = unpack(json.loads(json.dumps(head)), [tensor.clone() for tensor in tensors])
     assert found["b"] == values["b"]
-    assert found["a"][1] is None and torch.equal(found["a"][2][0], ids) and torch.equal(found["a"][0], x * 2)
+    assert (
+        found["a"][1] is None
+        and torch.equal(found["a"][2][0], ids)
+        and torch.equal(found["a"][0], x * 2)
+    )
     assert [entry is found["a"][0] for entry in entries] == [True]
     assert len(tensors_needing(values)) == 1 and not found["a"][2][0].requires_grad
 

@@ -1,4 +1,6 @@
-"""Gradients of whole parameters become those of pieces: weighted, summed, once, and where all workers have used something."""
+"""Gradients of whole parameters become those of pieces: weighted, summed, once, and where all
+workers have used something.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ STAGES = pytest.mark.parametrize("zero", [1, 2, 3])
 
 
 @STAGES
-@pytest.mark.parametrize("cuts", [[1, 2, 11], [0, 7, 12]])  # the last worker has no samples in the second
+# the last worker has no samples in the second
+@pytest.mark.parametrize("cuts", [[1, 2, 11], [0, 7, 12]])
 def test_uneven_batches_and_ghosts(zero: Any, cuts: list[int]) -> None:
     same(odd_net, fitting(vectors, cuts=cuts), shard("blocks.*", zero=zero), 4, data=2)
 
@@ -38,7 +41,9 @@ def test_uneven_batches_and_ghosts(zero: Any, cuts: list[int]) -> None:
 @STAGES
 def test_a_weight_that_is_forgotten_is_seen(zero: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     own = GradientBucket.put
-    monkeypatch.setattr(GradientBucket, "put", lambda self, index, grad, scale: own(self, index, grad, 1.0))
+    monkeypatch.setattr(
+        GradientBucket, "put", lambda self, index, grad, scale: own(self, index, grad, 1.0)
+    )
     with pytest.raises(AssertionError):
         same(odd_net, fitting(vectors), shard("blocks.*", zero=zero), 2)
 
@@ -80,7 +85,8 @@ def test_parameters_that_some_workers_use(zero: Any) -> None:
             return out + self.other(x[:, :5]) if bool((x[:, 0] > 1.5).any()) else out
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.5)  # what nobody has used doesn't decay
+        # what nobody has used doesn't decay
+        return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.5)
 
     def step(one: Trainee, number: int) -> None:
         x, y = vectors(number)
@@ -90,16 +96,27 @@ def test_parameters_that_some_workers_use(zero: Any) -> None:
         x, y = one.batch(x, y)
         one.optimizer.zero_grad()
         out = one.model(x)
-        if one.size == 1 and number != 1:  # the condition of one process covers all samples; here each has its own
-            out = OddNet.forward(one.model, x) + torch.cat([torch.zeros(6, 3), one.model.other(x[6:, :5])])  # type: ignore[operator]
+        # the condition of one process covers all samples; here each has its own
+        if one.size == 1 and number != 1:
+            out = OddNet.forward(one.model, x) + torch.cat(
+                [torch.zeros(6, 3), one.model.other(x[6:, :5])]
+            )  # type: ignore[operator]
         F.mse_loss(out, y).backward()
         one.optimizer.step()
 
-    same(lambda: fill(Choosing().double()), step, shard("blocks.*", zero=zero), 2, optimizer=optimizer)
+    same(
+        lambda: fill(Choosing().double()),
+        step,
+        shard("blocks.*", zero=zero),
+        2,
+        optimizer=optimizer,
+    )
 
 
 class BucketAhead(GradientBucket):
-    """Lets rank 0 be ahead: rank 1 has no gradients before `ahead` is set, as it is when rank 0 waits. `under_way`: what it has sent."""
+    """Lets rank 0 be ahead: rank 1 has no gradients before `ahead` is set, as it is when rank 0
+    waits. `under_way`: what it has sent.
+    """
 
     ahead: threading.Event
     under_way: set[str]
@@ -144,8 +161,12 @@ def test_a_worker_that_is_ahead_waits_for_the_others(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("zero", "native"), [(2, False), (3, False), (2, True), (3, True)])
-def test_a_worker_that_keeps_its_buckets_is_not_waited_for_long(zero: Any, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second worker doesn't use a parameter of the last block, and with zero=3 needs what the first one gathers later on."""
+def test_a_worker_that_keeps_its_buckets_is_not_waited_for_long(
+    zero: Any, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second worker doesn't use a parameter of the last block, and with zero=3 needs what
+    the first one gathers later on.
+    """
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -154,7 +175,9 @@ def test_a_worker_that_keeps_its_buckets_is_not_waited_for_long(zero: Any, nativ
 
         def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
             out: Tensor = self.always(x).tanh()
-            return out.index_put((chosen,), self.sometimes(x[chosen])) if bool(chosen.any()) else out
+            return (
+                out.index_put((chosen,), self.sometimes(x[chosen])) if bool(chosen.any()) else out
+            )
 
     class Deep(nn.Module):
         def __init__(self) -> None:
@@ -188,7 +211,9 @@ def test_a_worker_that_keeps_its_buckets_is_not_waited_for_long(zero: Any, nativ
     monkeypatch.setattr(gradients, "LONGEST_WAIT", 0.05)
     monkeypatch.setattr(gradients, "SHORT_WAIT", 0.01)
     same(lambda: fill(Deep().double()), step, shard("blocks.*", zero=zero), 2, native=native)
-    assert set(waits) == {(0, 0)}, "those who have seen that others use other parameters don't wait for them"
+    assert set(waits) == {(0, 0)}, (
+        "those who have seen that others use other parameters don't wait for them"
+    )
 
 
 def test_workers_that_sum_different_units_are_told_which() -> None:
@@ -196,19 +221,27 @@ def test_workers_that_sum_different_units_are_told_which() -> None:
 
     def body(rank: int, size: int, store: Store) -> None:
         group = SharedGroup.from_store(store, rank, size, deadline=20)
-        memory = FlatMemory(f"blocks.{rank}", [Held("weight", nn.Parameter(torch.ones(6)), ())], group, frees=False)
+        memory = FlatMemory(
+            f"blocks.{rank}", [Held("weight", nn.Parameter(torch.ones(6)), ())], group, frees=False
+        )
         bucket = GradientBucket(memory, None, keeps=True)
         bucket.put(0, torch.ones(6), 0.5)
         bucket.send(group)
-        with pytest.raises(Mismatch, match=r"'the gradients of blocks\.0'.*'the gradients of blocks\.1'"):
+        with pytest.raises(
+            Mismatch, match=r"'the gradients of blocks\.0'.*'the gradients of blocks\.1'"
+        ):
             bucket.sums(AxisMeter("shard"))
         group.close()
 
     threads(2, body)
 
 
-def test_a_large_gradient_is_copied_when_no_bucket_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It and its copy are as large as a unit; rank 1 has no gradients before rank 0 waits, or has copied one too early."""
+def test_a_large_gradient_is_copied_when_no_bucket_is_on_its_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It and its copy are as large as a unit; rank 1 has no gradients before rank 0 waits, or
+    has copied one too early.
+    """
     found = list[int]()
 
     class Watched(BucketAhead):
@@ -224,5 +257,10 @@ def test_a_large_gradient_is_copied_when_no_bucket_is_on_its_way(monkeypatch: py
     monkeypatch.setattr(gradients, "GradientBucket", Watched)
     monkeypatch.setattr(gradients, "LONGEST_WAIT", PATIENCE)
     layers = [nn.Linear(7, 9), *(nn.Linear(9, 9) for _ in range(3)), nn.Linear(9, 3)]
-    same(lambda: fill(nn.Sequential(*(copy.deepcopy(layer) for layer in layers)).double()), fitting(vectors), shard("*", zero=3), 2)
+    same(
+        lambda: fill(nn.Sequential(*(copy.deepcopy(layer) for layer in layers)).double()),
+        fitting(vectors),
+        shard("*", zero=3),
+        2,
+    )
     assert len(found) == 5 * 4 and not any(found), found

@@ -12,17 +12,28 @@ from paceline.parallel.sharding.layout import FlatLayout
 def test_pieces_make_up_the_parameters(numels: list[int], workers: int) -> None:
     layout = FlatLayout(tuple(numels), workers)
     assert sum(numels) <= layout.padded == workers * layout.part < sum(numels) + workers
-    flat = [(number, at) for number, numel in enumerate(numels) for at in range(numel)] + [None] * (layout.padded - sum(numels))
+    flat = [(number, at) for number, numel in enumerate(numels) for at in range(numel)] + [None] * (
+        layout.padded - sum(numels)
+    )
     for (start, stop), number in zip(layout.spans(), range(len(numels)), strict=True):
         assert flat[start:stop] == [(number, at) for at in range(numels[number])]
     for rank in range(workers):
         part = flat[rank * layout.part : (rank + 1) * layout.part]
-        for number, ((first, last), (start, stop)) in enumerate(zip(layout.pieces(rank), layout.within(rank), strict=True)):
+        for number, ((first, last), (start, stop)) in enumerate(
+            zip(layout.pieces(rank), layout.within(rank), strict=True)
+        ):
             assert part[start:stop] == [(number, at) for at in range(first, last)]
-        assert sum(last - first for first, last in layout.pieces(rank)) == sum(one is not None for one in part)
+        assert sum(last - first for first, last in layout.pieces(rank)) == sum(
+            one is not None for one in part
+        )
 
 
 def test_the_drawing() -> None:
     layout = FlatLayout((7, 3), 4)
-    assert [layout.pieces(rank) for rank in range(4)] == [[(0, 3), (0, 0)], [(3, 6), (0, 0)], [(6, 7), (0, 2)], [(7, 7), (2, 3)]]
+    assert [layout.pieces(rank) for rank in range(4)] == [
+        [(0, 3), (0, 0)],
+        [(3, 6), (0, 0)],
+        [(6, 7), (0, 2)],
+        [(7, 7), (2, 3)],
+    ]
     assert [layout.within(rank)[1] for rank in range(4)] == [(3, 3), (3, 3), (1, 3), (0, 1)]

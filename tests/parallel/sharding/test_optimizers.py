@@ -23,11 +23,17 @@ def test_torchs_clipping_is_refused(zero: Any) -> None:
         fitting(vectors)(one, number)
         nn.utils.clip_grad_norm_(one.model.parameters(), 1.0)
 
-    refused(shard("blocks.*", zero=zero), "torch's clip_grad_norm_ would clip inward.weight by the norm of this worker's part", step=step)
+    refused(
+        shard("blocks.*", zero=zero),
+        "torch's clip_grad_norm_ would clip inward.weight by the norm of this worker's part",
+        step=step,
+    )
     plain = nn.Linear(2, 2)
     plain(torch.ones(1, 2)).sum().backward()
     assert float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1)) == pytest.approx(6**0.5)
-    assert float(nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])) == pytest.approx(0.1, rel=1e-4)
+    assert float(
+        nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+    ) == pytest.approx(0.1, rel=1e-4)
 
 
 @STAGES
@@ -39,7 +45,9 @@ def test_clipping_by_value(zero: Any) -> None:
         if zero != 3 and one.size > 1:
             with pytest.raises(UsageError, match="give it what the optimizer steps"):
                 nn.utils.clip_grad_value_(one.model.parameters(), 0.02)
-            nn.utils.clip_grad_value_([p for group in one.optimizer.param_groups for p in group["params"]], 0.02)
+            nn.utils.clip_grad_value_(
+                [p for group in one.optimizer.param_groups for p in group["params"]], 0.02
+            )
         else:
             nn.utils.clip_grad_value_(one.model.parameters(), 0.02)
         one.optimizer.step()

@@ -21,7 +21,9 @@ STAGES = pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("zero", [1, 2])
 def test_averages_of_the_model(zero: Any) -> None:
     def ended(one: Trainee) -> Tensor:
-        average = torch.optim.swa_utils.AveragedModel(one.model, avg_fn=lambda old, new, count: 0.9 * old + 0.1 * new)
+        average = torch.optim.swa_utils.AveragedModel(
+            one.model, avg_fn=lambda old, new, count: 0.9 * old + 0.1 * new
+        )
         fitting(vectors)(one, 9)
         average.update_parameters(one.model)
         fitting(vectors)(one, 10)
@@ -42,7 +44,9 @@ def test_two_optimizers_and_groups(zero: Any) -> None:
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         every = list(parameters)
-        return Both([{"params": every[:3], "lr": 0.05}, {"params": every[3:], "weight_decay": 0.1}], lr=0.1)
+        return Both(
+            [{"params": every[:3], "lr": 0.05}, {"params": every[3:], "weight_decay": 0.1}], lr=0.1
+        )
 
     same(odd_net, fitting(vectors), shard("blocks.*", zero=zero), 3, optimizer=optimizer)
 
@@ -51,7 +55,11 @@ def test_an_optimizer_of_whole_parameters_is_refused() -> None:
     def step(one: Trainee, number: int) -> None:
         torch.optim.SGD(one.model.parameters(), lr=0.1).step()
 
-    refused(shard("blocks.*", zero=2), "make the optimizer before run.prepare, and give it to the call that cuts the model", step=step)
+    refused(
+        shard("blocks.*", zero=2),
+        "make the optimizer before run.prepare, and give it to the call that cuts the model",
+        step=step,
+    )
 
 
 @pytest.mark.parametrize("zero", [1, 2])
@@ -63,5 +71,7 @@ def test_gradients_that_a_script_sets_are_refused(zero: Any) -> None:
             parameter.grad = torch.zeros_like(parameter) + number
         one.optimizer.step()
 
-    with pytest.raises(UsageError, match=r"inward.weight was given a gradient by the script .*run.whole"):
+    with pytest.raises(
+        UsageError, match=r"inward.weight was given a gradient by the script .*run.whole"
+    ):
         train(2, odd_net, step, shard("blocks.*", zero=zero), steps=2)

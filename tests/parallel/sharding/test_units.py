@@ -1,4 +1,6 @@
-"""Parameters of units are whole while they are used, whatever a script does between forward and backward."""
+"""Parameters of units are whole while they are used, whatever a script does between forward and
+backward.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,10 @@ def test_units_are_whole_while_they_are_used_and_no_longer() -> None:
         seen = list[str]()
 
         def look(number: int, what: str) -> None:
-            seen.append(f"{what} {number}: {' '.join(memory.unit or 'root' for memory in made.memories if memory.whole)}")
+            seen.append(
+                f"{what} {number}: "
+                f"{' '.join(memory.unit or 'root' for memory in made.memories if memory.whole)}"
+            )
 
         for number, block in enumerate(model.blocks):  # type: ignore[arg-type]
             block[1].register_forward_hook(lambda *_, number=number: look(number, "forward"))
@@ -107,7 +112,9 @@ def test_units_are_whole_while_they_are_used_and_no_longer() -> None:
 
 
 def test_a_loss_of_what_a_layer_inside_of_a_unit_gave() -> None:
-    """No gradient comes to an output of the unit, so it is the layer's own output that has it gathered."""
+    """No gradient comes to an output of the unit, so it is the layer's own output that has it
+    gathered.
+    """
 
     class Keeping(OddNet):
         def forward(self, x: Tensor) -> Tensor:
@@ -127,15 +134,24 @@ def test_a_loss_of_what_a_layer_inside_of_a_unit_gave() -> None:
 
 def test_a_loss_of_pieces_is_refused() -> None:
     def step(one: Trainee, number: int) -> None:
-        penalty = sum((parameter.square().sum() for parameter in one.model.parameters()), torch.zeros(()))
+        penalty = sum(
+            (parameter.square().sum() for parameter in one.model.parameters()), torch.zeros(())
+        )
         (one.model(vectors(0)[0]).square().mean() + penalty).backward()  # type: ignore[no-untyped-call]
 
-    refused(shard("blocks.*"), r"the loss uses \S+ itself, of which each worker has a piece .*say zero=2", step=step)
+    refused(
+        shard("blocks.*"),
+        r"the loss uses \S+ itself, of which each worker has a piece .*say zero=2",
+        step=step,
+    )
 
 
 def test_a_copy_of_gathered_units_is_refused() -> None:
     def ended(one: Trainee) -> None:
-        with pytest.raises(UsageError, match=r"copy of the model that shard\(zero=3\) has cut was called .its module at the root"):
+        with pytest.raises(
+            UsageError,
+            match=r"copy of the model that shard\(zero=3\) has cut was called .its module at the root",  # noqa: E501
+        ):
             copy.deepcopy(one.model)(vectors(0)[0])
 
     train(2, odd_net, fitting(vectors), shard("blocks.*"), steps=1, ended=ended)
@@ -171,7 +187,12 @@ def test_modules_that_keep_their_parameters_elsewhere_too(zero: Any) -> None:
             out: Tensor = self.out(self.cell(self.inward(x).unsqueeze(0))[0][0])
             return out
 
-    same(lambda: fill(Recurrent().double()), fitting(vectors), shard(("cell", "inward"), zero=zero), 3)
+    same(
+        lambda: fill(Recurrent().double()),
+        fitting(vectors),
+        shard(("cell", "inward"), zero=zero),
+        3,
+    )
 
 
 def test_hooks_that_would_not_be_called_are_refused() -> None:
@@ -206,8 +227,12 @@ class StateBlock(nn.Module):
         return State(x, state.depth + 1)
 
 
-def wrapping(wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]) -> tuple[Callable[[], nn.Module], Any]:
-    """A model of blocks that take and give dataclasses, whose answer is wrapped, and a step of it."""
+def wrapping(
+    wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]
+) -> tuple[Callable[[], nn.Module], Any]:
+    """A model of blocks that take and give dataclasses, whose answer is wrapped, and a step of
+    it.
+    """
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -237,7 +262,10 @@ def wrapping(wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]) -> 
     [
         (State, lambda out: out.x),
         (lambda x: Answer(logits=[x]), lambda out: out["logits"][0]),
-        (lambda x: torch.distributions.Independent(torch.distributions.Normal(x, 1.0), 1), lambda out: out.mean),
+        (
+            lambda x: torch.distributions.Independent(torch.distributions.Normal(x, 1.0), 1),
+            lambda out: out.mean,
+        ),
     ],
     ids=["dataclass", "kind of dict", "distribution"],
 )
@@ -246,7 +274,9 @@ def test_tensors_in_containers_of_the_script(zero: Any, wrap: Any, unwrap: Any) 
 
 
 def test_freed_memory_is_never_read() -> None:
-    """An answer that can't be looked into, and a unit that gives away its own weight, which is used when it has been released."""
+    """An answer that can't be looked into, and a unit that gives away its own weight, which is
+    used when it has been released.
+    """
     build, step = wrapping(lambda x: lambda: x, lambda out: out())
     with pytest.raises(RuntimeError, match="version"):
         train(2, build, step, shard("blocks.*"), steps=1)
@@ -267,19 +297,29 @@ def test_weights_that_a_function_uses_outside_of_their_unit_are_named() -> None:
             return super().forward(x) @ self.head.weight
 
     with pytest.raises(RuntimeError) as caught:
-        train(2, lambda: fill(Tied().double()), fitting(vectors), shard(("blocks.*", "head")), steps=1)
-    assert [note for note in caught.value.__notes__ if "head.weight is a piece" in note and "leave head out" in note]
+        train(
+            2, lambda: fill(Tied().double()), fitting(vectors), shard(("blocks.*", "head")), steps=1
+        )
+    assert [
+        note
+        for note in caught.value.__notes__
+        if "head.weight is a piece" in note and "leave head out" in note
+    ]
     assert not [note for note in caught.value.__notes__ if "blocks" in note]
 
 
-@pytest.mark.parametrize("register", [nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook])
+@pytest.mark.parametrize(
+    "register", [nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook]
+)
 def test_hooks_that_come_later_are_refused_in_the_next_pass(register: Any) -> None:
     def step(one: Trainee, number: int) -> None:
         if number == 1:
             register(one.model.get_parameter("blocks.1.0.weight"), list[Any]().append)
         fitting(vectors)(one, number)
 
-    with pytest.raises(UsageError, match=r"blocks.1.0.weight has a hook of the script for its gradient"):
+    with pytest.raises(
+        UsageError, match=r"blocks.1.0.weight has a hook of the script for its gradient"
+    ):
         train(2, odd_net, step, shard("blocks.*"), steps=3)
 
 
@@ -300,5 +340,7 @@ def test_parameters_that_are_given_to_a_call(zero: Any, name: str) -> None:
             train(2, odd_net, step, shard("blocks.*", zero=zero))
     else:
         wanted = train(1, odd_net, step, None, ended=lambda one: one.seen["changed"])[0][1]
-        for found in same(odd_net, step, shard("blocks.*", zero=zero), ended=lambda one: one.seen["changed"]):
+        for found in same(
+            odd_net, step, shard("blocks.*", zero=zero), ended=lambda one: one.seen["changed"]
+        ):
             assert distance(found, wanted) < 1e-12

@@ -1,4 +1,6 @@
-"""What a plan names, what is refused before anything is changed, and what is noticed in the first pass."""
+"""What a plan names, what is refused before anything is changed, and what is noticed in the
+first pass.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,12 @@ def twice() -> nn.Module:
 
 
 REFUSED: list[tuple[Any, Any, Any, str]] = [
-    (gpt, {"blocks.*.upp": column()}, [], r"no module is called 'blocks\.\*\.upp'; the nearest are blocks\.\d\.up"),
+    (
+        gpt,
+        {"blocks.*.upp": column()},
+        [],
+        r"no module is called 'blocks\.\*\.upp'; the nearest are blocks\.\d\.up",
+    ),
     (
         lambda: nn.Sequential(nn.Linear(4, 5)),
         {"0": column()},
@@ -72,7 +79,12 @@ REFUSED: list[tuple[Any, Any, Any, str]] = [
         [],
         r"0 is of the kind Conv2d, which column\(\) can't cut; it cuts Linear, Conv1D",
     ),
-    (lambda: nn.Sequential(nn.Embedding(4, 4)), {"0": row()}, [], r"kind Embedding, which row\(\) can't cut"),
+    (
+        lambda: nn.Sequential(nn.Embedding(4, 4)),
+        {"0": row()},
+        [],
+        r"kind Embedding, which row\(\) can't cut",
+    ),
     (
         lambda: nn.Sequential(nn.Linear(4, 4)),
         {"0": column(), "*": row()},
@@ -80,28 +92,73 @@ REFUSED: list[tuple[Any, Any, Any, str]] = [
         r"0 is cut by column\(\) and by row\(\) \('0', '\*'\); choose one",
     ),
     (twice, {"a": column()}, [], r"b is a module that is cut under another name"),
-    (twice, {"a": column(), "b": row()}, [], r"b, which is a as well, is cut by column\(\) and by row\(\)"),
-    (tied, {"0": vocab()}, [], r"0\.weight is 1\.weight as well \(tied\), which isn't cut; cut both alike"),
-    (tied, {"0": vocab(), "1": row()}, [], r"1\.weight is 0\.weight as well \(tied\), and they are cut in two ways"),
-    (lambda: nn.Sequential(nn.Embedding(4, 4, max_norm=1.0)), {"0": vocab()}, [], r"0 has max_norm"),
-    (lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4))), {"0": column()}, [], r"the weight of 0 is .*take weight_norm"),
+    (
+        twice,
+        {"a": column(), "b": row()},
+        [],
+        r"b, which is a as well, is cut by column\(\) and by row\(\)",
+    ),
+    (
+        tied,
+        {"0": vocab()},
+        [],
+        r"0\.weight is 1\.weight as well \(tied\), which isn't cut; cut both alike",
+    ),
+    (
+        tied,
+        {"0": vocab(), "1": row()},
+        [],
+        r"1\.weight is 0\.weight as well \(tied\), and they are cut in two ways",
+    ),
+    (
+        lambda: nn.Sequential(nn.Embedding(4, 4, max_norm=1.0)),
+        {"0": vocab()},
+        [],
+        r"0 has max_norm",
+    ),
+    (
+        lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4))),
+        {"0": column()},
+        [],
+        r"the weight of 0 is .*take weight_norm",
+    ),
     (
         lambda: nn.TransformerEncoderLayer(4, 2, 8),
         {"linear1": column()},
         [],
         r"linear1 lies in TransformerEncoderLayer, which reads its weights",
     ),
-    (lambda: nn.DataParallel(nn.Linear(4, 4)), {"module": column()}, [], r"the model is wrapped in DataParallel already"),
+    (
+        lambda: nn.DataParallel(nn.Linear(4, 4)),
+        {"module": column()},
+        [],
+        r"the model is wrapped in DataParallel already",
+    ),
     (Heads, {"inner": column()}, ["head"], r"divide='head' names no integer attribute"),
-    (Heads, {"inner": column()}, ["heads"], r"\.heads is 3, which 2 workers can't divide evenly; choose tensor=3"),
+    (
+        Heads,
+        {"inner": column()},
+        ["heads"],
+        r"\.heads is 3, which 2 workers can't divide evenly; choose tensor=3",
+    ),
     (
         lambda: nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(4, 4)])}),
         {"blocks": sequence()},
         [],
         r"blocks \(ModuleList\) is never called itself",
     ),
-    (lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 4))), {"0": sequence()}, [], r"0\.0 \(Linear\) lies in the region sequence\(\) of 0"),
-    (lambda: nn.Sequential(nn.LayerNorm(4)), {"0": sequence()}, [], r"0 \(LayerNorm\) is a single layer"),
+    (
+        lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 4))),
+        {"0": sequence()},
+        [],
+        r"0\.0 \(Linear\) lies in the region sequence\(\) of 0",
+    ),
+    (
+        lambda: nn.Sequential(nn.LayerNorm(4)),
+        {"0": sequence()},
+        [],
+        r"0 \(LayerNorm\) is a single layer",
+    ),
     (
         lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 4))),
         {"0": sequence(), "0.0": vocab()},
@@ -111,8 +168,12 @@ REFUSED: list[tuple[Any, Any, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "layers", "divide", "message"), REFUSED, ids=[message[:40] for *_, message in REFUSED])
-def test_what_cant_be_cut_is_refused_before_anything_is_changed(make: Any, layers: Any, divide: Any, message: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "layers", "divide", "message"), REFUSED, ids=[message[:40] for *_, message in REFUSED]
+)
+def test_what_cant_be_cut_is_refused_before_anything_is_changed(
+    make: Any, layers: Any, divide: Any, message: str
+) -> None:
     model = make()
     before = {name: p.shape for name, p in model.named_parameters()}
     with pytest.raises(UsageError, match=message):
@@ -137,7 +198,10 @@ def test_what_cant_be_looked_up_or_cut_in_pieces_raises_on_all() -> None:
         PIECES.apply(model, context_of(group))
         with pytest.raises(UsageError, match=r"tokens: index 40 is out of range; it has 40 rows"):
             model(torch.full((1, 4), 40))
-        with pytest.raises(UsageError, match=r"input of blocks: dimension 1 has size 5, which 2 workers .*; make it 6, or 4"):
+        with pytest.raises(
+            UsageError,
+            match=r"input of blocks: dimension 1 has size 5, which 2 workers .*; make it 6, or 4",
+        ):
             model(torch.zeros(1, 5, dtype=torch.int64))
         return repr(model.blocks[0].up)
 

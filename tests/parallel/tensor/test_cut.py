@@ -1,4 +1,6 @@
-"""Layers cut between workers against one process that has all of them: losses, parameters, and what is exchanged for it."""
+"""Layers cut between workers against one process that has all of them: losses, parameters, and
+what is exchanged for it.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,10 @@ CUTS = pytest.mark.parametrize("cut", [WHOLE, PIECES], ids=["whole", "pieces"])
 @pytest.mark.parametrize("size", [2, 4])
 @CUTS
 def test_gpt_with_tied_weights_equals_one_process(size: int, cut: tensor) -> None:
-    for dtype, optimizer, steps, limit in ((torch.float32, sgd, 1, 5e-7), (torch.float64, adamw, 20, 1e-9)):
+    for dtype, optimizer, steps, limit in (
+        (torch.float32, sgd, 1, 5e-7),
+        (torch.float64, adamw, 20, 1e-9),
+    ):
         alone, data = gpt(dtype), batches(steps)
         losses, parameters = cut_training(size, copy.deepcopy(alone), cut, data, optimizer)
         wanted, _ = train(alone, data, optimizer)
@@ -59,7 +64,9 @@ def test_gpt_with_tied_weights_equals_one_process(size: int, cut: tensor) -> Non
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @CUTS
-def test_activation_checkpointing_exchanges_again_in_the_same_order(reentrant: bool, cut: tensor) -> None:
+def test_activation_checkpointing_exchanges_again_in_the_same_order(
+    reentrant: bool, cut: tensor
+) -> None:
     def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
         h = model.tokens(x) + model.positions(torch.arange(x.shape[1]))
         if cut is PIECES:
@@ -67,7 +74,11 @@ def test_activation_checkpointing_exchanges_again_in_the_same_order(reentrant: b
         else:
             for block in model.blocks:
                 h = checkpoint(block, h, use_reentrant=reentrant)
-        logits = model.head(model.norm(h)) if reentrant else checkpoint(lambda h: model.head(model.norm(h)), h, use_reentrant=False)
+        logits = (
+            model.head(model.norm(h))
+            if reentrant
+            else checkpoint(lambda h: model.head(model.norm(h)), h, use_reentrant=False)
+        )
         return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
     compare(gpt(), cut, batches(3), loss=loss)
@@ -78,7 +89,8 @@ def test_activation_checkpointing_exchanges_again_in_the_same_order(reentrant: b
 @CUTS
 def test_compiled_blocks(cut: tensor) -> None:
     def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        plain = model is alone or threading.current_thread().name != "rank 0"  # runs them as they are: compiling takes seconds
+        # runs them as they are: compiling takes seconds
+        plain = model is alone or threading.current_thread().name != "rank 0"
         for block in () if plain else model.blocks:
             if not hasattr(block, "compiled"):
                 block.compiled = True
@@ -103,7 +115,10 @@ def test_bfloat16_autocast_and_a_scaled_loss(cut: tensor) -> None:
     wanted, _ = train(alone, data, tiny, loss)
     assert losses[0] == losses[1] == pytest.approx(wanted, rel=3e-3)
     start = dict(gpt().named_parameters())
-    moved = {name: (parameters[name] - start[name].detach(), p.detach() - start[name].detach()) for name, p in alone.named_parameters()}
+    moved = {
+        name: (parameters[name] - start[name].detach(), p.detach() - start[name].detach())
+        for name, p in alone.named_parameters()
+    }
     assert all((one - two).norm() < 0.05 * two.norm() for one, two in moved.values())
 
 
@@ -122,12 +137,23 @@ def test_replicas_of_a_cut_model_with_other_samples() -> None:
         half = slice(0, 2) if mesh.coordinates(group.rank)["data"] == 0 else slice(2, 4)
         loss_of(mine, x[half], y[half]).backward()
         over = context.groups.along("data")
-        grads = [over.all_reduce(p.grad, op="mean").wait() for p in mine.parameters() if p.grad is not None]
-        return [(context.placements.of(p, name), grad) for (name, p), grad in zip(mine.named_parameters(), grads, strict=True)]
+        grads = [
+            over.all_reduce(p.grad, op="mean").wait()
+            for p in mine.parameters()
+            if p.grad is not None
+        ]
+        return [
+            (context.placements.of(p, name), grad)
+            for (name, p), grad in zip(mine.named_parameters(), grads, strict=True)
+        ]
 
     found = whole(spawn(4, body))
     loss_of(model, x, y).backward()
-    assert all(torch.allclose(found[name], p.grad, rtol=1e-9, atol=1e-12) for name, p in model.named_parameters() if p.grad is not None)
+    assert all(
+        torch.allclose(found[name], p.grad, rtol=1e-9, atol=1e-12)
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    )
 
 
 # ---- in a run: replicas of a cut model on other samples
@@ -136,7 +162,12 @@ def test_replicas_of_a_cut_model_with_other_samples() -> None:
 def loader(batch: int = 8) -> DataLoader[Any]:
     """An epoch whose last batch is smaller."""
     ((x, y),) = batches(1, SHAPE, 21)
-    return DataLoader(TensorDataset(x, y), batch_size=batch, shuffle=True, generator=torch.Generator().manual_seed(3))
+    return DataLoader(
+        TensorDataset(x, y),
+        batch_size=batch,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(3),
+    )
 
 
 def training(*cuts: Any, clip: float = 0.0, **options: Any) -> Callable[[Run], Parts]:
@@ -151,7 +182,10 @@ def training(*cuts: Any, clip: float = 0.0, **options: Any) -> Callable[[Run], P
                 if clip:
                     run.clip(model, clip)
                 optimizer.step()
-        return [(run._prepared.cuts.placements.of(p, name), p.detach()) for name, p in model.named_parameters()]
+        return [
+            (run._prepared.cuts.placements.of(p, name), p.detach())
+            for name, p in model.named_parameters()
+        ]
 
     return body
 
@@ -176,13 +210,17 @@ def model_of(parts: Parts) -> Any:
     ids=["plain", "pieces-shares", "clip"],
 )
 def test_replicas_of_a_cut_model_equal_one_worker(cut: Any, options: dict[str, Any]) -> None:
-    (alone,) = workers(1, training(**{name: value for name, value in options.items() if name != "shares"}))
+    (alone,) = workers(
+        1, training(**{name: value for name, value in options.items() if name != "shares"})
+    )
     found = together(workers(4, training(cut, **options), mesh=BOTH))
     assert distance(found, model_of(alone)) < 1e-9
     assert distance(found, MODEL) > 1e-2
 
 
-@pytest.mark.parametrize("strategy", [pl.LocalSGD(3), pl.AllReduce(via="ring"), pl.Gossip()], ids=repr)
+@pytest.mark.parametrize(
+    "strategy", [pl.LocalSGD(3), pl.AllReduce(via="ring"), pl.Gossip()], ids=repr
+)
 def test_a_strategy_between_replicas_does_what_it_does_between_whole_ones(strategy: Any) -> None:
     whole_ones = workers(2, training(), strategy=strategy)
     cut_ones = workers(4, training(WHOLE), mesh=BOTH, strategy=strategy)

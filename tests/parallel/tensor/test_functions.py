@@ -40,18 +40,23 @@ CUTS = pytest.mark.parametrize("cut", [WHOLE, PIECES], ids=["whole", "pieces"])
 
 @pytest.mark.parametrize("mutant", ["forward", "backward", "bias", "norms", "scatter"])
 def test_a_layer_that_forgets_its_sum_is_seen(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut = replace(PIECES if mutant in ("norms", "scatter") else WHOLE, compare=False)  # which would see some before
+    # which would see some before
+    cut = replace(PIECES if mutant in ("norms", "scatter") else WHOLE, compare=False)
     if mutant == "forward":
         monkeypatch.setattr(TensorAxis, "total", lambda self, x, name: x)
     elif mutant == "backward":
         monkeypatch.setattr(TensorAxis, "copy", lambda self, x, name: x)
     elif mutant == "bias":
-        monkeypatch.setattr(layers.LayerCut, "sum", lambda self, y, bias: self.axis.total(y + bias, self.name))
+        monkeypatch.setattr(
+            layers.LayerCut, "sum", lambda self, y, bias: self.axis.total(y + bias, self.name)
+        )
     elif mutant == "norms":
         monkeypatch.setattr(TensorAxis, "shared", lambda self, parameters, name: parameters)
     else:
         monkeypatch.setattr(
-            functions._Gather, "backward", lambda ctx, grad: (ctx.exchanged[0].mine(grad, ctx.exchanged[1], ""), None, None, None)
+            functions._Gather,
+            "backward",
+            lambda ctx, grad: (ctx.exchanged[0].mine(grad, ctx.exchanged[1], ""), None, None, None),
         )
     alone, data = gpt(), batches(1)
     try:
@@ -93,7 +98,12 @@ def test_layers_that_share_their_input_sum_its_gradient_once() -> None:
     class Gated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.gate, self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 4)
+            self.first, self.gate, self.up, self.down = (
+                nn.Linear(4, 4),
+                nn.Linear(4, 6),
+                nn.Linear(4, 6),
+                nn.Linear(6, 4),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.first(x)

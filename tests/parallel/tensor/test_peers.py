@@ -1,4 +1,6 @@
-"""What workers should have alike is compared: outputs in the first pass, parameters that stay whole now and then."""
+"""What workers should have alike is compared: outputs in the first pass, parameters that stay
+whole now and then.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,18 @@ torch.set_num_threads(1)
     [
         (
             {"0": column()},
-            r"what Sequential returns differs between workers .*; 0 is the last one cut by column\(\): row\(\) has to follow",
+            (
+                r"what Sequential returns differs between workers .*; 0 is the last one cut by "
+                r"column\(\): row\(\) has to follow"
+            ),
         ),
-        ({"0": row()}, r"0 is cut by rows and takes 2 features of each worker, not 4; cut the layer before it by column\(\)"),
+        (
+            {"0": row()},
+            (
+                r"0 is cut by rows and takes 2 features of each worker, not 4; "
+                r"cut the layer before it by column\(\)"
+            ),
+        ),
     ],
 )
 def test_a_plan_that_leaves_parts_is_noticed_in_the_first_pass(layers: Any, message: str) -> None:
@@ -66,14 +77,26 @@ def test_a_module_between_two_layers_that_should_be_summed_is_named(is_summed: b
         plan = {"up": column(), "down": row(), **({"norm": summed()} if is_summed else {})}
         tensor(plan).apply(model, context_of(group))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return told(group, lambda: [train(model, optimizer, lambda: model(x).square().sum()) for _ in range(2)])
+        return told(
+            group,
+            lambda: [train(model, optimizer, lambda: model(x).square().sum()) for _ in range(2)],
+        )
 
-    expected = r"^$" if is_summed else r"norm\.weight and 1 more, .*: if norm works on features .*pl\.summed\(\)"
+    expected = (
+        r"^$"
+        if is_summed
+        else r"norm\.weight and 1 more, .*: if norm works on features .*pl\.summed\(\)"
+    )
     for words in fork(2, body):
         assert re.search(expected, words), words
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor], clip: float = 0.0) -> None:
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[], Tensor],
+    clip: float = 0.0,
+) -> None:
     loss().backward()
     if clip:
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -81,7 +104,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[],
 
 
 def told(group: SharedGroup, act: Callable[[], Any]) -> str:
-    """What is said of replicas that differ. Workers are processes: threads share one generator of random numbers."""
+    """What is said of replicas that differ.
+
+    Workers are processes: threads share one generator of random numbers.
+    """
     try:
         act()
     except ReplicasDiffer as error:
@@ -98,7 +124,9 @@ def test_random_numbers_that_differ_are_told_from_a_wrong_plan(apart: bool) -> N
     def body(rank: int, size: int, store: Store) -> str:
         group = SharedGroup.from_store(store, rank, size)
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), *([nn.Linear(8, 4)] if apart else []), nn.Dropout(0.5))
+        model = nn.Sequential(
+            nn.Linear(4, 8), *([nn.Linear(8, 4)] if apart else []), nn.Dropout(0.5)
+        )
         tensor({"0": column(), **({"1": row()} if apart else {})}).apply(model, context_of(group))
         torch.manual_seed(rank if apart else 0)
         with pytest.raises(ReplicasDiffer if apart else UsageError) as caught:
@@ -117,8 +145,17 @@ def test_gradients_that_each_worker_clips_for_itself_are_noticed_in_the_second_s
         group, model = SharedGroup.from_store(store, rank, size), copy.deepcopy(alone)
         WHOLE.apply(model, context_of(group))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = [lambda x=x, y=y: F.cross_entropy(model(x).flatten(0, 1), y.flatten()) for x, y in batches(2)]
+        losses = [
+            lambda x=x, y=y: F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+            for x, y in batches(2)
+        ]
         return told(group, lambda: [train(model, optimizer, loss, clip=0.1) for loss in losses])
 
     for words in fork(2, body):
-        assert re.search(r"positions.weight and \d+ more, which .* differs between ranks 0 and 1: clip gradients by run.clip", words), words
+        assert re.search(
+            (
+                r"positions.weight and \d+ more, which .* differs between ranks 0 and 1: "
+                r"clip gradients by run.clip"
+            ),
+            words,
+        ), words

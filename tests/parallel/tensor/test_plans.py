@@ -1,4 +1,6 @@
-"""Plans of models like those of transformers (`base_model_tp_plan` of configurations, `_tp_plan` of heads), and of these themselves."""
+"""Plans of models like those of transformers (`base_model_tp_plan` of configurations, `_tp_plan`
+of heads), and of these themselves.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,25 @@ from paceline.parallel.tensor.plans import of_model, of_transformers
 from paceline.parallel.tensor.styles import column, row, summed
 from paceline.session.run import Run
 from tests.harness.runs import alone, workers
-from tests.harness.tensor_cuts import SHAPE, adamw, batches, compare, cut_training, distance, features, squares, train
+from tests.harness.tensor_cuts import (
+    SHAPE,
+    adamw,
+    batches,
+    compare,
+    cut_training,
+    distance,
+    features,
+    squares,
+    train,
+)
 
 PLAN = {
     **{f"layers.*.{name}_proj": "colwise" for name in ("q", "k", "v", "up")},
-    **{"layers.*.q_norm": "replicated_with_grad_allreduce", "layers.*.o_proj": "rowwise", "layers.*.down_proj": "rowwise"},
+    **{
+        "layers.*.q_norm": "replicated_with_grad_allreduce",
+        "layers.*.o_proj": "rowwise",
+        "layers.*.down_proj": "rowwise",
+    },
 }
 
 
@@ -35,14 +51,19 @@ class Layer(nn.Module):
         d, self.head_dim = config.hidden_size, config.hidden_size // config.num_attention_heads
         self.groups = config.num_attention_heads // config.num_key_value_heads
         self.q_proj, self.o_proj = nn.Linear(d, d), nn.Linear(d, d, bias=False)
-        self.k_proj, self.v_proj = (nn.Linear(d, config.num_key_value_heads * self.head_dim) for _ in range(2))
+        self.k_proj, self.v_proj = (
+            nn.Linear(d, config.num_key_value_heads * self.head_dim) for _ in range(2)
+        )
         self.q_norm, self.norm = nn.RMSNorm(self.head_dim), nn.LayerNorm(d)
         self.up_proj, self.down_proj = nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
         shape = (*h.shape[:-1], -1, self.head_dim)
-        q, k, v = (part.view(shape).transpose(1, 2) for part in (self.q_proj(h), self.k_proj(h), self.v_proj(h)))
+        q, k, v = (
+            part.view(shape).transpose(1, 2)
+            for part in (self.q_proj(h), self.k_proj(h), self.v_proj(h))
+        )
         k, v = k.repeat_interleave(self.groups, 1), v.repeat_interleave(self.groups, 1)
         mixed = F.scaled_dot_product_attention(self.q_norm(q), k, v, is_causal=True)
         x = x + self.o_proj(mixed.transpose(1, 2).reshape(*x.shape[:-1], -1))
@@ -76,7 +97,9 @@ class ForCausalLM(nn.Module):
             "vocab_size": SHAPE.vocab,
             "tie_word_embeddings": False,
         }
-        self.config = SimpleNamespace(**{**sizes, "tie_word_embeddings": False, "base_model_tp_plan": PLAN, **changes})
+        self.config = SimpleNamespace(
+            **{**sizes, "tie_word_embeddings": False, "base_model_tp_plan": PLAN, **changes}
+        )
         self.model = Base(self.config)
         self.lm_head = nn.Linear(16, SHAPE.vocab, bias=False)
         if self.config.tie_word_embeddings:
@@ -109,7 +132,9 @@ def test_modules_bring_their_plans_under_the_names_that_they_have() -> None:
     found = of_model(nn.Sequential(nn.Linear(4, 4), Perceptron()), 2)
     assert found == ({"1.up": column(), "1.down": row()}, ["1.parts"])
     assert of_model(ForCausalLM(), 2) == (of_transformers(ForCausalLM(), 2), [])
-    with pytest.raises(UsageError, match=r"tensor_plan of Circular is tensor\('auto'\); a plan has to name layers"):
+    with pytest.raises(
+        UsageError, match=r"tensor_plan of Circular is tensor\('auto'\); a plan has to name layers"
+    ):
         of_model(Circular(), 2)
 
 
@@ -123,8 +148,13 @@ def test_a_plan_is_read_with_the_names_of_the_whole_model() -> None:
     found = of_transformers(ForCausalLM(), 2)
     assert found.pop("lm_head") == column(gather=True)
     assert found.pop("model.layers.*.q_norm") == summed()
-    assert {name for name, style in found.items() if style == row()} == {"model.layers.*.o_proj", "model.layers.*.down_proj"}
-    assert {name for name, style in found.items() if style == column()} == {f"model.layers.*.{each}_proj" for each in ("q", "k", "v", "up")}
+    assert {name for name, style in found.items() if style == row()} == {
+        "model.layers.*.o_proj",
+        "model.layers.*.down_proj",
+    }
+    assert {name for name, style in found.items() if style == column()} == {
+        f"model.layers.*.{each}_proj" for each in ("q", "k", "v", "up")
+    }
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -141,12 +171,18 @@ def test_a_model_with_a_plan_equals_one_process(tied: bool) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda: nn.Linear(2, 2), r"Linear has no plan \(tensor_plan of its class, or base_model_tp_plan of its config\)"),
+        (
+            lambda: nn.Linear(2, 2),
+            r"Linear has no plan \(tensor_plan of its class, or base_model_tp_plan of its config\)",
+        ),
         (
             lambda: ForCausalLM(num_key_value_heads=1),
             r"num_key_value_heads of the model is 1, which 2 workers can't divide; choose tensor=1",
         ),
-        (lambda: ForCausalLM(base_model_tp_plan={"layers.*": "sideways"}), r"Base cuts layers\.\* by 'sideways', which is not known here"),
+        (
+            lambda: ForCausalLM(base_model_tp_plan={"layers.*": "sideways"}),
+            r"Base cuts layers\.\* by 'sideways', which is not known here",
+        ),
     ],
 )
 def test_what_cant_be_cut_by_itself_is_refused(model: Any, message: str) -> None:
@@ -157,8 +193,20 @@ def test_what_cant_be_cut_by_itself_is_refused(model: Any, message: str) -> None
 # ---- transformers' own models, two workers each in two replicas with other samples
 
 
-SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = {
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+SIZES |= {
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 GPT2 = {
     "vocab_size": 25,
     "n_embd": 16,
@@ -204,12 +252,20 @@ def losses(model: nn.Module, cut: Any) -> Any:
     def body(run: Run) -> list[float]:
         mine, found = copy.deepcopy(model), list[float]()
         optimizer = torch.optim.AdamW(mine.parameters(), lr=1e-2)
-        loader = DataLoader(TensorDataset(texts), batch_size=6, shuffle=True, generator=torch.Generator().manual_seed(5))
+        loader = DataLoader(
+            TensorDataset(texts),
+            batch_size=6,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(5),
+        )
         mine, optimizer, loader = run.prepare(mine, optimizer, loader, cut=cut)
         for _ in run.epochs(2):
             for (x,) in loader:
                 optimizer.zero_grad()
-                loss = F.cross_entropy(mine(input_ids=x).logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())  # its own is in float32
+                # its own is in float32
+                loss = F.cross_entropy(
+                    mine(input_ids=x).logits[:, :-1].flatten(0, 1), x[:, 1:].flatten()
+                )
                 loss.backward()
                 optimizer.step()
                 found.append(run.mean(float(loss.detach())))
@@ -236,7 +292,9 @@ def test_a_model_trains_as_in_one_process(kind: str) -> None:
     wanted = alone(losses(model, None))
     assert len(set(wanted)) > 1
     limit = 1e-7 if next(model.parameters()).dtype == torch.float64 else 1e-5
-    for found in workers(4, losses(model, pl.tensor("auto")), mesh="data=2, tensor=2", deadline=120):
+    for found in workers(
+        4, losses(model, pl.tensor("auto")), mesh="data=2, tensor=2", deadline=120
+    ):
         assert found == pytest.approx(wanted, rel=limit)
 
 
@@ -245,12 +303,18 @@ def test_what_is_cut_of_each() -> None:
     layers, divide = of_model(gpt2(), 2)
     assert {name.rpartition(".")[2] for name in layers} == {"c_attn", "c_fc", "c_proj"} and divide
     layers, _ = of_model(mixtral(), 2)
-    assert {"model.layers.*.mlp.experts", "model.layers.*.self_attn.q_proj", "lm_head"} <= layers.keys()
+    assert {
+        "model.layers.*.mlp.experts",
+        "model.layers.*.self_attn.q_proj",
+        "lm_head",
+    } <= layers.keys()
     assert "model.embed_tokens" in of_model(gemma2(), 2).layers
 
 
 class Experts(nn.Module):
-    """Experts that a cut wouldn't know how to treat: with biases, or with weights that lie the other way."""
+    """Experts that a cut wouldn't know how to treat: with biases, or with weights that lie the
+    other way.
+    """
 
     def __init__(self, *, biased: bool) -> None:
         super().__init__()
@@ -269,5 +333,11 @@ def test_experts_of_another_kind_are_refused(biased: bool) -> None:
     def body(run: Run) -> None:
         run.prepare(copy.deepcopy(model), cut=pl.tensor("auto"))
 
-    with pytest.raises(UsageError, match=r"tensor: model.layers.1.mlp.experts is of the kind Experts, which experts\(\) can't cut"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            r"tensor: model.layers.1.mlp.experts is of the kind Experts, which experts\(\) can't "
+            r"cut"
+        ),
+    ):
         workers(2, body, mesh="tensor=2")

@@ -1,4 +1,5 @@
-"""Dropout under a cut: equal where activations are whole, independent where they are cut, and the same when layers run again.
+"""Dropout under a cut: equal where activations are whole, independent where they are cut, and the
+same when layers run again.
 
 Threads share one generator, so ranks are processes here.
 """
@@ -39,7 +40,12 @@ class Noted(nn.Dropout):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.inside, self.down, self.outside = nn.Linear(8, 16), Noted(), nn.Linear(16, 8), Noted()
+        self.up, self.inside, self.down, self.outside = (
+            nn.Linear(8, 16),
+            Noted(),
+            nn.Linear(16, 8),
+            Noted(),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.outside(self.down(self.inside(self.up(x))))
@@ -66,20 +72,35 @@ def masks(group: Group, pieces: bool, again: bool) -> dict[str, list[Tensor]]:
 def on_two(pieces: bool, again: bool) -> list[dict[str, list[Tensor]]]:
     def body(rank: int, size: int, store: Store) -> Any:
         group = SharedGroup.from_store(store, rank, size)
-        found = {name: [mask.tolist() for mask in some] for name, some in masks(group, pieces, again).items()}
+        found = {
+            name: [mask.tolist() for mask in some]
+            for name, some in masks(group, pieces, again).items()
+        }
         group.close()
         return found
 
-    return [{name: [torch.tensor(mask) for mask in some] for name, some in found.items()} for found in fork(2, body)]
+    return [
+        {name: [torch.tensor(mask) for mask in some] for name, some in found.items()}
+        for found in fork(2, body)
+    ]
 
 
 def test_masks_are_equal_where_activations_are_whole_and_differ_where_they_are_cut() -> None:
     one, two = on_two(pieces=False, again=False)
     for name in ("0.0", "0.1"):
-        assert all(torch.equal(a, b) for a, b in zip(one[f"{name}.outside"], two[f"{name}.outside"], strict=True))
-        assert all(not torch.equal(a, b) for a, b in zip(one[f"{name}.inside"], two[f"{name}.inside"], strict=True))
-    inside = [mask for found in (one, two) for name in ("0.0", "0.1") for mask in found[f"{name}.inside"]]
-    assert len({tuple(mask.flatten().tolist()) for mask in inside}) == 8  # of each rank, block and step another
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(one[f"{name}.outside"], two[f"{name}.outside"], strict=True)
+        )
+        assert all(
+            not torch.equal(a, b)
+            for a, b in zip(one[f"{name}.inside"], two[f"{name}.inside"], strict=True)
+        )
+    inside = [
+        mask for found in (one, two) for name in ("0.0", "0.1") for mask in found[f"{name}.inside"]
+    ]
+    # of each rank, block and step another
+    assert len({tuple(mask.flatten().tolist()) for mask in inside}) == 8
     assert torch.equal(one["after"][0], two["after"][0])
 
 

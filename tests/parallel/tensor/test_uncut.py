@@ -1,4 +1,6 @@
-"""Plans that are wrong on all workers alike are found in the first pass, by a forward that isn't cut; right ones go on as they were."""
+"""Plans that are wrong on all workers alike are found in the first pass, by a forward that isn't
+cut; right ones go on as they were.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,17 @@ from paceline.parallel.pipelining.tracing import trace_operations
 from paceline.parallel.tensor.cut import tensor
 from paceline.parallel.tensor.styles import column, row, sequence, summed
 from tests.harness.processes import fork
-from tests.harness.tensor_cuts import PIECES, WHOLE, adamw, batches, context_of, cut_training, distance, gpt, train
+from tests.harness.tensor_cuts import (
+    PIECES,
+    WHOLE,
+    adamw,
+    batches,
+    context_of,
+    cut_training,
+    distance,
+    gpt,
+    train,
+)
 from tests.harness.thread_groups import ThreadGroup, spawn
 
 torch.set_num_threads(1)
@@ -31,7 +43,12 @@ class Perceptron(nn.Module):
 
     def __init__(self, between: Callable[[Tensor], Tensor], up: int = 8, down: int = 8) -> None:
         super().__init__()
-        self.up, self.down, self.between, self.calls = nn.Linear(4, up), nn.Linear(down, 4), between, 0
+        self.up, self.down, self.between, self.calls = (
+            nn.Linear(4, up),
+            nn.Linear(down, 4),
+            between,
+            0,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -64,8 +81,12 @@ class Noisy(nn.Module):
         return x + torch.randn_like(x)
 
 
-def first_passes(make: Callable[[], nn.Module], plan: tensor, dtype: torch.dtype = torch.float32) -> list[Any]:
-    """Run two passes of a model that is cut between two workers, and return what each of them has."""
+def first_passes(
+    make: Callable[[], nn.Module], plan: tensor, dtype: torch.dtype = torch.float32
+) -> list[Any]:
+    """Run two passes of a model that is cut between two workers, and return what each of them
+    has.
+    """
     torch.manual_seed(0)
     alone, x = make().to(dtype), torch.randn(2, 4, 4, dtype=dtype)
 
@@ -92,7 +113,9 @@ def first_passes(make: Callable[[], nn.Module], plan: tensor, dtype: torch.dtype
     ],
     ids=["layer norm", "softmax", "mean", "fused gates", "fused heads", "in a region"],
 )
-def test_a_plan_that_is_wrong_on_all_workers_alike_is_found_and_its_module_named(body: Any, plan: Any, dtype: torch.dtype) -> None:
+def test_a_plan_that_is_wrong_on_all_workers_alike_is_found_and_its_module_named(
+    body: Any, plan: Any, dtype: torch.dtype
+) -> None:
     with pytest.raises(UsageError, match=r"tensor: body \(Perceptron\) .* column"):
         first_passes(lambda: Model(body()), tensor(plan), dtype)
 
@@ -103,15 +126,35 @@ def test_a_plan_that_is_wrong_on_all_workers_alike_is_found_and_its_module_named
         (lambda: Perceptron(F.gelu), PAIR),
         (lambda: Perceptron(halves, up=16), {**PAIR, "body.up": column(parts=2)}),
         (lambda: Perceptron(heads, up=24), {**PAIR, "body.up": column(parts=3)}),
-        (lambda: Perceptron(lambda x: x.softmax(-1)), {"body.up": column(gather=True), "body.down": row(split=True)}),
-        (lambda: Perceptron(nn.Sequential(nn.Dropout(0.5), nn.Unflatten(-1, (-1, 4)), nn.LayerNorm(4), nn.Flatten(-2))), PAIR),
+        (
+            lambda: Perceptron(lambda x: x.softmax(-1)),
+            {"body.up": column(gather=True), "body.down": row(split=True)},
+        ),
+        (
+            lambda: Perceptron(
+                nn.Sequential(
+                    nn.Dropout(0.5), nn.Unflatten(-1, (-1, 4)), nn.LayerNorm(4), nn.Flatten(-2)
+                )
+            ),
+            PAIR,
+        ),
         (lambda: Perceptron(Noisy()), PAIR),
         (lambda: Perceptron(F.relu), {**PAIR, "body": sequence()}),
     ],
-    ids=["gelu", "parts of gates", "parts of heads", "gathered", "norm of a head and dropout", "noise", "in a region"],
+    ids=[
+        "gelu",
+        "parts of gates",
+        "parts of heads",
+        "gathered",
+        "norm of a head and dropout",
+        "noise",
+        "in a region",
+    ],
 )
 def test_a_right_plan_passes(body: Any, plan: Any) -> None:
-    plan = {**plan, "body.between.2": summed()} if isinstance(body().between, nn.Sequential) else plan
+    plan = (
+        {**plan, "body.between.2": summed()} if isinstance(body().between, nn.Sequential) else plan
+    )
     for model in first_passes(lambda: Model(body()), tensor(plan)):
         assert model.body.calls == 2  # what the comparison has done is undone
 
@@ -129,14 +172,17 @@ def test_it_is_compared_once_and_can_be_left_out() -> None:
                 right.clear()
             return out
 
-    first_passes(lambda: Turning(Perceptron(between)), tensor(PAIR))  # what the second pass does isn't looked at
+    # what the second pass does isn't looked at
+    first_passes(lambda: Turning(Perceptron(between)), tensor(PAIR))
     with pytest.raises(UsageError, match="body"):
         first_passes(lambda: Turning(Perceptron(between)), tensor(PAIR))
     first_passes(lambda: Turning(Perceptron(between)), tensor(PAIR, compare=False))
 
 
 class Apart(nn.Module):
-    """Features that are cut go from one module to the next, and each has a pair of its own besides."""
+    """Features that are cut go from one module to the next, and each has a pair of its own
+    besides.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +213,10 @@ def test_modules_that_hand_on_parts_are_compared_with_those_around_them(wrong: b
 
 
 def test_a_column_that_no_row_follows_is_named_with_its_module() -> None:
-    with pytest.raises(UsageError, match=r"tensor: body \(Perceptron\) works whole, and fails cut \(mat1 .* cut it by row\(\)"):
+    with pytest.raises(
+        UsageError,
+        match=r"tensor: body \(Perceptron\) works whole, and fails cut \(mat1 .* cut it by row\(\)",
+    ):
         first_passes(lambda: Model(Perceptron(F.relu)), tensor({"body.up": column()}))
 
 
@@ -205,7 +254,8 @@ def test_training_with_dropout_goes_on_as_without_the_comparison(cut: tensor) ->
         block.up = nn.Sequential(block.up, nn.Dropout(0.3))  # type: ignore[assignment]
     layers = {name.replace("up", "up.0"): style for name, style in cut.layers.items()}  # type: ignore[union-attr]
 
-    def body(rank: int, size: int, store: Store) -> list[list[float]]:  # threads would share one generator
+    # threads would share one generator
+    def body(rank: int, size: int, store: Store) -> list[list[float]]:
         group = SharedGroup.from_store(store, rank, size)
         losses = []
         for compare in (True, False):

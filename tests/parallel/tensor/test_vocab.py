@@ -1,4 +1,6 @@
-"""Logits that are cut by words look whole: their cross entropy is that of the whole ones, and so is whatever else is asked of them."""
+"""Logits that are cut by words look whole: their cross entropy is that of the whole ones, and so
+is whatever else is asked of them.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,12 @@ def cut(group: Any, logits: Tensor) -> tuple[VocabLogits, Tensor]:
     return VocabLogits.of(leaf * 1, TensorAxis(group), WORDS, "head"), leaf
 
 
-def agree(size: int, use: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype = torch.float64) -> list[CountingGroup]:
-    """Compare what `use(logits, targets)` gives, and its gradient, with that of whole logits; return the groups with what they called."""
+def agree(
+    size: int, use: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype = torch.float64
+) -> list[CountingGroup]:
+    """Compare what `use(logits, targets)` gives, and its gradient, with that of whole logits;
+    return the groups with what they called.
+    """
     logits, targets = drawn(dtype)
     alone = logits.clone().requires_grad_()
     wanted = use(alone, targets)
@@ -48,7 +54,9 @@ def agree(size: int, use: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype
         return found.whole() if isinstance(found, VocabLogits) else found, leaf.grad, counting
 
     results = spawn(size, body)
-    limit = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-2, "atol": 1e-2}
+    limit = (
+        {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-2, "atol": 1e-2}
+    )
     for found, _, _ in results:
         assert type(found) is Tensor
         assert found.dtype == wanted.dtype
@@ -61,20 +69,33 @@ LOSSES: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda z, y: F.cross_entropy(z.view(-1, WORDS), y.view(-1)),
     lambda z, y: F.cross_entropy(z.reshape(-1, z.size(-1)), y.reshape(-1), reduction="sum"),
     lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="none"),
-    lambda z, y: F.cross_entropy(z.to(torch.float64).contiguous().flatten(0, 1), y.flatten(), label_smoothing=0.1),
+    lambda z, y: F.cross_entropy(
+        z.to(torch.float64).contiguous().flatten(0, 1), y.flatten(), label_smoothing=0.1
+    ),
     lambda z, y: F.cross_entropy(z[..., :-1, :].reshape(-1, z.shape[-1]), y[..., 1:].reshape(-1)),
     lambda z, y: F.cross_entropy(z[:, -1], y[:, -1]),
     lambda z, y: F.cross_entropy(z[y > 3], y[y > 3]),
     lambda z, y: F.cross_entropy(
-        z.to(torch.ones(3, dtype=torch.float64)).type_as(torch.ones(2, 2, dtype=z.dtype)).view(-1, WORDS), y.view(-1)
+        z.to(torch.ones(3, dtype=torch.float64))
+        .type_as(torch.ones(2, 2, dtype=z.dtype))
+        .view(-1, WORDS),
+        y.view(-1),
     ),
-    lambda z, y: F.cross_entropy((30 * torch.tanh(z / 30)).view(-1, WORDS), y.masked_fill(y == 2, -1).view(-1), ignore_index=-1),
-    lambda z, y: torch.nn.CrossEntropyLoss(label_smoothing=0.3, ignore_index=1)(z.flatten(0, 1), y.flatten()),
+    lambda z, y: F.cross_entropy(
+        (30 * torch.tanh(z / 30)).view(-1, WORDS),
+        y.masked_fill(y == 2, -1).view(-1),
+        ignore_index=-1,
+    ),
+    lambda z, y: torch.nn.CrossEntropyLoss(label_smoothing=0.3, ignore_index=1)(
+        z.flatten(0, 1), y.flatten()
+    ),
 ]
 GATHERED: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
     lambda z, y: F.cross_entropy(z.flatten(0, 1), F.one_hot(y.flatten(), WORDS).to(z.dtype)),
-    lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten(), weight=torch.linspace(1, 2, WORDS, dtype=z.dtype)),
+    lambda z, y: F.cross_entropy(
+        z.flatten(0, 1), y.flatten(), weight=torch.linspace(1, 2, WORDS, dtype=z.dtype)
+    ),
     lambda z, y: z.log_softmax(-1).flatten(0, 1)[torch.arange(y.numel()), y.flatten()].mean(),
     lambda z, y: z[..., 3] + z.sum(-1),
     lambda z, y: (z * torch.arange(WORDS, dtype=z.dtype)).mean(),
@@ -121,9 +142,27 @@ def test_they_look_whole() -> None:
         mine, _ = cut(group, logits)
         assert isinstance(mine[:, :2], VocabLogits)
         assert "part 1 of 2 of logits (2, 5, 12)" in repr(mine) or group.rank == 0
-        return [mine.shape, mine.size(2), mine.numel(), len(mine), mine.ndim, mine.dtype, mine.argmax(-1), mine.detach().tolist()]
+        return [
+            mine.shape,
+            mine.size(2),
+            mine.numel(),
+            len(mine),
+            mine.ndim,
+            mine.dtype,
+            mine.argmax(-1),
+            mine.detach().tolist(),
+        ]
 
-    wanted = [logits.shape, WORDS, logits.numel(), 2, 3, logits.dtype, logits.argmax(-1), logits.tolist()]
+    wanted = [
+        logits.shape,
+        WORDS,
+        logits.numel(),
+        2,
+        3,
+        logits.dtype,
+        logits.argmax(-1),
+        logits.tolist(),
+    ]
     for found in spawn(2, body):
         assert found[:6] == wanted[:6]
         assert torch.equal(found[6], wanted[6])

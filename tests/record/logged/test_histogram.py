@@ -17,15 +17,24 @@ def counted(values: Tensor, bins: int = 64) -> HistogramCounts:
     return HistogramCounts.of(histogram(values, bins).compact())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8]
+)
 def test_it_equals_that_of_numpy(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     values = (torch.randn(5, 400, generator=generator).abs() * 20).to(dtype)
     found = counted(values, 16)
     exact = values.to(torch.float64).numpy().ravel()
-    wanted, edges = np.histogram(exact.astype(np.float64 if dtype == torch.float64 else np.float32), bins=16)
+    wanted, edges = np.histogram(
+        exact.astype(np.float64 if dtype == torch.float64 else np.float32), bins=16
+    )
     assert found.edges == pytest.approx(edges.tolist())
-    assert found.counts == tuple(wanted) if dtype == torch.float64 else np.abs(np.subtract(found.counts, wanted)).sum() <= 4  # on an edge
+    # on an edge
+    assert (
+        found.counts == tuple(wanted)
+        if dtype == torch.float64
+        else np.abs(np.subtract(found.counts, wanted)).sum() <= 4
+    )
     assert (found.count, found.other, sum(found.counts)) == (2000, 0, 2000)
     assert (found.low, found.high) == (exact.min(), exact.max())
     assert (found.total, found.squares) == pytest.approx((exact.sum(), (exact**2).sum()))
@@ -34,7 +43,9 @@ def test_it_equals_that_of_numpy(dtype: torch.dtype) -> None:
 def test_what_is_not_finite_is_counted_apart() -> None:
     found = counted(torch.tensor([math.nan, 1.0, math.inf, 2.0, -math.inf]), 2)
     assert found == HistogramCounts(1.0, 2.0, 2, 3, 3.0, 5.0, (1, 1))
-    assert counted(torch.tensor([math.nan, math.inf]), 2) == HistogramCounts(0.0, 0.0, 0, 2, 0.0, 0.0, (0, 0))
+    assert counted(torch.tensor([math.nan, math.inf]), 2) == HistogramCounts(
+        0.0, 0.0, 0, 2, 0.0, 0.0, (0, 0)
+    )
 
 
 def test_equal_numbers_have_an_interval() -> None:
@@ -51,7 +62,16 @@ def test_it_is_counted_when_it_is_logged() -> None:
 
 
 def test_fields_are_those_of_a_line() -> None:
-    fields = {"kind": "histogram", "low": 0.0, "high": 1.0, "count": 2, "other": 0, "sum": 1.0, "squares": 1.0, "counts": [1, 1]}
+    fields = {
+        "kind": "histogram",
+        "low": 0.0,
+        "high": 1.0,
+        "count": 2,
+        "other": 0,
+        "sum": 1.0,
+        "squares": 1.0,
+        "counts": [1, 1],
+    }
     assert counted(torch.tensor([0, 1]), 2).fields() == fields
 
 

@@ -21,7 +21,9 @@ def shown(pixels: Tensor, **options: tuple[float, float]) -> list[object]:
 
 def test_numbers_become_bytes() -> None:
     assert shown(torch.tensor([[0.0, 0.5], [1.0, 2.0]])) == [[0, 128], [255, 255]]
-    assert shown(torch.tensor([[-1.0, 0.0, 1.0, float("nan")]]), span=(-1.0, 1.0)) == [[0, 128, 255, 0]]
+    assert shown(torch.tensor([[-1.0, 0.0, 1.0, float("nan")]]), span=(-1.0, 1.0)) == [
+        [0, 128, 255, 0]
+    ]
     assert shown(torch.tensor([[True, False]])) == [[255, 0]]
     assert shown(torch.tensor([[-3, 7, 300]])) == [[0, 7, 255]]
     assert shown(torch.tensor([[3, 250]], dtype=torch.uint8)) == [[3, 250]]
@@ -41,11 +43,15 @@ def test_it_keeps_what_the_tensor_was() -> None:
 
 @pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB"), (4, "RGBA")])
 def test_others_read_the_png(channels: int, mode: str) -> None:
-    pixels = torch.randint(0, 256, (channels, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    pixels = torch.randint(
+        0, 256, (channels, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(2)
+    )
     kept = Pixels.of(image(pixels).compact())
     found = PIL.open(io.BytesIO(kept.png()))
     assert (found.mode, found.size) == (mode, (7, 5))
-    assert np.array_equal(np.asarray(found).reshape(5, 7, channels), pixels.permute(1, 2, 0).numpy())
+    assert np.array_equal(
+        np.asarray(found).reshape(5, 7, channels), pixels.permute(1, 2, 0).numpy()
+    )
     assert kept.png() is kept.png()
     assert kept.fields() == {"kind": "image", "width": 7, "height": 5}
 

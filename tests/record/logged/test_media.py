@@ -16,7 +16,10 @@ def test_what_is_held_comes_out() -> None:
 
 
 def test_a_checkpoint_keeps_it() -> None:
-    shown = HeldMedia.hold(image(torch.ones(1, 2, 2))), HeldMedia.hold(histogram(torch.tensor([1.0, 2.0]), 2))
+    shown = (
+        HeldMedia.hold(image(torch.ones(1, 2, 2))),
+        HeldMedia.hold(histogram(torch.tensor([1.0, 2.0]), 2)),
+    )
     states = loads(pack([each.state() for each in shown]).dumps()).unpack()
     pixels, counts = (HeldMedia.load(state).content() for state in states)
     assert isinstance(pixels, Pixels) and pixels.data.tolist() == [[[255], [255]]] * 2

@@ -1,4 +1,6 @@
-"""A metric that is logged is that of all samples once: with ghosts, unequal shares, odd last batches, and workers that part."""
+"""A metric that is logged is that of all samples once: with ghosts, unequal shares, odd last
+batches, and workers that part.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ from torchmetrics.classification import (  # noqa: E402
 from torchmetrics.wrappers import ClasswiseWrapper  # noqa: E402
 
 GENERATOR = torch.Generator().manual_seed(11)
-SCORES, CLASSES = torch.randn(23, 3, generator=GENERATOR), torch.randint(0, 3, (23,), generator=GENERATOR)
+SCORES, CLASSES = (
+    torch.randn(23, 3, generator=GENERATOR),
+    torch.randint(0, 3, (23,), generator=GENERATOR),
+)
 Made = Callable[[], Any]
 
 
@@ -47,7 +52,8 @@ def classes(metric: Any, scores: Tensor, target: Tensor) -> None:
 
 
 def binary(metric: Any, scores: Tensor, target: Tensor) -> None:
-    metric.update(scores[:, 0].sigmoid(), (target > 0).long())  # scores outside of 0 to 1 it would squash, batch by batch
+    # scores outside of 0 to 1 it would squash, batch by batch
+    metric.update(scores[:, 0].sigmoid(), (target > 0).long())
 
 
 def numbers(metric: Any, scores: Tensor, target: Tensor) -> None:
@@ -87,14 +93,20 @@ def whole(made: Made, update: Callable[..., None]) -> dict[str, float]:
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "test" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "test" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
-def over(batch: int, made: Made, update: Callable[..., None], **options: Any) -> Callable[[Run], None]:
+def over(
+    batch: int, made: Made, update: Callable[..., None], **options: Any
+) -> Callable[[Run], None]:
     """One epoch over all samples, whose metric is logged at the end of it."""
 
     def body(run: Run) -> None:
-        metric, loader = run.prepare(made(), DataLoader(TensorDataset(SCORES, CLASSES), batch_size=batch), **options)
+        metric, loader = run.prepare(
+            made(), DataLoader(TensorDataset(SCORES, CLASSES), batch_size=batch), **options
+        )
         for scores, target in loader:
             update(metric, scores, target)
         run.log(x=metric)
@@ -106,14 +118,17 @@ def over(batch: int, made: Made, update: Callable[..., None], **options: Any) ->
 def test_it_is_that_of_all_samples_once(name: str, tmp_path: Path) -> None:
     made, update = METRICS[name]
     workers(3, over(4, made, update), folder=tmp_path)  # the last batch has 3 samples
-    workers(2, over(11, made, update, shares=cut(10, 1)), folder=tmp_path / "unequal")  # and here 1, of which a worker has a ghost
+    # and here 1, of which a worker has a ghost
+    workers(2, over(11, made, update, shares=cut(10, 1)), folder=tmp_path / "unequal")
     wanted = whole(made, update)
     assert len(wanted) == {"of each class": 3, "wrapped": 3, "collection": 2}.get(name, 1)
     for folder in (tmp_path, tmp_path / "unequal"):
         found = lines(folder)[-1]
         assert {key: found[key] for key in wanted} == pytest.approx(wanted, abs=1e-6)
         assert found["step"] == len(lines(folder)) - 1
-        assert json.loads((folder / "test" / "summary.json").read_text())["logged"] == pytest.approx(wanted, abs=1e-6)
+        assert json.loads((folder / "test" / "summary.json").read_text())[
+            "logged"
+        ] == pytest.approx(wanted, abs=1e-6)
 
 
 def test_workers_that_part_count_together(tmp_path: Path) -> None:
@@ -122,7 +137,10 @@ def test_workers_that_part_count_together(tmp_path: Path) -> None:
     def body(run: Run) -> None:
         model = torch.nn.Linear(3, 3)
         model, opt, metric, loader = run.prepare(
-            model, torch.optim.SGD(model.parameters(), 0.1), made(), DataLoader(TensorDataset(SCORES, CLASSES), batch_size=4)
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            made(),
+            DataLoader(TensorDataset(SCORES, CLASSES), batch_size=4),
         )
         for scores, target in loader:
             torch.nn.functional.cross_entropy(model(scores), target).backward()
@@ -139,7 +157,9 @@ def test_workers_that_part_count_together(tmp_path: Path) -> None:
 
 def test_each_step_has_what_was_counted_up_to_it(tmp_path: Path) -> None:
     def body(run: Run) -> None:
-        metric, loader = run.prepare(MeanMetric(), DataLoader(TensorDataset(torch.arange(8.0)), batch_size=4))
+        metric, loader = run.prepare(
+            MeanMetric(), DataLoader(TensorDataset(torch.arange(8.0)), batch_size=4)
+        )
         for (x,) in loader:
             metric.update(x)
             run.log(x=metric)
@@ -153,7 +173,10 @@ def test_each_step_has_what_was_counted_up_to_it(tmp_path: Path) -> None:
 
 def test_the_metric_stays_that_of_its_worker() -> None:
     def body(run: Run) -> tuple[float, float, int]:
-        metric, loader = run.prepare(MeanMetric(sync_on_compute=False), DataLoader(TensorDataset(torch.arange(4.0)), batch_size=4))
+        metric, loader = run.prepare(
+            MeanMetric(sync_on_compute=False),
+            DataLoader(TensorDataset(torch.arange(4.0)), batch_size=4),
+        )
         for (x,) in loader:
             metric.update(x)
             run.log(x=metric)
@@ -209,7 +232,9 @@ def test_a_value_of_very_many_numbers_is_refused() -> None:
 
 
 def test_the_first_worker_has_to_log_it() -> None:
-    with pytest.raises(UsageError, match="was given a metric on other workers, and not on the first"):
+    with pytest.raises(
+        UsageError, match="was given a metric on other workers, and not on the first"
+    ):
         MetricValues().of("x", [b""])
 
 

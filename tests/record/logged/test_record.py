@@ -11,7 +11,17 @@ from paceline.record.logged.record import LogRecord
 @pytest.mark.parametrize(
     "record",
     [
-        LogRecord(7, 1007, 1.5, 32, [0.1, 0.2, 0.3, 0.4], {"loss": [6.0, 3.0]}, [1, 2, 3, 4], [100, 0], {"accuracy": b"\x00state"}),
+        LogRecord(
+            7,
+            1007,
+            1.5,
+            32,
+            [0.1, 0.2, 0.3, 0.4],
+            {"loss": [6.0, 3.0]},
+            [1, 2, 3, 4],
+            [100, 0],
+            {"accuracy": b"\x00state"},
+        ),
         LogRecord(8, 1007, 1.75, 0, None, {}, None, None, {}),
     ],
 )

@@ -39,5 +39,11 @@ def test_nothing_is_copied_of_sums_on_the_host() -> None:
 
 def test_what_is_no_number_says_what_could_be_meant() -> None:
     assert number("x", torch.tensor([3])) == 3.0
-    with pytest.raises(UsageError, match=r"run\.log\(x=\.\.\.\) got a torch\.float32 tensor of shape \(2,\).*pl\.histogram\(tensor\)"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            r"run\.log\(x=\.\.\.\) got a torch\.float32 tensor of shape "
+            r"\(2,\).*pl\.histogram\(tensor\)"
+        ),
+    ):
         number("x", torch.ones(2))

@@ -22,7 +22,9 @@ def test_kinds_are_kept_apart() -> None:
     found.send()
     assert found.done()
     assert found.means() == {"loss": [6.0, 2.0]}
-    assert [(item.step, item.time, item.name) for item in found.shown(4, 1.5)] == [(4, 1.5, "weights")]
+    assert [(item.step, item.time, item.name) for item in found.shown(4, 1.5)] == [
+        (4, 1.5, "weights")
+    ]
     assert found.packed_states() == {}
 
 
@@ -55,7 +57,11 @@ def test_names_may_have_slashes(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        *(("step", "another name"), ("", "isn't empty"), ("paceline/seconds", "doesn't begin with")),
+        *(
+            ("step", "another name"),
+            ("", "isn't empty"),
+            ("paceline/seconds", "doesn't begin with"),
+        ),
         *((name, "can't be printed") for name in ("a\x1b[31m", "a\nb", "\ud800", "\x9b2J")),
     ],
 )

@@ -1,4 +1,6 @@
-"""Who took part is kept by number: the lost with what they did, and those who came in their place."""
+"""Who took part is kept by number: the lost with what they did, and those who came in their
+place.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,26 @@ def test_the_drawing() -> None:
         if step == 200:
             members.meet([0, 1, 3], ["A", "A", "B"])
     found = members.fields()
-    assert [(each["worker"], each["host"], each["rank"], each["steps"], each["first_step"], each["last_step"]) for each in found] == [
+    assert [
+        (
+            each["worker"],
+            each["host"],
+            each["rank"],
+            each["steps"],
+            each["first_step"],
+            each["last_step"],
+        )
+        for each in found
+    ] == [
         (0, "A", 0, 320, 1, 320),
         (1, "A", 1, 320, 1, 320),
         (2, "B", None, 90, 1, 90),
         (3, "B", 2, 121, 200, 320),
     ]
     assert [each["seconds"]["compute"] for each in found] == pytest.approx([0.01, 0.02, 0.03, 0.04])
-    assert [each["bytes_sent"] for each in found] == [{"within": 10, "between": number} for number in range(4)]
+    assert [each["bytes_sent"] for each in found] == [
+        {"within": 10, "between": number} for number in range(4)
+    ]
 
 
 def test_looks_have_what_was_since_the_last_one_and_lose_nothing() -> None:
@@ -33,13 +47,20 @@ def test_looks_have_what_was_since_the_last_one_and_lose_nothing() -> None:
     assert members.look(0.0) is None  # nothing was done
     members.step(0, 1, [0.1, 0.2, 0.3, 0.4], [0, 0])
     members.late({0: 0.05, 1: 0.0})
-    assert members.look(0.5) == {"0": [1, 0.1, 0.2, 0.3, 0.4, 0.05], "1": [0, *[0.0] * len(PARTS), 0.0]}
+    assert members.look(0.5) == {
+        "0": [1, 0.1, 0.2, 0.3, 0.4, 0.05],
+        "1": [0, *[0.0] * len(PARTS), 0.0],
+    }
     for worker in (0, 1):
         members.step(worker, 2, [0.1, 0.2, 0.3, 0.4], [0, 0])
     assert members.look(1.0) is None  # too soon
-    assert members.fields()[0]["steps"] == 2  # and those who ask before it is time take nothing from the next look
+    # and those who ask before it is time take nothing from the next look
+    assert members.fields()[0]["steps"] == 2
     members.step(0, 3, [0.1, 0.2, 0.3, 0.4], [0, 0])
-    assert members.look(1.6) == {"0": [2, 0.2, 0.4, 0.6, 0.8, 0.0], "1": [1, 0.1, 0.2, 0.3, 0.4, 0.0]}
+    assert members.look(1.6) == {
+        "0": [2, 0.2, 0.4, 0.6, 0.8, 0.0],
+        "1": [1, 0.1, 0.2, 0.3, 0.4, 0.0],
+    }
     (first, second) = members.fields()
     assert (first["steps"], first["late"], second["steps"]) == (3, pytest.approx(0.05 / 3), 1)
     assert first["host"] is None and first["rank"] == 0

@@ -31,7 +31,13 @@ def test_secrets_stay_out(arguments: list[str], found: list[str]) -> None:
 def test_optimizers() -> None:
     parameters = [nn.Parameter(torch.zeros(1))]
     found = hyperparameters(torch.optim.AdamW(parameters, lr=torch.tensor(0.5), betas=(0.8, 0.9)))
-    assert found == {"name": "AdamW", "lr": 0.5, "betas": [0.8, 0.9], "eps": 1e-8, "weight_decay": 0.01}
+    assert found == {
+        "name": "AdamW",
+        "lr": 0.5,
+        "betas": [0.8, 0.9],
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+    }
     assert hyperparameters(torch.optim.SGD(parameters, lr=1))["lr"] == 1.0
 
 
@@ -44,7 +50,10 @@ def test_those_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     workers(2, body, folder=tmp_path)
     found = json.loads((tmp_path / "test" / "summary.json").read_text())["settings"]
-    assert {name: found[name] for name in ("script", "arguments", "parameters", "dtypes", "device", "batch")} == {
+    assert {
+        name: found[name]
+        for name in ("script", "arguments", "parameters", "dtypes", "device", "batch")
+    } == {
         "script": "train.py",
         "arguments": ["--lr", "0.01"],
         "parameters": 14,

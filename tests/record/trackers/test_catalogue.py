@@ -1,4 +1,6 @@
-"""Names of trackers are read in every way that they may be written, and what is wrong with them is said in a line."""
+"""Names of trackers are read in every way that they may be written, and what is wrong with them
+is said in a line.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ BOTH = (TrackerSpec("tensorboard"), TrackerSpec("wandb", "team/project"))
 
 
 @pytest.mark.parametrize(
-    "asked", ["tensorboard,wandb:team/project", " tensorboard, wandb:team/project", ["tensorboard", "wandb:team/project"]]
+    "asked",
+    [
+        "tensorboard,wandb:team/project",
+        " tensorboard, wandb:team/project",
+        ["tensorboard", "wandb:team/project"],
+    ],
 )
 def test_names_are_read(asked: str | Sequence[str]) -> None:
     assert read(asked) == BOTH
@@ -49,7 +56,11 @@ def test_what_is_wrong_is_said(asked: object, why: str) -> None:
 
 def test_what_is_not_installed_is_said_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("tensorboard", "prometheus_client") else found(name))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name in ("tensorboard", "prometheus_client") else found(name),
+    )
     check_installed(())
     with pytest.raises(UsageError, match=r"pip install 'paceline\[tensorboard,prometheus\]'$"):
         check_installed(read("tensorboard,prometheus:9500"))

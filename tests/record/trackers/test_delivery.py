@@ -1,4 +1,6 @@
-"""Things reach a tracker in order; one that hangs holds nobody up, one that fails is said once, one that is slow gets less."""
+"""Things reach a tracker in order; one that hangs holds nobody up, one that fails is said once,
+one that is slow gets less.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,10 @@ def test_one_that_fails_is_said_once() -> None:
     assert delivery.end(failed=False, deadline=later())
     assert delivery.failed
     (line,) = said
-    assert line.startswith("notes gets nothing more of this run (OSError: [Errno 28] No space left on device); training goes on")
+    assert line.startswith(
+        "notes gets nothing more of this run (OSError: [Errno 28] No space left on device); "
+        "training goes on"
+    )
     assert notes.told == [("close", True)]
 
 
@@ -83,7 +88,12 @@ def test_one_that_is_slow_gets_fewer_steps() -> None:
     delivery.steps(steps(*range(9, 13)))
     held.go.set()
     assert delivery.end(failed=False, deadline=later())
-    assert said == ["held is too slow for all steps of this run, and gets some of them only; metrics.jsonl has all"]
+    assert said == [
+        (
+            "held is too slow for all steps of this run, and gets some of them only; "
+            "metrics.jsonl has all"
+        )
+    ]
     told = [each[1] for each in held.told if each[0] == "step"]
     assert 0 in told and 5 in told and len(told) < 13 and told == sorted(told)
 

@@ -1,4 +1,6 @@
-"""The first worker's trackers get what the folder gets, in order; another one takes over; what can't begin or end is said."""
+"""The first worker's trackers get what the folder gets, in order; another one takes over; what
+can't begin or end is said.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,31 @@ from tests.harness.jobs import PATIENCE
 from tests.harness.tracked import STEPS, Notes, lines, reported, summary
 
 COUNTS = HistogramCounts.of(Histogram(torch.tensor([1.0, 2.0]), 2).compact())
-LINES = [{"step": step, "time": 0.5 * step, "loss": 1.0, "samples": 8, "seconds": {"compute": 0.1}} for step in range(1, 5)]
+LINES = [
+    {"step": step, "time": 0.5 * step, "loss": 1.0, "samples": 8, "seconds": {"compute": 0.1}}
+    for step in range(1, 5)
+]
 SHORT = replace(DEFAULTS.trackers, quiet=0.0, close=0.0)
 
 
 def feed(
-    folder: Path, *trackers: Tracker, said: list[str] | None = None, again: bool = False, events_told: int = 0
+    folder: Path,
+    *trackers: Tracker,
+    said: list[str] | None = None,
+    again: bool = False,
+    events_told: int = 0,
 ) -> tuple[TrackerFeed, RunHistory]:
     history = RunHistory(7, 1000.0, [].append)
     say = ([] if said is None else said).append
     made = TrackerFeed(
-        trackers, RunFolder(folder), history, say, settings={"sync": "x"}, again=again, events_told=events_told, timings=DEFAULTS.trackers
+        trackers,
+        RunFolder(folder),
+        history,
+        say,
+        settings={"sync": "x"},
+        again=again,
+        events_told=events_told,
+        timings=DEFAULTS.trackers,
     )
     return made, history
 
@@ -46,10 +62,20 @@ def test_a_run_is_reported_as_its_folder_has_it(tmp_path: Path) -> None:
     folder = reported(tmp_path, [notes], said)
     assert "notes: here" in said
     begun, *told, concluded, closed = notes.told
-    assert begun[1].name == "test" and begun[1].settings == {"sync": "AllReduce()", "seed": 1} and not begun[1].again
-    assert [step for kind, step, *_ in told if kind == "step"] == [line["step"] for line in lines(folder)]
-    assert [each for each in told if each[0] == "media"] == [("media", step, name) for step in (5, 10) for name in ("weights", "sample")]
-    assert [what for kind, what in (each for each in told if each[0] == "event")] == [each["what"] for each in summary(folder)["events"]]
+    assert (
+        begun[1].name == "test"
+        and begun[1].settings == {"sync": "AllReduce()", "seed": 1}
+        and not begun[1].again
+    )
+    assert [step for kind, step, *_ in told if kind == "step"] == [
+        line["step"] for line in lines(folder)
+    ]
+    assert [each for each in told if each[0] == "media"] == [
+        ("media", step, name) for step in (5, 10) for name in ("weights", "sample")
+    ]
+    assert [what for kind, what in (each for each in told if each[0] == "event")] == [
+        each["what"] for each in summary(folder)["events"]
+    ]
     assert "epoch 1 is over" in [each[1] for each in told if each[0] == "event"]
     assert concluded[1].results["steps"] == STEPS and concluded[1].results["results/score"] == 0.5
     assert closed == ("close", False)
@@ -59,7 +85,13 @@ def test_histograms_come_behind_their_step(tmp_path: Path) -> None:
     notes = Notes()
     made, _ = feed(tmp_path, notes)
     made.begin()
-    made.show([MediaItem(2, 1.0, "a", COUNTS), MediaItem(3, 1.5, "b", COUNTS), MediaItem(9, 1.5, "c", COUNTS)])
+    made.show(
+        [
+            MediaItem(2, 1.0, "a", COUNTS),
+            MediaItem(3, 1.5, "b", COUNTS),
+            MediaItem(9, 1.5, "c", COUNTS),
+        ]
+    )
     made.write(LINES, late)  # type: ignore[arg-type]
     made.close(failed=False)
     steps = [each[1] for each in notes.told if each[0] in ("step", "media")]
@@ -69,7 +101,10 @@ def test_histograms_come_behind_their_step(tmp_path: Path) -> None:
 
 def test_without_trackers_the_folder_has_them(tmp_path: Path) -> None:
     folder = reported(tmp_path, [])
-    assert [path.name for path in sorted((folder / "media").iterdir())] == ["sample-10.png", "sample-5.png"]
+    assert [path.name for path in sorted((folder / "media").iterdir())] == [
+        "sample-10.png",
+        "sample-5.png",
+    ]
     assert len((folder / "media.jsonl").read_text().splitlines()) == 4
 
 
@@ -110,7 +145,13 @@ def test_another_start_tells_of_new_events_alone(tmp_path: Path) -> None:
 def test_what_can_not_begin_ends_the_start(tmp_path: Path) -> None:
     first = Notes("first")
     made, _ = feed(tmp_path, first, Notes("second", RuntimeError("no such\n  place")))
-    with pytest.raises(UsageError, match=r"can't be reported to second \(RuntimeError: no such place\); mend that, or leave second out"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            r"can't be reported to second \(RuntimeError: no such place\); "
+            r"mend that, or leave second out"
+        ),
+    ):
         made.begin()
     assert first.told[-1] == ("close", True)
 
@@ -130,7 +171,9 @@ def test_a_run_goes_on_without_a_tracker_that_fails(tmp_path: Path) -> None:
     other = Notes("other")
     folder = reported(tmp_path, [Full("full"), other], said)
     assert len(lines(folder)) == STEPS + 2
-    assert len([line for line in said if line.startswith("full gets nothing more of this run")]) == 1
+    assert (
+        len([line for line in said if line.startswith("full gets nothing more of this run")]) == 1
+    )
     assert any("full gets nothing more" in event["what"] for event in summary(folder)["events"])
     assert sum(each[0] == "step" for each in other.told) == STEPS + 2
 
@@ -144,7 +187,9 @@ def test_one_that_hangs_is_waited_for_and_left(tmp_path: Path) -> None:
 
     said: list[str] = []
     hangs = Hangs("hangs")
-    made = TrackerFeed([hangs], RunFolder(tmp_path), RunHistory(7, 0.0, [].append), said.append, timings=SHORT)
+    made = TrackerFeed(
+        [hangs], RunFolder(tmp_path), RunHistory(7, 0.0, [].append), said.append, timings=SHORT
+    )
     made.begin()
     made.write(LINES, late)  # type: ignore[arg-type]
     made.close(failed=False)

@@ -30,10 +30,14 @@ def test_what_was_logged_is_there(tmp_path: Path) -> None:
     assert (lines[0]["counts"], lines[1]["file"]) == ([1, 1], "media/val/sample-2.png")
     assert (tmp_path / lines[1]["file"]).read_bytes() == PIXELS.png()
     MediaFolder(RunFolder(tmp_path)).rewind(2)
-    assert [json.loads(line)["step"] for line in (tmp_path / "media.jsonl").read_text().splitlines()] == [1, 2]
+    assert [
+        json.loads(line)["step"] for line in (tmp_path / "media.jsonl").read_text().splitlines()
+    ] == [1, 2]
 
 
-@pytest.mark.parametrize("name", ["a", "val/a b", "../../x", "/etc/x", "a//b", "..", ".", "ä:1", "a\0b", "%2E"])
+@pytest.mark.parametrize(
+    "name", ["a", "val/a b", "../../x", "/etc/x", "a//b", "..", ".", "ä:1", "a\0b", "%2E"]
+)
 def test_no_name_leads_elsewhere(name: str, tmp_path: Path) -> None:
     path = (tmp_path / f"{file_name(name)}-1.png").resolve()
     assert path.is_relative_to(tmp_path) and "\0" not in str(path)

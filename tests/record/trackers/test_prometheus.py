@@ -1,4 +1,6 @@
-"""The endpoint, scraped and parsed as Prometheus does it, has what metrics.jsonl has; ports that can't be had are said."""
+"""The endpoint, scraped and parsed as Prometheus does it, has what metrics.jsonl has; ports that
+can't be had are said.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,18 @@ def scrape(url: str) -> Samples:
     for family in families(url):
         for sample in family.samples:
             assert sample.labels["run"]
-            labels = (sample.labels.get(name) for name in ("part", "worker", "cause", "name", "sync", "seed"))
+            labels = (
+                sample.labels.get(name)
+                for name in ("part", "worker", "cause", "name", "sync", "seed")
+            )
             found[sample.name, tuple(label for label in labels if label is not None)] = sample.value
     return found
 
 
 def address(said: Sequence[str]) -> str:
-    return next(line for line in said if line.startswith("prometheus: ")).removeprefix("prometheus: ")
+    return next(line for line in said if line.startswith("prometheus: ")).removeprefix(
+        "prometheus: "
+    )
 
 
 def test_numbers_are_those_of_the_log(tmp_path: Path) -> None:
@@ -66,11 +73,14 @@ def test_numbers_are_those_of_the_log(tmp_path: Path) -> None:
     (samples,) = found
     kept = lines(tmp_path / "test")
     steps = [line for line in kept if "seconds" in line]
-    last = {name: value for line in kept[:-1] for name, value in line.items()}  # what was logged behind the last step comes at the end
+    # what was logged behind the last step comes at the end
+    last = {name: value for line in kept[:-1] for name, value in line.items()}
     assert samples["paceline_step", ()] == STEPS
     assert samples["paceline_samples_total", ()] == 34 == sum(line["samples"] for line in steps)
     for part in ("compute", "exchange", "wait", "data"):
-        assert samples["paceline_step_seconds_total", (part,)] == pytest.approx(sum(line["seconds"][part] for line in steps))
+        assert samples["paceline_step_seconds_total", (part,)] == pytest.approx(
+            sum(line["seconds"][part] for line in steps)
+        )
     assert {key[1][0]: value for key, value in samples.items() if key[0] == "paceline_logged"} == {
         name: last[name] for name in ("loss", "rank", "val/accuracy")
     }
@@ -84,7 +94,10 @@ def told(tracker: PrometheusTracker, folder: Path) -> str:
     where = tracker.begin(TrackedRun("x", folder, "id", 0.0, {"sync": 'a"b', "seed": 3}))
     late = [RankLateness(1, {"compute": 0.25, "reading": 0.5})]
     tracker.steps(
-        [TrackedStep(3, 0.0, {"loss": 2.0}, 8, {"compute": 0.5}, late), TrackedStep(4, 0.0, {"loss": 1.0}, 8, {"compute": 0.5}, late)]
+        [
+            TrackedStep(3, 0.0, {"loss": 2.0}, 8, {"compute": 0.5}, late),
+            TrackedStep(4, 0.0, {"loss": 1.0}, 8, {"compute": 0.5}, late),
+        ]
     )
     tracker.steps([TrackedStep(4, 0.0, {"val/x": float("nan")})])
     tracker.event(TrackedEvent(0.0, "x"))
@@ -94,15 +107,22 @@ def told(tracker: PrometheusTracker, folder: Path) -> str:
 def test_counters_and_gauges_have_the_names_of_the_page(tmp_path: Path) -> None:
     tracker = PrometheusTracker("0")
     url = told(tracker, tmp_path)
-    kinds = {family.name: (family.type, family.samples[0].labels.keys()) for family in families(url)}
+    kinds = {
+        family.name: (family.type, family.samples[0].labels.keys()) for family in families(url)
+    }
     samples = scrape(url)
     tracker.close(failed=False)
     tracker.close(failed=False)
     assert samples["paceline_late_seconds_total", ("1", "reading")] == 1.0
     assert samples["paceline_samples_per_second", ()] == 16.0
     assert samples["paceline_run_info", ('a"b', "3")] == 1.0
-    rows = re.findall(r"^\| `(paceline_\w+)` \| (counter|gauge) \|([^|]*)\|", PAGE.read_text(), re.MULTILINE)
-    documented = {name.removesuffix("_total"): (kind, {"run", *re.findall(r"`(\w+)`", labels)}) for name, kind, labels in rows}
+    rows = re.findall(
+        r"^\| `(paceline_\w+)` \| (counter|gauge) \|([^|]*)\|", PAGE.read_text(), re.MULTILINE
+    )
+    documented = {
+        name.removesuffix("_total"): (kind, {"run", *re.findall(r"`(\w+)`", labels)})
+        for name, kind, labels in rows
+    }
     documented.pop("paceline_run_info")
     kinds.pop("paceline_run_info")
     assert {name: (kind, set(labels)) for name, (kind, labels) in kinds.items()} == documented
@@ -111,7 +131,9 @@ def test_counters_and_gauges_have_the_names_of_the_page(tmp_path: Path) -> None:
 def test_a_port_in_use_is_said_at_the_start(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UsageError, match=rf"127\.0\.0\.1:{port}' can't listen there .*prometheus:{port + 1}") as found:
+        with pytest.raises(
+            UsageError, match=rf"127\.0\.0\.1:{port}' can't listen there .*prometheus:{port + 1}"
+        ) as found:
             PrometheusTracker(str(port)).begin(TrackedRun("x", tmp_path, "id", 0.0))
     assert "\n" not in str(found.value)
 
@@ -122,7 +144,10 @@ def test_it_listens_where_it_is_asked_to(tmp_path: Path) -> None:
     assert told(tracker, tmp_path) == f"http://[::1]:{port}/metrics"
     assert scrape(f"http://[::1]:{port}/metrics")["paceline_step", ()] == 4
     tracker.close(failed=False)
-    assert vars(PrometheusTracker(""))["_host"] == "127.0.0.1" and vars(PrometheusTracker(""))["_port"] == PORT
+    assert (
+        vars(PrometheusTracker(""))["_host"] == "127.0.0.1"
+        and vars(PrometheusTracker(""))["_port"] == PORT
+    )
 
 
 def test_strangers_that_say_nothing_cost_few_threads_and_descriptors(tmp_path: Path) -> None:
@@ -132,7 +157,8 @@ def test_strangers_that_say_nothing_cost_few_threads_and_descriptors(tmp_path: P
     point = "127.0.0.1", int(url.split(":")[2].partition("/")[0])
     threads, before = threading.active_count(), len(os.listdir("/proc/self/fd"))
     with strangers.held_open(point, 6 * CALLERS) as silent:
-        assert scrape(url)["paceline_step", ()] == 4  # the last in the queue: all others have been taken
+        # the last in the queue: all others have been taken
+        assert scrape(url)["paceline_step", ()] == 4
         assert threading.active_count() - threads <= CALLERS + 1
         assert len(os.listdir("/proc/self/fd")) - before <= len(silent) + CALLERS + 1
     tracker.close(failed=False)
@@ -142,6 +168,8 @@ def test_who_says_nothing_is_hung_up_on(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(MetricsRequest, "timeout", 0.05)
     tracker = PrometheusTracker("0")
     url = told(tracker, tmp_path)
-    with socket.create_connection(("127.0.0.1", int(url.split(":")[2].partition("/")[0])), PATIENCE) as silent:
+    with socket.create_connection(
+        ("127.0.0.1", int(url.split(":")[2].partition("/")[0])), PATIENCE
+    ) as silent:
         assert silent.recv(1) == b""
     tracker.close(failed=False)

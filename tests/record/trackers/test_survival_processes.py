@@ -1,4 +1,6 @@
-"""Jobs of real processes whose first worker is killed: another one goes on reporting, or the next start does, to the same run."""
+"""Jobs of real processes whose first worker is killed: another one goes on reporting, or the
+next start does, to the same run.
+"""
 
 from __future__ import annotations
 
@@ -64,19 +66,30 @@ def logged(folder: Path) -> dict[int, float]:
 
 def test_another_worker_goes_on(tmp_path: Path) -> None:
     with jobs(tmp_path) as started:
-        ended = started.run(WRITTEN + SURVIVED, 2, "--min-workers", "1", "--report-to", "tensorboard,prometheus:0").end()
+        ended = started.run(
+            WRITTEN + SURVIVED, 2, "--min-workers", "1", "--report-to", "tensorboard,prometheus:0"
+        ).end()
     assert ended.code == 0, ended.err
     folder = tmp_path / "runs" / "x"
     assert losses(folder) == pytest.approx(logged(folder), rel=1e-6) and max(logged(folder)) == 16
     assert len(list((folder / "tensorboard").iterdir())) == 2
-    assert len([line for line in ended.err.splitlines() if "prometheus: http://127.0.0.1:" in line]) == 2
+    assert (
+        len([line for line in ended.err.splitlines() if "prometheus: http://127.0.0.1:" in line])
+        == 2
+    )
 
 
 def test_another_start_goes_on_in_the_same_run(tmp_path: Path) -> None:
     with jobs(tmp_path) as started:
         options = ("--restarts", "1", "--report-to", "tensorboard,wandb")
         job = started.run(
-            WRITTEN + RESTARTED, 2, *options, HOME=str(tmp_path), NETRC=str(tmp_path / "netrc"), WANDB_API_KEY="", WANDB_MODE="online"
+            WRITTEN + RESTARTED,
+            2,
+            *options,
+            HOME=str(tmp_path),
+            NETRC=str(tmp_path / "netrc"),
+            WANDB_API_KEY="",
+            WANDB_MODE="online",
         )
         ended = job.end()
     assert ended.code == 0, ended.err
@@ -86,4 +99,6 @@ def test_another_start_goes_on_in_the_same_run(tmp_path: Path) -> None:
     wait_for(lambda: OfflineRun(paths[-1]).exit == 0)
     runs = [OfflineRun(path) for path in paths]
     assert len(runs) == 2 and len({run.id for run in runs}) == 1
-    assert {step: row["loss"] for step, row in runs[-1].history.items()} == {step: logged(folder)[step] for step in range(4, 17)}
+    assert {step: row["loss"] for step, row in runs[-1].history.items()} == {
+        step: logged(folder)[step] for step in range(4, 17)
+    }

@@ -1,4 +1,6 @@
-"""TensorBoard's own reader finds what metrics.jsonl has, after another start, too; a full disk ends no run."""
+"""TensorBoard's own reader finds what metrics.jsonl has, after another start, too; a full disk
+ends no run.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,24 @@ def read(folder: Path) -> Any:
 
 
 def scalars(found: Any) -> dict[int, dict[str, float]]:
-    """Numbers by step and name; how late workers were is measured by the clock, and left out, as are results at the end."""
+    """Numbers by step and name; how late workers were is measured by the clock, and left out, as
+    are results at the end.
+    """
     by_step: dict[int, dict[str, float]] = {}
     for name in found.Tags()["scalars"]:
-        for event in found.Scalars(name) if not name.startswith(("paceline/late/", "summary/")) else ():
+        for event in (
+            found.Scalars(name) if not name.startswith(("paceline/late/", "summary/")) else ()
+        ):
             by_step.setdefault(event.step, {})[name] = event.value
     return by_step
 
 
 def single(values: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
     """The same numbers in the 32 bits that TensorBoard has for each."""
-    return {step: {name: float(np.float32(value)) for name, value in found.items()} for step, found in values.items()}
+    return {
+        step: {name: float(np.float32(value)) for name, value in found.items()}
+        for step, found in values.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -51,18 +60,30 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, list[str]]
 def test_numbers_are_those_of_the_log(run: Any) -> None:
     folder, found, said = run
     assert scalars(found) == single(rows(folder))
-    assert len(scalars(found)) == STEPS and {"loss", "rank", "val/accuracy", "paceline/samples_per_second"} <= set(scalars(found)[STEPS])
+    assert len(scalars(found)) == STEPS and {
+        "loss",
+        "rank",
+        "val/accuracy",
+        "paceline/samples_per_second",
+    } <= set(scalars(found)[STEPS])
     assert {event.value for event in found.Scalars("rank")} >= {0.5}  # the mean over both workers
     assert f"tensorboard: tensorboard --logdir {folder.parent}" in said
-    assert [event.wall_time for event in found.Scalars("loss")] == [line["time"] for line in lines(folder) if "loss" in line]
+    assert [event.wall_time for event in found.Scalars("loss")] == [
+        line["time"] for line in lines(folder) if "loss" in line
+    ]
 
 
 def test_events_are_text_and_the_summary_hyperparameters(run: Any) -> None:
     folder, found, _ = run
-    texts = [event.tensor_proto.string_val[0].decode() for event in found.Tensors(f"{EVENTS}/text_summary")]
+    texts = [
+        event.tensor_proto.string_val[0].decode()
+        for event in found.Tensors(f"{EVENTS}/text_summary")
+    ]
     assert texts == [event["what"] for event in summary(folder)["events"]]
     plugin = found.SummaryMetadata("_hparams_/session_start_info").plugin_data
-    assert plugin.plugin_name == "hparams" and all(word in plugin.content for word in (b"AllReduce()", b"optimizers/0/lr"))
+    assert plugin.plugin_name == "hparams" and all(
+        word in plugin.content for word in (b"AllReduce()", b"optimizers/0/lr")
+    )
     assert found.Scalars("summary/final_loss")[0].value == np.float32(summary(folder)["final_loss"])
     assert found.Scalars("summary/results/score")[0].value == 0.5
 
@@ -71,11 +92,15 @@ def test_histograms_and_images(run: Any) -> None:
     _, found, _ = run
     histograms = found.Histograms("weights")
     assert [event.step for event in histograms] == [5, 10]
-    assert all(sum(event.histogram_value.bucket) == event.histogram_value.num == 2 for event in histograms)
+    assert all(
+        sum(event.histogram_value.bucket) == event.histogram_value.num == 2 for event in histograms
+    )
     images = found.Images("sample")
     assert [(event.step, event.width, event.height) for event in images] == [(5, 3, 3), (10, 3, 3)]
     image = importlib.import_module("PIL.Image")
-    assert np.array_equal(np.asarray(image.open(io.BytesIO(images[1].encoded_image_string))), np.eye(3) * 255)
+    assert np.array_equal(
+        np.asarray(image.open(io.BytesIO(images[1].encoded_image_string))), np.eye(3) * 255
+    )
 
 
 def test_another_start_goes_on_and_takes_steps_again(tmp_path: Path) -> None:
@@ -92,7 +117,9 @@ def test_another_start_goes_on_and_takes_steps_again(tmp_path: Path) -> None:
     ]
 
 
-def test_a_full_disk_is_said_and_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_said_and_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = EventFile.flush
 
     def full(self: EventFile) -> None:
@@ -113,7 +140,8 @@ def test_a_full_disk_is_said_and_ends_no_run(tmp_path: Path, monkeypatch: pytest
     folder = reported(tmp_path, [tracker], said)
     assert len(lines(folder)) == STEPS + 2
     assert [line for line in said if "No space left" in line] == [
-        "tensorboard gets nothing more of this run (OSError: [Errno 28] No space left on device); training goes on, and the run's folder "
+        "tensorboard gets nothing more of this run (OSError: [Errno 28] No space left on device); "
+        "training goes on, and the run's folder "
         "has everything"
     ]
 

@@ -1,4 +1,6 @@
-"""W&B's offline files hold what metrics.jsonl has; without a key nobody is asked, and an unreachable server ends no run."""
+"""W&B's offline files hold what metrics.jsonl has; without a key nobody is asked, and an
+unreachable server ends no run.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,22 @@ def _nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
             patch.setenv(name, str(home))
         patch.setenv("NETRC", str(home / "netrc"))
-        for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "WANDB_ENTITY", "WANDB_RUN_ID"):
+        for name in (
+            "WANDB_API_KEY",
+            "WANDB_MODE",
+            "WANDB_PROJECT",
+            "WANDB_ENTITY",
+            "WANDB_RUN_ID",
+        ):
             patch.delenv(name, raising=False)
         yield
         wandb.teardown()
 
 
 def offline(folder: Path) -> list[OfflineRun]:
-    """The offline runs in the folder of a run, oldest first, once W&B's process has written them to their end."""
+    """The offline runs in the folder of a run, oldest first, once W&B's process has written them
+    to their end.
+    """
     paths = sorted((folder / "wandb").glob("offline-run-*"))
     wait_for(lambda: all(OfflineRun(path).exit is not None for path in paths))
     return [OfflineRun(path) for path in paths]
@@ -54,7 +64,8 @@ def test_numbers_are_those_of_the_log(run: Any) -> None:
     folder, found, _ = run
     beside = ("_", "paceline/late/", "paceline/event", "weights/", "sample/")
     history = {
-        step: {name: value for name, value in values.items() if not name.startswith(beside)} for step, values in found.history.items()
+        step: {name: value for name, value in values.items() if not name.startswith(beside)}
+        for step, values in found.history.items()
     }
     assert history == rows(folder)
     assert len(history) == STEPS and "val/accuracy" in history[5]
@@ -63,27 +74,46 @@ def test_numbers_are_those_of_the_log(run: Any) -> None:
 def test_the_summary_is_there_and_events_are_text(run: Any) -> None:
     folder, found, _ = run
     assert (found.name, found.project, found.exit) == ("test", "project", 0)
-    assert found.config["sync"] == "AllReduce()" and found.config["seed"] == 1 and found.config["workers"] == 2
+    assert (
+        found.config["sync"] == "AllReduce()"
+        and found.config["seed"] == 1
+        and found.config["workers"] == 2
+    )
     assert found.config["optimizers/0/lr"] == 0.1
     ended = summary(folder)
-    assert found.summary["final_loss"] == ended["final_loss"] and found.summary["results/score"] == 0.5
+    assert (
+        found.summary["final_loss"] == ended["final_loss"] and found.summary["results/score"] == 0.5
+    )
     assert all(event["what"] in found.summary["paceline/events"] for event in ended["events"])
-    assert any("epoch 1 is over" in str(values.get("paceline/event")) for values in found.history.values())
+    assert any(
+        "epoch 1 is over" in str(values.get("paceline/event")) for values in found.history.values()
+    )
 
 
 def test_histograms_and_images(run: Any) -> None:
     folder, found, _ = run
     shown = {step: values for step, values in found.history.items() if "weights/values" in values}
     assert [*shown] == [5, 10]
-    assert all(sum(values["weights/values"]) == 2 and len(values["weights/bins"]) == 5 for values in shown.values())
-    assert all((each["sample/_type"], each["sample/width"], each["sample/height"]) == ("image-file", 3, 3) for each in shown.values())
+    assert all(
+        sum(values["weights/values"]) == 2 and len(values["weights/bins"]) == 5
+        for values in shown.values()
+    )
+    assert all(
+        (each["sample/_type"], each["sample/width"], each["sample/height"]) == ("image-file", 3, 3)
+        for each in shown.values()
+    )
     assert len(list((folder / "wandb").glob("offline-run-*/files/media/images/sample*.png"))) == 2
 
 
-def test_without_a_key_it_is_offline_and_that_is_said(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_key_it_is_offline_and_that_is_said(
+    run: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, found, said = run
     (path,) = (folder / "wandb").glob("offline-run-*")
-    assert f"wandb: offline, as there is no API key (wandb login): wandb sync {path} sends it later" in said
+    assert (
+        f"wandb: offline, as there is no API key (wandb login): wandb sync {path} sends it later"
+        in said
+    )
     assert found.id == path.name.rpartition("-")[2]
 
 
@@ -96,7 +126,10 @@ def test_another_start_is_the_same_run(tmp_path: Path) -> None:
         tracker.close(failed=not again)
         tracker.close(failed=not again)
     found = sorted(offline(tmp_path / "x"), key=lambda each: min(each.history))
-    assert [(each.id, [*each.history], each.exit) for each in found] == [("sameid", [1, 2, 3], 1), ("sameid", [3, 4], 0)]
+    assert [(each.id, [*each.history], each.exit) for each in found] == [
+        ("sameid", [1, 2, 3], 1),
+        ("sameid", [3, 4], 0),
+    ]
 
 
 def test_the_run_of_a_script_is_left_alone(tmp_path: Path) -> None:
@@ -116,7 +149,9 @@ def test_the_run_of_a_script_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_can_not_be_reached_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_can_not_be_reached_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wandb.teardown()
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
@@ -126,7 +161,9 @@ def test_a_server_that_can_not_be_reached_ends_no_run(tmp_path: Path, monkeypatc
     tracker.steps([TrackedStep(1, 0.0, {"loss": 2.0})])
     tracker.close(failed=False)
     wandb.teardown()
-    assert where.startswith("offline, as the server can't be reached (") and where.endswith("sends it later")
+    assert where.startswith("offline, as the server can't be reached (") and where.endswith(
+        "sends it later"
+    )
     assert [each.history[1]["loss"] for each in offline(tmp_path)] == [2.0]
 
 

@@ -32,7 +32,9 @@ def call() -> Iterator[Callable[..., Any]]:
 
     def caller(worker: int) -> RpcClient:
         if worker not in callers:
-            callers[worker] = RpcClient(receiver.addresses[0], KEYS, sender=worker, who="the server")
+            callers[worker] = RpcClient(
+                receiver.addresses[0], KEYS, sender=worker, who="the server"
+            )
         return callers[worker]
 
     def act(worker: int, request: Request[Any]) -> Any:

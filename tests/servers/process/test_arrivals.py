@@ -1,4 +1,6 @@
-"""Who makes a step together: all who are on time, and who has come late since; by the times that are told, without any wait."""
+"""Who makes a step together: all who are on time, and who has come late since; by the times that
+are told, without any wait.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,15 @@ ALL = {0, 1, 2, 3}
 
 
 def gathering(*spans: float) -> PartialSteps:
-    """Four workers that know how long turns take: the last `SPANS` of each took so long; all begin one at 0."""
+    """Four workers that know how long turns take: the last `SPANS` of each took so long; all
+    begin one at 0.
+    """
     made = PartialSteps(dict.fromkeys(ALL, 0.0))
     for turn in range(SPANS):
         for worker in sorted(ALL):
-            made.come(worker, turn + 1, "", spans[(4 * turn + worker) % len(spans)] if spans else 1.0)
+            made.come(
+                worker, turn + 1, "", spans[(4 * turn + worker) % len(spans)] if spans else 1.0
+            )
         made.make(())
         for worker in ALL:
             made.begin(worker, 0.0)
@@ -40,7 +46,11 @@ def come(made: PartialSteps, *workers: int, now: float, absent: set[int] | None 
 class TestWhoIsWaitedFor:
     def test_all_make_a_step_where_nobody_is_late(self):
         made = gathering()
-        assert not come(made, 2, 0, now=1.0) and not come(made, 3, now=1.03) and come(made, 1, now=1.04)
+        assert (
+            not come(made, 2, 0, now=1.0)
+            and not come(made, 3, now=1.03)
+            and come(made, 1, now=1.04)
+        )
         assert made.sizes == {4: SPANS + 1} and made.ages == {0: 4 * (SPANS + 1)}
 
     def test_who_is_late_is_not_waited_for_again_and_its_gradient_is_in_a_later_step(self):
@@ -49,13 +59,20 @@ class TestWhoIsWaitedFor:
         assert come(made, now=1.0 + LEAST), "it is late"
         for worker in (0, 1, 2):
             made.begin(worker, 1.1)
-        assert not come(made, 0, now=2.0) and not come(made, 1, now=2.0) and come(made, 2, now=2.0), "not waited for"
+        assert (
+            not come(made, 0, now=2.0) and not come(made, 1, now=2.0) and come(made, 2, now=2.0)
+        ), "not waited for"
         for worker in (0, 1, 2):
             made.begin(worker, 2.0)
         assert not come(made, 3, now=2.5), "the others are on time"
         assert not come(made, 0, 1, now=3.0) and come(made, 2, now=3.0)
         number, step = made._made[3]
-        assert number == SPANS + 1 and step.number == SPANS + 3 and list(step.came) == [0, 1, 2, 3] and step.came[3] == "of 3"
+        assert (
+            number == SPANS + 1
+            and step.number == SPANS + 3
+            and list(step.came) == [0, 1, 2, 3]
+            and step.came[3] == "of 3"
+        )
         assert made.sizes == {4: SPANS + 1, 3: 2} and made.ages == {0: 4 * SPANS + 9, 2: 1}
         made.begin(3, 3.0)
         assert 3 not in made._late, "it is waited for again"
@@ -68,10 +85,14 @@ class TestWhoIsWaitedFor:
         assert not come(made, 0, 1, 2, now=1e6), "nor does anybody know when this one began"
         made = gathering()
         made.rest()
-        assert not come(made, 0, 1, 2, now=1e6) and made.due == math.inf and come(made, 3, now=2e6), "another epoch"
+        assert (
+            not come(made, 0, 1, 2, now=1e6) and made.due == math.inf and come(made, 3, now=2e6)
+        ), "another epoch"
 
     def test_the_leave_is_learnt(self):
-        """A little where turns are alike, some of them slow or not; what they differ by where they do; never more than half."""
+        """A little where turns are alike, some of them slow or not; what they differ by where
+        they do; never more than half.
+        """
         same, some = gathering(), gathering(1.0, 1.0, 1.0, 1.0, 1.0, 5.0, 1.0)
         for made in (same, some):
             assert not come(made, 0, 1, 2, now=1.0) and made.due == pytest.approx(1 + LEAST)
@@ -82,15 +103,25 @@ class TestWhoIsWaitedFor:
 
     def test_when_all_are_slow_nobody_is_late(self):
         made = gathering()
-        assert not come(made, 0, now=1.0) and made.due == pytest.approx(TOGETHER * (1 + LEAST)), "one alone is quick"
-        assert not come(made, 1, now=1.8) and made.due == pytest.approx(1.8 * (1 + LEAST)) and come(made, 2, 3, now=1.9)
+        assert not come(made, 0, now=1.0) and made.due == pytest.approx(TOGETHER * (1 + LEAST)), (
+            "one alone is quick"
+        )
+        assert (
+            not come(made, 1, now=1.8)
+            and made.due == pytest.approx(1.8 * (1 + LEAST))
+            and come(made, 2, 3, now=1.9)
+        )
         made = gathering()
-        assert not come(made, 0, now=4.0) and made.due == pytest.approx(4 * (1 + LEAST)), "the first one takes four times as long"
+        assert not come(made, 0, now=4.0) and made.due == pytest.approx(4 * (1 + LEAST)), (
+            "the first one takes four times as long"
+        )
         assert come(made, now=4.5) and made.sizes[1] == 1
 
     def test_who_waits_itself_is_not_waited_for(self):
         made = gathering()
-        assert come(made, 0, 1, now=1.0, absent=set()) and 2 not in made._late and 3 not in made._late
+        assert (
+            come(made, 0, 1, now=1.0, absent=set()) and 2 not in made._late and 3 not in made._late
+        )
 
     def test_a_pace_that_changes_is_learnt_again(self):
         made = gathering()
@@ -117,7 +148,9 @@ class TestWhoGoesOn:
         assert not made.part(0, {1, 2}, 2.0) and made.takers == {0}, "it is on time"
         assert not made.part(3, {1, 2}, 2.0) and made.takers == {0, 3}, "it has come to push more"
         step = made.make({1, 2})
-        assert step.came.keys() == step.takers == {0, 3} and made.come(3, SPANS + 1, "", 2.1) is step
+        assert (
+            step.came.keys() == step.takers == {0, 3} and made.come(3, SPANS + 1, "", 2.1) is step
+        )
         made.come(3, SPANS + 2, "", 2.2)
         assert not made.part(3, {0, 1, 2}, 2.2 - SHORT), "who is on time is about to come"
 
@@ -152,10 +185,17 @@ class TestOnce:
         made = gathering()
         assert come(made, 0, 1, 2, 3, now=1.0)
         first = made.come(0, SPANS + 1, "again", 5.0)
-        assert first is not None and first.number == SPANS + 1 and first.came[0] == "of 0" and not made.came
+        assert (
+            first is not None
+            and first.number == SPANS + 1
+            and first.came[0] == "of 0"
+            and not made.came
+        )
 
     def test_a_gradient_out_of_turn(self):
-        with pytest.raises(Mismatch, match="gradient 9 of worker 0 can't come after its gradient 4"):
+        with pytest.raises(
+            Mismatch, match="gradient 9 of worker 0 can't come after its gradient 4"
+        ):
             gathering().come(0, 9, "", 1.0)
 
     @pytest.mark.parametrize("seed", range(20))
@@ -178,5 +218,9 @@ class TestOnce:
                     made.begin(worker, now)
                     ends[worker] = now + chance.choice([1.0, 1.0, 1.1, 5.0]) + 0.1 * chance.random()
         assert len(told) == sum(turns.values()) - len(made.came) > 100
-        assert sum(size * count for size, count in made.sizes.items()) == sum(made.ages.values()) == len(told)
+        assert (
+            sum(size * count for size, count in made.sizes.items())
+            == sum(made.ages.values())
+            == len(told)
+        )
         assert made.sizes[4] and made.sizes[3] and min(made.ages) == 0 < max(made.ages)

@@ -1,4 +1,6 @@
-"""Which coding a parameter travels in, and when: the same on both sides, and refused where a server can't have it."""
+"""Which coding a parameter travels in, and when: the same on both sides, and refused where a
+server can't have it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ import pytest
 from torch import Size
 
 from paceline.codec.auto import auto
-from paceline.codec.codec import after, error_feedback, gathered, named, plain, scattered, smaller, where
+from paceline.codec.codec import (
+    after,
+    error_feedback,
+    gathered,
+    named,
+    plain,
+    scattered,
+    smaller,
+    where,
+)
 from paceline.codec.coding import compose, exact
 from paceline.codec.dense import bfloat16, half, int4, int8, sign
 from paceline.codec.powersgd import powersgd
@@ -35,31 +46,57 @@ LARGE, SMALL = Size((100, 100)), Size((9,))
         (where(named("*.bias"), exact(), int8()), (CodingPhase(0, int8()),)),
         (after(5, int8()), (CodingPhase(0, None), CodingPhase(5, int8()))),
         (after(0, int8()), (CodingPhase(0, int8()),)),
-        (error_feedback(after(5, topk(0.1), before=half())), (CodingPhase(0, half(), True), CodingPhase(5, topk(0.1), True))),
-        (after(5, error_feedback(topk(0.1)), before=exact()), (CodingPhase(0, None), CodingPhase(5, topk(0.1), True))),
+        (
+            error_feedback(after(5, topk(0.1), before=half())),
+            (CodingPhase(0, half(), True), CodingPhase(5, topk(0.1), True)),
+        ),
+        (
+            after(5, error_feedback(topk(0.1)), before=exact()),
+            (CodingPhase(0, None), CodingPhase(5, topk(0.1), True)),
+        ),
         (
             after(5, after(9, int4(), before=int8()), before=half()),
             (CodingPhase(0, half()), CodingPhase(5, int8()), CodingPhase(9, int4())),
         ),
-        (after(5, after(2, int4(), before=int8()), before=half()), (CodingPhase(0, half()), CodingPhase(5, int4()))),
-        (after(5, int4(), before=after(9, int8(), before=half())), (CodingPhase(0, half()), CodingPhase(5, int4()))),
+        (
+            after(5, after(2, int4(), before=int8()), before=half()),
+            (CodingPhase(0, half()), CodingPhase(5, int4())),
+        ),
+        (
+            after(5, int4(), before=after(9, int8(), before=half())),
+            (CodingPhase(0, half()), CodingPhase(5, int4())),
+        ),
     ],
     ids=repr,
 )
 def test_of_a_codec(codec: Any, found: Any) -> None:
     assert phases(codec, "body.weight", LARGE) == found
     for turn in range(12):
-        assert at(found, turn) == next((phase for phase in reversed(found) if phase.begins <= turn), CodingPhase(0, None))
+        assert at(found, turn) == next(
+            (phase for phase in reversed(found) if phase.begins <= turn), CodingPhase(0, None)
+        )
 
 
 def test_by_name_and_size() -> None:
     codec = where(named("*.bias"), half(), where(smaller(10), int4(), error_feedback(int8())))
     assert phases(codec, "a.bias", LARGE)[0].coding == half()
-    assert phases(codec, "a.weight", SMALL)[0].coding == int4() and phases(codec, "a.weight", LARGE) == (CodingPhase(0, int8(), True),)
+    assert phases(codec, "a.weight", SMALL)[0].coding == int4() and phases(
+        codec, "a.weight", LARGE
+    ) == (CodingPhase(0, int8(), True),)
 
 
 CODINGS = [
-    *(half(), bfloat16(), int8(), int8(64, "stochastic"), int4(32), sign(), topk(0.01), topk(0.1, threshold="sampled"), randomk(0.3)),
+    *(
+        half(),
+        bfloat16(),
+        int8(),
+        int8(64, "stochastic"),
+        int4(32),
+        sign(),
+        topk(0.01),
+        topk(0.1, threshold="sampled"),
+        randomk(0.3),
+    ),
     *(compose(topk(0.2), int8()), compose(compose(topk(0.2), exact()), int4(8))),
 ]
 
@@ -73,8 +110,21 @@ def test_what_is_written_is_read(coding: Any) -> None:
 @pytest.mark.parametrize(
     "found",
     [
-        *([[0, ["topk", {"fraction": 5.0}]]], [[0, ["topk", {}]]], [[0, ["print", {}]]], [[0, ["int8", {"block": -1}]]], [["x", None]]),
-        *([[0, ["topk", {"fraction": "much"}]]], [[0, []]], [[0, 7]], [[0]], 5, [[0, ["compose", {"outer": 1, "inner": 2}]]]),
+        *(
+            [[0, ["topk", {"fraction": 5.0}]]],
+            [[0, ["topk", {}]]],
+            [[0, ["print", {}]]],
+            [[0, ["int8", {"block": -1}]]],
+            [["x", None]],
+        ),
+        *(
+            [[0, ["topk", {"fraction": "much"}]]],
+            [[0, []]],
+            [[0, 7]],
+            [[0]],
+            5,
+            [[0, ["compose", {"outer": 1, "inner": 2}]]],
+        ),
     ],
     ids=repr,
 )
@@ -96,18 +146,33 @@ class Own:
 @pytest.mark.parametrize(
     ("codec", "text"),
     [
-        ("auto", 'codec="auto" measures steps of AllReduce; give ParameterServer a codec, such as int8'),
+        (
+            "auto",
+            'codec="auto" measures steps of AllReduce; give ParameterServer a codec, such as int8',
+        ),
         (auto(), 'codec="auto" measures steps of AllReduce'),
         ("int8", "a codec is wanted, such as int8"),
         (
             error_feedback(powersgd(4)),
-            r"servers take each worker's gradient by itself: give ParameterServer error_feedback\(topk\(0.01\)\)",
+            (
+                r"servers take each worker's gradient by itself: "
+                r"give ParameterServer error_feedback\(topk\(0.01\)\)"
+            ),
         ),
         (where(smaller(5), powersgd(4), int8()), "sums thin matrices among workers"),
         (after(5, powersgd(4)), "sums thin matrices among workers"),
-        (error_feedback(gathered(sign())), r"gathered\(sign\(\)\) says how workers sum among themselves.*: say sign\(\)"),
+        (
+            error_feedback(gathered(sign())),
+            r"gathered\(sign\(\)\) says how workers sum among themselves.*: say sign\(\)",
+        ),
         (scattered(int8()), r"say int8\(\)"),
-        (Own(), "is no coding of paceline, and a server decodes without your script: possible are bfloat16, compose"),
+        (
+            Own(),
+            (
+                "is no coding of paceline, and a server decodes without your script: "
+                "possible are bfloat16, compose"
+            ),
+        ),
     ],
     ids=repr,
 )

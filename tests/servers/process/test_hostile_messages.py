@@ -1,4 +1,6 @@
-"""Messages that make no sense, from somebody who has the key: refused, whatever is in them, and the server lives and keeps what it has."""
+"""Messages that make no sense, from somebody who has the key: refused, whatever is in them, and
+the server lives and keeps what it has.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,30 @@ WAYS = {
     "backup": "ParameterServer(backup_workers=1)",
     "alone": "ParameterServer(staleness=inf)",
 }
-SHAPES: tuple[Any, ...] = ([0, 1 << 62, 1 << 62], [1 << 62], [-1], [], [3, 0], [16], [1.0], ["x"], "x", None, [1] * 17)
+SHAPES: tuple[Any, ...] = (
+    [0, 1 << 62, 1 << 62],
+    [1 << 62],
+    [-1],
+    [],
+    [3, 0],
+    [16],
+    [1.0],
+    ["x"],
+    "x",
+    None,
+    [1] * 17,
+)
 SPEC = TableSpec(rows=100, dim=2, dtype="float64", seed=3, std=1.0, rule="SGD").plain()
 TABLE = Index(0)
 
 
 def ones(step: int, *numbers: int) -> tuple[rows.RowGradient, ...]:
     """A gradient of these rows."""
-    return (rows.RowGradient(TABLE, step, True, None, torch.tensor(numbers), torch.ones(len(numbers), 2).double()),)
+    return (
+        rows.RowGradient(
+            TABLE, step, True, None, torch.tensor(numbers), torch.ones(len(numbers), 2).double()
+        ),
+    )
 
 
 STATE = rows.TableState(SPEC, {"lr": 1.0}, count=1, step=1, discarded=0)
@@ -90,8 +108,16 @@ class Told:
         self.answers: deque[RpcMessage] = deque(maxlen=3)
         self.refused = self.nbytes = self.sent = 0
 
-    def answer(self, message: RpcMessage, kind: str, body: Mapping[str, Any] | None = None, tensors: Sequence[Tensor] = ()) -> bool:
-        found = RpcMessage(kind, message.number, 0, message.view, message.step, body or {}, tuple(tensors))
+    def answer(
+        self,
+        message: RpcMessage,
+        kind: str,
+        body: Mapping[str, Any] | None = None,
+        tensors: Sequence[Tensor] = (),
+    ) -> bool:
+        found = RpcMessage(
+            kind, message.number, 0, message.view, message.step, body or {}, tuple(tensors)
+        )
         found.dump(FRAME)  # it can be sent
         self.answers.append(found)
         return True
@@ -120,7 +146,9 @@ def recorded() -> list[list[RpcMessage]]:
     def body(run: Any) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2)).double()
-        model, optimizer, loader = run.prepare(model, torch.optim.Adam(model.parameters(), 0.01), runs.batches(24))
+        model, optimizer, loader = run.prepare(
+            model, torch.optim.Adam(model.parameters(), 0.01), runs.batches(24)
+        )
         for x, y in loader:
             loss = ((model(x) - y) ** 2).mean()
             loss.backward()
@@ -137,11 +165,16 @@ def recorded() -> list[list[RpcMessage]]:
 
 def _kept(found: RpcMessage) -> RpcMessage:
     tensors = tuple(x.clone() for x in found.tensors)  # the server keeps what comes, and adds to it
-    return RpcMessage(found.kind, found.number, found.sender, found.view, found.step, found.body, tensors)
+    return RpcMessage(
+        found.kind, found.number, found.sender, found.view, found.step, found.body, tensors
+    )
 
 
 def _copied(found: RpcMessage, **parts: Any) -> RpcMessage:
-    whole = {name: getattr(found, name) for name in ("kind", "number", "sender", "view", "step", "body", "tensors")} | parts
+    whole = {
+        name: getattr(found, name)
+        for name in ("kind", "number", "sender", "view", "step", "body", "tensors")
+    } | parts
     return RpcMessage(**{**whole, "tensors": tuple(x.clone() for x in whole["tensors"])})
 
 
@@ -157,9 +190,15 @@ def wrong(drawn: random.Random, found: RpcMessage, others: Sequence[RpcMessage])
             case 2 if tensors:
                 tensors[drawn.randrange(len(tensors))] = _odd(drawn, tensors[0])
             case 3:
-                tensors = drawn.choice(([], tensors[:-1], [*tensors, torch.ones(3)], list(other.tensors)))
+                tensors = drawn.choice(
+                    ([], tensors[:-1], [*tensors, torch.ones(3)], list(other.tensors))
+                )
             case 4:
-                return _copied(found, sender=drawn.choice((0, 1, 7777, 1 << 62)), step=drawn.choice((0, 1, found.step + 1, 1 << 62)))
+                return _copied(
+                    found,
+                    sender=drawn.choice((0, 1, 7777, 1 << 62)),
+                    step=drawn.choice((0, 1, found.step + 1, 1 << 62)),
+                )
             case _:
                 bent = strangers.bent(drawn, body)
                 body = bent if isinstance(bent, dict) else body
@@ -170,7 +209,14 @@ def _odd(drawn: random.Random, x: Tensor) -> Tensor:
     flat = x.reshape(-1)
     return drawn.choice(
         (
-            *(x.to(torch.float16), x.to(torch.bool), x.unsqueeze(0), flat[: flat.numel() // 2].clone(), torch.zeros(0), torch.tensor(3)),
+            *(
+                x.to(torch.float16),
+                x.to(torch.bool),
+                x.unsqueeze(0),
+                flat[: flat.numel() // 2].clone(),
+                torch.zeros(0),
+                torch.tensor(3),
+            ),
             torch.full_like(x, -1) if x.dtype is not torch.bool else x,
             torch.frombuffer(bytearray(drawn.randbytes(max(x.nbytes, 1))), dtype=torch.uint8),
             torch.zeros([0, 5, 1 << 30]),
@@ -181,7 +227,10 @@ def _odd(drawn: random.Random, x: Tensor) -> Tensor:
 def over_the_wire(message: RpcMessage) -> RpcMessage | None:
     """As it comes, if it can be said at all and is let in."""
     try:
-        frames = [bytearray(memoryview(frame).cast("B")) if memoryview(frame) else b"" for frame in message.dump()]
+        frames = [
+            bytearray(memoryview(frame).cast("B")) if memoryview(frame) else b""
+            for frame in message.dump()
+        ]
     except (TypeError, ValueError, OverflowError, MalformedMessage):
         return None
     try:
@@ -190,12 +239,20 @@ def over_the_wire(message: RpcMessage) -> RpcMessage | None:
         return None
 
 
-def storm(server: Server, messages: Sequence[RpcMessage], drawn: random.Random, count: int, among: Sequence[RpcMessage]) -> None:
+def storm(
+    server: Server,
+    messages: Sequence[RpcMessage],
+    drawn: random.Random,
+    count: int,
+    among: Sequence[RpcMessage],
+) -> None:
     """Real messages, and between them so many that are not, as `Server.run` takes them."""
     each, slowest = -(-count // max(len(messages), 1)), 0.0
     for real in messages:
         for number in range(each + 1):
-            found = over_the_wire(wrong(drawn, drawn.choice(among), among) if number else _copied(real))
+            found = over_the_wire(
+                wrong(drawn, drawn.choice(among), among) if number else _copied(real)
+            )
             if found is None or found.kind == "end":
                 continue
             began = time.perf_counter()
@@ -216,7 +273,12 @@ def test_mutated_messages_to_servers(count: int) -> None:
         server = Server(told)  # type: ignore[arg-type]
         storm(server, messages, drawn, count // len(heard), [*messages, *rest])
         begun += server._parameters.begun
-        for request in (recovery.ReadShard(), parameters.ReadMemories(), service.ReadFacts(), service.CheckAlive()):
+        for request in (
+            recovery.ReadShard(),
+            parameters.ReadMemories(),
+            service.ReadFacts(),
+            service.CheckAlive(),
+        ):
             server.take(said(request))
         assert told.refused > count // len(heard) // 8
         assert told.answers[-1].kind == service.CheckAlive.kind
@@ -294,12 +356,25 @@ def test_what_a_server_has_stays_whole() -> None:
         say(parameters.PushGradient(unit, 1, 0, b"\1", False, False, torch.ones(16)))
     close = parameters.CloseStep(Index(0), 1, 0, (0,), 1.0, (), decided=True)
     settings: list[Any] = [[[0, {"lr": "x"}]], [[5, {"lr": 1.0}]], [[0, {"params": []}]], [[0, 7]]]
-    wrong = [{"settings": value} for value in settings] + [{"workers": value} for value in ([0, 0], [0, 9], [], "x")]
-    for changes in (*wrong, {"factor": "x"}, {"optimizer": 9}, {"optimizer": -1}, {"of": [0, 0]}, {"came": []}):
+    wrong = [{"settings": value} for value in settings] + [
+        {"workers": value} for value in ([0, 0], [0, 9], [], "x")
+    ]
+    for changes in (
+        *wrong,
+        {"factor": "x"},
+        {"optimizer": 9},
+        {"optimizer": -1},
+        {"of": [0, 0]},
+        {"came": []},
+    ):
         assert say(close, **changes).kind == "refused", changes
     assert say(close).kind == close.kind
-    assert torch.equal(say(parameters.PullUnit(Index(0), 1, False)).tensors[0][:5], torch.full((5,), 0.75))
-    assert torch.equal(say(parameters.PullUnit(Index(1), 1, False)).tensors[0][:12], torch.full((12,), 0.5))
+    assert torch.equal(
+        say(parameters.PullUnit(Index(0), 1, False)).tensors[0][:5], torch.full((5,), 0.75)
+    )
+    assert torch.equal(
+        say(parameters.PullUnit(Index(1), 1, False)).tensors[0][:12], torch.full((12,), 0.5)
+    )
 
 
 @pytest.mark.parametrize(
@@ -332,7 +407,10 @@ def test_who_takes_no_turns_decides_nothing() -> None:
     server = Server(Told())  # type: ignore[arg-type]
     scheduler = server._scheduling.scheduler
     scheduler.begin(0, 0, [4], [0, 1])
-    for come in (lambda: scheduler.arrive(9, 0, 1, {"part": 1.0}, 1), lambda: scheduler.gather(9, 0, 1, {"part": 1.0}, bound=1.0, now=0.0)):
+    for come in (
+        lambda: scheduler.arrive(9, 0, 1, {"part": 1.0}, 1),
+        lambda: scheduler.gather(9, 0, 1, {"part": 1.0}, bound=1.0, now=0.0),
+    ):
         with pytest.raises(Mismatch, match="takes no turns"):
             come()
 
@@ -350,7 +428,8 @@ def test_what_waits_is_limited_for_each_connection(monkeypatch: pytest.MonkeyPat
     server.take(replace(early, route=b"other"))
     assert told.refused == 4
     server.take(said(rows.PushRows(ones(1, 1, 2), (0,), decided=False)))
-    assert told.answers[-1].kind == rows.PullRows.kind and told.refused == 4  # all that waited are answered
+    # all that waited are answered
+    assert told.answers[-1].kind == rows.PullRows.kind and told.refused == 4
     server.take(replace(said(rows.PullRows(TABLE, 2, "", torch.tensor([1]))), route=b"one"))
     assert told.refused == 4
 
@@ -377,9 +456,14 @@ def test_steps_that_may_be_undone_are_limited(monkeypatch: pytest.MonkeyPatch) -
 
     def step(number: int, floor: int) -> str:
         server.take(said(rows.PushRows(ones(number, 1, 2), (0,), decided=True)))
-        server.take(said(rows.MakeRowSteps((rows.DecidedRowStep(TABLE, number, floor),), (0,), number)))
+        server.take(
+            said(rows.MakeRowSteps((rows.DecidedRowStep(TABLE, number, floor),), (0,), number))
+        )
         return told.answers[-1].kind
 
-    assert [step(number, 0) for number in (1, 2, 3, 4)] == [rows.MakeRowSteps.kind] * 3 + ["refused"]
-    server.take(said(rows.MakeRowSteps((rows.DecidedRowStep(TABLE, 4, 3),), (0,), 4)))  # of the turn after that
+    assert [step(number, 0) for number in (1, 2, 3, 4)] == [rows.MakeRowSteps.kind] * 3 + [
+        "refused"
+    ]
+    # of the turn after that
+    server.take(said(rows.MakeRowSteps((rows.DecidedRowStep(TABLE, 4, 3),), (0,), 4)))
     assert told.answers[-1].kind == rows.MakeRowSteps.kind

@@ -11,7 +11,13 @@ import torch
 from paceline.errors import Mismatch
 from paceline.servers.protocol.message import Index
 from paceline.servers.protocol.parameters import CloseStep, PullUnit, PushGradient, ReadMemories
-from paceline.servers.protocol.samples import CompleteTurn, Contribution, DealSamples, GatherStep, TakeSamples
+from paceline.servers.protocol.samples import (
+    CompleteTurn,
+    Contribution,
+    DealSamples,
+    GatherStep,
+    TakeSamples,
+)
 from paceline.servers.protocol.service import EndServer
 from tests.harness.shard_plans import SECONDS
 
@@ -35,7 +41,9 @@ def test_is_refused_with_its_reason(begun: Any, name: str) -> None:
     kind, changes, tensor, why = WRONG[name]
     body = (CLOSE if kind == CLOSE.kind else PUSH).pack().body | changes
     with pytest.raises(Mismatch, match=f"the server refused it: {why}"):
-        begun.caller(0).call(kind, body=body, tensors=[torch.ones(16)] if tensor else [], seconds=SECONDS)
+        begun.caller(0).call(
+            kind, body=body, tensors=[torch.ones(16)] if tensor else [], seconds=SECONDS
+        )
     assert len(begun.said) == 1 and f"{kind} of 0 was refused" in begun.said[0]
     for unit in (0, 1):
         begun(0, PushGradient(Index(unit), 1, 0, b"\1", False, False, torch.ones(16)))
@@ -53,10 +61,14 @@ def test_who_is_late_is_found_out_though_nothing_comes(begun: Any, how: str) -> 
         return GatherStep(Index(0), number, 3, may_go_on=True, contribution=Contribution(0.5, ()))
 
     sent = [begun.send(worker, gather(1)) for worker in (0, 1)]
-    assert [one.wait(SECONDS).workers for one in sent] == [(0, 1)] * 2, "nobody knows yet how long a turn takes"
+    assert [one.wait(SECONDS).workers for one in sent] == [(0, 1)] * 2, (
+        "nobody knows yet how long a turn takes"
+    )
     for worker in (0, 1):
         begun(worker, TakeSamples(1, 1))
-        assert begun(worker, CompleteTurn(1, False, False, 3)).made == ((0, 1),), "it may not have been taken yet"
+        assert begun(worker, CompleteTurn(1, False, False, 3)).made == ((0, 1),), (
+            "it may not have been taken yet"
+        )
     waits = begun.send(0, gather(2))
     if how == "late":
         found = waits.wait(SECONDS)
@@ -69,7 +81,9 @@ def test_who_is_late_is_found_out_though_nothing_comes(begun: Any, how: str) -> 
 @pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kept", ["begun", "coded"])
 def test_senseless_messages(request: Any, kept: str, count: int) -> None:
-    """Well-formed, and wrong in what they say: each is answered or put off, and the server lives."""
+    """Well-formed, and wrong in what they say: each is answered or put off, and the server
+    lives.
+    """
     begun = request.getfixturevalue(kept)
     chance, caller = random.Random(count), begun.caller(9)
     numbers, texts = [0, 1, -1, 1 << 40], [b"", b"\1", b"\1\1"]
@@ -89,15 +103,33 @@ def test_senseless_messages(request: Any, kept: str, count: int) -> None:
         "came": [None],
     }
     wrong = ["x", None, b"\1", [], {}, 1.5, True]
-    tensors = [torch.ones(16), torch.ones(3), torch.ones(0), torch.ones(2, 2, dtype=torch.int8), torch.tensor(1.0)]
-    tensors += [torch.frombuffer(bytearray(chance.randbytes(size)), dtype=torch.uint8) for size in (16, 16, 20, 20, 24)]
+    tensors = [
+        torch.ones(16),
+        torch.ones(3),
+        torch.ones(0),
+        torch.ones(2, 2, dtype=torch.int8),
+        torch.tensor(1.0),
+    ]
+    tensors += [
+        torch.frombuffer(bytearray(chance.randbytes(size)), dtype=torch.uint8)
+        for size in (16, 16, 20, 20, 24)
+    ]
     kinds = [*begun.server._parameters.handlers]
     for _ in range(count):
         kind, body = chance.choice(kinds), dict[str, Any]()
         for name in kind._values:
-            flags = [True, False] if name in ("keep", "drop_late", "decided", "same", "undo", "copy") else numbers
+            flags = (
+                [True, False]
+                if name in ("keep", "drop_late", "decided", "same", "undo", "copy")
+                else numbers
+            )
             body[name] = chance.choice(wrong if chance.random() < 0.05 else right.get(name, flags))
-        caller.send(kind.kind, body=body, tensors=chance.choices(tensors, k=len(kind._tensors)), seconds=SECONDS)
+        caller.send(
+            kind.kind,
+            body=body,
+            tensors=chance.choices(tensors, k=len(kind._tensors)),
+            seconds=SECONDS,
+        )
     begun(0, ReadMemories())
     assert begun.thread.is_alive()
 

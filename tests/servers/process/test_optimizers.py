@@ -13,7 +13,9 @@ from paceline.servers.process import optimizers
 
 def parameters(seed: int = 0) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(size, generator=generator)) for size in ((6, 5), (4, 3), (2, 7))]
+    return [
+        nn.Parameter(torch.randn(size, generator=generator)) for size in ((6, 5), (4, 3), (2, 7))
+    ]
 
 
 def grads(parts: list[nn.Parameter], step: int) -> None:
@@ -59,7 +61,9 @@ def test_a_group_without_parameters_keeps_its_place():
 
 def test_settings_that_are_tensors_become_numbers():
     optimizer = torch.optim.Adam(parameters(), lr=torch.tensor(0.25), betas=(0.8, 0.9))
-    assert optimizers.settings(optimizer)[0]["lr"] == 0.25 and optimizers.settings(optimizer)[0]["betas"] == [0.8, 0.9]
+    assert optimizers.settings(optimizer)[0]["lr"] == 0.25 and optimizers.settings(optimizer)[0][
+        "betas"
+    ] == [0.8, 0.9]
 
 
 class Own(torch.optim.SGD):
@@ -67,7 +71,9 @@ class Own(torch.optim.SGD):
 
 
 def test_what_can_t_be_made_elsewhere_is_refused():
-    with pytest.raises(UsageError, match=r"test_optimizers\.Own, and a server makes its own .* AllReduce"):
+    with pytest.raises(
+        UsageError, match=r"test_optimizers\.Own, and a server makes its own .* AllReduce"
+    ):
         optimizers.describe(Own(parameters(), lr=0.1))
     hooked = torch.optim.SGD(parameters(), lr=0.1)
     hooked.register_step_post_hook(lambda *_: None)

@@ -12,7 +12,10 @@ from paceline.servers.process.partition import PARTS, SMALLEST, deal, pieces
 
 
 def shapes(*sizes: tuple[int, ...]) -> list[BucketShape]:
-    return [BucketShape.of(torch.empty(size, device="meta"))._replace(device=torch.device("cpu")) for size in sizes]
+    return [
+        BucketShape.of(torch.empty(size, device="meta"))._replace(device=torch.device("cpu"))
+        for size in sizes
+    ]
 
 
 SIZES = st.lists(st.lists(st.integers(0, 700), max_size=3).map(tuple), min_size=1, max_size=12)
@@ -24,7 +27,9 @@ def test_every_row_once(sizes, servers, whole):
     cut = pieces(found, servers, [whole] * len(found))
     for number, shape in enumerate(found):
         mine = [piece for piece in cut if piece.slot == number]
-        assert [row for piece in mine for row in range(piece.start, piece.stop)] == list(range(shape.size[0] if shape.size else 1))
+        assert [row for piece in mine for row in range(piece.start, piece.stop)] == list(
+            range(shape.size[0] if shape.size else 1)
+        )
         assert sum(piece.nbytes for piece in mine) == shape.numel * 4
         assert not whole or len(mine) == 1
         for piece in mine:

@@ -24,7 +24,9 @@ def scheduler(*sizes: int, workers: int = 2, epoch: int = 0, first: int = 0) -> 
 
 class TestSamples:
     @given(
-        sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8), most=st.lists(st.integers(1, 5), min_size=1, max_size=4), data=st.data()
+        sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8),
+        most=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+        data=st.data(),
     )
     def test_each_goes_to_one_worker_in_order(self, sizes, most, data):
         made, dealt, left = scheduler(*sizes, workers=len(most), first=3), [], set(range(len(most)))
@@ -39,7 +41,9 @@ class TestSamples:
                 made.tick(worker, clocks[worker])
             elif found is False:
                 left.discard(worker)
-        assert dealt == [(3 + batch, sample) for batch, size in enumerate(sizes) for sample in range(size)]
+        assert dealt == [
+            (3 + batch, sample) for batch, size in enumerate(sizes) for sample in range(size)
+        ]
 
     def test_what_is_dropped_for_good_is_told(self):
         made = scheduler(4, 4, epoch=7, first=2)
@@ -109,7 +113,10 @@ class TestClocks:
         made.leave(2)
         assert made.may(0, 2) and made.slowest == 3
 
-    @pytest.mark.parametrize(("worker", "clock", "why"), [(0, 2, "can't come to turn 2"), (1, 1, "hasn't begun"), (9, 1, "hasn't begun")])
+    @pytest.mark.parametrize(
+        ("worker", "clock", "why"),
+        [(0, 2, "can't come to turn 2"), (1, 1, "hasn't begun"), (9, 1, "hasn't begun")],
+    )
     def test_a_turn_that_can_not_be(self, worker, clock, why):
         made = scheduler(4)
         made.take(0, 1)
@@ -133,7 +140,11 @@ class TestWhoMakesAStep:
         assert made.arrive(3, 0, 1, "c", 2) is None
         assert made.absent(0, 1) == [(0, 0), (1, 0), (2, 0)]
         found = made.arrive(1, 0, 1, "a", 2)
-        assert isinstance(found, StepDecision) and found.workers == [1, 3] and found.came == {3: "c", 1: "a"}
+        assert (
+            isinstance(found, StepDecision)
+            and found.workers == [1, 3]
+            and found.came == {3: "c", 1: "a"}
+        )
         assert made.arrive(3, 0, 1, "c", 2) is found, "who waited for it is told"
         assert made.arrive(0, 0, 1, "b", 2) is False and made.decided(0) == 1
         with pytest.raises(Mismatch, match="step 3 of optimizer 0 can't come after step 1"):
@@ -173,7 +184,10 @@ class TestWhoMakesAStep:
                 steps[worker] = made.decided(0)
             else:
                 steps[worker] += 1
-                assert made_by.setdefault(steps[worker], found.workers) == found.workers and len(found.workers) == 3
+                assert (
+                    made_by.setdefault(steps[worker], found.workers) == found.workers
+                    and len(found.workers) == 3
+                )
                 assert worker in found.workers
                 waiting.discard(worker)
         assert made.decided(0) >= max(steps.values())
@@ -193,11 +207,19 @@ class TestWhoIsInAStepWithinABound:
                 made.starts(worker, 0.0)
         return made
 
-    def turn(self, made: SampleScheduler, *workers: int, number: int, now: float, bound: float = 2) -> list[int]:
-        """These come to a step, one by one, then all of them ask again; who is told that it is in one begins its next turn, if it may."""
+    def turn(
+        self, made: SampleScheduler, *workers: int, number: int, now: float, bound: float = 2
+    ) -> list[int]:
+        """These come to a step, one by one, then all of them ask again; who is told that it is
+        in one begins its next turn, if it may.
+        """
         for worker in workers:
             made.gather(worker, 0, number, worker, bound=bound, now=now)
-        told = [worker for worker in workers if made.gather(worker, 0, number, worker, bound=bound, now=now) is not None]
+        told = [
+            worker
+            for worker in workers
+            if made.gather(worker, 0, number, worker, bound=bound, now=now) is not None
+        ]
         for worker in told:
             made.tick(worker, made.clocks[worker] + 1)
         for worker in told:
@@ -210,98 +232,155 @@ class TestWhoIsInAStepWithinABound:
         assert self.turn(made, 0, 1, number=5, now=1.0) == [] and 1.0 < made.due < 1.5
         assert made.absent(0, 0) == [(2, 4)]
         assert self.turn(made, 0, 1, number=5, now=made.due) == [0, 1] and made.due == math.inf
-        assert self.turn(made, 0, number=6, now=2.1) == [] and self.turn(made, 2, number=5, now=2.1) == []
+        assert (
+            self.turn(made, 0, number=6, now=2.1) == []
+            and self.turn(made, 2, number=5, now=2.1) == []
+        )
         assert self.turn(made, 1, number=6, now=2.1) == [1]
         step = made.gather(2, 0, 5, 2, bound=2, now=2.1)
         assert step is not None and list(step.came) == [0, 1, 2]
         facts = made.facts()
-        assert facts["steps_by_workers"] == {"2": 1, "3": 5} and facts["steps_late"] == {"0": 16, "1": 1}
+        assert facts["steps_by_workers"] == {"2": 1, "3": 5} and facts["steps_late"] == {
+            "0": 16,
+            "1": 1,
+        }
 
     def test_a_step_that_nobody_could_go_on_from_waits_for_the_slowest(self):
         made = self.begun()
-        assert self.turn(made, 0, 1, number=5, now=1.0) == [] and self.turn(made, 0, 1, number=5, now=1.2) == [0, 1]
-        assert self.turn(made, 0, 1, number=6, now=2.2) == [0, 1], "who is late is not waited for again"
+        assert self.turn(made, 0, 1, number=5, now=1.0) == [] and self.turn(
+            made, 0, 1, number=5, now=1.2
+        ) == [0, 1]
+        assert self.turn(made, 0, 1, number=6, now=2.2) == [0, 1], (
+            "who is late is not waited for again"
+        )
         assert self.turn(made, 0, 1, number=7, now=3.2) == [] and made.due == math.inf
         assert made.gather(2, 0, 5, 2, bound=2, now=4.0) is not None
-        assert all(made.gather(worker, 0, 7, worker, bound=2, now=4.0) is not None for worker in (0, 1))
+        assert all(
+            made.gather(worker, 0, 7, worker, bound=2, now=4.0) is not None for worker in (0, 1)
+        )
 
     def test_one_that_may_go_on_is_enough(self):
         """Who has come with it is held at the bound, and not waited for there."""
         made = self.begun()
-        assert self.turn(made, 0, number=5, now=2.0) == [] and self.turn(made, 0, number=5, now=2.3) == [0]
+        assert self.turn(made, 0, number=5, now=2.0) == [] and self.turn(
+            made, 0, number=5, now=2.3
+        ) == [0]
         assert self.turn(made, 0, number=6, now=3.3) == [0]
         assert self.turn(made, 0, number=7, now=4.3) == [], "nobody could go on from it"
-        assert self.turn(made, 1, number=5, now=4.4) == [1] and self.turn(made, 0, number=7, now=4.4) == [0]
+        assert self.turn(made, 1, number=5, now=4.4) == [1] and self.turn(
+            made, 0, number=7, now=4.4
+        ) == [0]
         assert made.clocks == {0: 7, 1: 5, 2: 4} and not made.may(0, 2)
         assert self.turn(made, 1, number=6, now=5.4) == [1] and made.clocks == {0: 7, 1: 6, 2: 4}
-        assert self.turn(made, 1, number=7, now=6.4) == [] and self.turn(made, 2, number=5, now=6.5) == [2]
+        assert self.turn(made, 1, number=7, now=6.4) == [] and self.turn(
+            made, 2, number=5, now=6.5
+        ) == [2]
         assert self.turn(made, 1, number=7, now=6.5) == [1] and made.may(0, 2) and made.may(1, 2)
 
     def test_those_who_have_left_or_wait_at_another_optimizer_are_not_waited_for(self):
         made = self.begun()
         assert made.gather(0, 0, 5, 0, bound=2, now=1.0) is None
         made.leave(1)
-        assert made.gather(2, 1, 1, 2, bound=2, now=1.0) is not None, "the first waits at the other one"
+        assert made.gather(2, 1, 1, 2, bound=2, now=1.0) is not None, (
+            "the first waits at the other one"
+        )
         assert made.gather(0, 0, 5, 0, bound=2, now=1.0) is None, "the third is under way again"
         made.leave(2)
         assert made.gather(0, 0, 5, 0, bound=2, now=1.0) is not None
 
     def test_one_alone(self):
-        assert all(SampleScheduler().gather(0, 0, 1, "", bound=1, now=now) is not None for now in (0.0, 1.0))
+        assert all(
+            SampleScheduler().gather(0, 0, 1, "", bound=1, now=now) is not None
+            for now in (0.0, 1.0)
+        )
 
     def test_who_is_late_goes_on_and_is_in_the_open_step(self):
         made = self.begun()
-        assert self.turn(made, 0, 1, number=5, now=1.0) == [] and self.turn(made, 0, 1, number=5, now=1.2) == [0, 1]
+        assert self.turn(made, 0, 1, number=5, now=1.0) == [] and self.turn(
+            made, 0, 1, number=5, now=1.2
+        ) == [0, 1]
         late = {"bound": 2, "part": True}
-        assert made.gather(2, 0, 5, 2, now=1.5, **late) == OpenStep(5) and made.gather(2, 0, 5, 2, bound=2, now=1.5) is None, "it is open"
+        assert (
+            made.gather(2, 0, 5, 2, now=1.5, **late) == OpenStep(5)
+            and made.gather(2, 0, 5, 2, bound=2, now=1.5) is None
+        ), "it is open"
         made.tick(2, 5)
         assert made.slowest == 4, "nobody has its gradient yet"
         made.went(2, 1.5)
-        assert self.turn(made, 0, 1, number=6, now=2.2) == [0, 1] and made.slowest == 5, "who goes on isn't waited for"
+        assert self.turn(made, 0, 1, number=6, now=2.2) == [0, 1] and made.slowest == 5, (
+            "who goes on isn't waited for"
+        )
         step = made.gather(2, 0, 5, 2, bound=2, now=2.5)
         assert step is not None and list(step.came) == [0, 1, 2] and step.takers == {0, 1, 2}
         assert made.gather(2, 0, 6, 2, now=2.5, **late) == OpenStep(6), "it stays out of phase"
         made.tick(2, 6)
         made.went(2, 2.5)
-        assert made.gather(0, 0, 7, 0, now=3.2, **late) is None, "who is on time waits for the others"
+        assert made.gather(0, 0, 7, 0, now=3.2, **late) is None, (
+            "who is on time waits for the others"
+        )
         step = made.gather(1, 0, 7, 1, now=3.2, **late)
-        assert step.number == 7 and step.takers == {0, 1} and list(step.came) == [0, 1, 2], "the two make it, and have it taken"
+        assert step.number == 7 and step.takers == {0, 1} and list(step.came) == [0, 1, 2], (
+            "the two make it, and have it taken"
+        )
         assert made.facts()["steps_late"] == {"0": 18, "1": 2}
 
     def test_who_is_late_waits_where_others_are_about_to_come_or_nobody_would(self):
         made = self.begun()
-        assert self.turn(made, 0, 1, number=5, now=1.0) == [] and self.turn(made, 0, 1, number=5, now=1.2) == [0, 1]
+        assert self.turn(made, 0, 1, number=5, now=1.0) == [] and self.turn(
+            made, 0, 1, number=5, now=1.2
+        ) == [0, 1]
         late = {"bound": 2, "part": True}
         assert made.gather(2, 0, 5, 2, now=1.2 + 0.8, **late) is None, "it is in phase again"
         made = self.begun()
-        assert self.turn(made, 0, 1, number=5, now=1.0) == [] and self.turn(made, 0, 1, number=5, now=1.2) == [0, 1]
+        assert self.turn(made, 0, 1, number=5, now=1.0) == [] and self.turn(
+            made, 0, 1, number=5, now=1.2
+        ) == [0, 1]
         made.leave(0)
         made.leave(1)
         assert made.gather(2, 0, 5, 2, now=1.3, **late).takers == {2}
 
     @given(seed=st.integers(0, 10_000), bound=st.integers(1, 4))
     def test_any_times_keep_the_bound_and_end(self, seed, bound):
-        """Whatever turns take: each gradient is in one step, nobody begins a turn too far ahead of what is in steps, and all is trained."""
+        """Whatever turns take: each gradient is in one step, nobody begins a turn too far ahead
+        of what is in steps, and all is trained.
+        """
         chance, workers, turns = random.Random(seed), 3, 15
-        made, now, ends = scheduler(*[1] * turns * workers, workers=workers), 0.0, dict[int, float]()
+        made, now, ends = (
+            scheduler(*[1] * turns * workers, workers=workers),
+            0.0,
+            dict[int, float](),
+        )
         number, in_steps = dict.fromkeys(range(workers), 0), dict.fromkeys(range(workers), 0)
         modes = dict.fromkeys(range(workers), "take")
-        behind = set[int]()  # who has gone on, and has to ask what became of its gradient before it comes with the next one
+        # who has gone on, and has to ask what became of its gradient before it comes with the next
+        # one
+        behind = set[int]()
 
         def gathers(worker: int, part: bool) -> StepMade | OpenStep | None:
-            found = made.gather(worker, 0, number[worker], number[worker], bound=bound, now=now, part=part)
+            found = made.gather(
+                worker, 0, number[worker], number[worker], bound=bound, now=now, part=part
+            )
             if isinstance(found, StepMade):
                 assert found.takers <= found.came.keys() and found.came[worker] == number[worker]
-                in_steps.update({other: max(told, in_steps[other]) for other, told in found.came.items()})
+                in_steps.update(
+                    {other: max(told, in_steps[other]) for other, told in found.came.items()}
+                )
             return found
 
         def goes_on(worker: int) -> str:
             """What it does next."""
             mode = modes[worker]
             if mode == "take" and (found := made.take(worker, 1)) is not None:
-                assert not found or made.clocks[worker] - min(in_steps[other] for other in made._active - made._parked) <= bound
+                assert (
+                    not found
+                    or made.clocks[worker]
+                    - min(in_steps[other] for other in made._active - made._parked)
+                    <= bound
+                )
                 made.starts(worker, now)
-                ends[worker] = now + chance.choice([0.01, 1.0, 1.0, 6.0]) * (1 + 0.1 * chance.random())
+                ends[worker] = now + chance.choice([0.01, 1.0, 1.0, 6.0]) * (
+                    1 + 0.1 * chance.random()
+                )
                 return "turn" if found else "last" if worker in behind else "rest"
             if mode == "turn" and ends[worker] <= now:
                 return "join" if worker in behind else "come"
@@ -327,10 +406,18 @@ class TestWhoIsInAStepWithinABound:
                 for worker in range(workers):
                     modes[worker] = goes_on(worker)
             now = min([*(ends[worker] for worker in ends if modes[worker] == "turn"), made.due])
-            assert now < math.inf or {*modes.values()} == {"rest"}, f"nobody would come any more: {modes}"
+            assert now < math.inf or {*modes.values()} == {"rest"}, (
+                f"nobody would come any more: {modes}"
+            )
         facts = made.facts()
-        assert sum(number.values()) == turns * workers == sum(facts["steps_late"].values()) and in_steps == number
-        assert sum(int(size) * count for size, count in facts["steps_by_workers"].items()) == turns * workers
+        assert (
+            sum(number.values()) == turns * workers == sum(facts["steps_late"].values())
+            and in_steps == number
+        )
+        assert (
+            sum(int(size) * count for size, count in facts["steps_by_workers"].items())
+            == turns * workers
+        )
 
 
 def test_letters():
@@ -351,7 +438,12 @@ class TestPause:
         made.tick(0, 1)
         assert made.take(0, 1) is None
         made.tick(1, 1)
-        assert made.take(1, 1) is made.take(0, 1) is False and made.paused and made.takes(0) and made.takes(1)
+        assert (
+            made.take(1, 1) is made.take(0, 1) is False
+            and made.paused
+            and made.takes(0)
+            and made.takes(1)
+        )
         for worker in (0, 1, 2):
             made.begin(0, 0, [4, 4], range(3), 1)
             assert made.take(worker, 2) == [(0, 2, 4), (1, 0, 2), (1, 2, 4)][worker]
@@ -448,6 +540,8 @@ class TestLoss:
         assert made.gather(0, 0, 1, "", **late) is made.gather(2, 0, 1, "", **late) is None
         assert made.lose({0, 1}) == ([], 0)
         step = made.gather(1, 0, 1, "", **late)
-        assert step.came.keys() == step.takers == {0, 1} and made.gather(0, 0, 1, "", **late) is step
+        assert (
+            step.came.keys() == step.takers == {0, 1} and made.gather(0, 0, 1, "", **late) is step
+        )
         assert made.lose({1}) == ([], 0), "one of them lives"
         assert made.lose({7})[0] == [(0, 1)]

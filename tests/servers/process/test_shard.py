@@ -1,4 +1,6 @@
-"""Servers step as one process would: whatever order pushes come in, however parameters are cut, and whoever is lost in between."""
+"""Servers step as one process would: whatever order pushes come in, however parameters are cut,
+and whoever is lost in between.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,30 @@ def parameters(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
 class Servers:
     """Shards of a model, and what a worker does with them."""
 
-    def __init__(self, model: list[nn.Parameter], optimizers: list[torch.optim.Optimizer], count: int) -> None:
+    def __init__(
+        self, model: list[nn.Parameter], optimizers: list[torch.optim.Optimizer], count: int
+    ) -> None:
         self.model = model
-        owner = {id(p): (k, g) for k, o in enumerate(optimizers) for g, group in enumerate(o.param_groups) for p in group["params"]}
+        owner = {
+            id(p): (k, g)
+            for k, o in enumerate(optimizers)
+            for g, group in enumerate(o.param_groups)
+            for p in group["params"]
+        }
         found = pieces([BucketShape.of(p) for p in model], count, [False] * len(model))
         told = [(recipe.describe(o), recipe.settings(o)) for o in optimizers]
         self.shards = []
         for numbers in deal(found, count):
             mine = [found[number] for number in numbers]
             owners = [owner[id(model[piece.slot])] for piece in mine]
-            kinds = [piece.shape._replace(kind=who[0]) for piece, who in zip(mine, owners, strict=True)]
-            self.shards.append(Shard(ShardPlan(mine, cut(kinds, reversed(range(len(mine))), 100_000), owners, told)))
+            kinds = [
+                piece.shape._replace(kind=who[0]) for piece, who in zip(mine, owners, strict=True)
+            ]
+            self.shards.append(
+                Shard(
+                    ShardPlan(mine, cut(kinds, reversed(range(len(mine))), 100_000), owners, told)
+                )
+            )
         for shard in self.shards:
             for number in range(len(shard.units)):
                 shard.fill(number, self.flat(shard, number, [p.detach() for p in model]))
@@ -54,11 +69,19 @@ class Servers:
         return found
 
     def used(self, shard: Shard, number: int, values: list[Tensor | None]) -> bytes:
-        return bytes(values[shard.plan.pieces[index].slot] is not None for index in shard.plan.runs[number])
+        return bytes(
+            values[shard.plan.pieces[index].slot] is not None for index in shard.plan.runs[number]
+        )
 
     def pushes(self, values: list[Tensor | None], worker: int) -> list[Any]:
         return [
-            (shard, number, worker, self.flat(shard, number, values), self.used(shard, number, values))
+            (
+                shard,
+                number,
+                worker,
+                self.flat(shard, number, values),
+                self.used(shard, number, values),
+            )
             for shard in self.shards
             for number in range(len(shard.units))
         ]
@@ -67,7 +90,9 @@ class Servers:
         found = [torch.empty_like(p) for p in self.model]
         for shard in self.shards:
             for number, unit in enumerate(shard.units):
-                for index, view in zip(shard.plan.runs[number], unit.bucket.over(shard.read(number)), strict=True):
+                for index, view in zip(
+                    shard.plan.runs[number], unit.bucket.over(shard.read(number)), strict=True
+                ):
                     piece: RowRange = shard.plan.pieces[index]
                     found[piece.slot][piece.start : piece.stop] = view.detach()
         return found
@@ -75,7 +100,9 @@ class Servers:
 
 def gradients(step: int, worker: int, *, without: int | None = None) -> list[Tensor | None]:
     generator = torch.Generator().manual_seed(1000 * step + worker)
-    found: list[Tensor | None] = [torch.randn(size, generator=generator, dtype=torch.float64) for size in SIZES]
+    found: list[Tensor | None] = [
+        torch.randn(size, generator=generator, dtype=torch.float64) for size in SIZES
+    ]
     if without is not None:
         found[without] = None
     return found
@@ -93,10 +120,14 @@ KINDS = {
 
 
 @pytest.mark.each_choice
-@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "servers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_twenty_steps_are_those_of_one_process(kind, servers):
-    """By 1 to 4 workers whose pushes come in any order, with a schedule, clipped, and a parameter that is not always used."""
+    """By 1 to 4 workers whose pushes come in any order, with a schedule, clipped, and a
+    parameter that is not always used.
+    """
     chance = random.Random(kind)
     for workers in (1, 2, 3, 4):
         alone, model = parameters(), parameters()
@@ -112,7 +143,9 @@ def test_twenty_steps_are_those_of_one_process(kind, servers):
                 optimizer.param_groups[0]["lr"] *= 0.97
             norm = float(nn.utils.clip_grad_norm_(alone, 50.0))
             one.step()
-            pushes = [push for worker in range(workers) for push in there.pushes(found[worker], worker)]
+            pushes = [
+                push for worker in range(workers) for push in there.pushes(found[worker], worker)
+            ]
             chance.shuffle(pushes)
             for shard, *push in pushes:
                 shard.push(*push)
@@ -120,7 +153,9 @@ def test_twenty_steps_are_those_of_one_process(kind, servers):
             assert math.isclose(math.hypot(*parts), norm, rel_tol=1e-12)
             factor, now = min(1.0, 50.0 / (norm + 1e-6)), recipe.settings(mine)
             for shard in there.shards:
-                assert shard.close(0, step, range(workers), factor=factor, settings=recipe.changed(told, now))
+                assert shard.close(
+                    0, step, range(workers), factor=factor, settings=recipe.changed(told, now)
+                )
             told = now
         for one_value, value in zip(alone, there.read(), strict=True):
             assert (one_value - value).norm() <= 1e-12 * one_value.norm()
@@ -142,7 +177,11 @@ def test_the_sum_does_not_depend_on_who_comes_first():
             for shard in there.shards:
                 shard.close(0, step, range(4))
         found.append(there.read())
-    assert all(torch.equal(one, other) for others in found[1:] for one, other in zip(found[0], others, strict=True))
+    assert all(
+        torch.equal(one, other)
+        for others in found[1:]
+        for one, other in zip(found[0], others, strict=True)
+    )
 
 
 @pytest.fixture
@@ -173,7 +212,9 @@ class TestOnce:
         other = Servers(model, [KINDS["adam"](model)], 1)
         push(other, 1)
         other.shards[0].close(0, 1, [0, 1])
-        assert all(torch.equal(one, two) for one, two in zip(there.read(), other.read(), strict=True))
+        assert all(
+            torch.equal(one, two) for one, two in zip(there.read(), other.read(), strict=True)
+        )
 
     def test_a_turn_that_is_dealt_again_replaces_what_was_pushed(self, there):
         push(there, 7)
@@ -189,7 +230,10 @@ class TestOnce:
         for p, grad in zip(alone, gradients(1, 1), strict=True):
             p.grad = grad
         one.step()
-        assert all(torch.allclose(p, value, rtol=1e-14) for p, value in zip(alone, there.read(), strict=True))
+        assert all(
+            torch.allclose(p, value, rtol=1e-14)
+            for p, value in zip(alone, there.read(), strict=True)
+        )
 
     def test_only_who_is_named_counts(self, there):
         push(there, 1, (0, 1, 2))
@@ -230,7 +274,12 @@ def test_two_optimizers_step_by_themselves():
     for shard in there.shards:
         shard.close(1, 1, [0])
     after = there.read()
-    assert [torch.equal(one, other) for one, other in zip(before, after, strict=True)] == [True, True, False, False]
+    assert [torch.equal(one, other) for one, other in zip(before, after, strict=True)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     for shard in there.shards:
         shard.close(0, 1, [0])
     assert not torch.equal(there.read()[0], before[0]) and torch.equal(there.read()[2], after[2])
@@ -253,25 +302,34 @@ def test_gradients_that_are_applied_as_they_come():
                 shard.push(number, worker, flat, used)
             for shard in there.shards:
                 assert shard.apply(0, worker, step, factor=0.5, part=0.25)
-                assert not shard.apply(0, worker, step, factor=0.5, part=0.25), "it comes again, and does nothing"
+                assert not shard.apply(0, worker, step, factor=0.5, part=0.25), (
+                    "it comes again, and does nothing"
+                )
                 with pytest.raises(Mismatch, match="has not pushed all"):
                     shard.apply(0, worker, step + 1)
                 with pytest.raises(Mismatch, match="can't come after its step"):
                     shard.apply(0, worker, step + 2)
-    assert all(torch.allclose(p, value, rtol=1e-12) for p, value in zip(alone, there.read(), strict=True))
+    assert all(
+        torch.allclose(p, value, rtol=1e-12) for p, value in zip(alone, there.read(), strict=True)
+    )
     assert {unit.version for shard in there.shards for unit in shard.units} == {11}
 
 
 @pytest.mark.parametrize("clipped", [False, True])
 def test_what_comes_late_is_kept_for_a_later_step(clipped):
-    """Steps by those who are named: the mean of their gradients, by their part of the learning rate; each gradient is in one of them."""
+    """Steps by those who are named: the mean of their gradients, by their part of the learning
+    rate; each gradient is in one of them.
+    """
     alone, model = parameters(), parameters()
     one, mine = KINDS["adam"](alone), KINDS["adam"](model)
     there = Servers(model, [mine], 2)
-    steps = [[(0, 1), (1, 1), (2, 1)], [(0, 2), (2, 2)], [(0, 3), (1, 2), (2, 3)]]  # by worker and turn: the second of worker 1 is late
+    # by worker and turn: the second of worker 1 is late
+    steps = [[(0, 1), (1, 1), (2, 1)], [(0, 2), (2, 2)], [(0, 3), (1, 2), (2, 3)]]
     for step, who in enumerate(steps, 1):
         part = len(who) / 3
-        for p, *grads in zip(alone, *(gradients(turn, worker) for worker, turn in who), strict=True):
+        for p, *grads in zip(
+            alone, *(gradients(turn, worker) for worker, turn in who), strict=True
+        ):
             p.grad = torch.stack(grads).mean(0)
         one.param_groups[0]["lr"] = 0.01 * part
         one.step()
@@ -280,13 +338,23 @@ def test_what_comes_late_is_kept_for_a_later_step(clipped):
                 for shard in there.shards:
                     shard.norm(0, [worker for worker, _ in who])  # and it comes after that
             if step < 3 or worker != 1:
-                for shard, number, _, flat, used in there.pushes([g / 3 for g in gradients(turn, worker)], worker):
+                for shard, number, _, flat, used in there.pushes(
+                    [g / 3 for g in gradients(turn, worker)], worker
+                ):
                     shard.push(number, worker, flat, used, keep=True)
         for shard in there.shards:
-            assert shard.close(0, step, [worker for worker, _ in who], factor=1 / part, part=part, keep=True)
-    assert all(torch.allclose(p, value, rtol=1e-12) for p, value in zip(alone, there.read(), strict=True))
-    assert all(not unit.pushed and unit.total is None for shard in there.shards for unit in shard.units)
-    assert all(group["lr"] == 0.01 for shard in there.shards for group in shard.optimizers[0].param_groups)
+            assert shard.close(
+                0, step, [worker for worker, _ in who], factor=1 / part, part=part, keep=True
+            )
+    assert all(
+        torch.allclose(p, value, rtol=1e-12) for p, value in zip(alone, there.read(), strict=True)
+    )
+    assert all(
+        not unit.pushed and unit.total is None for shard in there.shards for unit in shard.units
+    )
+    assert all(
+        group["lr"] == 0.01 for shard in there.shards for group in shard.optimizers[0].param_groups
+    )
 
 
 @pytest.mark.parametrize("summed", [False, True])
@@ -302,7 +370,14 @@ def test_a_replica_goes_on_from_the_state(there, summed):
     other = Shard(shard.plan)
     other.load_state_dict(loads(pack(shard.state_dict()).dumps()).unpack())
     for replica in (shard, other):
-        assert replica.missing(0, [0, 1]) == [] and not replica.close(0, 1, [0, 1]) and replica.close(0, 2, [0, 1])
+        assert (
+            replica.missing(0, [0, 1]) == []
+            and not replica.close(0, 1, [0, 1])
+            and replica.close(0, 2, [0, 1])
+        )
     for number in range(len(shard.units)):
-        assert torch.equal(shard.read(number), other.read(number)) and shard.units[number].version == other.units[number].version
+        assert (
+            torch.equal(shard.read(number), other.read(number))
+            and shard.units[number].version == other.units[number].version
+        )
     assert other.units[0].bucket.flat.data_ptr() != shard.units[0].bucket.flat.data_ptr()

@@ -1,4 +1,6 @@
-"""What a shard does with messages: what fits is done, at its time; what doesn't is refused with its reason."""
+"""What a shard does with messages: what fits is done, at its time; what doesn't is refused with
+its reason.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def close(step: int, workers: tuple[int, ...] = (0,), **more: Any) -> CloseStep:
     return replace(CloseStep(OPTIMIZER, step, 0, workers, 1.0, ()), **more)
 
 
-def push(unit: int, gradient: Tensor, used: bytes = b"\1", *, turn: int = 0, keep: bool = False) -> PushGradient:
+def push(
+    unit: int, gradient: Tensor, used: bytes = b"\1", *, turn: int = 0, keep: bool = False
+) -> PushGradient:
     return PushGradient(Index(unit), 1, turn, used, keep, False, gradient)
 
 
@@ -45,8 +49,12 @@ def test_a_step_waits_for_all_and_a_read_for_the_step(begun: Any) -> None:
     for worker in (0, 1):
         for unit in (0, 1):
             begun(worker, push(unit, torch.full((16,), float(worker + 1))))
-    closing, reading, early = (begun.send(0, request) for request in (close(1, (0, 1)), pull(1, 1), pull(1, 0)))
-    assert torch.equal(early.wait(SECONDS).values[:12], torch.ones(12)), "what nobody has to wait for isn't held up"
+    closing, reading, early = (
+        begun.send(0, request) for request in (close(1, (0, 1)), pull(1, 1), pull(1, 0))
+    )
+    assert torch.equal(early.wait(SECONDS).values[:12], torch.ones(12)), (
+        "what nobody has to wait for isn't held up"
+    )
     begun(1, close(1, (0, 1)))
     closing.wait(SECONDS)
     assert torch.equal(reading.wait(SECONDS).values[:12], torch.full((12,), 1 - 0.5 * 3))
@@ -154,7 +162,9 @@ def test_what_is_in_no_step_is_discarded(begun: Any) -> None:
 
 
 def test_steps_that_are_decided_are_taken_in_their_order(begun: Any) -> None:
-    """Another worker may hear of the second one before this server hears of the first: its close, its norm and its read wait."""
+    """Another worker may hear of the second one before this server hears of the first: its
+    close, its norm and its read wait.
+    """
     for unit in (0, 1):
         begun(0, push(unit, torch.ones(16), keep=True))
         begun(1, push(unit, torch.full((16,), 2.0), keep=True))

@@ -1,4 +1,6 @@
-"""A server's part of a table: rows are made when they are first stepped, found again, and the same however they are dealt."""
+"""A server's part of a table: rows are made when they are first stepped, found again, and the
+same however they are dealt.
+"""
 
 from __future__ import annotations
 
@@ -78,8 +80,12 @@ def test_a_hashed_table_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of a billion rows, of which few are in use."""
     one = stepped(2)
     monkeypatch.setattr(table, "DIRECT", 0)
-    assert torch.equal(values(stepped(2), torch.arange(SPEC.rows)), values(one, torch.arange(SPEC.rows)))
-    large = TableShard(TableSpec(10**15, 4, "float64", 3, 1.0, "Adagrad"), SETTINGS, server=1, servers=3)
+    assert torch.equal(
+        values(stepped(2), torch.arange(SPEC.rows)), values(one, torch.arange(SPEC.rows))
+    )
+    large = TableShard(
+        TableSpec(10**15, 4, "float64", 3, 1.0, "Adagrad"), SETTINGS, server=1, servers=3
+    )
     far = ids(10**14, 10**15 - 3) // 3 * 3 + 1
     large.step([(far, grad(far))])
     assert len(large) == 2 and not torch.equal(large.read(far), large.spec.initial(far))
@@ -103,26 +109,42 @@ def test_settings_hold_from_the_step_they_come_with() -> None:
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_step_goes_back(direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if it had never been: values, what is remembered, the settings, the count, and which rows are in use."""
+    """As if it had never been: values, what is remembered, the settings, the count, and which
+    rows are in use.
+    """
     monkeypatch.setattr(table, "DIRECT", table.DIRECT if direct else 0)
     made, twin = stepped(1)[0], stepped(1)[0]
     drawn = torch.arange(0, 9_000, 3)
-    befores = [made.step([(found, grad(found))], SETTINGS | {"lr": lr}, undo=True) for found, lr in ((drawn, 0.5), (drawn + 1, 0.7))]
+    befores = [
+        made.step([(found, grad(found))], SETTINGS | {"lr": lr}, undo=True)
+        for found, lr in ((drawn, 0.5), (drawn + 1, 0.7))
+    ]
     befores.append(made.change(SETTINGS | {"lr": 0.9}))
     assert made.fingerprint() != twin.fingerprint() and made.settings["lr"] == 0.9
     for before in reversed(befores):
         made.back(before)
-    assert (made.used, made.count, made.settings, made.fingerprint()) == (twin.used, twin.count, twin.settings, twin.fingerprint())
+    assert (made.used, made.count, made.settings, made.fingerprint()) == (
+        twin.used,
+        twin.count,
+        twin.settings,
+        twin.fingerprint(),
+    )
     for each in (made, twin):
         each.step([(drawn + 1, grad(drawn))])
     assert all(
-        torch.equal(one, other) for one, other in zip(made.part(0, made.used).values(), twin.part(0, twin.used).values(), strict=True)
+        torch.equal(one, other)
+        for one, other in zip(
+            made.part(0, made.used).values(), twin.part(0, twin.used).values(), strict=True
+        )
     )
 
 
 def test_parts_are_put_into_others() -> None:
     """What is remembered, too: the next step is the same."""
-    one, found = stepped(2), [TableShard(SPEC, SETTINGS, server=server, servers=3) for server in range(3)]
+    one, found = (
+        stepped(2),
+        [TableShard(SPEC, SETTINGS, server=server, servers=3) for server in range(3)],
+    )
     for each in found:
         each.forget(SPEC.seed, one[0].count)
         for source in one:
@@ -139,12 +161,16 @@ def test_parts_are_put_into_others() -> None:
 class TestRefusals:
     made = TableShard(SPEC, SETTINGS, server=0, servers=2)
 
-    @pytest.mark.parametrize("found", [ids(1), ids(-2), ids(10_000), torch.tensor([2.0]), ids(2)[None]])
+    @pytest.mark.parametrize(
+        "found", [ids(1), ids(-2), ids(10_000), torch.tensor([2.0]), ids(2)[None]]
+    )
     def test_of_rows(self, found: Tensor) -> None:
         with pytest.raises(Mismatch, match="rows"):
             self.made.read(found)
 
-    @pytest.mark.parametrize("found", [(ids(2, 2), 2, 4), (ids(4, 2), 2, 4), (ids(2), 2, 4), (ids(2), 1, 3)])
+    @pytest.mark.parametrize(
+        "found", [(ids(2, 2), 2, 4), (ids(4, 2), 2, 4), (ids(2), 2, 4), (ids(2), 1, 3)]
+    )
     def test_of_gradients(self, found: Any) -> None:
         rows, *shape = found
         with pytest.raises(Mismatch, match="gradient"):

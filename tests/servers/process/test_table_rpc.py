@@ -27,9 +27,13 @@ Sent = SentRequest[Any]
 def callers() -> Iterator[Callers]:
     """Two workers of a server with a table."""
     receiver, over = RpcServer(KEYS, hosts=["127.0.0.1"], say=lambda text: None), threading.Event()
-    thread = threading.Thread(target=lambda: (Server(receiver, over.is_set).run(), receiver.close()))
+    thread = threading.Thread(
+        target=lambda: (Server(receiver, over.is_set).run(), receiver.close())
+    )
     thread.start()
-    found = [RpcClient(receiver.addresses[0], KEYS, sender=rank, who="the server") for rank in range(2)]
+    found = [
+        RpcClient(receiver.addresses[0], KEYS, sender=rank, who="the server") for rank in range(2)
+    ]
     for caller in found:
         table(caller)
     yield found
@@ -43,14 +47,24 @@ def table(caller: RpcClient, spec: TableSpec = SPEC, lr: float = 1.0) -> None:
     call(caller, rows.OpenTable(Index(0), spec.plain(), {"lr": lr}, 0, 1), SECONDS)
 
 
-def gradient(step: int, *numbers: int, used: bool = True, settings: Any = None) -> tuple[rows.RowGradient, ...]:
+def gradient(
+    step: int, *numbers: int, used: bool = True, settings: Any = None
+) -> tuple[rows.RowGradient, ...]:
     """Ones for each of these rows."""
     ids, ones = torch.tensor(numbers, dtype=torch.int64), torch.ones(len(numbers), 2).double()
     return (rows.RowGradient(Index(0), step, used, settings, ids, ones),)
 
 
-def give(caller: RpcClient, step: int, *numbers: int, used: bool = True, settings: Any = None) -> Sent:
-    return send(caller, rows.PushRows(gradient(step, *numbers, used=used, settings=settings), (0, 1), decided=False), SECONDS)
+def give(
+    caller: RpcClient, step: int, *numbers: int, used: bool = True, settings: Any = None
+) -> Sent:
+    return send(
+        caller,
+        rows.PushRows(
+            gradient(step, *numbers, used=used, settings=settings), (0, 1), decided=False
+        ),
+        SECONDS,
+    )
 
 
 def pull(caller: RpcClient, step: int, *numbers: int) -> Sent:
@@ -93,16 +107,27 @@ def test_a_step_that_nobody_used_counts_for_nobody(callers: Callers) -> None:
     assert (digest.count, digest.rows) == (0, 0)
     for caller in callers:
         wait(give(caller, 2, 7, used=caller is one))
-    assert torch.equal(wait(pull(two, 2, 7)).values, SPEC.initial(torch.tensor([7])) - 1.0)  # 2 x 0.5
+    # 2 x 0.5
+    assert torch.equal(wait(pull(two, 2, 7)).values, SPEC.initial(torch.tensor([7])) - 1.0)
 
 
 def decide(caller: RpcClient, step: int, *numbers: int) -> None:
     """Give, where the step isn't made by that."""
-    call(caller, rows.PushRows(gradient(step, *numbers, settings={"lr": 1.0}), (), decided=True), SECONDS)
+    call(
+        caller,
+        rows.PushRows(gradient(step, *numbers, settings={"lr": 1.0}), (), decided=True),
+        SECONDS,
+    )
 
 
-def made(caller: RpcClient, step: int, calls: int, *, floor: int = 0, workers: tuple[int, ...] = (0, 1)) -> None:
-    call(caller, rows.MakeRowSteps((rows.DecidedRowStep(Index(0), step, floor),), workers, calls), SECONDS)
+def made(
+    caller: RpcClient, step: int, calls: int, *, floor: int = 0, workers: tuple[int, ...] = (0, 1)
+) -> None:
+    call(
+        caller,
+        rows.MakeRowSteps((rows.DecidedRowStep(Index(0), step, floor),), workers, calls),
+        SECONDS,
+    )
 
 
 def back(caller: RpcClient, step: int, calls: int) -> None:
@@ -213,16 +238,30 @@ class TestOutOfLockstep:
     """By messages: what is held, who makes a step, and what waits for what."""
 
     def hold(self, caller: RpcClient, after: int, *numbers: int, used: bool = True) -> Sent:
-        return send(caller, rows.HoldRows(gradient(after + 1, *numbers, used=used, settings={"lr": 1.0}), after), SECONDS)
+        return send(
+            caller,
+            rows.HoldRows(gradient(after + 1, *numbers, used=used, settings={"lr": 1.0}), after),
+            SECONDS,
+        )
 
-    def close(self, caller: RpcClient, step: int, *workers: int, factor: float = 1.0, part: float = 1.0) -> Sent:
+    def close(
+        self, caller: RpcClient, step: int, *workers: int, factor: float = 1.0, part: float = 1.0
+    ) -> Sent:
         return send(caller, rows.CloseRowStep((Index(0),), step, workers, factor, part), SECONDS)
 
     def now(self, caller: RpcClient, free: str, step: int, *numbers: int) -> Sent:
         return send(caller, rows.PullRows(Index(0), step, free, torch.tensor(numbers)), SECONDS)
 
     def moved(self, caller: RpcClient, free: str, step: int, row: int) -> float:
-        return round(float((wait(self.now(caller, free, step, row)).values - SPEC.initial(torch.tensor([row])))[0, 0]), 9)
+        return round(
+            float(
+                (
+                    wait(self.now(caller, free, step, row)).values
+                    - SPEC.initial(torch.tensor([row]))
+                )[0, 0]
+            ),
+            9,
+        )
 
     def test_a_step_is_made_once_by_those_who_are_named(self, callers: Callers) -> None:
         one, two = callers
@@ -269,7 +308,9 @@ class TestOutOfLockstep:
         with pytest.raises(TimeoutError):
             wait(ahead, 0.3)
         assert self.moved(two, "alone", 0, 4) == 0.0
-        call(one, rows.ApplyRows(gradient(1, 4, settings={"lr": 1.0}), factor=2.0, part=0.5), SECONDS)
+        call(
+            one, rows.ApplyRows(gradient(1, 4, settings={"lr": 1.0}), factor=2.0, part=0.5), SECONDS
+        )
         assert torch.equal(wait(ahead).values, SPEC.initial(torch.tensor([4])) - 1.0)
         assert self.moved(two, "alone", 0, 4) == -1.0
 
@@ -283,6 +324,8 @@ class TestOutOfLockstep:
     def test_whoever_has_come_with_nothing_is_named(self, callers: Callers) -> None:
         one, _ = callers
         wait(self.hold(one, 0, 1))
-        with pytest.raises(Mismatch, match=r"workers \[1\] have come with nothing for step 1 of table 0"):
+        with pytest.raises(
+            Mismatch, match=r"workers \[1\] have come with nothing for step 1 of table 0"
+        ):
             wait(self.close(one, 1, 0, 1))
         assert self.moved(one, "together", 0, 1) == 0.0

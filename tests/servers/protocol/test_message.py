@@ -44,8 +44,17 @@ OUTER = Outer(Index(1), ((1, 0.5),), None, (Inner("a", TWO), Inner("b", TWO.doub
 
 def test_tensors_travel_beside_the_header_and_are_not_copied() -> None:
     body, tensors = OUTER.pack()
-    assert body == {"unit": 1, "pairs": ((1, 0.5),), "maybe": None, "inner": [{"name": "a"}, {"name": "b"}]}
-    assert [x.data_ptr() for x in tensors] == [OUTER.inner[0].x.data_ptr(), OUTER.inner[1].x.data_ptr(), OUTER.last.data_ptr()]
+    assert body == {
+        "unit": 1,
+        "pairs": ((1, 0.5),),
+        "maybe": None,
+        "inner": [{"name": "a"}, {"name": "b"}],
+    }
+    assert [x.data_ptr() for x in tensors] == [
+        OUTER.inner[0].x.data_ptr(),
+        OUTER.inner[1].x.data_ptr(),
+        OUTER.last.data_ptr(),
+    ]
     assert Outer.unpack(body, tensors).inner[0].x is TWO
 
 
@@ -81,7 +90,11 @@ def test_requests_have_their_kind_their_reply_and_their_step() -> None:
 def test_a_reply_is_what_was_asked_for_or_names_who_gave_something_else() -> None:
     def answer(receiver: RpcServer, message: RpcMessage) -> None:
         outer = Outer.unpack(message.body, message.tensors)
-        receiver.answer(message, message.kind, *(outer.inner[outer.unit].pack() if outer.unit else ({"name": 7}, [TWO])))
+        receiver.answer(
+            message,
+            message.kind,
+            *(outer.inner[outer.unit].pack() if outer.unit else ({"name": 7}, [TWO])),
+        )
 
     with contextlib.closing(Server(answer, hosts=["127.0.0.1"])) as server:
         caller = RpcClient(server.receiver.addresses[0], KEYS, sender=1, who="server 0")
@@ -89,5 +102,7 @@ def test_a_reply_is_what_was_asked_for_or_names_who_gave_something_else() -> Non
             reply = call(caller, OUTER, SECONDS)
             assert reply.name == "b" and torch.equal(reply.x, TWO.double())
             sent = send(caller, Outer(Index(0), (), {}, (), TWO), SECONDS)
-            with pytest.raises(Mismatch, match="server 0 answered outer with something else: name is 7"):
+            with pytest.raises(
+                Mismatch, match="server 0 answered outer with something else: name is 7"
+            ):
                 sent.wait(SECONDS)

@@ -18,7 +18,14 @@ def test_a_plan_comes_as_it_was_written() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [b"", b"\x90", b"\x93\x90\x90\x90", b"\x95\x91\x90\x90\x90\x90", b"\x95\x90\x90\x90\x90\x91\x90", b"\x95\x90\x91\x91\x00\x90\x90\x90"],
+    [
+        b"",
+        b"\x90",
+        b"\x93\x90\x90\x90",
+        b"\x95\x91\x90\x90\x90\x90",
+        b"\x95\x90\x90\x90\x90\x91\x90",
+        b"\x95\x90\x91\x91\x00\x90\x90\x90",
+    ],
 )
 def test_what_is_no_plan(text: bytes) -> None:
     with pytest.raises(UsageError, match="no plan of a server"):

@@ -1,4 +1,6 @@
-"""The module alone, with a source in memory: it takes what EmbeddingBag takes, and collects what EmbeddingBag would have as gradient."""
+"""The module alone, with a source in memory: it takes what EmbeddingBag takes, and collects what
+EmbeddingBag would have as gradient.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ class Memory:
     """All rows, here; remembers what it was asked for."""
 
     def __init__(self, rows: Tensor, weight: float = 1.0) -> None:
-        self.rows, self.weight, self.asked, self.ahead = rows, weight, list[tuple[list[int], bool]](), list[list[int]]()
+        self.rows, self.weight, self.asked, self.ahead = (
+            rows,
+            weight,
+            list[tuple[list[int], bool]](),
+            list[list[int]](),
+        )
 
     def pull(self, ids: Tensor, *, train: bool) -> Tensor:
         self.asked.append((ids.tolist(), train))
@@ -85,7 +92,9 @@ def test_each_row_is_asked_for_once() -> None:
     with torch.no_grad():
         assert not made(TWO_DIMS[:1]).requires_grad
     made.prefetch(torch.tensor([[3, 3, 2]]))
-    assert made.source.asked == [([0, 1, 7, 19], True), ([1, 7], False)] and made.source.ahead == [[2, 3]]
+    assert made.source.asked == [([0, 1, 7, 19], True), ([1, 7], False)] and made.source.ahead == [
+        [2, 3]
+    ]
 
 
 def test_backward_passes_add_up_until_zero_grad() -> None:
@@ -121,12 +130,20 @@ def test_a_frozen_table_has_no_gradient() -> None:
 
 
 def test_a_handle_without_rows() -> None:
-    """What optimizers and checkpoints see: a parameter of no values, and the seed, drawn as torch draws."""
+    """What optimizers and checkpoints see: a parameter of no values, and the seed, drawn as
+    torch draws.
+    """
     torch.manual_seed(5)
     made, other = SparseEmbedding(10**12, 4), SparseEmbedding(10**12, 4)
     torch.manual_seed(5)
-    assert [p.shape for p in made.parameters()] == [(0, 4)] and list(made.state_dict()) == ["weight", "seed"]
-    assert SparseEmbedding(3, 4).seed == made.seed != other.seed and SparseEmbedding(3, 4, seed=-2).seed == -2
+    assert [p.shape for p in made.parameters()] == [(0, 4)] and list(made.state_dict()) == [
+        "weight",
+        "seed",
+    ]
+    assert (
+        SparseEmbedding(3, 4).seed == made.seed != other.seed
+        and SparseEmbedding(3, 4, seed=-2).seed == -2
+    )
     assert repr(made) == "SparseEmbedding(1000000000000, 4, mode='mean')"
 
 

@@ -1,4 +1,6 @@
-"""The parameter server in lockstep, in whole runs on threads: the same as AllReduce, and as one process."""
+"""The parameter server in lockstep, in whole runs on threads: the same as AllReduce, and as one
+process.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.harness.parameter_servers import OPTIMIZERS, SERVED_BY, net, train, t
 from tests.harness.runs import alone, batches, cut, distance, parameters, workers
 
 
-def served(size: int, servers: int = 2, bucket_mb: float = 0.05, delay: Any = None, **options: Any) -> Tensor:
+def served(
+    size: int, servers: int = 2, bucket_mb: float = 0.05, delay: Any = None, **options: Any
+) -> Tensor:
     strategy = ParameterServer(servers=servers, bucket_mb=bucket_mb)
     found = workers(size, lambda run: train(run, **options), strategy=strategy, delay=delay)
     assert all(torch.equal(other, found[0]) for other in found), "replicas are equal"
@@ -29,7 +33,9 @@ def served(size: int, servers: int = 2, bucket_mb: float = 0.05, delay: Any = No
 
 @pytest.mark.alike(2)
 @SERVED_BY
-def test_twenty_steps_are_those_of_one_process_and_of_allreduce(size: int, servers: int, kind: str) -> None:
+def test_twenty_steps_are_those_of_one_process_and_of_allreduce(
+    size: int, servers: int, kind: str
+) -> None:
     """20 steps of 8 samples: 3 and 4 workers have uneven shares, or are given them."""
     options = {"kind": kind, "shares": None if size == 1 else cut(*range(1, size + 1))}
     one = alone(lambda run: train(run, kind))
@@ -40,7 +46,13 @@ def test_twenty_steps_are_those_of_one_process_and_of_allreduce(size: int, serve
 
 @pytest.mark.parametrize("kind", ["sgd", "momentum"])
 def test_in_float32(kind: str) -> None:
-    assert distance(served(3, kind=kind, dtype=torch.float32), alone(lambda run: train(run, kind, dtype=torch.float32))) < 1e-5
+    assert (
+        distance(
+            served(3, kind=kind, dtype=torch.float32),
+            alone(lambda run: train(run, kind, dtype=torch.float32)),
+        )
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("kind", [pytest.param("adagrad", marks=pytest.mark.slow), "adam"])
@@ -58,10 +70,15 @@ def test_with_random_delays_repeatedly() -> None:
     wanted = served(3, kind="adam", epochs=1)
     chance = random.Random(1)
     for _ in range(4):
-        assert torch.equal(served(3, kind="adam", epochs=1, delay=lambda rank: time.sleep(chance.random() * 0.01)), wanted)
+        assert torch.equal(
+            served(3, kind="adam", epochs=1, delay=lambda rank: time.sleep(chance.random() * 0.01)),
+            wanted,
+        )
 
 
-def loop(each: Any, *, size: int = 3, kind: str = "momentum", strategy: Any = None, model: Any = net) -> list[Tensor]:
+def loop(
+    each: Any, *, size: int = 3, kind: str = "momentum", strategy: Any = None, model: Any = net
+) -> list[Tensor]:
     """Five steps of `each(run, model, optimizer, (x, y), step)`."""
 
     def body(run: Run) -> Tensor:
@@ -98,7 +115,10 @@ def test_an_optimizer_that_is_prepared_after_its_model() -> None:
         return parameters(model)
 
     found = workers(3, body, strategy=ParameterServer(servers=2, bucket_mb=0.05))
-    assert all(torch.equal(other, found[0]) for other in found) and distance(found[0], alone(body)) < 1e-9
+    assert (
+        all(torch.equal(other, found[0]) for other in found)
+        and distance(found[0], alone(body)) < 1e-9
+    )
 
 
 class TestWhatCounts:
@@ -208,7 +228,9 @@ class TestWhatCounts:
             F.mse_loss(model(x), y).backward()
             run.clip(model[0], 1.0)
 
-        with pytest.raises(UsageError, match=r"run\.clip takes all parameters of an optimizer together"):
+        with pytest.raises(
+            UsageError, match=r"run\.clip takes all parameters of an optimizer together"
+        ):
             loop(each)
 
 
@@ -230,7 +252,10 @@ def test_two_optimizers_that_step_by_turns() -> None:
         return parameters(one, other)
 
     found = workers(3, body, strategy=ParameterServer(servers=2))
-    assert all(torch.equal(other, found[0]) for other in found) and distance(found[0], alone(body)) < 1e-9
+    assert (
+        all(torch.equal(other, found[0]) for other in found)
+        and distance(found[0], alone(body)) < 1e-9
+    )
 
 
 def test_preparing_in_two_calls() -> None:
@@ -297,7 +322,9 @@ def test_it_begins_with_what_optimizers_remember() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [((2, 2), (3, 1)), ((3, 1), (2, 3))])
-def test_a_run_that_is_resumed_goes_on_as_if_nothing_had_been(tmp_path: Path, before: Any, after: Any) -> None:
+def test_a_run_that_is_resumed_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, before: Any, after: Any
+) -> None:
     """By other numbers of workers and of servers."""
 
     def body(run: Run, until: int, *, resumes: bool) -> Tensor:
@@ -317,13 +344,22 @@ def test_a_run_that_is_resumed_goes_on_as_if_nothing_had_been(tmp_path: Path, be
         return parameters(model)
 
     one = alone(lambda run: body(run, 0, resumes=False))
-    workers(before[0], lambda run: body(run, 7, resumes=False), strategy=ParameterServer(servers=before[1]), folder=tmp_path)
-    found = workers(after[0], lambda run: body(run, 0, resumes=True), strategy=ParameterServer(servers=after[1]))
+    workers(
+        before[0],
+        lambda run: body(run, 7, resumes=False),
+        strategy=ParameterServer(servers=before[1]),
+        folder=tmp_path,
+    )
+    found = workers(
+        after[0], lambda run: body(run, 0, resumes=True), strategy=ParameterServer(servers=after[1])
+    )
     assert distance(found[0], one) < 1e-9 and torch.equal(found[0], found[-1])
 
 
 def test_a_checkpoint_of_allreduce(tmp_path: Path) -> None:
-    """What its optimizer remembers goes to the servers; the other way round it is refused, as it would be lost."""
+    """What its optimizer remembers goes to the servers; the other way round it is refused, as it
+    would be lost.
+    """
 
     def body(run: Run, folder: str = "", until: int = 0) -> Tensor:
         model = net()
@@ -362,7 +398,11 @@ class TestMisuse:
             workers(2, body, strategy=ParameterServer())
 
     @pytest.mark.parametrize(
-        ("options", "text"), [({"servers": 0}, "servers=0 is no number"), ({"bucket_mb": 0}, "bucket_mb=0 is not a size")]
+        ("options", "text"),
+        [
+            ({"servers": 0}, "servers=0 is no number"),
+            ({"bucket_mb": 0}, "bucket_mb=0 is not a size"),
+        ],
     )
     def test_of_options(self, options: Any, text: str) -> None:
         with pytest.raises(UsageError, match=text):

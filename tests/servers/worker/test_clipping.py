@@ -14,7 +14,10 @@ from paceline.sync.base import Slot
 
 
 def slots(count: int) -> list[Slot]:
-    return [Slot(f"p{index}", nn.Parameter(torch.full((3,), index + 1.0)), None) for index in range(count)]
+    return [
+        Slot(f"p{index}", nn.Parameter(torch.full((3,), index + 1.0)), None)
+        for index in range(count)
+    ]
 
 
 @pytest.mark.parametrize("kind", [1.0, 2.0, math.inf])
@@ -29,7 +32,9 @@ def test_parts_and_whole_have_the_norm_and_the_factor_that_torch_has(kind: float
     norm = nn.utils.clip_grad_norm_([slot.parameter for slot in here], 5.0, kind)
     assert total == pytest.approx(float(norm))
     for grad, slot in zip(before, here, strict=True):
-        assert slot.parameter.grad is not None and torch.allclose(grad * factor, slot.parameter.grad)
+        assert slot.parameter.grad is not None and torch.allclose(
+            grad * factor, slot.parameter.grad
+        )
 
 
 def test_gradients_that_are_small_enough_stay() -> None:

@@ -1,4 +1,6 @@
-"""A parameter server through codecs, in whole runs on threads: equal workers, nothing lost for good, fewer bytes."""
+"""A parameter server through codecs, in whole runs on threads: equal workers, nothing lost for
+good, fewer bytes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ COARSE = error_feedback(topk(0.1))
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Module:
-    made = nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 80), nn.Tanh(), nn.Linear(80, 2))
+    made = nn.Sequential(
+        nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 80), nn.Tanh(), nn.Linear(80, 2)
+    )
     generator = torch.Generator().manual_seed(3)  # threads share torch's own
     with torch.no_grad():
         for p in made.parameters():
@@ -37,7 +41,9 @@ def net(dtype: torch.dtype = torch.float32) -> nn.Module:
     return made.to(dtype)
 
 
-def served(codec: Any, servers: int = 2, bucket_mb: float = 0.05, **options: Any) -> ParameterServer:
+def served(
+    codec: Any, servers: int = 2, bucket_mb: float = 0.05, **options: Any
+) -> ParameterServer:
     return ParameterServer(servers=servers, bucket_mb=bucket_mb, codec=codec, **options)
 
 
@@ -47,9 +53,22 @@ def client(run: Run) -> ParameterServerSync:
     return sync
 
 
-def prepared(run: Run, lr: float = 0.02, momentum: float = 0.9, *, model: Any = net, dtype: Any = torch.float32, **options: Any) -> Any:
+def prepared(
+    run: Run,
+    lr: float = 0.02,
+    momentum: float = 0.9,
+    *,
+    model: Any = net,
+    dtype: Any = torch.float32,
+    **options: Any,
+) -> Any:
     made = model()
-    return run.prepare(made, torch.optim.SGD(made.parameters(), lr, momentum=momentum), batches(dtype=dtype), **options)
+    return run.prepare(
+        made,
+        torch.optim.SGD(made.parameters(), lr, momentum=momentum),
+        batches(dtype=dtype),
+        **options,
+    )
 
 
 def epoch(model: Any, optimizer: Any, loader: Any) -> None:
@@ -59,7 +78,14 @@ def epoch(model: Any, optimizer: Any, loader: Any) -> None:
         optimizer.zero_grad()
 
 
-def train(run: Run, epochs: int = 4, *, losses: list[float] | None = None, dtype: Any = torch.float32, **options: Any) -> list[Tensor]:
+def train(
+    run: Run,
+    epochs: int = 4,
+    *,
+    losses: list[float] | None = None,
+    dtype: Any = torch.float32,
+    **options: Any,
+) -> list[Tensor]:
     """The parameters after each step, and in the end."""
     model, optimizer, loader = prepared(run, dtype=dtype, model=lambda: net(dtype), **options)
     found = []
@@ -85,7 +111,9 @@ def last(codec: Any, size: int = 3, **options: Any) -> Tensor:
 
 
 @pytest.mark.alike(1)
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
+)
 def test_a_codec_that_loses_nothing_changes_nothing(dtype: torch.dtype) -> None:
     plain = last(None, 2, dtype=dtype, epochs=1)
     for codec in (exact(), where(smaller(10**9), exact(), int8()), after(10**6, FINE)):
@@ -113,7 +141,11 @@ CODECS = [
 
 
 @pytest.mark.alike(4)
-@pytest.mark.parametrize("codec", [pytest.param(c, marks=pytest.mark.slow if n % 4 else ()) for n, c in enumerate(CODECS)], ids=repr)
+@pytest.mark.parametrize(
+    "codec",
+    [pytest.param(c, marks=pytest.mark.slow if n % 4 else ()) for n, c in enumerate(CODECS)],
+    ids=repr,
+)
 def test_workers_are_equal_after_each_step(codec: Any) -> None:
     found = unevenly(codec)
     assert bool(found.isfinite().all()) and 0 < distance(found, unevenly(None)) < 0.3
@@ -124,8 +156,13 @@ def test_the_loss_is_that_of_exact_gradients() -> None:
     """60 steps of int8; of topk, that it gets there."""
     curves: dict[Any, list[float]] = {None: [], FINE: [], COARSE: []}
     for each, losses in curves.items():
-        strategy = served(each, servers=1, bucket_mb=1)  # a message a step: how much is in one is not what is looked at
-        workers(2, lambda run, into=losses: train(run, 12, losses=[] if run.rank else into, lr=0.015), strategy=strategy)
+        # a message a step: how much is in one is not what is looked at
+        strategy = served(each, servers=1, bucket_mb=1)
+        workers(
+            2,
+            lambda run, into=losses: train(run, 12, losses=[] if run.rank else into, lr=0.015),
+            strategy=strategy,
+        )
     plain = torch.tensor(curves[None])
     assert len(plain) == 60 and float(plain[-20:].mean()) < 0.2 * float(plain[:5].mean())
     for codec, off, end in ((FINE, 0.01, 0.2), (COARSE, math.inf, 0.4)):
@@ -143,10 +180,19 @@ def test_what_is_kept_is_sent_when_it_becomes_exact(dtype: torch.dtype) -> None:
             F.mse_loss(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(any(bool(r.any()) for r in client(run).link.codec.residuals(client(run).link.slots) if r is not None))
+            found.append(
+                any(
+                    bool(r.any())
+                    for r in client(run).link.codec.residuals(client(run).link.slots)
+                    if r is not None
+                )
+            )
         return found
 
-    assert workers(2, body, strategy=served(after(3, exact(), before=COARSE))) == [[True] * 3 + [False] * 2] * 2
+    assert (
+        workers(2, body, strategy=served(after(3, exact(), before=COARSE)))
+        == [[True] * 3 + [False] * 2] * 2
+    )
 
 
 class Branches(nn.Module):
@@ -161,7 +207,9 @@ class Branches(nn.Module):
 
 
 def settled(run: Run, some: Any = None, steps: int = 6, **options: Any) -> tuple[Tensor, Tensor]:
-    """By plain SGD with a rate of 1/8: what all gradients came to; what was taken from the parameters, by the rate, and what is kept."""
+    """By plain SGD with a rate of 1/8: what all gradients came to; what was taken from the
+    parameters, by the rate, and what is kept.
+    """
     kind = Branches if some else lambda: net(torch.float64)
     model, optimizer, loader = prepared(run, 0.125, 0.0, model=kind, dtype=torch.float64, **options)
     before, given, taken = parameters(model), 0.0, 0
@@ -170,7 +218,11 @@ def settled(run: Run, some: Any = None, steps: int = 6, **options: Any) -> tuple
             out = model(x) if some is None else model(x, some=some(run.rank, taken))
             (F.mse_loss(out, y) * 0.02).backward()
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-            given = given + torch.cat([g.reshape(-1) for g in grads]).double() * client(run).context.step_state.share_of_step
+            given = (
+                given
+                + torch.cat([g.reshape(-1) for g in grads]).double()
+                * client(run).context.step_state.share_of_step
+            )
             optimizer.step()
             optimizer.zero_grad()
             taken += 1
@@ -182,7 +234,12 @@ def settled(run: Run, some: Any = None, steps: int = 6, **options: Any) -> tuple
     assert not client(run).link.codec._stepped
     client(run).converge()
     kept = client(run).link.codec.residuals(client(run).link.slots)
-    left = torch.cat([torch.zeros(p.numel()) if r is None else r.reshape(-1) for p, r in zip(model.parameters(), kept, strict=True)])
+    left = torch.cat(
+        [
+            torch.zeros(p.numel()) if r is None else r.reshape(-1)
+            for p, r in zip(model.parameters(), kept, strict=True)
+        ]
+    )
     return torch.as_tensor(given), (before - parameters(model)) / 0.125 / run.size + left.double()
 
 
@@ -193,7 +250,11 @@ def now_and_then(rank: int, step: int) -> bool:
 
 @pytest.mark.parametrize(
     ("codec", "some"),
-    [(COARSE, now_and_then), (error_feedback(sign()), None), (error_feedback(randomk(0.2)), now_and_then)],
+    [
+        (COARSE, now_and_then),
+        (error_feedback(sign()), None),
+        (error_feedback(randomk(0.2)), now_and_then),
+    ],
     ids=lambda each: getattr(each, "__name__", repr(each)),
 )
 def test_what_was_applied_and_what_is_kept_is_all_that_was_given(codec: Any, some: Any) -> None:
@@ -273,7 +334,10 @@ def test_a_hand_written_accumulation() -> None:
                 F.mse_loss(model(x), y).backward()
         return parameters(model)
 
-    fine, plain = (workers(2, lambda run, codec=codec: body(run, codec), strategy=served(codec))[0] for codec in (FINE, None))
+    fine, plain = (
+        workers(2, lambda run, codec=codec: body(run, codec), strategy=served(codec))[0]
+        for codec in (FINE, None)
+    )
     assert 0 < distance(fine, plain) < 1e-3
 
 
@@ -288,34 +352,58 @@ def test_bytes_of_pushes() -> None:
                 run.barrier()
                 facts = client(run).facts() if run.rank == 0 else [{"bytes_sent": 0}]
                 run.barrier()
-                found.append((client(run).link.connections.traffic.between, sum(fact["bytes_sent"] for fact in facts)))
+                found.append(
+                    (
+                        client(run).link.connections.traffic.between,
+                        sum(fact["bytes_sent"] for fact in facts),
+                    )
+                )
             F.mse_loss(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
         return found[1][0] - found[0][0], found[1][1] - found[0][1]
 
     numel = parameters(net()).numel()
-    for codec, wanted in ((None, 1.0), (int8(), 0.25), (COARSE, 0.2), (error_feedback(topk(0.01)), 0.02)):
+    for codec, wanted in (
+        (None, 1.0),
+        (int8(), 0.25),
+        (COARSE, 0.2),
+        (error_feedback(topk(0.01)), 0.02),
+    ):
         (pushed, pulled), _ = workers(2, body, strategy=served(codec, servers=1))
         whole = 3 * 4 * numel
-        assert wanted * whole < pushed + 500 < wanted * whole + 0.03 * whole, (codec, pushed / whole)
+        assert wanted * whole < pushed + 500 < wanted * whole + 0.03 * whole, (
+            codec,
+            pushed / whole,
+        )
         assert whole < pulled / 2 + 500 < 1.03 * whole, (codec, pulled / 2 / whole)
 
 
-FREE: dict[str, dict[str, Any]] = {"stale": {"staleness": 2}, "alone": {"staleness": math.inf}, "backups": {"backup_workers": 1}}
+FREE: dict[str, dict[str, Any]] = {
+    "stale": {"staleness": 2},
+    "alone": {"staleness": math.inf},
+    "backups": {"backup_workers": 1},
+}
 
 
 @pytest.mark.parametrize("mode", FREE)
 def test_out_of_lockstep_it_gets_there(mode: str, tmp_path: Path) -> None:
     """All come to the servers' values, exactly."""
-    one, other = workers(2, lambda run: train(run, 8, lr=0.01), strategy=served(FINE, **FREE[mode]), folder=tmp_path)
+    one, other = workers(
+        2, lambda run: train(run, 8, lr=0.01), strategy=served(FINE, **FREE[mode]), folder=tmp_path
+    )
     assert torch.equal(one[-1], other[-1])
     data, model = Numbered(dtype=torch.float32), net()
     before = float(F.mse_loss(model(data.x), data.y).detach())
     nn.utils.vector_to_parameters(one[-1].float(), model.parameters())
-    assert float(F.mse_loss(model(data.x), data.y).detach()) < before * (0.8 if mode == "backups" else 0.2)  # half of all is dropped there
+    # half of all is dropped there
+    assert float(F.mse_loss(model(data.x), data.y).detach()) < before * (
+        0.8 if mode == "backups" else 0.2
+    )
     (verdict,) = json.loads((tmp_path / "test" / "summary.json").read_text())["codecs"]
-    assert 0.24 * verdict["bytes_exact"] < verdict["bytes_sent"] < 0.35 * verdict["bytes_exact"], verdict
+    assert 0.24 * verdict["bytes_exact"] < verdict["bytes_sent"] < 0.35 * verdict["bytes_exact"], (
+        verdict
+    )
 
 
 @pytest.mark.parametrize("mode", FREE)
@@ -341,11 +429,16 @@ def test_the_summary_says_whether_it_paid(tmp_path: Path) -> None:
     whole = 2 * 4 * parameters(net()).numel()  # of two workers
     assert verdict["codec"] == "error_feedback(int8())" and verdict["turns"] == 20
     assert abs(verdict["bytes_exact"] / whole - 1) < 0.01 and verdict["bytes_sent"] < 0.35 * whole
-    assert 0 < verdict["relative_error"] < 0.05 and "what servers got of a gradient was" in verdict["words"]
+    assert (
+        0 < verdict["relative_error"] < 0.05
+        and "what servers got of a gradient was" in verdict["words"]
+    )
     assert verdict["coding_seconds"] > 0 and verdict["exact_shown_seconds"] > 0
 
 
-def steps(run: Run, until: int, folder: Path, *, resumes: bool = False, saves: int = 0) -> list[Tensor]:
+def steps(
+    run: Run, until: int, folder: Path, *, resumes: bool = False, saves: int = 0
+) -> list[Tensor]:
     model, optimizer, loader = prepared(run)
     if resumes:
         assert run.resume(folder / "test")
@@ -365,21 +458,42 @@ def steps(run: Run, until: int, folder: Path, *, resumes: bool = False, saves: i
 
 @pytest.mark.alike(2)
 @pytest.mark.parametrize(
-    "codec", [after(7, COARSE, before=FINE), pytest.param(int8(64, "stochastic"), marks=pytest.mark.slow), COARSE], ids=repr
+    "codec",
+    [
+        after(7, COARSE, before=FINE),
+        pytest.param(int8(64, "stochastic"), marks=pytest.mark.slow),
+        COARSE,
+    ],
+    ids=repr,
 )
 def test_a_run_that_is_resumed_goes_on_bit_for_bit(codec: Any, tmp_path: Path) -> None:
-    straight = workers(2, lambda run: steps(run, 9, tmp_path, saves=6), strategy=served(codec), folder=tmp_path / "straight")
-    first = workers(2, lambda run: steps(run, 6, tmp_path, saves=6), strategy=served(codec), folder=tmp_path)
+    straight = workers(
+        2,
+        lambda run: steps(run, 9, tmp_path, saves=6),
+        strategy=served(codec),
+        folder=tmp_path / "straight",
+    )
+    first = workers(
+        2, lambda run: steps(run, 6, tmp_path, saves=6), strategy=served(codec), folder=tmp_path
+    )
     later = workers(2, lambda run: steps(run, 9, tmp_path, resumes=True), strategy=served(codec))
     for rank in range(2):
         pieced = [*first[rank], *later[rank]]
         assert len(pieced) == 9
-        assert all(torch.equal(one, other) for one, other in zip(pieced, straight[rank], strict=True))
+        assert all(
+            torch.equal(one, other) for one, other in zip(pieced, straight[rank], strict=True)
+        )
 
 
 def test_with_other_workers_and_servers_nothing_that_was_kept_is_lost(tmp_path: Path) -> None:
     def kept(run: Run) -> Tensor:
-        return torch.cat([r.reshape(-1) for r in client(run).link.codec.residuals(client(run).link.slots) if r is not None]).double()
+        return torch.cat(
+            [
+                r.reshape(-1)
+                for r in client(run).link.codec.residuals(client(run).link.slots)
+                if r is not None
+            ]
+        ).double()
 
     def first(run: Run) -> Tensor:
         steps(run, 6, tmp_path, saves=6)
@@ -396,7 +510,10 @@ def test_with_other_workers_and_servers_nothing_that_was_kept_is_lost(tmp_path: 
     torch.testing.assert_close(torch.stack(new).sum(0), old, rtol=1e-5, atol=1e-7)
     said: list[str] = []
     workers(2, lambda run: steps(run, 8, tmp_path, resumes=True), strategy=served(FINE), said=said)
-    text = "the checkpoint was written with codec=error_feedback(topk(0.1)), this is codec=error_feedback(int8()): what that had kept"
+    text = (
+        "the checkpoint was written with codec=error_feedback(topk(0.1)), this is "
+        "codec=error_feedback(int8()): what that had kept"
+    )
     assert any(text in one for one in said)
 
 
@@ -419,10 +536,21 @@ def test_replicas_are_looked_at_as_servers_have_them() -> None:
         return found
 
     def exactly(run: Run) -> list[Tensor]:
-        sync, found = client(run), [torch.empty_like(slot.parameter) for slot in client(run).link.slots]
-        slots = [slot._replace(parameter=tensor) for slot, tensor in zip(sync.link.slots, found, strict=True)]
+        sync, found = (
+            client(run),
+            [torch.empty_like(slot.parameter) for slot in client(run).link.slots],
+        )
+        slots = [
+            slot._replace(parameter=tensor)
+            for slot, tensor in zip(sync.link.slots, found, strict=True)
+        ]
         for unit in sync.link.layout.units:
-            unit.give(slots, call(sync.link.callers[unit.server], PullUnit(unit.number, 0, copy=False), 20).values)
+            unit.give(
+                slots,
+                call(
+                    sync.link.callers[unit.server], PullUnit(unit.number, 0, copy=False), 20
+                ).values,
+            )
         return found
 
     one, other = workers(2, body, strategy=served(COARSE))
@@ -433,10 +561,17 @@ class TestNotInLockstep:
     """Pushes are coded, parameters come as they are."""
 
     @pytest.mark.parametrize("staleness", [math.inf, 2])
-    def test_what_was_applied_and_what_is_kept_is_all_that_was_given(self, staleness: float) -> None:
+    def test_what_was_applied_and_what_is_kept_is_all_that_was_given(
+        self, staleness: float
+    ) -> None:
         def body(run: Run) -> tuple[Tensor, Tensor, Tensor]:
-            model, optimizer, loader = prepared(run, 0.125, 0.0, model=lambda: net(torch.float64), dtype=torch.float64)
-            before, given = parameters(model), torch.zeros(parameters(model).numel(), dtype=torch.float64)
+            model, optimizer, loader = prepared(
+                run, 0.125, 0.0, model=lambda: net(torch.float64), dtype=torch.float64
+            )
+            before, given = (
+                parameters(model),
+                torch.zeros(parameters(model).numel(), dtype=torch.float64),
+            )
             for x, y in loader:
                 (F.mse_loss(model(x), y) * 0.02).backward()
                 given += torch.cat([p.grad.reshape(-1) for p in model.parameters()])
@@ -450,7 +585,8 @@ class TestNotInLockstep:
         found = workers(2, body, strategy=served(COARSE, staleness=staleness))
         assert torch.equal(found[0][2], found[1][2])
         given, left = sum(one[0] for one in found), sum(one[1] for one in found)
-        left /= 1.0 if staleness == math.inf else 0.5  # the part by which it is weighed, here or by the server
+        # the part by which it is weighed, here or by the server
+        left /= 1.0 if staleness == math.inf else 0.5
         assert float((found[0][2] / 0.125 / 0.5 + left - given).norm()) < 1e-6 * float(given.norm())
 
     def test_backup_workers(self) -> None:
@@ -461,7 +597,11 @@ class TestNotInLockstep:
             return parameters(model)
 
         found = workers(3, body, strategy=served(FINE, backup_workers=1))
-        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]) and bool(found[0].isfinite().all())
+        assert (
+            torch.equal(found[0], found[1])
+            and torch.equal(found[0], found[2])
+            and bool(found[0].isfinite().all())
+        )
         before = parameters(net())
         assert float((found[0] - before).norm()) > 0.05
 
@@ -475,19 +615,26 @@ class TestNotInLockstep:
                 optimizer.zero_grad()
             sync.commit()
             before = {key: x.clone() for key, x in wrapper._kept.items()}
-            for end in (lambda: wrapper.over(sync.link.layout.units, stepped=False), wrapper.forget):
+            for end in (
+                lambda: wrapper.over(sync.link.layout.units, stepped=False),
+                wrapper.forget,
+            ):
                 for unit in sync.link.layout.units:
                     wrapper.encode(unit, bytes([1] * len(unit.members)), counts=True)
                 assert wrapper._pushed
                 end()
                 wrapper.commit()
-                assert before and all(torch.equal(wrapper._kept[key], x) for key, x in before.items())
+                assert before and all(
+                    torch.equal(wrapper._kept[key], x) for key, x in before.items()
+                )
 
         workers(2, body, strategy=served(COARSE))
 
 
 @pytest.mark.alike(2)
-@pytest.mark.parametrize("options", [{}, {"staleness": 2}, {"staleness": math.inf}, {"backup_workers": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"staleness": 2}, {"staleness": math.inf}, {"backup_workers": 1}], ids=str
+)
 def test_what_is_drawn_is_drawn_anew_in_each_turn(options: Any) -> None:
     """Of 140 parameters a turn takes a fifth: all turns of an epoch together come to nearly all."""
 
@@ -497,7 +644,9 @@ def test_what_is_drawn_is_drawn_anew_in_each_turn(options: Any) -> None:
     def body(run: Run) -> int:
         torch.manual_seed(0)
         model = small()
-        model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.05), batches(160))
+        model, optimizer, loader = run.prepare(
+            model, torch.optim.SGD(model.parameters(), 0.05), batches(160)
+        )
         before = parameters(model)
         for x, y in loader:
             F.mse_loss(model(x.float())[:, :2], y.float()).backward()

@@ -1,4 +1,6 @@
-"""Who starts which copy where, when servers are lost or leave: the same on all workers, with hosts and ends that are made up."""
+"""Who starts which copy where, when servers are lost or leave: the same on all workers, with
+hosts and ends that are made up.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,19 @@ class Town:
     """A `House` whose servers begin as soon as they are started."""
 
     def __init__(self, here: str, servers: list[Server]) -> None:
-        self.here, self.servers, self.next = here, list(servers), 1 + max(number for number, _, _ in servers)
+        self.here, self.servers, self.next = (
+            here,
+            list(servers),
+            1 + max(number for number, _, _ in servers),
+        )
         self.started: dict[int, Server] = {}
 
     def _endpoints(self, servers: list[Server]) -> ServerEndpoints:
         numbers, shards, _ = zip(*servers, strict=True) if servers else ((), (), ())
         names = tuple(f"server {shard}" for shard in shards)
-        return ServerEndpoints(names, names, keys(b"k" * 32, "job"), lambda told: None, lambda: None, numbers, shards)
+        return ServerEndpoints(
+            names, names, keys(b"k" * 32, "job"), lambda told: None, lambda: None, numbers, shards
+        )
 
     def lose(self, numbers: Collection[int]) -> ServerEndpoints:
         self.servers = [each for each in self.servers if each[0] not in numbers]
@@ -60,7 +68,9 @@ class Town:
 
 
 class Ends:
-    """What `ReplicaConnections` is here: numbers instead of connections, of which some answer no more."""
+    """What `ReplicaConnections` is here: numbers instead of connections, of which some answer no
+    more.
+    """
 
     cancel_scope = None
 
@@ -91,7 +101,10 @@ SERVERS: list[Server] = [(0, 0, "a"), (1, 1, "b"), (2, 2, "c")]
 
 
 def play(
-    act: Callable[[ServerReplication, Town, Ends], Any], servers: list[Server], copies: int = 1, hosts: list[str] = HOSTS
+    act: Callable[[ServerReplication, Town, Ends], Any],
+    servers: list[Server],
+    copies: int = 1,
+    hosts: list[str] = HOSTS,
 ) -> list[Any]:
     """What each worker found."""
 
@@ -117,7 +130,11 @@ def filled(replacing: ServerReplication, told: list[Any]) -> list[int]:
 
 def all_in(replacing: ServerReplication) -> None:
     """Take in what has begun, wherever."""
-    told = [found for answer in replacing.context.group.agree(json.dumps(replacing.begun()).encode()) for found in json.loads(answer)]
+    told = [
+        found
+        for answer in replacing.context.group.agree(json.dumps(replacing.begun()).encode())
+        for found in json.loads(answer)
+    ]
     replacing.take_in(told, filled(replacing, told))
 
 
@@ -126,7 +143,8 @@ def test_what_leaving_hosts_keep_is_copied_to_those_that_stay(leaving: list[str]
     def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
         hosts = dict(enumerate(HOSTS))
         assert not replacing.relieve(hosts, leaving) and replacing.waits
-        assert not replacing.relieve(hosts, leaving) and pool.next == 3 + len(leaving)  # they are under way
+        # they are under way
+        assert not replacing.relieve(hosts, leaving) and pool.next == 3 + len(leaving)
         all_in(replacing)
         assert replacing.relieve(hosts, leaving) and not replacing.waits
         replacing.part(leaving)
@@ -135,7 +153,9 @@ def test_what_leaving_hosts_keep_is_copied_to_those_that_stay(leaving: list[str]
     found = play(act, SERVERS)
     servers, ends = found[0]
     assert all(each == found[0] for each in found)
-    assert not {host for _, _, host in servers} & {*leaving} and sorted(shard for _, shard, _ in servers) == [0, 1, 2]
+    assert not {host for _, _, host in servers} & {*leaving} and sorted(
+        shard for _, shard, _ in servers
+    ) == [0, 1, 2]
     assert [len(copies) for copies in ends] == [1, 1, 1]
     kept = {host: sum(home == host for _, _, home in servers) for host in {*HOSTS} - {*leaving}}
     assert max(kept.values()) - min(kept.values()) <= 1 or len(kept) == 1
@@ -185,11 +205,17 @@ def test_who_has_not_heard_yet_that_servers_left_hears_it_after_a_loss() -> None
 
 @pytest.mark.parametrize("quick", [(0,), (2,), (1, 2), (3,)])
 def test_who_has_not_taken_a_copy_in_yet_does_so_after_a_loss(quick: tuple[int, ...]) -> None:
-    """The same for copies that have been filled: also where who has started one is among the quick ones, or isn't."""
+    """The same for copies that have been filled: also where who has started one is among the
+    quick ones, or isn't.
+    """
 
     def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
         replacing.relieve(dict(enumerate(HOSTS)), ["a"])
-        told = [found for answer in replacing.context.group.agree(json.dumps(replacing.begun()).encode()) for found in json.loads(answer)]
+        told = [
+            found
+            for answer in replacing.context.group.agree(json.dumps(replacing.begun()).encode())
+            for found in json.loads(answer)
+        ]
         alive = filled(replacing, told)
         if replacing.context.group.rank in quick:
             replacing.take_in(told, alive)
@@ -226,7 +252,9 @@ def test_a_server_that_dies_before_it_has_handed_over_is_lost() -> None:
     def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
         replacing.relieve(dict(enumerate(HOSTS)), ["b"])
         ends.dead.append(1)
-        with pytest.raises(StateLost, match="server 1: gone, and nobody else has what was kept there"):
+        with pytest.raises(
+            StateLost, match="server 1: gone, and nobody else has what was kept there"
+        ):
             replacing.survey(replacing.context)
 
     play(act, SERVERS)

@@ -1,4 +1,6 @@
-"""Workers that take their samples when they are ready for them, in whole runs on threads: what each trains, and what happens around it."""
+"""Workers that take their samples when they are ready for them, in whole runs on threads: what
+each trains, and what happens around it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,17 @@ from paceline.errors import DataError, UsageError
 from paceline.servers.worker.strategy import ParameterServer
 from paceline.session.run import Run
 from tests.harness.jobs import wait_for
-from tests.harness.parameter_servers import ASP, BACKUP, EACH, SSP, Numbers, Table, epoch, table, turn
+from tests.harness.parameter_servers import (
+    ASP,
+    BACKUP,
+    EACH,
+    SSP,
+    Numbers,
+    Table,
+    epoch,
+    table,
+    turn,
+)
 from tests.harness.runs import parameters, workers
 
 
@@ -26,26 +38,36 @@ class TestWhatIsTrained:
     @pytest.mark.each_choice
     @pytest.mark.parametrize("strategy", [ASP, SSP], ids=repr)
     @pytest.mark.parametrize("size", [2, 4])
-    def test_every_sample_once_by_one_worker_and_its_gradient_is_in_the_weights(self, strategy: ParameterServer, size: int) -> None:
-        """The mean over a share of 6 / size, by a learning rate of size / 6 of 1: each weight moves by 1/6, whoever trains it."""
+    def test_every_sample_once_by_one_worker_and_its_gradient_is_in_the_weights(
+        self, strategy: ParameterServer, size: int
+    ) -> None:
+        """The mean over a share of 6 / size, by a learning rate of size / 6 of 1: each weight
+        moves by 1/6, whoever trains it.
+        """
         found = epoch(strategy, size, epochs=2)
         assert sorted(chain(*(ids for ids, _, _ in found))) == sorted([*range(60)] * 2)
         for _, weights, steps in found:
-            assert torch.allclose(weights, torch.full((60,), -2 / 6, dtype=torch.float64), rtol=1e-12)
+            assert torch.allclose(
+                weights, torch.full((60,), -2 / 6, dtype=torch.float64), rtol=1e-12
+            )
             assert steps == found[0][2]
 
     def test_quick_workers_train_more(self) -> None:
         turns = [0, 0, 0]
 
         def slow(rank: int) -> float:
-            """Rank 1 waits in each of its turns for six of the others, as long as there are so many."""
+            """Rank 1 waits in each of its turns for six of the others, as long as there are so
+            many.
+            """
             turns[rank] += 1
             if rank == 1:
                 wait_for(lambda: turns[0] + turns[2] >= min(6 * turns[1], 28 - turns[1]))
             return 0.0
 
         taken = [len(ids) for ids, _, _ in epoch(ASP, slow=slow)]
-        assert sum(taken) == 60 and taken[1] < 15, "a third would be 20, and 2 of 14 by their speeds"
+        assert sum(taken) == 60 and taken[1] < 15, (
+            "a third would be 20, and 2 of 14 by their speeds"
+        )
         bounded = epoch(ParameterServer(1, 1), slow=lambda rank: 0.03 if rank == 1 else 0.002)
         assert all(14 <= len(ids) <= 26 for ids, _, _ in bounded), "the bound keeps them together"
 
@@ -68,7 +90,9 @@ class TestWhatIsTrained:
             model = Table(20)
             sampler = BatchSampler(SequentialSampler(range(20)), 7, drop_last=False)
             loader: Any = DataLoader(Numbers(20), batch_sampler=sampler)
-            model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 1.0), loader)
+            model, optimizer, loader = run.prepare(
+                model, torch.optim.SGD(model.parameters(), 1.0), loader
+            )
             mine: list[int] = []
             for ids in loader:
                 mine += ids.tolist()
@@ -87,7 +111,8 @@ def test_a_schedule_that_a_quick_worker_has_ended_stays_there() -> None:
         schedule = run.prepare(torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10))
         for ids in loader:
             turns[run.rank] += 1
-            if run.rank == 1:  # waits in each turn for two of the other, as long as there are so many
+            # waits in each turn for two of the other, as long as there are so many
+            if run.rank == 1:
                 wait_for(lambda: turns[0] >= min(2 * turns[1] + 2, 18 - turns[1]))
             turn(model, optimizer, ids)
             schedule.step()
@@ -100,7 +125,9 @@ def test_a_schedule_that_a_quick_worker_has_ended_stays_there() -> None:
 @pytest.mark.alike(2)
 @EACH
 class TestTheRestOfARun:
-    def test_losses_are_logged_and_samples_are_counted(self, strategy: ParameterServer, tmp_path: Path) -> None:
+    def test_losses_are_logged_and_samples_are_counted(
+        self, strategy: ParameterServer, tmp_path: Path
+    ) -> None:
         def body(run: Run) -> tuple[int, int, float]:
             model, optimizer, loader = table(run)
             for _ in run.epochs(2):
@@ -115,10 +142,18 @@ class TestTheRestOfARun:
         folder = next(tmp_path.rglob("summary.json")).parent
         summary = json.loads((folder / "summary.json").read_text())
         assert summary["samples"] == 120 and summary["final_loss"] == 3.0
-        assert sum(summary["servers"][0]["staleness"].values()) > 0 and summary["servers"][1]["bytes"] > 0
+        assert (
+            sum(summary["servers"][0]["staleness"].values()) > 0
+            and summary["servers"][1]["bytes"] > 0
+        )
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        assert sum(line["samples"] for line in lines) == summary["samples"] and len(lines) == summary["steps"]
-        assert {line["loss"] for line in lines} == {3.0} and [line["step"] for line in lines] == sorted(line["step"] for line in lines)
+        assert (
+            sum(line["samples"] for line in lines) == summary["samples"]
+            and len(lines) == summary["steps"]
+        )
+        assert {line["loss"] for line in lines} == {3.0} and [
+            line["step"] for line in lines
+        ] == sorted(line["step"] for line in lines)
 
     def test_a_break_leaves_the_others_alone(self, strategy: ParameterServer) -> None:
         """Each stops where it likes; they come together after it."""
@@ -134,7 +169,9 @@ class TestTheRestOfARun:
             return run.steps, total, parameters(model)
 
         found = workers(3, body, strategy=strategy)
-        assert {steps for steps, _, _ in found} == {10} and all(torch.equal(found[0][2], weights) for _, _, weights in found)
+        assert {steps for steps, _, _ in found} == {10} and all(
+            torch.equal(found[0][2], weights) for _, _, weights in found
+        )
 
     def test_stopping_early(self, strategy: ParameterServer) -> None:
         def body(run: Run) -> int:
@@ -153,7 +190,9 @@ class TestTheRestOfARun:
 
         assert all(turns < 1500 for turns in workers(3, body, strategy=strategy))
 
-    def test_saved_between_epochs_and_resumed(self, strategy: ParameterServer, tmp_path: Path) -> None:
+    def test_saved_between_epochs_and_resumed(
+        self, strategy: ParameterServer, tmp_path: Path
+    ) -> None:
         def body(run: Run, again: bool) -> Tensor:
             model, optimizer, loader = table(run)
             assert run.resume() == again
@@ -169,7 +208,9 @@ class TestTheRestOfARun:
         second = workers(2, lambda run: body(run, True), strategy=strategy, folder=tmp_path)
         assert all(torch.equal(first[0], other) for other in first) and torch.equal(*second)
         if not strategy.backup_workers:
-            assert torch.allclose(first[0], torch.full((60,), -1 / 6, dtype=torch.float64)) and torch.allclose(second[0], 2 * first[0])
+            assert torch.allclose(
+                first[0], torch.full((60,), -1 / 6, dtype=torch.float64)
+            ) and torch.allclose(second[0], 2 * first[0])
 
     def test_calls_of_all_inside_the_loop(self, strategy: ParameterServer) -> None:
         for call in (lambda run: run.mean(1.0), lambda run: run.barrier(), lambda run: run.save()):
@@ -178,7 +219,10 @@ class TestTheRestOfARun:
                 model, optimizer, loader = table(run)
                 for ids in loader:
                     turn(model, optimizer, ids)
-                    with pytest.raises(UsageError, match="are not in lockstep inside the loop over a training loader"):
+                    with pytest.raises(
+                        UsageError,
+                        match="are not in lockstep inside the loop over a training loader",
+                    ):
                         call(run)
 
             workers(2, body, strategy=strategy)
@@ -201,7 +245,11 @@ class TestTheRestOfARun:
             with pytest.raises(UsageError, match="leaves none to wait for"):
                 epoch(ParameterServer(backup_workers=2), 1)
         ((mine, weights, steps),) = epoch(strategy, 1)
-        assert sorted(mine) == [*range(60)] and steps == 10 and torch.allclose(weights, torch.full((60,), -1 / 6, dtype=torch.float64))
+        assert (
+            sorted(mine) == [*range(60)]
+            and steps == 10
+            and torch.allclose(weights, torch.full((60,), -1 / 6, dtype=torch.float64))
+        )
 
 
 def test_schedules_go_with_each_worker() -> None:
@@ -209,14 +257,18 @@ def test_schedules_go_with_each_worker() -> None:
         model = Table(20)
         optimizer = torch.optim.SGD(model.parameters(), 1.0)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        model, optimizer, scheduler, loader = run.prepare(model, optimizer, scheduler, DataLoader(Numbers(20), 4))
+        model, optimizer, scheduler, loader = run.prepare(
+            model, optimizer, scheduler, DataLoader(Numbers(20), 4)
+        )
         for _ in run.epochs(3):
             for ids in loader:
                 turn(model, optimizer, ids)
             scheduler.step()
         return parameters(model)
 
-    assert torch.allclose(workers(2, body, strategy=ASP)[0], torch.full((20,), -1.75 / 4, dtype=torch.float64))
+    assert torch.allclose(
+        workers(2, body, strategy=ASP)[0], torch.full((20,), -1.75 / 4, dtype=torch.float64)
+    )
 
 
 class Stream(IterableDataset[int]):
@@ -226,11 +278,22 @@ class Stream(IterableDataset[int]):
 
 REFUSED: dict[str, tuple[Callable[[Run], Any], str]] = {
     "weights": (lambda run: table(run, weigh=len), "weigh= has all workers add up"),
-    "a stream": (lambda run: run.prepare(nn.Linear(1, 1), DataLoader(Stream(), 2)), "a stream .* is dealt step by step"),
-    "BatchNorm": (lambda run: run.prepare(nn.BatchNorm1d(2)), "BatchNorm layers, whose statistics are those of all"),
-    "no share": (lambda run: next(iter(table(run, shares=[1, 0])[2])), "a worker that takes 0 samples never trains"),
+    "a stream": (
+        lambda run: run.prepare(nn.Linear(1, 1), DataLoader(Stream(), 2)),
+        "a stream .* is dealt step by step",
+    ),
+    "BatchNorm": (
+        lambda run: run.prepare(nn.BatchNorm1d(2)),
+        "BatchNorm layers, whose statistics are those of all",
+    ),
+    "no share": (
+        lambda run: next(iter(table(run, shares=[1, 0])[2])),
+        "a worker that takes 0 samples never trains",
+    ),
     "whole batches": (
-        lambda run: next(iter(run.prepare(nn.Linear(1, 1), DataLoader(Numbers(4), batch_size=None))[1])),
+        lambda run: next(
+            iter(run.prepare(nn.Linear(1, 1), DataLoader(Numbers(4), batch_size=None))[1])
+        ),
         "each item of this",
     ),
 }

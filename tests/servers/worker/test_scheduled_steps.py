@@ -1,4 +1,6 @@
-"""Steps of workers that are not in lockstep: clipped, refused without a loader, and given up where a worker never comes."""
+"""Steps of workers that are not in lockstep: clipped, refused without a loader, and given up
+where a worker never comes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def test_clipped_by_its_own_norm() -> None:
     def body(run: Run) -> float:
         model = nn.Linear(1, 1, bias=False).double()
         nn.init.zeros_(model.weight)
-        ready, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 1.0), DataLoader(Numbers(20), 4))
+        ready, optimizer, loader = run.prepare(
+            model, torch.optim.SGD(model.parameters(), 1.0), DataLoader(Numbers(20), 4)
+        )
         for ids in loader:
             (8 * ready(torch.ones(len(ids), 1).double()).mean()).backward()
             assert float(run.clip(ready, 0.5)) == pytest.approx(8.0)
@@ -72,4 +76,6 @@ def test_a_worker_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     said: list[str] = []
     workers(2, lambda run: said.append(body(run)), strategy=SSP)
     text = next(text for text in said if text)
-    assert re.search(r"rank 0 waited \S+ s in vain for rank 1, which has completed 0 turns", text), text
+    assert re.search(
+        r"rank 0 waited \S+ s in vain for rank 1, which has completed 0 turns", text
+    ), text

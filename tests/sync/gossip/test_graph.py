@@ -57,7 +57,11 @@ def test_matchings_are_pairs_others_each_time_and_the_same_for_all() -> None:
     seen = set()
     for step in range(50):
         w = weights("matching", 6, step)
-        assert ((w > 0).sum(1) == 2).all() and np.array_equal(w, w.T) and np.array_equal(w, weights("matching", 6, step))
+        assert (
+            ((w > 0).sum(1) == 2).all()
+            and np.array_equal(w, w.T)
+            and np.array_equal(w, weights("matching", 6, step))
+        )
         seen.add(w.tobytes())
     assert len(seen) > 10
     assert ((weights("matching", 5, 3) > 0).sum(1) == 1).sum() == 1  # one sits out
@@ -65,7 +69,11 @@ def test_matchings_are_pairs_others_each_time_and_the_same_for_all() -> None:
 
 def test_edges() -> None:
     w = weights(STAR, 5, 0)
-    assert w[0, 1] == w[1, 0] == pytest.approx(1 / 5) and w[1, 1] == pytest.approx(4 / 5) and w[1, 2] == 0
+    assert (
+        w[0, 1] == w[1, 0] == pytest.approx(1 / 5)
+        and w[1, 1] == pytest.approx(4 / 5)
+        and w[1, 2] == 0
+    )
     assert 0 < prove(STAR, 5) < 1
     assert np.array_equal(weights(((0, 1), (1, 0), (0, 1)), 2, 0), weights(((1, 0),), 2, 0))
 

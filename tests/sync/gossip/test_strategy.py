@@ -1,4 +1,6 @@
-"""Gossip in whole runs on threads: the mean is kept, replicas stay near each other, and a full graph is AllReduce."""
+"""Gossip in whole runs on threads: the mean is kept, replicas stay near each other, and a full
+graph is AllReduce.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,16 @@ from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.gossip.strategy import Gossip, GossipSync
-from tests.harness.local_training import adam, evaluates_before_steps, model, reference, resumes, runs, sgd, train
+from tests.harness.local_training import (
+    adam,
+    evaluates_before_steps,
+    model,
+    reference,
+    resumes,
+    runs,
+    sgd,
+    train,
+)
 from tests.harness.runs import batches, cut, distance, parameters, workers
 
 
@@ -38,9 +49,14 @@ def spread(strategy: Strategy, size: int, **options: Any) -> tuple[list[Tensor],
     return [last[rank] for rank in range(size)], found[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"shares": cut(1, 7, 2)}, {"shares": cut(0, 3, 5)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"shares": cut(1, 7, 2)}, {"shares": cut(0, 3, 5)}], ids=str
+)
 def test_a_full_graph_is_allreduce(options: dict[str, Any]) -> None:
-    assert distance(runs(Gossip("full"), epochs=2, **options), runs(AllReduce(), epochs=2, **options)) < 1e-9
+    assert (
+        distance(runs(Gossip("full"), epochs=2, **options), runs(AllReduce(), epochs=2, **options))
+        < 1e-9
+    )
 
 
 @pytest.mark.each_choice
@@ -65,7 +81,11 @@ CODECS = [half(), int8(block=32), int4(block=32), topk(0.3), compose(topk(0.3), 
     [
         *(("exponential", codec) for codec in CODECS),
         *((graph, CODECS[-1]) for graph in ("ring", "matching")),
-        *(pytest.param(graph, codec, marks=pytest.mark.soak) for graph in ("ring", "matching") for codec in CODECS[:-1]),
+        *(
+            pytest.param(graph, codec, marks=pytest.mark.soak)
+            for graph in ("ring", "matching")
+            for codec in CODECS[:-1]
+        ),
     ],
     ids=repr,
 )
@@ -78,14 +98,26 @@ def test_coded_gossip_comes_together(graph: str, codec: Any) -> None:
 @pytest.mark.slow
 def test_without_steps_of_their_own_replicas_come_to_the_mean_through_any_codec() -> None:
     """Learning rate 0: only mixing; the mean of all stays what it was, and all come to it."""
-    for codec, gamma, epochs, near in ((exact(), 1.0, 4, 1e-9), (int8(block=32), 1.0, 3, 1e-3), (topk(0.2), 0.4, 16, 2e-2)):
+    for codec, gamma, epochs, near in (
+        (exact(), 1.0, 4, 1e-9),
+        (int8(block=32), 1.0, 3, 1e-3),
+        (topk(0.2), 0.4, 16, 2e-2),
+    ):
 
         def body(run: Run, epochs: int = epochs) -> tuple[Tensor, Tensor]:
             net = model()
-            net, opt, loader = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.0), batches())
+            net, opt, loader = run.prepare(
+                net, torch.optim.SGD(net.parameters(), lr=0.0), batches()
+            )
             with torch.no_grad():
                 for p in net.parameters():
-                    p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(run.rank), dtype=p.dtype))
+                    p.add_(
+                        torch.randn(
+                            p.shape,
+                            generator=torch.Generator().manual_seed(run.rank),
+                            dtype=p.dtype,
+                        )
+                    )
             first = parameters(net)
             for _ in run.epochs(epochs):
                 for x, y in loader:
@@ -122,8 +154,14 @@ def test_what_is_said_at_the_start() -> None:
         workers(3, train, strategy=Gossip(((0, 1),)))
 
 
-@pytest.mark.parametrize("strategy", [Gossip("ring"), Gossip(codec=int8(block=32)), Gossip("matching", every=2)], ids=repr)
-def test_a_run_that_is_resumed_goes_on_as_if_it_had_been_saved_only(strategy: Gossip, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "strategy",
+    [Gossip("ring"), Gossip(codec=int8(block=32)), Gossip("matching", every=2)],
+    ids=repr,
+)
+def test_a_run_that_is_resumed_goes_on_as_if_it_had_been_saved_only(
+    strategy: Gossip, tmp_path: Path
+) -> None:
     resumes(strategy, 3, tmp_path)
 
 
@@ -144,7 +182,10 @@ def test_wrong_arguments(make: Any, says: str) -> None:
 
 def test_one_worker_and_notation() -> None:
     assert bool(runs(Gossip(), size=1).isfinite().all())
-    assert repr(Gossip(((0, 1), (1, 2)), codec=int8())) == "Gossip(graph=((0, 1), (1, 2)), codec=int8())"
+    assert (
+        repr(Gossip(((0, 1), (1, 2)), codec=int8()))
+        == "Gossip(graph=((0, 1), (1, 2)), codec=int8())"
+    )
     assert isinstance(GossipSync, type) and sgd is not adam
 
 

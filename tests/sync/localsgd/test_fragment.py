@@ -1,4 +1,6 @@
-"""Round lengths follow how far replicas drift apart, within their bounds; carried changes are sent with one's own."""
+"""Round lengths follow how far replicas drift apart, within their bounds; carried changes are
+sent with one's own.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,17 @@ def test_rounds_stay_within_their_bounds() -> None:
     assert lengths.next(3, 9.0) == 2 and lengths.next(2, 9.0) == 2
 
 
-@pytest.mark.parametrize("wrong", [{"first": 0}, {"least": 9}, {"most": 7}, {"least": 0}, {"drift": 0.0}, {"drift": float("nan")}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"first": 0},
+        {"least": 9},
+        {"most": 7},
+        {"least": 0},
+        {"drift": 0.0},
+        {"drift": float("nan")},
+    ],
+)
 def test_bounds_that_make_no_sense(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="least <= first <= most"):
         adaptive(**wrong)  # type: ignore[arg-type]
@@ -35,7 +47,12 @@ def test_a_fragment_without_changes_has_nothing_of_its_own() -> None:
 def test_after_landing_nothing_is_on_its_way() -> None:
     fragment = Fragment(flying=True, here=True, lost=2.0)
     fragment.land(7)
-    assert (fragment.landed, fragment.flying, fragment.here, fragment.lost) == (7, False, False, 0.0)
+    assert (fragment.landed, fragment.flying, fragment.here, fragment.lost) == (
+        7,
+        False,
+        False,
+        0.0,
+    )
 
 
 def test_changes_of_other_units_dont_fit() -> None:

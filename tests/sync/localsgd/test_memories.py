@@ -1,4 +1,6 @@
-"""What outer optimizers remember: where parameters are unfrozen, and where a run is resumed in which they are frozen at first."""
+"""What outer optimizers remember: where parameters are unfrozen, and where a run is resumed in
+which they are frozen at first.
+"""
 
 from __future__ import annotations
 
@@ -77,18 +79,28 @@ def test_a_run_that_has_unfrozen_a_layer_is_resumed_with_it_frozen(tmp_path: Pat
     strategy = LocalSGD(every=2, outer=nesterov(0.7, 0.9))
     straight = workers(2, lambda run: thawed(run, 8), strategy=strategy, folder=tmp_path / "a")
     workers(2, lambda run: thawed(run, 5), strategy=strategy, folder=tmp_path / "b")
-    later = workers(2, lambda run: thawed(run, 8, resume=True), strategy=strategy, folder=tmp_path / "b")
+    later = workers(
+        2, lambda run: thawed(run, 8, resume=True), strategy=strategy, folder=tmp_path / "b"
+    )
     assert all(torch.equal(one, other) for one, other in zip(later, straight, strict=True))
 
 
 def test_what_a_codec_has_kept_needs_the_same_parameters(tmp_path: Path) -> None:
     strategy = LocalSGD(every=2, codec=error_feedback(topk(0.2)))
     workers(2, lambda run: thawed(run, 5), strategy=strategy, folder=tmp_path)
-    with pytest.raises(UsageError, match="with other parameters unfrozen, or with other fragments or bucket_mb, and a codec has kept"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            "with other parameters unfrozen, or with other fragments or bucket_mb, and a codec has "
+            "kept"
+        ),
+    ):
         workers(2, lambda run: thawed(run, 8, resume=True), strategy=strategy, folder=tmp_path)
 
 
-def test_momentum_of_an_older_version_needs_the_same_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_momentum_of_an_older_version_needs_the_same_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It stands by the numbers of buckets: where those are others it would begin anew."""
     own, strategy = LocalSGDSync.state_dict, LocalSGD(every=2, outer=nesterov(0.7, 0.9))
 
@@ -100,5 +112,7 @@ def test_momentum_of_an_older_version_needs_the_same_parameters(tmp_path: Path, 
     monkeypatch.setattr(LocalSGDSync, "state_dict", older)
     workers(2, lambda run: thawed(run, 5), strategy=strategy, folder=tmp_path)
     monkeypatch.undo()
-    with pytest.raises(UsageError, match="or an older version momentum without names: resume with the same"):
+    with pytest.raises(
+        UsageError, match="or an older version momentum without names: resume with the same"
+    ):
         workers(2, lambda run: thawed(run, 8, resume=True), strategy=strategy, folder=tmp_path)

@@ -9,7 +9,10 @@ from torch import nn
 from paceline.errors import UsageError
 from paceline.sync.localsgd.outer import average, nesterov
 
-CHANGES = [torch.randn(7, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in range(5)]
+CHANGES = [
+    torch.randn(7, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    for seed in range(5)
+]
 
 
 def test_the_average_is_the_mean_of_replicas() -> None:
@@ -33,7 +36,9 @@ def test_nesterov_is_torchs_own_on_the_negative_change(lr: float, momentum: floa
         assert torch.allclose(start, wanted.detach(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("lr", "momentum"), [(0.0, 0.9), (-1.0, 0.9), (0.7, 1.0), (0.7, -0.1), (float("nan"), 0.9)])
+@pytest.mark.parametrize(
+    ("lr", "momentum"), [(0.0, 0.9), (-1.0, 0.9), (0.7, 1.0), (0.7, -0.1), (float("nan"), 0.9)]
+)
 def test_settings_that_make_no_sense(lr: float, momentum: float) -> None:
     with pytest.raises(UsageError, match="lr has to be above 0"):
         nesterov(lr, momentum)

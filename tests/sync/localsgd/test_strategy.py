@@ -1,4 +1,6 @@
-"""Local SGD and DiLoCo in whole runs on threads, against AllReduce and against each other at their limits."""
+"""Local SGD and DiLoCo in whole runs on threads, against AllReduce and against each other at
+their limits.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,16 @@ from paceline.sync.localsgd.fragment import adaptive
 from paceline.sync.localsgd.outer import average, nesterov
 from paceline.sync.localsgd.rounds import LocalSGDSync
 from paceline.sync.localsgd.strategy import LocalSGD
-from tests.harness.local_training import adam, evaluates_before_steps, model, reference, resumes, runs, sgd, train
+from tests.harness.local_training import (
+    adam,
+    evaluates_before_steps,
+    model,
+    reference,
+    resumes,
+    runs,
+    sgd,
+    train,
+)
 from tests.harness.runs import batches, cut, distance, parameters, workers
 
 
@@ -32,16 +43,25 @@ def rounds(run: Run) -> LocalSGDSync:
     return sync
 
 
-RARE = [pytest.param(options, marks=pytest.mark.slow) for options in ({"loss": "sum"}, {"shares": cut(0, 3, 5)})]
+RARE = [
+    pytest.param(options, marks=pytest.mark.slow)
+    for options in ({"loss": "sum"}, {"shares": cut(0, 3, 5)})
+]
 
 
 @pytest.mark.parametrize("options", [{}, {"shares": cut(1, 7, 2)}, *RARE], ids=str)
 def test_every_step_with_plain_sgd_is_allreduce(options: dict[str, Any]) -> None:
-    make = sgd if options.get("loss") != "sum" else (lambda net: torch.optim.SGD(net.parameters(), lr=0.005))
+    make = (
+        sgd
+        if options.get("loss") != "sum"
+        else (lambda net: torch.optim.SGD(net.parameters(), lr=0.005))
+    )
     wanted = runs(AllReduce(), make=make, epochs=2, **options)
     assert distance(runs(LocalSGD(1), make=make, epochs=2, **options), wanted) < 1e-9
     assert distance(runs(LocalSGD(1, after=3), make=make, epochs=2, **options), wanted) < 1e-9
-    assert distance(runs(LocalSGD(4), make=make, epochs=2, **options), wanted) > 1e-6, "rounds of four steps are something else"
+    assert distance(runs(LocalSGD(4), make=make, epochs=2, **options), wanted) > 1e-6, (
+        "rounds of four steps are something else"
+    )
 
 
 def test_diloco_with_an_outer_rate_of_one_and_no_momentum_is_local_sgd() -> None:
@@ -52,7 +72,9 @@ def test_diloco_with_an_outer_rate_of_one_and_no_momentum_is_local_sgd() -> None
 
 
 def test_diloco_is_torchs_nesterov_on_the_changes() -> None:
-    """A reference of few lines: each worker by itself on its share, and torch.optim.SGD on the mean change."""
+    """A reference of few lines: each worker by itself on its share, and torch.optim.SGD on the
+    mean change.
+    """
     every, size, lr, momentum = 4, 2, 0.7, 0.9
     whole = model()
     outer = torch.optim.SGD(whole.parameters(), lr=lr, momentum=momentum, nesterov=True)
@@ -69,11 +91,19 @@ def test_diloco_is_torchs_nesterov_on_the_changes() -> None:
                 opt.zero_grad()
                 F.mse_loss(net(x[mine]), y[mine]).backward()
                 opt.step()
-            changes.append([p.detach() - q.detach() for p, q in zip(net.parameters(), whole.parameters(), strict=True)])
+            changes.append(
+                [
+                    p.detach() - q.detach()
+                    for p, q in zip(net.parameters(), whole.parameters(), strict=True)
+                ]
+            )
         for p, *mine in zip(whole.parameters(), *changes, strict=True):
             p.grad = -torch.stack(mine).mean(0)
         outer.step()
-    assert distance(runs(LocalSGD(every, outer=nesterov(lr, momentum)), size=size), parameters(whole)) < 1e-12
+    assert (
+        distance(runs(LocalSGD(every, outer=nesterov(lr, momentum)), size=size), parameters(whole))
+        < 1e-12
+    )
 
 
 @pytest.mark.parametrize("every", [2, 3])
@@ -93,7 +123,12 @@ def test_replicas_are_equal_after_each_round_and_different_within(every: int) ->
     assert len(seen[0]) == 20
 
 
-CODECS = [half(), int8(block=32), error_feedback(topk(0.2)), where(smaller(30), exact(), error_feedback(topk(0.1)))]
+CODECS = [
+    half(),
+    int8(block=32),
+    error_feedback(topk(0.2)),
+    where(smaller(30), exact(), error_feedback(topk(0.1))),
+]
 OTHERS = [LocalSGD(2, outer=nesterov(0.7, 0.5)), LocalSGD(4, fragments=2, delay=1, alpha=0.5)]
 
 
@@ -103,7 +138,11 @@ OTHERS = [LocalSGD(2, outer=nesterov(0.7, 0.5)), LocalSGD(4, fragments=2, delay=
         (LocalSGD(3), CODECS[0]),
         *((strategy, CODECS[-1]) for strategy in OTHERS),
         *((LocalSGD(3), codec) for codec in CODECS[1:]),
-        *(pytest.param(strategy, codec, marks=pytest.mark.soak) for strategy in OTHERS for codec in CODECS[:-1]),
+        *(
+            pytest.param(strategy, codec, marks=pytest.mark.soak)
+            for strategy in OTHERS
+            for codec in CODECS[:-1]
+        ),
     ],
     ids=repr,
 )
@@ -115,7 +154,13 @@ def test_every_codec_goes_with_it(codec: Any, strategy: LocalSGD) -> None:
 @pytest.mark.soak
 def test_what_comes_through_while_a_turn_is_counted() -> None:
     """LocalSGDSync of streaming end in threads of their own, beside commits."""
-    strategy = LocalSGD(4, fragments=2, delay=1, codec=where(smaller(30), exact(), error_feedback(topk(0.1))), bucket_mb=0.001)
+    strategy = LocalSGD(
+        4,
+        fragments=2,
+        delay=1,
+        codec=where(smaller(30), exact(), error_feedback(topk(0.1))),
+        bucket_mb=0.001,
+    )
     wanted = runs(strategy)
     for _ in range(100):
         assert torch.equal(runs(strategy), wanted)
@@ -168,7 +213,12 @@ def test_fragments_take_turns() -> None:
 
     workers(2, body, strategy=LocalSGD(4, fragments=2, delay=1, alpha=0.5))
     within = [(step, number) for step, number in sent if step < 20]
-    assert within == [(step, number) for step in range(2, 20) for number in range(2) if step % 4 == (2 if number == 0 else 0)]
+    assert within == [
+        (step, number)
+        for step in range(2, 20)
+        for number in range(2)
+        if step % 4 == (2 if number == 0 else 0)
+    ]
 
 
 def test_streaming_with_one_fragment_and_no_delay_is_diloco_and_with_alpha_mixes() -> None:
@@ -183,7 +233,11 @@ def test_rounds_adapt_to_drift() -> None:
     lengths: list[int] = []
 
     def body(run: Run) -> None:
-        train(run, each=lambda net: lengths.append(rounds(run)._every) if run.rank == 0 else None, epochs=6)
+        train(
+            run,
+            each=lambda net: lengths.append(rounds(run)._every) if run.rank == 0 else None,
+            epochs=6,
+        )
 
     workers(2, body, strategy=LocalSGD(adaptive(2, 1, 8, drift=1000.0)))
     assert lengths[0] == 2 and max(lengths) == 8 and sorted(lengths) == lengths
@@ -195,10 +249,17 @@ def test_rounds_adapt_to_drift() -> None:
 @pytest.mark.alike(3)
 @pytest.mark.parametrize(
     "strategy",
-    [LocalSGD(3), LocalSGD(3, outer=nesterov()), LocalSGD(2, codec=error_feedback(topk(0.2))), LocalSGD(2, after=5, momentum="averaged")],
+    [
+        LocalSGD(3),
+        LocalSGD(3, outer=nesterov()),
+        LocalSGD(2, codec=error_feedback(topk(0.2))),
+        LocalSGD(2, after=5, momentum="averaged"),
+    ],
     ids=repr,
 )
-def test_a_run_that_is_resumed_goes_on_as_if_it_had_been_saved_only(strategy: LocalSGD, tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_goes_on_as_if_it_had_been_saved_only(
+    strategy: LocalSGD, tmp_path: Path
+) -> None:
     resumes(strategy, 2, tmp_path)
 
 
@@ -220,7 +281,12 @@ def test_before_an_evaluation_replicas_become_equal() -> None:
         return found
 
     one, other = workers(2, body, strategy=LocalSGD(3))
-    assert [torch.equal(a, b) for a, b in zip(one, other, strict=True)] == [False, True, False, True]
+    assert [torch.equal(a, b) for a, b in zip(one, other, strict=True)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +294,10 @@ def test_before_an_evaluation_replicas_become_equal() -> None:
     [
         (lambda: LocalSGD(0), "every=0 is not a number of steps"),
         (lambda: LocalSGD("4"), "every='4' is not a number of steps"),
-        (lambda: LocalSGD(4, momentum="lost"), "momentum='lost' is unknown; possible: averaged, kept"),
+        (
+            lambda: LocalSGD(4, momentum="lost"),
+            "momentum='lost' is unknown; possible: averaged, kept",
+        ),
         (lambda: LocalSGD(4, outer=0.7), "outer=0.7 is no outer optimizer"),
         (lambda: LocalSGD(4, delay=4), "delay has to be 0 or more, and less than the 4 steps"),
         (lambda: LocalSGD(4, alpha=0.5), "alpha mixes what is late; give delay too"),
@@ -243,8 +312,13 @@ def test_wrong_arguments(make: Any, says: str) -> None:
 
 
 def test_notation() -> None:
-    strategy = LocalSGD(every=16, outer=nesterov(0.5, 0.9), codec=where(smaller(10_000), exact(), int8()))
-    assert repr(strategy) == "LocalSGD(16, outer=nesterov(lr=0.5), codec=where(smaller(10000), exact(), int8()))"
+    strategy = LocalSGD(
+        every=16, outer=nesterov(0.5, 0.9), codec=where(smaller(10_000), exact(), int8())
+    )
+    assert (
+        repr(strategy)
+        == "LocalSGD(16, outer=nesterov(lr=0.5), codec=where(smaller(10000), exact(), int8()))"
+    )
     assert repr(LocalSGD(8, outer=average())) == "LocalSGD(8)"
 
 

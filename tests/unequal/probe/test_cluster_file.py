@@ -1,4 +1,6 @@
-"""The measured cluster of a run: read, compared with the hosts that are there, and what it says of their links and cores."""
+"""The measured cluster of a run: read, compared with the hosts that are there, and what it says
+of their links and cores.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,17 @@ CLUSTER = measured({"a": 90e6, "b": 90e6, "c": 10e6}, workers=2, cores=8)
 def test_a_file_an_object_and_nothing(tmp_path: Path) -> None:
     topology_file.write(tmp_path / "cluster.json", CLUSTER)
     read, given = ClusterFile.of(tmp_path / "cluster.json"), ClusterFile.of(CLUSTER)
-    assert read is not None and given is not None and read.topology == CLUSTER and read.source == "cluster.json"
-    assert read.digest == given.digest != ClusterFile(replace(CLUSTER, links=CLUSTER.links[1:]), "").digest
+    assert (
+        read is not None
+        and given is not None
+        and read.topology == CLUSTER
+        and read.source == "cluster.json"
+    )
+    assert (
+        read.digest
+        == given.digest
+        != ClusterFile(replace(CLUSTER, links=CLUSTER.links[1:]), "").digest
+    )
     assert ClusterFile.of(None) is None
     with pytest.raises(UsageError, match="with --min-workers hosts change"):
         ClusterFile.of(CLUSTER, survives=True)
@@ -50,8 +61,18 @@ def test_links_and_cores_come_in_the_order_of_the_hosts_that_are_there() -> None
 
 
 def test_the_link_of_a_host_is_the_better_of_its_pairs_and_the_worse_of_its_directions() -> None:
-    rates = {(0, 1): 100.0, (1, 0): 90.0, (0, 2): 10.0, (2, 0): 50.0, (1, 2): 10.0, (2, 1): 50.0, (0, 0): 1e9}
-    topology = replace(CLUSTER, links=tuple(HostLink(*pair, 1e-4, rate) for pair, rate in rates.items()))
+    rates = {
+        (0, 1): 100.0,
+        (1, 0): 90.0,
+        (0, 2): 10.0,
+        (2, 0): 50.0,
+        (1, 2): 10.0,
+        (2, 1): 50.0,
+        (0, 0): 1e9,
+    }
+    topology = replace(
+        CLUSTER, links=tuple(HostLink(*pair, 1e-4, rate) for pair, rate in rates.items())
+    )
     assert ClusterFile(topology, "").facts(CLUSTER).rates == (90.0, 90.0, 10.0)
 
 
@@ -59,17 +80,34 @@ def test_a_quota_and_a_machine_of_several_hosts_leave_fewer_cores() -> None:
     a, b, c = CLUSTER.hosts
     quota = Topology((replace(a, quota=1.0), b, c), CLUSTER.links)
     assert ClusterFile(quota, "").facts(CLUSTER).cores == 0.5
-    shared = Topology(tuple(replace(host, machine="m", machine_cores=8) for host in (a, b, c)), CLUSTER.links)
+    shared = Topology(
+        tuple(replace(host, machine="m", machine_cores=8) for host in (a, b, c)), CLUSTER.links
+    )
     assert ClusterFile(shared, "").facts(CLUSTER).cores == pytest.approx(8 / 6)
 
 
 @pytest.mark.parametrize(
     ("here", "words"),
     [
-        (present(("a", 2), ("b", 2)), r"this job has a \(2 workers\), b \(2 workers\): measure it again with `paceline probe`"),
-        (present(("a", 2), ("b", 2), ("d", 2)), r"was measured on a \(2 workers\), b \(2 workers\), c \(2 workers\), and this job has .*d"),
+        (
+            present(("a", 2), ("b", 2)),
+            (
+                r"this job has a \(2 workers\), b \(2 workers\): measure it again with `paceline "
+                r"probe`"
+            ),
+        ),
+        (
+            present(("a", 2), ("b", 2), ("d", 2)),
+            (
+                r"was measured on a \(2 workers\), b \(2 workers\), c \(2 workers\), and this job "
+                r"has .*d"
+            ),
+        ),
         (present(("a", 2), ("b", 2), ("c", 1)), r"this job has .*c \(1 worker\): measure it again"),
-        (present(*((f"h{n}", 1) for n in range(20))), r"h7 \(1 worker\) and 12 more: measure it again"),
+        (
+            present(*((f"h{n}", 1) for n in range(20))),
+            r"h7 \(1 worker\) and 12 more: measure it again",
+        ),
     ],
 )
 def test_other_hosts_or_workers_are_refused_in_a_line(here: Topology, words: str) -> None:
@@ -79,9 +117,15 @@ def test_other_hosts_or_workers_are_refused_in_a_line(here: Topology, words: str
 
 
 def test_a_host_without_a_link_is_refused_and_one_alone_needs_none() -> None:
-    with pytest.raises(UsageError, match=r"cluster.json has no measured link of c to another host: measure again"):
+    with pytest.raises(
+        UsageError, match=r"cluster.json has no measured link of c to another host: measure again"
+    ):
         ClusterFile(
-            replace(CLUSTER, links=tuple(link for link in CLUSTER.links if 2 not in (link.source, link.target))), "cluster.json"
+            replace(
+                CLUSTER,
+                links=tuple(link for link in CLUSTER.links if 2 not in (link.source, link.target)),
+            ),
+            "cluster.json",
         ).check(CLUSTER)
     one = present(("a", 2))
     ClusterFile(one, "").check(one)
@@ -95,33 +139,47 @@ with pl.start(folder="runs", name="run") as run:
         step(run, model, optimizer, x, y)
     sums = run.group.gather_objects([p.double().sum().item() for p in model.parameters()], name="sums")
     assert all(each == sums[0] for each in sums), sums
-"""
+"""  # noqa: E501
 
 
 def test_two_hosts_with_one_file_take_its_way_and_with_two_files_neither_starts(job: Jobs) -> None:
     """Hosts of one machine have numbers behind its name."""
     hosts = [f"{socket.gethostname()}#{number}" for number in range(2)]
     for name, rate in (("fast", 1e9), ("faster", 2e9)):
-        topology_file.write(job.folder / f"{name}.json", measured(dict.fromkeys(hosts, rate), workers=2, cores=2))
+        topology_file.write(
+            job.folder / f"{name}.json", measured(dict.fromkeys(hosts, rate), workers=2, cores=2)
+        )
 
     def launched(*names: str) -> list[Ended]:
         meeting = ("--hosts", "2", "--join", f"127.0.0.1:{free_port()}")
         environ = {"PACELINE_SECRET": "5a" * 32, "PACELINE_INTERFACE": "lo"}
-        come = [job.run(PRELUDE + TRAINING, 2, *meeting, "--cluster", f"{name}.json", **environ) for name in names]
+        come = [
+            job.run(PRELUDE + TRAINING, 2, *meeting, "--cluster", f"{name}.json", **environ)
+            for name in names
+        ]
         return [each.end() for each in come]
 
     ended = launched("fast", "fast")
     assert not any(each.code for each in ended), ended
     route = json.loads((job.folder / "runs" / "run" / "summary.json").read_text())["route"]
-    assert route["way"] == "native" and "links carry 8 Gbit/s, with 1 cores for each worker (fast.json)" in route["why"]
+    assert (
+        route["way"] == "native"
+        and "links carry 8 Gbit/s, with 1 cores for each worker (fast.json)" in route["why"]
+    )
     assert sum(each.err.count(route["why"]) for each in ended) == 1, "it is said once"
 
     apart = launched("fast", "faster")
-    assert all(each.code for each in apart) and all("given different measured clusters" in each.err for each in apart), apart
+    assert all(each.code for each in apart) and all(
+        "given different measured clusters" in each.err for each in apart
+    ), apart
 
 
 def test_a_file_of_other_hosts_ends_a_job_with_one_line(job: Jobs) -> None:
     topology_file.write(job.folder / "cluster.json", measured({"a": 1e8, "b": 1e8}))
     ended = job.run(PRELUDE + TRAINING.replace("name=", "cluster='cluster.json', name="), 2).end()
-    assert ended.code and "cluster.json was measured on a (1 worker), b (1 worker), and this job has" in ended.said
+    assert (
+        ended.code
+        and "cluster.json was measured on a (1 worker), b (1 worker), and this job has"
+        in ended.said
+    )
     assert ended.said.endswith("measure it again with `paceline probe`")

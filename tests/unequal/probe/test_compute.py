@@ -13,8 +13,12 @@ from paceline.unequal.probe import compute
 CPU = torch.device("cpu")
 
 
-def throttled(quota: float, *, start: int, milliseconds: int, each: int = 2000, period: int = 100_000) -> list[float]:
-    """When products of 2 ms end (seconds) of a worker that may compute for a part of each period, from a millisecond of one on."""
+def throttled(
+    quota: float, *, start: int, milliseconds: int, each: int = 2000, period: int = 100_000
+) -> list[float]:
+    """When products of 2 ms end (seconds) of a worker that may compute for a part of each
+    period, from a millisecond of one on.
+    """
     now, ends, runs = 1000 * start, [1000 * start], round(quota * period)  # microseconds
     while now < 1000 * (start + milliseconds):
         left = each
@@ -29,8 +33,12 @@ def throttled(quota: float, *, start: int, milliseconds: int, each: int = 2000, 
 
 @pytest.mark.parametrize("quota", [0.3, 0.5, 0.6, 0.9])
 @pytest.mark.parametrize("start", range(0, 100, 7))
-def test_a_quota_is_seen_in_the_rate_whenever_the_measurement_begins(quota: float, start: int) -> None:
-    rate, spread = compute.steady(throttled(quota, start=start, milliseconds=round(1e3 * SOME_PERIODS)))
+def test_a_quota_is_seen_in_the_rate_whenever_the_measurement_begins(
+    quota: float, start: int
+) -> None:
+    rate, spread = compute.steady(
+        throttled(quota, start=start, milliseconds=round(1e3 * SOME_PERIODS))
+    )
     assert rate == pytest.approx(quota / 2e-3, rel=0.04) and spread < 0.01
 
 
@@ -43,7 +51,8 @@ def test_parts_of_periods_would_tell_another_rate() -> None:
 def test_without_gaps_the_middle_part_counts() -> None:
     dice, now, ends = random.Random(0), 0.0, [0.0]
     for index in range(100):
-        now += 2e-3 * dice.uniform(0.95, 1.05) + (5e-3 if 20 <= index < 30 else 0)  # something else runs for a while
+        # something else runs for a while
+        now += 2e-3 * dice.uniform(0.95, 1.05) + (5e-3 if 20 <= index < 30 else 0)
         ends.append(now)
     rate, spread = compute.steady(ends)
     assert rate == pytest.approx(500, rel=0.03) and 0.02 < spread < 0.1
@@ -78,11 +87,18 @@ def test_the_side_is_the_first_that_takes_long_enough(monkeypatch: pytest.Monkey
 
 
 def test_copies_are_measured_in_bytes_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compute, "measure", lambda act, device, seconds: compute.Measured(10.0, 0.0, 1.0))
-    monkeypatch.setattr(compute, "free_memory", lambda device: compute.machine.MemorySize(1 << 40, 1 << 40))
+    monkeypatch.setattr(
+        compute, "measure", lambda act, device, seconds: compute.Measured(10.0, 0.0, 1.0)
+    )
+    monkeypatch.setattr(
+        compute, "free_memory", lambda device: compute.machine.MemorySize(1 << 40, 1 << 40)
+    )
     assert compute.copy_rate(compute.copied_pair(CPU), 0.1) == 2 * compute.COPIED * 10
-    monkeypatch.setattr(compute, "free_memory", lambda device: compute.machine.MemorySize(1 << 40, 1 << 24))
-    assert compute.copy_rate(compute.copied_pair(CPU), 0.1) == 2 * (1 << 21) * 10  # little memory is left for it
+    monkeypatch.setattr(
+        compute, "free_memory", lambda device: compute.machine.MemorySize(1 << 40, 1 << 24)
+    )
+    # little memory is left for it
+    assert compute.copy_rate(compute.copied_pair(CPU), 0.1) == 2 * (1 << 21) * 10
 
 
 def test_memory_of_a_processor_is_the_machines() -> None:
@@ -96,4 +112,7 @@ def test_a_gpu_is_measured() -> None:
     device = torch.device("cuda", 0)
     side = compute.side(device, "float32")
     assert compute.product_speed(device, "float32", side, 0.1)[0].flops > 1e11
-    assert compute.copy_rate(compute.copied_pair(device), 0.1) > 1e10 and compute.free_memory(device).free > 0
+    assert (
+        compute.copy_rate(compute.copied_pair(device), 0.1) > 1e10
+        and compute.free_memory(device).free > 0
+    )

@@ -17,13 +17,16 @@ from paceline.unequal.probe import link_watch, slow_links
 from paceline.unequal.probe.link_watch import LinkWatch
 from tests.harness.runs import batches, workers
 
-FLUSHES = {"TIMES": 0.0, "SHARE": -1.0, "TIMES_AT_ONCE": 1e9}  # whose exchanges always count as slow, and those of two steps never
+# whose exchanges always count as slow, and those of two steps never
+FLUSHES = {"TIMES": 0.0, "SHARE": -1.0, "TIMES_AT_ONCE": 1e9}
 GLANCES = {"TIMES": 1e9, "TIMES_AT_ONCE": 0.0, "SHARE_AT_ONCE": -1.0, "GLANCE": 0.0}
 
 
 def train(run: Run) -> None:
     model = nn.Linear(6, 2).double()
-    model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.01), batches(400))
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.01), batches(400)
+    )
     for x, y in loader:
         ((model(x) - y) ** 2).mean().backward()
         optimizer.step()
@@ -32,9 +35,20 @@ def train(run: Run) -> None:
 @pytest.mark.each_choice
 @pytest.mark.slow
 @pytest.mark.parametrize("looks", [FLUSHES, GLANCES], ids=["flushes", "glances"])
-@pytest.mark.parametrize(("hosts", "whose"), [((0, 1, 2), "the link of host2"), ((0, 1), "the link between host0 and host1")])
-def test_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: tuple[int, ...], whose: str, looks: dict[str, float]) -> None:
-    """Any exchange counts as slow, and the links of the last host are pretended to be, once those between threads have been measured."""
+@pytest.mark.parametrize(
+    ("hosts", "whose"),
+    [((0, 1, 2), "the link of host2"), ((0, 1), "the link between host0 and host1")],
+)
+def test_in_a_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hosts: tuple[int, ...],
+    whose: str,
+    looks: dict[str, float],
+) -> None:
+    """Any exchange counts as slow, and the links of the last host are pretended to be, once
+    those between threads have been measured.
+    """
     monkeypatch.setattr(log, "_APART", 0.01)
     for name, value in ({"STEPS": 1, "LEAST": -1.0} | looks).items():
         monkeypatch.setattr(slow_links, name, value)
@@ -44,19 +58,25 @@ def test_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: tuple[
 
     def slow(watch: LinkWatch) -> dict[tuple[int, int], float]:
         found = measured(watch)
-        assert all(rate > 0 for rate in found.values()) and len(found) == len(hosts) * (len(hosts) - 1)
+        assert all(rate > 0 for rate in found.values()) and len(found) == len(hosts) * (
+            len(hosts) - 1
+        )
         return {pair: 10e6 if 2 in pair or len(hosts) == 2 else 100e6 for pair in found}
 
     monkeypatch.setattr(LinkWatch, "_measured", slow)
 
     workers(len(hosts), train, folder=tmp_path, hosts=hosts)
     found = json.loads((tmp_path / "test/summary.json").read_text())["links"]
-    assert found and found[0]["words"].rpartition(": ")[2].startswith(f"{whose} carries 80 Mbit/s"), found
+    assert found and found[0]["words"].rpartition(": ")[2].startswith(
+        f"{whose} carries 80 Mbit/s"
+    ), found
     assert f"From step {found[0]['step']} on exchanges take " in report(tmp_path / "test")
 
 
 @pytest.mark.slow
-def test_a_glance_that_finds_all_links_fine_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_glance_that_finds_all_links_fine_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(log, "_APART", 0.01)
     for name, value in ({"STEPS": 1, "LEAST": -1.0, "PAUSE": 0.0} | GLANCES).items():
         monkeypatch.setattr(slow_links, name, value)

@@ -21,7 +21,8 @@ def test_the_rate_is_that_of_the_later_chunks() -> None:
     slow_start = [(0.0, 100), (0.2, 100), (0.3, 100)]
     steady = [(0.3 + 0.01 * index, 100) for index in range(1, 71)]
     assert links.steady_rate(slow_start + steady) == pytest.approx(100 / 0.01)
-    burst = [(0.0, 100)] * 10 + [(0.01 * index, 100) for index in range(1, 101)]  # what a token bucket lets pass at once
+    # what a token bucket lets pass at once
+    burst = [(0.0, 100)] * 10 + [(0.01 * index, 100) for index in range(1, 101)]
     assert links.steady_rate(burst) == pytest.approx(100 / 0.01, rel=0.02)
 
 
@@ -40,7 +41,10 @@ def test_the_rate_of_few_chunks() -> None:
 
 def test_chunks_fit_the_link() -> None:
     assert links.chunk_size(120e6, 0.15) == int(120e6 * 0.15 / links.CHUNKS)
-    assert links.chunk_size(1e3, 0.15) == links.SMALLEST and links.chunk_size(1e12, 0.15) == links.LARGEST
+    assert (
+        links.chunk_size(1e3, 0.15) == links.SMALLEST
+        and links.chunk_size(1e12, 0.15) == links.LARGEST
+    )
 
 
 def test_long_links_have_long_streams() -> None:
@@ -58,9 +62,21 @@ def test_each_source_has_the_figures_of_its_pairs() -> None:
         return alone, crowded
 
     found = spawn(4, body)
-    assert [[each.pair for each in alone] for alone, _ in found] == [[(0, 1)], [(1, 2), (1, 3)], [(2, 0)], [(3, 0)]]
-    assert [[each.pair for each in crowded] for _, crowded in found] == [[(0, 1)], [(1, 2)], [(2, 0)], []]
-    assert all(each.latency > 0 and each.rate > 0 for both in found for figures in both for each in figures)
+    assert [[each.pair for each in alone] for alone, _ in found] == [
+        [(0, 1)],
+        [(1, 2), (1, 3)],
+        [(2, 0)],
+        [(3, 0)],
+    ]
+    assert [[each.pair for each in crowded] for _, crowded in found] == [
+        [(0, 1)],
+        [(1, 2)],
+        [(2, 0)],
+        [],
+    ]
+    assert all(
+        each.latency > 0 and each.rate > 0 for both in found for figures in both for each in figures
+    )
 
 
 def test_nobody_goes_on_before_all_have_met() -> None:
@@ -81,10 +97,16 @@ def test_nobody_goes_on_before_all_have_met() -> None:
 
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_a_worker_that_does_not_come_is_named(late: int) -> None:
-    """Only who waits for the late one has a short deadline, and only once the others' word is on its way."""
+    """Only who waits for the late one has a short deadline, and only once the others' word is on
+    its way.
+    """
     over, said = threading.Barrier(3), threading.Event()
     told: dict[int, PacelineError] = {}
-    timings = ProbeTimings(PATIENCE, PATIENCE, 0.4) if late == 0 else ProbeTimings(PATIENCE, 1.0, PATIENCE)
+    timings = (
+        ProbeTimings(PATIENCE, PATIENCE, 0.4)
+        if late == 0
+        else ProbeTimings(PATIENCE, 1.0, PATIENCE)
+    )
 
     def body(group: Group) -> None:
         network = pairs(group)
@@ -114,7 +136,11 @@ def test_a_worker_that_does_not_come_is_named(late: int) -> None:
     with pytest.raises(PacelineError):
         spawn(3, body)
     named = told[0] if late else next(iter(told.values()))
-    assert isinstance(named, DeadlineExceeded) and f"from rank {late}" in str(named) and named.missing == (late,)
+    assert (
+        isinstance(named, DeadlineExceeded)
+        and f"from rank {late}" in str(named)
+        and named.missing == (late,)
+    )
 
 
 def test_a_link_whose_other_end_does_not_answer() -> None:
@@ -155,4 +181,6 @@ def test_a_worker_that_dies_ends_it_for_all(dies: int) -> None:
 
     with pytest.raises((OSError, WorkerLost)):
         spawn(3, body)
-    assert set(ended) == {0, 1, 2} - {dies} and all(isinstance(error, WorkerLost) for error in ended.values())
+    assert set(ended) == {0, 1, 2} - {dies} and all(
+        isinstance(error, WorkerLost) for error in ended.values()
+    )

@@ -12,7 +12,10 @@ def cluster(*machines: str, workers: int = 1) -> Topology:
     """Hosts with so many workers each, on these machines."""
     hosts = [range(index * workers, (index + 1) * workers) for index in range(len(machines))]
     return Topology(
-        tuple(HostRanks(f"h{i}", tuple(ranks), "", machine=m) for i, (ranks, m) in enumerate(zip(hosts, machines, strict=True)))
+        tuple(
+            HostRanks(f"h{i}", tuple(ranks), "", machine=m)
+            for i, (ranks, m) in enumerate(zip(hosts, machines, strict=True))
+        )
     )
 
 
@@ -29,7 +32,9 @@ def test_each_directed_pair_of_hosts_is_measured_once_alone(machines: tuple[str,
     count = len(machines)
     assert all(len(pairs) == 1 for pairs in found)
     where = topology.where()
-    assert sorted((where[a], where[b]) for [(a, b)] in found) == [(a, b) for a in range(count) for b in range(count) if a != b]
+    assert sorted((where[a], where[b]) for [(a, b)] in found) == [
+        (a, b) for a in range(count) for b in range(count) if a != b
+    ]
 
 
 @pytest.mark.parametrize("count", [3, 4, 5, 8])
@@ -65,7 +70,12 @@ def test_of_many_workers_neighbours_alone_are_measured() -> None:
 @pytest.mark.parametrize("workers", [1, 2, 3, 9])
 def test_what_is_crowded_was_measured_alone(workers: int) -> None:
     topology = cluster("x", "y", "x", workers=workers)
-    for alone, crowded in ((rounds.inside, rounds.inside_crowded), (rounds.between, rounds.between_crowded)):
+    for alone, crowded in (
+        (rounds.inside, rounds.inside_crowded),
+        (rounds.between, rounds.between_crowded),
+    ):
         single = {pair for pairs in alone(topology) for pair in pairs}
         assert {pair for pairs in crowded(topology) for pair in pairs} <= single
-    assert all(len(pairs) == len({a for a, _ in pairs}) for pairs in rounds.inside_crowded(topology))
+    assert all(
+        len(pairs) == len({a for a, _ in pairs}) for pairs in rounds.inside_crowded(topology)
+    )

@@ -1,4 +1,6 @@
-"""When links are measured, whose link is found to be slow, and what a codec is predicted to gain."""
+"""When links are measured, whose link is found to be slow, and what a codec is predicted to
+gain.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,17 @@ from paceline.unequal.probe.slow_links import (
 
 
 def take(
-    sensor: ExchangeSensor, exchange: float, times: int = 1, *, late: float = 0.0, names: range = range(3), count: int = 10
+    sensor: ExchangeSensor,
+    exchange: float,
+    times: int = 1,
+    *,
+    late: float = 0.0,
+    names: range = range(3),
+    count: int = 10,
 ) -> list[Slowdown]:
-    """What is found in flushes of `count` steps; rank 0 waits in its exchanges for the others, who are `late`."""
+    """What is found in flushes of `count` steps; rank 0 waits in its exchanges for the others,
+    who are `late`.
+    """
     steps = [[[0.05, exchange + (late if rank == 0 else 0.0), 0.0, 0.0]] * count for rank in names]
     return [found for _ in range(times) if (found := sensor.take(names, steps)) is not None]
 
@@ -42,7 +52,9 @@ def test_steps_of_which_few_make_a_flush_are_followed(count: int) -> None:
     assert take(sensor, 0.005, 40, count=count) == []
     (found,) = take(sensor, 0.06, 40, count=count)
     assert found.usual == pytest.approx(0.005) and found.now == pytest.approx(0.06)
-    assert [take(sensor, 0.2, count=count) + take(sensor, 0.005, 40, count=count) for _ in range(3)] == [[]] * 3
+    assert [
+        take(sensor, 0.2, count=count) + take(sensor, 0.005, 40, count=count) for _ in range(3)
+    ] == [[]] * 3
 
 
 def test_moments_little_and_waits_for_late_workers_are_none() -> None:
@@ -53,9 +65,16 @@ def test_moments_little_and_waits_for_late_workers_are_none() -> None:
     assert take(sensor, 0.005, 20, late=0.2) == []
 
 
-def glance(sensor: ExchangeSensor, *exchanges: float, late: float = 0.0, step: float = 0.05) -> Slowdown | None:
+def glance(
+    sensor: ExchangeSensor, *exchanges: float, late: float = 0.0, step: float = 0.05
+) -> Slowdown | None:
     """What is found in the last two steps of three ranks, whose last one waits for nobody."""
-    return sensor.glance([[[step, exchange + (late if rank < 2 else 0.0), 0.0, 0.0] for exchange in exchanges] for rank in range(3)])
+    return sensor.glance(
+        [
+            [[step, exchange + (late if rank < 2 else 0.0), 0.0, 0.0] for exchange in exchanges]
+            for rank in range(3)
+        ]
+    )
 
 
 def test_two_steps_that_are_far_slower_are_enough() -> None:
@@ -76,9 +95,17 @@ def test_two_steps_that_are_far_slower_are_enough() -> None:
         ((0.06, 0.06), 0.0, 0.2),
         ((0.018, 0.018), 0.0, 0.01),
     ],
-    ids=["a step", "the last step", "workers that are late", "a quarter of a step", "three times as long"],
+    ids=[
+        "a step",
+        "the last step",
+        "workers that are late",
+        "a quarter of a step",
+        "three times as long",
+    ],
 )
-def test_what_a_glance_leaves_to_flushes(exchanges: tuple[float, float], late: float, step: float) -> None:
+def test_what_a_glance_leaves_to_flushes(
+    exchanges: tuple[float, float], late: float, step: float
+) -> None:
     sensor = ExchangeSensor()
     take(sensor, 0.005, 5)
     assert glance(sensor, *exchanges, late=late, step=step) is None
@@ -106,7 +133,9 @@ def test_other_workers_have_other_exchanges() -> None:
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
 def test_rounds_have_every_pair_once_and_no_host_twice(count: int) -> None:
     found = rounds(count)
-    assert sorted(pair for pairs in found for pair in pairs) == sorted(permutations(range(count), 2))
+    assert sorted(pair for pairs in found for pair in pairs) == sorted(
+        permutations(range(count), 2)
+    )
     assert all(len({host for pair in pairs for host in pair}) == 2 * len(pairs) for pairs in found)
 
 
@@ -118,14 +147,20 @@ def test_the_host_whose_best_link_is_slow_is_found() -> None:
     both = [(2, 0), (2, 1), (0, 2), (1, 2)]
     assert find(rates(3, *both)) == SlowLink((2,), 12e6, 120e6)
     assert find(rates(3, (2, 0), (2, 1))) == SlowLink((2,), 12e6, 120e6)  # it is only slow to send
-    assert find(rates(4, (0, 1), (1, 0))) == SlowLink((0, 1), 12e6, 120e6)  # all else is fine with both
+    # all else is fine with both
+    assert find(rates(4, (0, 1), (1, 0))) == SlowLink((0, 1), 12e6, 120e6)
     assert find(rates(3)) is None
     assert find(rates(2, (0, 1))) == SlowLink((0, 1), 12e6, None)
 
 
 def test_the_gain_is_what_the_link_has_less_to_do() -> None:
-    """10 MB over 12.5 MB/s take 800 ms. A quarter of it takes 200 ms, which leaves 400 ms of a second's step, and 20 ms are for coding."""
+    """10 MB over 12.5 MB/s take 800 ms.
+
+    A quarter of it takes 200 ms, which leaves 400 ms of a second's step, and 20 ms are for coding.
+    """
     now, codec = Slowdown(0.05, 0.7, 1.0, 0.3), CodecCost(0.25, 0.02 / 2.5e6)
     assert predict(now, 10e6, 12.5e6, 2.5e6, codec) == pytest.approx(1.0 / (0.4 + 0.02))
-    assert predict(now._replace(busy=0.5), 10e6, 12.5e6, 2.5e6, codec) == pytest.approx(1.0 / (0.5 + 0.02))
+    assert predict(now._replace(busy=0.5), 10e6, 12.5e6, 2.5e6, codec) == pytest.approx(
+        1.0 / (0.5 + 0.02)
+    )
     assert predict(now, 10e6, 12.5e6, 2.5e6, CodecCost(1.0, 0.0)) == pytest.approx(1.0)

@@ -1,4 +1,6 @@
-"""Simulated workers with noise, quotas and changes: shares come to the optimum, stay where nothing changes, and follow what does."""
+"""Simulated workers with noise, quotas and changes: shares come to the optimum, stay where
+nothing changes, and follow what does.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,20 @@ Seconds = Callable[[int, int, int], float]  # rank, samples, step -> own work
 
 
 class Simulation:
-    """Workers that take shares of `batch` as a balancer says, and meet after `every` seconds of steps."""
+    """Workers that take shares of `batch` as a balancer says, and meet after `every` seconds of
+    steps.
+    """
 
-    def __init__(self, size: int, batch: int, seconds: Seconds, *, every: float = 1.0, micros: int = 1) -> None:
-        self.size, self.batch, self.seconds, self.every, self.micros = size, batch, seconds, every, micros
+    def __init__(
+        self, size: int, batch: int, seconds: Seconds, *, every: float = 1.0, micros: int = 1
+    ) -> None:
+        self.size, self.batch, self.seconds, self.every, self.micros = (
+            size,
+            batch,
+            seconds,
+            every,
+            micros,
+        )
         self.balancer = Balancer(size)
         self.policy: Callable[[int], tuple[int, ...]] = lambda samples: equal(samples, size)
         self.step = 0
@@ -54,14 +66,19 @@ def machines(curves: Sequence[SpeedCurve], noise: float = 0.02, seed: int = 1) -
 
 
 class Throttled:
-    """Work of processors with quotas: each runs for its part of every 100 ms, and what it hasn't used is gone."""
+    """Work of processors with quotas: each runs for its part of every 100 ms, and what it hasn't
+    used is gone.
+    """
 
     PERIOD = 0.1
 
-    def __init__(self, quotas: Sequence[float], per_sample: float, fixed: float = 0.0, *, seen: bool = True) -> None:
+    def __init__(
+        self, quotas: Sequence[float], per_sample: float, fixed: float = 0.0, *, seen: bool = True
+    ) -> None:
         self.quotas, self.per_sample, self.fixed, self.seen = quotas, per_sample, fixed, seen
         self._now = self._ended = 0.0
-        self._periods = [(0.013 * rank, 0.0) for rank in range(len(quotas))]  # when each began, and what was used of it
+        # when each began, and what was used of it
+        self._periods = [(0.013 * rank, 0.0) for rank in range(len(quotas))]
         self._draw = random.Random(5)
 
     def __call__(self, rank: int, samples: int, step: int) -> float:
@@ -88,9 +105,12 @@ class Throttled:
 @pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize("seconds", [0.01, 0.5], ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_equal_workers_never_change_shares_because_of_noise(size: int, seconds: float, seed: int) -> None:
+def test_equal_workers_never_change_shares_because_of_noise(
+    size: int, seconds: float, seed: int
+) -> None:
     curves = [SpeedCurve(seconds * 0.2, seconds * 0.8 / 12)] * size
-    steps = 2_000 if seconds < 0.1 else 600  # long steps are looked at in pairs, short ones by the hundred
+    # long steps are looked at in pairs, short ones by the hundred
+    steps = 2_000 if seconds < 0.1 else 600
     done = Simulation(size, 12 * size, machines(curves, noise=0.1, seed=seed)).run(steps)
     assert done.changes == [] and done.balancer.phase == "steady" and len(set(done.shares)) == 1
 
@@ -110,27 +130,45 @@ def test_unequal_workers_come_to_the_optimum(curves: list[SpeedCurve], batch: in
     done = Simulation(len(curves), batch, machines(curves)).run(600)
     best = max(curve(share) for curve, share in zip(curves, balance(batch, curves), strict=True))
     now = max(curve(share) for curve, share in zip(curves, done.shares, strict=True))
-    assert now <= best * 1.04 and 1 <= len(done.changes) <= 4, (done.shares, balance(batch, curves), done.changes)
+    assert now <= best * 1.04 and 1 <= len(done.changes) <= 4, (
+        done.shares,
+        balance(batch, curves),
+        done.changes,
+    )
 
 
-@pytest.mark.parametrize(("batch", "before", "after"), [(96, 1.0, 0.4), (96, 0.5, 1.0), (36, 1.0, 0.4)])
-def test_a_change_of_speed_is_followed_within_15_steps_and_back(batch: int, before: float, after: float) -> None:
+@pytest.mark.parametrize(
+    ("batch", "before", "after"), [(96, 1.0, 0.4), (96, 0.5, 1.0), (36, 1.0, 0.4)]
+)
+def test_a_change_of_speed_is_followed_within_15_steps_and_back(
+    batch: int, before: float, after: float
+) -> None:
     def quota(rank: int, step: int) -> float:
         return 1.0 if rank == 0 else after if 60 <= step < 160 else before
 
     def best(now: float) -> float:
         curves = [SpeedCurve(0.02, 0.006), SpeedCurve(0.02 / now, 0.006 / now)]
-        return max(curve(share) for curve, share in zip(curves, balance(batch, curves), strict=True))
+        return max(
+            curve(share) for curve, share in zip(curves, balance(batch, curves), strict=True)
+        )
 
     draw = random.Random(3)
-    done = Simulation(2, batch, lambda rank, samples, step: (0.02 + 0.006 * samples) / quota(rank, step) * draw.gauss(1.0, 0.02)).run(300)
+    done = Simulation(
+        2,
+        batch,
+        lambda rank, samples, step: (
+            (0.02 + 0.006 * samples) / quota(rank, step) * draw.gauss(1.0, 0.02)
+        ),
+    ).run(300)
     for start, optimum in ((75, best(after)), (175, best(before))):
         mean = sum(done.lasted[start : start + 60]) / 60
         assert mean <= 1.1 * optimum, (start, mean, optimum, done.changes)
     assert len([step for step in done.changes if step >= 60]) <= 4, done.changes
 
 
-@pytest.mark.parametrize(("batch", "quotas"), [(96, (1.0, 0.5)), (36, (1.0, 0.5)), (96, (1.0, 0.6, 0.3))])
+@pytest.mark.parametrize(
+    ("batch", "quotas"), [(96, (1.0, 0.5)), (36, (1.0, 0.5)), (96, (1.0, 0.6, 0.3))]
+)
 @pytest.mark.parametrize("per_sample", [0.0005, 0.004], ids=str)
 def test_quotas_that_throttle_in_periods_are_measured_as_they_are_in_the_mean(
     batch: int, quotas: tuple[float, ...], per_sample: float
@@ -138,11 +176,17 @@ def test_quotas_that_throttle_in_periods_are_measured_as_they_are_in_the_mean(
     done = Simulation(len(quotas), batch, Throttled(quotas, per_sample)).run(1_000)
     ideal = batch * per_sample / sum(quotas)
     mean = sum(done.lasted[-500:]) / 500
-    assert mean <= ideal * 1.04 and len(done.changes) <= 4, (done.shares, mean / ideal, done.changes)
+    assert mean <= ideal * 1.04 and len(done.changes) <= 4, (
+        done.shares,
+        mean / ideal,
+        done.changes,
+    )
 
 
 def test_where_changes_bring_nothing_they_become_rare() -> None:
-    """A worker that finds its quota whole after each wait, and doesn't say what it has used, looks fast whenever it has little to do."""
+    """A worker that finds its quota whole after each wait, and doesn't say what it has used,
+    looks fast whenever it has little to do.
+    """
     done = Simulation(2, 36, Throttled((1.0, 0.5), 0.004, 0.01, seen=False)).run(2_000)
     assert len([step for step in done.changes if step >= 1_000]) <= 4, done.changes
 
@@ -150,26 +194,40 @@ def test_where_changes_bring_nothing_they_become_rare() -> None:
 def test_a_pause_of_one_worker_changes_nothing() -> None:
     """An evaluation or a checkpoint on one worker is over before it counts."""
     plain = machines([SpeedCurve(0.05, 0.01)] * 2)
-    done = Simulation(2, 24, lambda rank, samples, step: plain(rank, samples, step) + (3.0 if rank == 0 and step % 50 == 49 else 0.0)).run(
-        600
-    )
+    done = Simulation(
+        2,
+        24,
+        lambda rank, samples, step: (
+            plain(rank, samples, step) + (3.0 if rank == 0 and step % 50 == 49 else 0.0)
+        ),
+    ).run(600)
     assert done.changes == []
 
 
 @pytest.mark.parametrize("per_sample", [100.0, 0.01], ids=str)
-def test_where_samples_are_dealt_by_cost_shares_follow_in_any_unit_and_who_was_very_slow_comes_back(per_sample: float) -> None:
+def test_where_samples_are_dealt_by_cost_shares_follow_in_any_unit_and_who_was_very_slow_comes_back(
+    per_sample: float,
+) -> None:
     draw, balancer = random.Random(0), Balancer(2)
-    policy, parts = SpeedShares([SpeedCurve(0, 1)] * 2, per_sample=per_sample), list[tuple[float, ...]]()
+    policy, parts = (
+        SpeedShares([SpeedCurve(0, 1)] * 2, per_sample=per_sample),
+        list[tuple[float, ...]](),
+    )
     for step in range(900):
         costs = [draw.uniform(0.5, 1.5) * per_sample for _ in range(16)]
-        units = tuple(sum(costs[place] for place in mine) for mine in deal_by_cost(costs, policy.parts(sum(costs))))
+        units = tuple(
+            sum(costs[place] for place in mine)
+            for mine in deal_by_cost(costs, policy.parts(sum(costs)))
+        )
         seconds = [0.02 + 0.02 * part / per_sample for part in units]
         seconds[1] *= 60 if 100 <= step < 400 else 1
         balancer.take([StepWork(units, tuple(seconds), max(seconds))])
         if (split := balancer.decide(per_sample=per_sample)) is not None:
             policy = SpeedShares(split.curves, per_sample=per_sample)
         parts.append(tuple(part / per_sample for part in policy.parts(16 * per_sample)))
-    assert parts[99] == pytest.approx((8, 8), rel=0.1) and parts[399] == pytest.approx((15, 1), rel=0.1)
+    assert parts[99] == pytest.approx((8, 8), rel=0.1) and parts[399] == pytest.approx(
+        (15, 1), rel=0.1
+    )
     assert parts[-1] == pytest.approx((8, 8), rel=0.1)
 
 

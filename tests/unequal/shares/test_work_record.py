@@ -17,7 +17,11 @@ def test_steps_are_put_together_until_they_are_long_enough() -> None:
     record = WorkRecord(2)
     for seconds in (0.05, 0.15, 0.05, 0.15):
         record.add(StepWork((10.0, 5.0), (0.1, seconds), 0.1), CURVES)
-    assert record.total == 2 and record.means(2).slowness == pytest.approx((1.0, 1.0)) and record.means(2).units == (10.0, 5.0)
+    assert (
+        record.total == 2
+        and record.means(2).slowness == pytest.approx((1.0, 1.0))
+        and record.means(2).units == (10.0, 5.0)
+    )
 
 
 def test_steps_without_work_of_some_worker_tell_nothing() -> None:
@@ -35,7 +39,9 @@ def test_noise_is_that_from_block_to_block_and_a_change_of_speed_counts_little()
         record.add(StepWork((10.0, 5.0), (0.1 * draw.gauss(1, 0.1), 0.1 * times), 1.0), CURVES)
     assert record.noise(0) == pytest.approx(0.1, rel=0.35) and record.noise(1) < 0.03
     record.clear()
-    assert record.total == 0 and record.noise(0) == pytest.approx(0.1, rel=0.35), "noise is remembered"
+    assert record.total == 0 and record.noise(0) == pytest.approx(0.1, rel=0.35), (
+        "noise is remembered"
+    )
 
 
 def test_a_pause_stands_out_of_many_blocks() -> None:

@@ -1,4 +1,6 @@
-"""A policy that can't be kept is refused when the run starts, or when it trains, with what to do instead."""
+"""A policy that can't be kept is refused when the run starts, or when it trains, with what to do
+instead.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ def test_unknown_ones() -> None:
 def test_dropping_needs_backup_workers() -> None:
     straggler_policy.check("drop", ParameterServer(backup_workers=1), survives=False)
     for strategy in (AllReduce(), ParameterServer()):
-        with pytest.raises(UsageError, match=r"which (AllReduce|ParameterServer)\(\) doesn't: .*ParameterServer\(backup_workers=1\)"):
+        with pytest.raises(
+            UsageError,
+            match=(
+                r"which (AllReduce|ParameterServer)\(\) doesn't: "
+                r".*ParameterServer\(backup_workers=1\)"
+            ),
+        ):
             straggler_policy.check("drop", strategy, survives=True)
 
 

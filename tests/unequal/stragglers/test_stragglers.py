@@ -1,4 +1,6 @@
-"""Who makes the others wait is named while the run goes on, with what it costs and what to do; nobody is, where all are alike."""
+"""Who makes the others wait is named while the run goes on, with what it costs and what to do;
+nobody is, where all are alike.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,16 @@ HOSTS = ("a", "a", "b", "b")
 
 
 def flush(
-    found: StragglerSensor, *work: float, steps: int = 10, times: int = 1, hosts: tuple[str, ...] = HOSTS, **parts: float
+    found: StragglerSensor,
+    *work: float,
+    steps: int = 10,
+    times: int = 1,
+    hosts: tuple[str, ...] = HOSTS,
+    **parts: float,
 ) -> list[str]:
-    """What is said in so many flushes of steps in which each rank has so much work (seconds), and waits for who has most."""
+    """What is said in so many flushes of steps in which each rank has so much work (seconds),
+    and waits for who has most.
+    """
     exchange, data, said = parts.get("exchange", 0.01), parts.get("data", 0.0), []
     for _ in range(times):
         seconds = [[[mine - data, exchange, max(work) - mine, data]] * steps for mine in work]
@@ -45,8 +54,10 @@ def flush(
 
 ALIKE, SLOW = (0.1, 0.1, 0.1, 0.1), (0.1, 0.1, 0.15, 0.1)
 LINE = (
-    "rank 2 on b makes the others wait: 50.0 ms in each step, 31% of it, for compute. See what else runs there; if it is a slower machine "
-    "and the shares are equal now, deal by speed: prepare(..., shares='auto'), or shares=[1, 1, 0.67, 1]"
+    "rank 2 on b makes the others wait: 50.0 ms in each step, 31% of it, for compute. "
+    "See what else runs there; if it is a slower machine "
+    "and the shares are equal now, deal by speed: prepare(..., shares='auto'), or shares=[1, 1, "
+    "0.67, 1]"
 )
 
 
@@ -60,9 +71,15 @@ def test_workers_with_the_same_samples_have_one_share() -> None:
     """Ranks 2 and 3 cut layers between them, and so do 0 and 1."""
     mesh = Mesh((("data", 2), ("tensor", 2)), (0, 1, 2, 3))
     (line,) = flush(StragglerSensor(mesh), *SLOW, times=20)
-    assert line.startswith("rank 2 (data 1, tensor 0) on b makes the others wait") and line.endswith("shares=[1, 0.67]")
+    assert line.startswith(
+        "rank 2 (data 1, tensor 0) on b makes the others wait"
+    ) and line.endswith("shares=[1, 0.67]")
     (line,) = flush(StragglerSensor(Mesh((("tensor", 4),), (0, 1, 2, 3))), *SLOW, times=20)
-    assert line.startswith("rank 2 (tensor 2) on b") and "shares=[" not in line and "all workers have the same samples" in line
+    assert (
+        line.startswith("rank 2 (tensor 2) on b")
+        and "shares=[" not in line
+        and "all workers have the same samples" in line
+    )
 
 
 def test_slow_data_are_work_too() -> None:
@@ -74,10 +91,16 @@ def test_the_cause_is_named_with_what_helps(cause: str) -> None:
     """Rank 2 is 50 ms late, 40 of them for the cause; all have 5 ms of each, which isn't late."""
     found, said = StragglerSensor(), []
     for _ in range(FLUSHES):
-        measured = [[5000 + 40_000 * (rank == 2 and each == cause) for each in MEASURED] for rank in range(4)]
+        measured = [
+            [5000 + 40_000 * (rank == 2 and each == cause) for each in MEASURED]
+            for rank in range(4)
+        ]
         steps = [[[mine - 0.005, 0.01, 0.15 - mine, 0.005]] * 10 for mine in SLOW]
         said.append(found.take(range(4), steps, HOSTS, [[each] * 10 for each in measured]))
-    assert said[-1] == f"rank 2 on b makes the others wait: 50.0 ms in each step, 31% of it, for {WORDS[cause]}. {REMEDIES[cause]}"
+    assert said[-1] == (
+        "rank 2 on b makes the others wait: 50.0 ms in each step, 31% of it, for "
+        f"{WORDS[cause]}. {REMEDIES[cause]}"
+    )
 
 
 def test_those_who_are_alike_are_not_named_whatever_the_noise() -> None:
@@ -110,8 +133,13 @@ def test_a_fast_worker_is_no_reason_to_name_the_others() -> None:
 
 def test_the_workers_of_a_host_are_named_together() -> None:
     (line,) = flush(StragglerSensor(), 0.1, 0.1, 0.2, 0.21, times=20)
-    assert line.startswith("the workers of b (ranks 2, 3) make the others wait: 105.0 ms in each step, 48% of it, for compute. ")
-    (line,) = flush(StragglerSensor(), 0.1, 0.2, 0.1, 0.1, 0.2, hosts=("a", "a", "b", "b", "c"), times=20)
+    assert line.startswith(
+        "the workers of b (ranks 2, 3) make the others wait: 105.0 ms in each step, 48% of it, for "
+        "compute. "
+    )
+    (line,) = flush(
+        StragglerSensor(), 0.1, 0.2, 0.1, 0.1, 0.2, hosts=("a", "a", "b", "b", "c"), times=20
+    )
     assert line.startswith("ranks 1, 4 on a, c make the others wait: 100.0 ms")
 
 
@@ -127,18 +155,30 @@ def test_a_change_is_said_and_the_same_after_long() -> None:
 
 def test_who_comes_and_goes_is_not_said_each_time() -> None:
     found = StragglerSensor()
-    said = [line for _ in range(10) for line in (*flush(found, *SLOW, times=FLUSHES), *flush(found, *ALIKE, times=FLUSHES))]
+    said = [
+        line
+        for _ in range(10)
+        for line in (*flush(found, *SLOW, times=FLUSHES), *flush(found, *ALIKE, times=FLUSHES))
+    ]
     assert len(said) == 2  # in 130 seconds
     near = StragglerSensor()
     flush(near, *SLOW, times=60)
-    assert flush(near, 0.1, 0.1, 0.12, 0.1, times=40) == flush(near, *SLOW, times=40) == []  # a little better, but no other one
+    # a little better, but no other one
+    assert flush(near, 0.1, 0.1, 0.12, 0.1, times=40) == flush(near, *SLOW, times=40) == []
 
 
 def test_few_steps_short_times_and_little_are_not_judged() -> None:
     assert flush(StragglerSensor(), *(100 * mine for mine in SLOW), steps=1, times=19) == []
     assert len(flush(StragglerSensor(), *(100 * mine for mine in SLOW), steps=1, times=20)) == 1
-    assert flush(StragglerSensor(), *(mine / 1000 for mine in SLOW), steps=1000, times=50, exchange=0.0) == []  # 0.05 ms
-    assert flush(StragglerSensor(), *(mine / 10 for mine in SLOW), steps=20, times=5) == []  # less than three seconds
+    # 0.05 ms
+    assert (
+        flush(
+            StragglerSensor(), *(mine / 1000 for mine in SLOW), steps=1000, times=50, exchange=0.0
+        )
+        == []
+    )
+    # less than three seconds
+    assert flush(StragglerSensor(), *(mine / 10 for mine in SLOW), steps=20, times=5) == []
 
 
 def test_other_workers_are_judged_anew() -> None:
@@ -154,17 +194,26 @@ def test_who_is_late_in_most_steps_is_told_from_chance() -> None:
     assert all(0.2 < found["late"] < 0.6 for found in stragglers.unequal(noise))
     slow = [{rank: seconds * (1 + rank) for rank, seconds in step.items()} for step in noise]
     first, second = stragglers.unequal(slow)
-    assert first["late"] < 0.2 and second["late"] > 0.8 and second["seconds"] == pytest.approx(2 * first["seconds"], rel=0.2)
+    assert (
+        first["late"] < 0.2
+        and second["late"] > 0.8
+        and second["seconds"] == pytest.approx(2 * first["seconds"], rel=0.2)
+    )
     gone = [{0: 1.0, 1: 1.0}] * 50 + [{0: 1.0, 2: 3.0}] * 30
     assert [found["seconds"] for found in stragglers.unequal(gone)] == [1.0, 3.0]
-    assert stragglers.unequal([]) == [] and stragglers.unequal([{0: 1.0}, {0: 1.0, 2: 2.0}])[1] == {"seconds": 2.0, "late": 1.0}
+    assert stragglers.unequal([]) == [] and stragglers.unequal([{0: 1.0}, {0: 1.0, 2: 2.0}])[1] == {
+        "seconds": 2.0,
+        "late": 1.0,
+    }
 
 
 def test_the_summary_has_how_samples_are_dealt_and_who_had_more_to_do(tmp_path: Path) -> None:
     def train(run: Run) -> None:
         model = nn.Linear(6, 2).double()
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        model, optimizer, loader, _ = run.prepare(model, optimizer, batches(40, 8), batches(16, 4), shares=[3, 1])
+        model, optimizer, loader, _ = run.prepare(
+            model, optimizer, batches(40, 8), batches(16, 4), shares=[3, 1]
+        )
         for x, y in loader:
             ((model(x) - y) ** 2).mean().backward()
             optimizer.step()
@@ -184,14 +233,19 @@ def test_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def train(run: Run) -> None:
         torch.manual_seed(0)
         model = nn.Linear(6, 2).double()
-        model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.01), batches(320))
+        model, optimizer, loader = run.prepare(
+            model, torch.optim.SGD(model.parameters(), 0.01), batches(320)
+        )
         for x, y in loader:
             ((model(x) - y) ** 2).mean().backward()
             optimizer.step()
             time.sleep(0.04 if run.rank == 1 else 0.0)
 
     workers(3, train, said=said, folder=tmp_path)
-    events = [event["what"] for event in json.loads((tmp_path / "test/summary.json").read_text())["events"]]
+    events = [
+        event["what"]
+        for event in json.loads((tmp_path / "test/summary.json").read_text())["events"]
+    ]
     assert [line for line in said if "wait" in line] == events
     assert [event.partition(" wait:")[0] for event in events] == ["rank 1 on here makes the others"]
 
@@ -217,12 +271,18 @@ def burn() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cause", ["compute", "reading", "collection", "stolen"])
-def test_planted_causes_are_told_apart(tmp_path: Path, cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three ranks with different samples do the same; rank 1 has more to do, or the same with something in its way."""
+def test_planted_causes_are_told_apart(
+    tmp_path: Path, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three ranks with different samples do the same; rank 1 has more to do, or the same with
+    something in its way.
+    """
     counted, stolen = InterruptionMeter._read, defaultdict[int, float](float)
 
     def read(meter: InterruptionMeter) -> Any:
-        """What is planted, and nothing of what this machine takes: it may be busy, and what is usual there isn't told apart."""
+        """What is planted, and nothing of what this machine takes: it may be busy, and what is
+        usual there isn't told apart.
+        """
         return counted(meter)._replace(delayed=stolen[threading.get_ident()])
 
     if cause == "stolen":
@@ -233,7 +293,9 @@ def test_planted_causes_are_told_apart(tmp_path: Path, cause: str, monkeypatch: 
         here = run.rank == 1
         model = nn.Linear(4, 1).double()
         loader = DataLoader(Slow(0.03 if here and cause == "reading" else 0.0), batch_size=6)
-        model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.001), loader)
+        model, optimizer, loader = run.prepare(
+            model, torch.optim.SGD(model.parameters(), 0.001), loader
+        )
         for _ in run.epochs(2):
             for x in loader:
                 burn()
@@ -248,7 +310,8 @@ def test_planted_causes_are_told_apart(tmp_path: Path, cause: str, monkeypatch: 
                 model(x).pow(2).mean().backward()
                 optimizer.step()
 
-    for attempt in range(3):  # one rank that stands still on a busy machine may outweigh what is planted
+    # one rank that stands still on a busy machine may outweigh what is planted
+    for attempt in range(3):
         folder = tmp_path / str(attempt)
         workers(3, train, folder=folder)
         late = json.loads((folder / "test/summary.json").read_text())["rank_late"]
@@ -257,7 +320,11 @@ def test_planted_causes_are_told_apart(tmp_path: Path, cause: str, monkeypatch: 
         if told_apart := latest == 1 and max(late[1], key=late[1].__getitem__) == cause:
             break
     assert told_apart, late
-    drawn = [event["name"] for event in json.loads((folder / "test/trace.json").read_text())["traceEvents"] if event.get("cat") == "late"]
+    drawn = [
+        event["name"]
+        for event in json.loads((folder / "test/trace.json").read_text())["traceEvents"]
+        if event.get("cat") == "late"
+    ]
     assert WORDS[cause] in drawn
     assert WORDS[cause] in report(folder / "test").partition("and why:")[2].partition("\n\n")[0]
 
@@ -281,7 +348,9 @@ with pl.start(name="cut", mesh="tensor") as run:
 
 @pytest.mark.slow
 def test_in_a_run_of_a_cut_model(job: Jobs, tmp_path: Path) -> None:
-    """Who waits inside of its layers has no more to do for that; shares can't help where all have the same samples."""
+    """Who waits inside of its layers has no more to do for that; shares can't help where all
+    have the same samples.
+    """
     ended = job.run(CUT, 2).end()
     assert ended.code == 0, ended.err
     (event,) = json.loads((tmp_path / "runs/cut/summary.json").read_text())["events"]

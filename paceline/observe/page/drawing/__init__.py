@@ -1,1 +1,3 @@
-"""What pages are drawn with: elements, axes, curves, bars, tables, and numbers that say where they are from."""
+"""What pages are drawn with: elements, axes, curves, bars, tables, and numbers that say where
+they are from.
+"""

@@ -1,8 +1,9 @@
-"""Numbers on a page that say where they are from: each is an element with the field of summary.json, and the value that it has there.
+"""Numbers on a page that say where they are from: each is an element with the field of
+summary.json, and the value that it has there.
 
 <data class="figure" data-field="rank_seconds.0.compute" value="0.0123">12.3 ms</data>
 <data class="figure" data-field="step_seconds.wait" data-per="step_seconds" value="0.25">25%</data>      a part of what is there in all
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def figure(data: Data, field: Field, words: Words) -> Markup:
     if value is None or isinstance(value, Mapping | list):
         return element("span", {"class": "figure"}, NONE)
     text = words(float(value)) if math.isfinite(float(value)) else str(value)
-    return element("data", {"class": "figure", "data-field": _dotted(field), "value": repr(value)}, text)
+    return element(
+        "data", {"class": "figure", "data-field": _dotted(field), "value": repr(value)}, text
+    )
 
 
 def summed(data: Data, field: Field, words: Words) -> Markup:
@@ -59,14 +62,25 @@ def summed(data: Data, field: Field, words: Words) -> Markup:
     if found is None:
         return element("span", {"class": "figure"}, NONE)
     value = total(found)
-    return element("data", {"class": "figure", "data-field": _dotted(field), "data-sum": "", "value": repr(value)}, words(value))
+    return element(
+        "data",
+        {"class": "figure", "data-field": _dotted(field), "data-sum": "", "value": repr(value)},
+        words(value),
+    )
 
 
 def share(data: Data, field: Field, per: Field) -> Markup:
-    """Write which part a field of the summary, or the sum of its numbers, is of those in another."""
+    """Write which part a field of the summary, or the sum of its numbers, is of those in
+    another.
+    """
     whole = total(find(data, *per))
     value = total(find(data, *field)) / whole if whole > 0 else 0.0
-    given = {"class": "figure", "data-field": _dotted(field), "data-per": _dotted(per), "value": repr(value)}
+    given = {
+        "class": "figure",
+        "data-field": _dotted(field),
+        "data-per": _dotted(per),
+        "value": repr(value),
+    }
     return element("data", given, f"{value:.0%}")
 
 

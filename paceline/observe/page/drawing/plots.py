@@ -1,4 +1,7 @@
-"""Curves in SVG. Heights are pixels and widths are parts of what there is, so that text stays as large as it is on any screen.
+"""Curves in SVG.
+
+Heights are pixels and widths are parts of what there is, so that text stays as large as it is on
+any screen.
 
     | \\            the plane of curves, 1000 units wide, stretches; its lines keep their width
 2.0 -   \\___
@@ -27,9 +30,12 @@ Numbers = Sequence[float | None]
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve over `x`; where `y` is None it is interrupted. Between `low` and `high` is a band: what it varied in.
+    """A curve over `x`; where `y` is None it is interrupted.
 
-    `kind`: which colour and dashes the line has. `area`: the band is a part of a whole, of this kind of `bars`.
+    Between `low` and `high` is a band: what it varied in.
+
+    `kind`: which colour and dashes the line has. `area`: the band is a part of a whole, of this
+    kind of `bars`.
     """
 
     name: str
@@ -67,14 +73,19 @@ class Plot:
 
 
 def smoothed(plot: Plot) -> Plot:
-    """Return a plot of moving averages over its faint curves, on a logarithmic axis if all values are above 0."""
+    """Return a plot of moving averages over its faint curves, on a logarithmic axis if all
+    values are above 0.
+    """
     every = finite([curve.y for curve in plot.curves])
     log = min(every, default=0.0) > 0
 
     def column(values: Iterable[float | None]) -> Numbers:
         return [value if value is None or not log else math.log10(value) for value in values]
 
-    faint = [replace(curve, name="", y=column(curve.y), low=(), high=(), faint=True) for curve in plot.curves]
+    faint = [
+        replace(curve, name="", y=column(curve.y), low=(), high=(), faint=True)
+        for curve in plot.curves
+    ]
     firm = [replace(curve, y=column(_averages(curve.y)), low=(), high=()) for curve in plot.curves]
     low, high = finite([column([min(every, default=0.0), max(every, default=1.0)])])
     words = (lambda value: plain(10**value)) if log else plain
@@ -91,10 +102,19 @@ def _averages(values: Numbers) -> Iterator[float | None]:
 
 
 def draw(plot: Plot) -> Markup:
-    """Draw a plot: numbers of the vertical axis at the left, the curves, and numbers of the horizontal axis below."""
+    """Draw a plot: numbers of the vertical axis at the left, the curves, and numbers of the
+    horizontal axis below.
+    """
     lines = [line for curve in plot.curves for line in _curve(curve, plot)]
     plane = element(
-        "svg", {"viewBox": f"0 0 {WIDE} {plot.high}", "preserveAspectRatio": "none", "width": "100%", "height": plot.high}, lines
+        "svg",
+        {
+            "viewBox": f"0 0 {WIDE} {plot.high}",
+            "preserveAspectRatio": "none",
+            "width": "100%",
+            "height": plot.high,
+        },
+        lines,
     )
     inside = element(
         "svg",
@@ -105,8 +125,15 @@ def draw(plot: Plot) -> Markup:
         (_mark(mark, plot) for mark in plot.marks),
         element("line", {"class": "cursor", "y1": 0, "y2": plot.high, "x1": 0, "x2": 0}),
     )
-    sheet = element("div", {"class": "sheet"}, inside, element("output", {"class": "read-out", "hidden": ""}))
-    drawn = element("div", {"class": "plot", "data-points": json.dumps(_read_outs(plot), separators=(",", ":"))}, _heights(plot), sheet)
+    sheet = element(
+        "div", {"class": "sheet"}, inside, element("output", {"class": "read-out", "hidden": ""})
+    )
+    drawn = element(
+        "div",
+        {"class": "plot", "data-points": json.dumps(_read_outs(plot), separators=(",", ":"))},
+        _heights(plot),
+        sheet,
+    )
     return element("figure", None, _legend(plot.curves), drawn)
 
 
@@ -115,7 +142,9 @@ def _height(plot: Plot) -> int:
 
 
 def _read_outs(plot: Plot) -> dict[str, object]:
-    """Return what the script of the page reads out where the pointer is: names and values over the places on the axis."""
+    """Return what the script of the page reads out where the pointer is: names and values over
+    the places on the axis.
+    """
     told = plot.curves if plot.read is None else plot.read
     every = dict.fromkeys(x for curve in told for x in curve.x if x is not None)
     places = {x: at for at, x in enumerate(sorted(every))}
@@ -152,7 +181,9 @@ def _curve(curve: Curve, plot: Plot) -> Iterator[Markup]:
 
 
 def line(kind: int) -> str:
-    """Return the classes of a line of this kind: a colour, and dashes, so that neither is needed alone."""
+    """Return the classes of a line of this kind: a colour, and dashes, so that neither is needed
+    alone.
+    """
     return f"c{kind % COLOURS} d{(kind + kind // COLOURS) % DASHES}"
 
 
@@ -197,21 +228,47 @@ def across(axis: Scale, y: float, under: Callable[[float], str] | None = None) -
         given = {"class": "tick", "x": f"{100 * at:.2f}%", "text-anchor": anchor}
         yield element("text", {**given, "y": y}, words)
         if under is not None:
-            yield element("text", {**given, "y": y + 16, "class": f"tick under{' odd' * (number % 2)}"}, under(value))
+            yield element(
+                "text",
+                {**given, "y": y + 16, "class": f"tick under{' odd' * (number % 2)}"},
+                under(value),
+            )
 
 
 def _heights(plot: Plot) -> Markup:
     ticks = (
-        element("text", {"class": "tick", "x": "100%", "y": max(_down(value, plot) + 4, 9), "text-anchor": "end"}, words)
+        element(
+            "text",
+            {
+                "class": "tick",
+                "x": "100%",
+                "y": max(_down(value, plot) + 4, 9),
+                "text-anchor": "end",
+            },
+            words,
+        )
         for value, words in plot.y.ticks
     )
     longest = max((len(words) for _, words in plot.y.ticks), default=0)
-    return element("svg", {"class": "heights", "height": _height(plot), "width": 8 + 7 * longest, "aria-hidden": "true"}, ticks)
+    return element(
+        "svg",
+        {
+            "class": "heights",
+            "height": _height(plot),
+            "width": 8 + 7 * longest,
+            "aria-hidden": "true",
+        },
+        ticks,
+    )
 
 
 def _mark(mark: Mark, plot: Plot) -> Markup:
     at = f"{100 * _across(mark.x, plot.x):.2f}%"
-    return element("line", {"class": f"mark {mark.kind}", "x1": at, "x2": at, "y1": 0, "y2": plot.high}, element("title", None, mark.words))
+    return element(
+        "line",
+        {"class": f"mark {mark.kind}", "x1": at, "x2": at, "y1": 0, "y2": plot.high},
+        element("title", None, mark.words),
+    )
 
 
 def _legend(curves: Sequence[Curve]) -> Markup | None:
@@ -219,16 +276,25 @@ def _legend(curves: Sequence[Curve]) -> Markup | None:
     if len(named) < 2:
         return None
     return element(
-        "figcaption", {"class": "legend"}, (element("span", {"class": "key"}, swatch(curve.kind), curve.name) for curve in named)
+        "figcaption",
+        {"class": "legend"},
+        (element("span", {"class": "key"}, swatch(curve.kind), curve.name) for curve in named),
     )
 
 
 def swatch(kind: int) -> Markup:
     """Draw the line of a curve, for a legend."""
     drawn = element("line", {"class": f"line {line(kind)}", "x1": 1, "x2": 29, "y1": 6, "y2": 6})
-    return element("svg", {"class": "swatch", "width": 30, "height": 12, "aria-hidden": "true"}, drawn)
+    return element(
+        "svg", {"class": "swatch", "width": 30, "height": 12, "aria-hidden": "true"}, drawn
+    )
 
 
 def finite(columns: Sequence[Numbers]) -> list[float]:
     """Return all numbers of these columns that can be drawn."""
-    return [value for column in columns for value in column if value is not None and math.isfinite(value)]
+    return [
+        value
+        for column in columns
+        for value in column
+        if value is not None and math.isfinite(value)
+    ]

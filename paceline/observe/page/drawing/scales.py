@@ -26,7 +26,15 @@ class Scale:
         return (value - self.low) / (self.high - self.low)
 
 
-def scale(low: float, high: float, words: Words, count: int = 5, *, zero: bool = False, whole: bool = False) -> Scale:
+def scale(
+    low: float,
+    high: float,
+    words: Words,
+    count: int = 5,
+    *,
+    zero: bool = False,
+    whole: bool = False,
+) -> Scale:
     """Return an axis for values from `low` to `high` with about `count` round numbers on it.
 
     `zero`: it begins at 0. `whole`: only whole numbers stand at it.

@@ -1,4 +1,6 @@
-"""The axis of steps, which curves of a run share: below each step stands when it was, and marks say what happened."""
+"""The axis of steps, which curves of a run share: below each step stands when it was, and marks
+say what happened.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,17 @@ from paceline.observe.page.drawing.figures import number
 from paceline.observe.page.drawing.plots import Mark
 from paceline.observe.page.drawing.scales import Scale
 
-MARKED = ("lost", "came", "evicted", "shares", "codec", "link", "fault")  # events that curves may change by
+# events that curves may change by
+MARKED = ("lost", "came", "evicted", "shares", "codec", "link", "fault")
 
 
 def of_steps(steps: Sequence[float | None], *, many: bool = False) -> Scale:
     """Return the axis for these steps, from 0 on where they begin near it."""
     known = [step for step in steps if step is not None]
     low, high = min(known, default=0.0), max(known, default=1.0)
-    return scales.scale(0.0 if low < 0.1 * high else low, high, scales.short, 8 if many else 5, whole=True)
+    return scales.scale(
+        0.0 if low < 0.1 * high else low, high, scales.short, 8 if many else 5, whole=True
+    )
 
 
 def clock(data: Mapping[str, Any]) -> Callable[[float], str] | None:
@@ -39,6 +44,14 @@ def marks(data: Mapping[str, Any]) -> list[Mark]:
 
     def at(event: Mapping[str, Any]) -> float:
         step = event.get("step")
-        return float(step if step is not None else np.interp(event["time"] - began, [0.0, *times], [0.0, *steps]))
+        return float(
+            step
+            if step is not None
+            else np.interp(event["time"] - began, [0.0, *times], [0.0, *steps])
+        )
 
-    return [Mark(at(event), event["what"], event["kind"]) for event in data["events"] if event["kind"] in MARKED]
+    return [
+        Mark(at(event), event["what"], event["kind"])
+        for event in data["events"]
+        if event["kind"] in MARKED
+    ]

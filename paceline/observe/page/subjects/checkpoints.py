@@ -17,16 +17,33 @@ def section(data: Mapping[str, Any]) -> Markup | None:
         return None
     seconds = number(data, "seconds")
     stood = number(data, "checkpoints", "stall_seconds")
-    part = f"Training stood still for them for {stood / seconds:.1%} of the run." if seconds > 0 else ""
+    part = (
+        f"Training stood still for them for {stood / seconds:.1%} of the run."
+        if seconds > 0
+        else ""
+    )
     return join(element("p", None, part), table(("checkpoints", ""), _rows(data)))
 
 
 def _rows(data: Mapping[str, Any]) -> Iterator[tuple[str, Child]]:
     yield "on the disk", figure(data, ("checkpoints", "count"), scales.whole)
-    yield "of them asked for in the background", figure(data, ("checkpoints", "background"), scales.whole)
-    yield "training stood still, in all", figure(data, ("checkpoints", "stall_seconds"), scales.seconds)
+    yield (
+        "of them asked for in the background",
+        figure(data, ("checkpoints", "background"), scales.whole),
+    )
+    yield (
+        "training stood still, in all",
+        figure(data, ("checkpoints", "stall_seconds"), scales.seconds),
+    )
     yield "writing took, in all", figure(data, ("checkpoints", "write_seconds"), scales.seconds)
     yield "bytes written", figure(data, ("checkpoints", "nbytes"), scales.nbytes)
     best = find(data, "checkpoints", "best")
     if isinstance(best, Mapping):
-        yield "the best", join(str(best.get("checkpoint")), " with ", figure(data, ("checkpoints", "best", "metric"), scales.plain))
+        yield (
+            "the best",
+            join(
+                str(best.get("checkpoint")),
+                " with ",
+                figure(data, ("checkpoints", "best", "metric"), scales.plain),
+            ),
+        )

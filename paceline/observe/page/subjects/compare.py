@@ -1,4 +1,6 @@
-"""The sections of a page that compares runs: their figures side by side, losses against steps, seconds and bytes, and what differs."""
+"""The sections of a page that compares runs: their figures side by side, losses against steps,
+seconds and bytes, and what differs.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,16 @@ def overview(datas: Datas) -> Markup:
         )
         for at, (label, data) in enumerate(zip(labels(datas), datas, strict=True))
     )
-    verdicts = (element("li", None, element("b", None, label), *_verdict(data)) for label, data in zip(labels(datas), datas, strict=True))
+    verdicts = (
+        element("li", None, element("b", None, label), *_verdict(data))
+        for label, data in zip(labels(datas), datas, strict=True)
+    )
     title = element("h1", None, f"{len(datas)} runs compared")
-    return join(title, table(head, _marked(rows), "The runs"), element("ul", {"class": "verdicts"}, verdicts))
+    return join(
+        title,
+        table(head, _marked(rows), "The runs"),
+        element("ul", {"class": "verdicts"}, verdicts),
+    )
 
 
 def _verdict(data: Mapping[str, Any]) -> Iterator[str]:
@@ -51,16 +60,22 @@ def _verdict(data: Mapping[str, Any]) -> Iterator[str]:
 def labels(datas: Datas) -> list[str]:
     """Return the names of runs, with a number where two have the same."""
     names = [str(data["name"]) for data in datas]
-    return [name if names.count(name) == 1 else f"{name} ({at})" for at, name in enumerate(names, 1)]
+    return [
+        name if names.count(name) == 1 else f"{name} ({at})" for at, name in enumerate(names, 1)
+    ]
 
 
 def _marked(rows: Iterator[tuple[Markup, ...]]) -> list[Sequence[Markup]]:
     """Say of each row of which run it is, for who compares its figures with that run's summary."""
-    return [[element("span", {"data-run": at}, cell) for cell in row] for at, row in enumerate(rows)]
+    return [
+        [element("span", {"data-run": at}, cell) for cell in row] for at, row in enumerate(rows)
+    ]
 
 
 def loss(datas: Datas) -> Markup | None:
-    """Draw the loss of each run against steps, seconds and bytes; None where none was logged by one name in all of them."""
+    """Draw the loss of each run against steps, seconds and bytes; None where none was logged by
+    one name in all of them.
+    """
     if not (common := _common(datas)):
         return None
     name, *others = common
@@ -72,17 +87,30 @@ def loss(datas: Datas) -> Markup | None:
         (sent, f"bytes that all workers have sent {SENT_WORDS[sent]}", scales.nbytes),
     )
     drawn = (_against(datas, name, field, title, words) for field, title, words in ways)
-    more = (_against(datas, other, "step", "steps", scales.short, head=f"{other} against steps") for other in others)
-    return join(element("p", None, f"{name}, the mean of each stretch of steps") if name != "loss" else None, *drawn, *more)
+    more = (
+        _against(datas, other, "step", "steps", scales.short, head=f"{other} against steps")
+        for other in others
+    )
+    return join(
+        element("p", None, f"{name}, the mean of each stretch of steps")
+        if name != "loss"
+        else None,
+        *drawn,
+        *more,
+    )
 
 
 def _common(datas: Datas) -> list[str]:
-    """Return the names that all runs have logged, such as those of validation: loss first, where that is one."""
+    """Return the names that all runs have logged, such as those of validation: loss first, where
+    that is one.
+    """
     first, *others = (list(data["values"]) for data in datas)
     return [name for name in first if all(name in names for names in others)]
 
 
-def _against(datas: Datas, name: str, field: str, title: str, words: Words, *, head: str = "") -> Markup | None:
+def _against(
+    datas: Datas, name: str, field: str, title: str, words: Words, *, head: str = ""
+) -> Markup | None:
     curves = [
         Curve(label, data["values"][name][field], data["values"][name]["mean"], kind=at)
         for at, (label, data) in enumerate(zip(labels(datas), datas, strict=True))
@@ -111,10 +139,16 @@ def time(datas: Datas) -> Markup:
 def traffic(datas: Datas) -> Markup | None:
     """Draw the bytes of a step of each run; None where nothing was sent."""
     rows = _bars(datas, "bytes_sent", SENT, scales.nbytes)
-    return bars("Bytes of a step", rows, SENT_WORDS) if any(sum(row.sizes.values()) for row in rows) else None
+    return (
+        bars("Bytes of a step", rows, SENT_WORDS)
+        if any(sum(row.sizes.values()) for row in rows)
+        else None
+    )
 
 
-def _bars(datas: Datas, field: str, parts: Sequence[str], words: Callable[[float], str]) -> list[Bar]:
+def _bars(
+    datas: Datas, field: str, parts: Sequence[str], words: Callable[[float], str]
+) -> list[Bar]:
     return [
         Bar(
             label,
@@ -130,7 +164,11 @@ def differences(datas: Datas) -> Markup:
     every = [setup.settings(data) for data in datas]
     names = dict.fromkeys(name for found in every for name in found)
     differ = [name for name in names if len({found.get(name) for found in every}) > 1]
-    unknown = [label for label, data in zip(labels(datas), datas, strict=True) if find(data, "sync") is None]
+    unknown = [
+        label
+        for label, data in zip(labels(datas), datas, strict=True)
+        if find(data, "sync") is None
+    ]
     hint = f"Settings of {', '.join(unknown)} are known once the run has ended." if unknown else ""
     note = element("p", {"class": "hint"}, hint) if hint else None
     if not differ:

@@ -32,10 +32,21 @@ def section(data: Mapping[str, Any]) -> Markup | None:
     ]
     cells = ((_label(data, rank), *_cells(data, rank)) for rank in range(len(held)))
     head = ("worker", *(name for kind in KINDS for name in (kind, "predicted")), "process at most")
-    hint = "This is held from step to step; what a forward keeps for its backward comes on top, and so does the process itself."
-    more = f" These are the first {MOST} of {counted(len(held), 'worker')}." if len(held) > MOST else ""
-    tabled = folded("As a table, with what was predicted", table(head, cells, "Bytes that each worker held"))
-    return join(bars("Memory", rows[:MOST], WORDS), element("p", {"class": "hint"}, hint + more), tabled)
+    hint = (
+        "This is held from step to step; what a forward keeps for its backward comes on top, and "
+        "so does the process itself."
+    )
+    more = (
+        f" These are the first {MOST} of {counted(len(held), 'worker')}."
+        if len(held) > MOST
+        else ""
+    )
+    tabled = folded(
+        "As a table, with what was predicted", table(head, cells, "Bytes that each worker held")
+    )
+    return join(
+        bars("Memory", rows[:MOST], WORDS), element("p", {"class": "hint"}, hint + more), tabled
+    )
 
 
 def _cells(data: Mapping[str, Any], rank: int) -> Iterator[Markup]:

@@ -1,4 +1,6 @@
-"""The section on how a run was set up: its strategy, the mesh as a picture, shares of the batch, and what was asked for."""
+"""The section on how a run was set up: its strategy, the mesh as a picture, shares of the batch,
+and what was asked for.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def settings(data: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     if find(data, "sync") is not None:
         found["strategy"] = str(find(data, "sync"))
-        found["workers"] = f"{find(data, 'workers')} on {find(data, 'hosts')} host{'' if find(data, 'hosts') == 1 else 's'}"
+        found["workers"] = (
+            f"{find(data, 'workers')} on {find(data, 'hosts')} "
+            f"host{'' if find(data, 'hosts') == 1 else 's'}"
+        )
     mesh = find(data, "mesh")
     if mesh:
         found["mesh"] = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
@@ -36,7 +41,10 @@ def settings(data: Mapping[str, Any]) -> dict[str, str]:
         if name == "arguments":
             found |= _arguments(value)
         elif name == "optimizers":
-            found |= {f"optimizer{'' if not at else f' {at + 1}'}": _optimizer(each) for at, each in enumerate(value)}
+            found |= {
+                f"optimizer{'' if not at else f' {at + 1}'}": _optimizer(each)
+                for at, each in enumerate(value)
+            }
         else:
             found[name.replace("_", " ")] = str(value) if name == "seed" else _words(value)
     readers = find(data, "loader", "num_workers")
@@ -45,13 +53,22 @@ def settings(data: Mapping[str, Any]) -> dict[str, str]:
 
 def _rows(data: Mapping[str, Any]) -> Iterator[tuple[str, Child]]:
     for name, words in settings(data).items():
-        yield name, element("code", None, words) if name in ("strategy", "cut", "script", "optimizer") or name.startswith("-") else words
+        yield (
+            name,
+            element("code", None, words)
+            if name in ("strategy", "cut", "script", "optimizer") or name.startswith("-")
+            else words,
+        )
 
 
 def _words(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_words, value))
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000 else str(value)
+    return (
+        f"{value:,}"
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000
+        else str(value)
+    )
 
 
 def _optimizer(fields: Mapping[str, Any]) -> str:
@@ -92,7 +109,10 @@ def _mesh(data: Mapping[str, Any]) -> Iterator[Markup]:
     cells = (
         (
             ", ".join(f"{axis} {at}" for axis, at in zip(others, where, strict=True)) or "workers",
-            *(element("span", {"class": "worker"}, f"rank {row[at]}" if at in row else "") for at in range(mesh[last])),
+            *(
+                element("span", {"class": "worker"}, f"rank {row[at]}" if at in row else "")
+                for at in range(mesh[last])
+            ),
         )
         for where, row in sorted(rows.items())
     )

@@ -1,4 +1,6 @@
-"""The section on time: samples a second, where steps' time went over the run, and for each worker."""
+"""The section on time: samples a second, where steps' time went over the run, and for each
+worker.
+"""
 
 from __future__ import annotations
 
@@ -39,22 +41,45 @@ def section(data: Mapping[str, Any]) -> Markup | None:
 
 
 def throughput(data: Mapping[str, Any]) -> Markup | None:
-    """Draw the samples a second over the steps of one run: inside of steps, and by the clock, with all that lies between them."""
+    """Draw the samples a second over the steps of one run: inside of steps, and by the clock,
+    with all that lies between them.
+    """
     course = data["course"]
     steps = course["step"]
     if not steps:
         return None
-    spent = [sum(column) for column in zip(*(course["seconds"][part] for part in PARTS), strict=True)]
-    inside = [_per(samples, seconds) for samples, seconds in zip(course["samples"], spent, strict=True)]
+    spent = [
+        sum(column) for column in zip(*(course["seconds"][part] for part in PARTS), strict=True)
+    ]
+    inside = [
+        _per(samples, seconds) for samples, seconds in zip(course["samples"], spent, strict=True)
+    ]
     times = [0.0, *course["time"]]
     passed = [later - sooner for sooner, later in pairwise(times)]
-    clock = [_per(samples, seconds) for samples, seconds in zip(course["samples"], passed, strict=True)]
-    curves = [Curve("inside steps", steps, inside, kind=0), Curve("by the clock", steps, clock, kind=1)]
+    clock = [
+        _per(samples, seconds) for samples, seconds in zip(course["samples"], passed, strict=True)
+    ]
+    curves = [
+        Curve("inside steps", steps, inside, kind=0),
+        Curve("by the clock", steps, clock, kind=1),
+    ]
     most = sorted(finite([inside]))
     high = most[-1] if most else 1.0
     y = scales.scale(0.0, 1.05 * high, scales.short, zero=True)
-    plot = Plot("Samples a second over steps", curves, axes.of_steps(steps, many=True), y, "step", axes.marks(data), axes.clock(data), 180)
-    words = "Where the second line falls below the first, time went between steps: checkpoints, evaluation, recovery."
+    plot = Plot(
+        "Samples a second over steps",
+        curves,
+        axes.of_steps(steps, many=True),
+        y,
+        "step",
+        axes.marks(data),
+        axes.clock(data),
+        180,
+    )
+    words = (
+        "Where the second line falls below the first, time went between steps: "
+        "checkpoints, evaluation, recovery."
+    )
     return join(draw(plot), element("p", {"class": "hint"}, words))
 
 
@@ -79,7 +104,10 @@ def _parts(data: Mapping[str, Any]) -> Markup:
 def _stacked(data: Mapping[str, Any]) -> Markup:
     course = data["course"]
     counts, steps = course["count"], course["step"]
-    columns = [[seconds / count for seconds, count in zip(course["seconds"][part], counts, strict=True)] for part in PARTS]
+    columns = [
+        [seconds / count for seconds, count in zip(course["seconds"][part], counts, strict=True)]
+        for part in PARTS
+    ]
     floor = [0.0] * len(steps)
     curves, read = list[Curve](), list[Curve]()
     for part, kind, column in zip(PARTS, KINDS, columns, strict=True):
@@ -87,11 +115,18 @@ def _stacked(data: Mapping[str, Any]) -> Markup:
         curves.append(Curve(part, steps, top, floor, top, area=kind))
         read.append(Curve(part, steps, column))
         floor = top
-    usual = sorted(floor)[max(len(floor) * 98 // 100 - 1, 0)]  # a single long step does not flatten all others
+    # a single long step does not flatten all others
+    usual = sorted(floor)[max(len(floor) * 98 // 100 - 1, 0)]
     y = scales.scale(0.0, min(max(floor), 2.5 * usual) * 1.02, scales.seconds, zero=True)
     x, marks, when = axes.of_steps(steps, many=True), axes.marks(data), axes.clock(data)
-    plot = Plot("Seconds of a step by part, over steps", curves, x, y, "step", marks, when, read=read)
-    legend = element("p", {"class": "legend"}, (element("span", {"class": "key"}, swatch(part), part) for part in PARTS))
+    plot = Plot(
+        "Seconds of a step by part, over steps", curves, x, y, "step", marks, when, read=read
+    )
+    legend = element(
+        "p",
+        {"class": "legend"},
+        (element("span", {"class": "key"}, swatch(part), part) for part in PARTS),
+    )
     return join(legend, draw(plot))
 
 
@@ -112,22 +147,42 @@ def _workers(data: Mapping[str, Any]) -> Iterator[Markup]:
     yield element("h3", None, "For each worker: a mean step")
     yield bars("A mean step", rows, WORDS)
     if len(members) > MOST:
-        yield element("p", {"class": "hint"}, f"These are the first {MOST} of {len(members)} workers; the table has all.")
-    cells = ((label, *(figure(data, (*path, part), scales.seconds) for part in PARTS)) for label, _, path in members)
+        yield element(
+            "p",
+            {"class": "hint"},
+            f"These are the first {MOST} of {len(members)} workers; the table has all.",
+        )
+    cells = (
+        (label, *(figure(data, (*path, part), scales.seconds) for part in PARTS))
+        for label, _, path in members
+    )
     yield folded("As a table", table(("worker", *PARTS), cells, "Seconds of a mean step"))
 
 
 def named(data: Mapping[str, Any]) -> list[tuple[str, str, tuple[str | int, ...]]]:
-    """Return of each worker what it is called, what there is to say of it, and the field of its seconds; those who left come last."""
+    """Return of each worker what it is called, what there is to say of it, and the field of its
+    seconds; those who left come last.
+    """
     members: Sequence[Mapping[str, Any]] = find(data, "members") or ()
     if not members:
-        return [(f"rank {rank}", "", ("rank_seconds", rank)) for rank in range(len(find(data, "rank_seconds") or ()))]
-    order = sorted(range(len(members)), key=lambda at: (members[at]["rank"] is None, members[at]["rank"], members[at]["worker"]))
-    return [(called(data, members[at]), _note(data, members[at]), ("members", at, "seconds")) for at in order]
+        return [
+            (f"rank {rank}", "", ("rank_seconds", rank))
+            for rank in range(len(find(data, "rank_seconds") or ()))
+        ]
+    order = sorted(
+        range(len(members)),
+        key=lambda at: (members[at]["rank"] is None, members[at]["rank"], members[at]["worker"]),
+    )
+    return [
+        (called(data, members[at]), _note(data, members[at]), ("members", at, "seconds"))
+        for at in order
+    ]
 
 
 def called(data: Mapping[str, Any], member: Mapping[str, Any]) -> str:
-    """Return the name of a worker: its rank with its place in the mesh and its host, or its number if it has left."""
+    """Return the name of a worker: its rank with its place in the mesh and its host, or its
+    number if it has left.
+    """
     rank, host = member["rank"], member.get("host")
     where = f" on {host}" if host and (find(data, "hosts") or 1) > 1 else ""
     if rank is None:
@@ -139,4 +194,8 @@ def called(data: Mapping[str, Any], member: Mapping[str, Any]) -> str:
 def _note(data: Mapping[str, Any], member: Mapping[str, Any]) -> str:
     """Say in which steps a worker took part, where that isn't all of them."""
     whole = max((each["steps"] for each in find(data, "members")), default=0)
-    return "" if member["steps"] >= whole else f"steps {member['first_step']:,} to {member['last_step']:,}"
+    return (
+        ""
+        if member["steps"] >= whole
+        else f"steps {member['first_step']:,} to {member['last_step']:,}"
+    )

@@ -43,37 +43,77 @@ def section(data: Mapping[str, Any]) -> Markup | None:
         mine = [event for event in events if event["kind"] == kind]
         if mine:
             rows += [element("span", {"class": "label"}, name), _row(name, kind, mine, end)]
-    below = element("svg", {"class": "plane", "width": "100%", "height": 20, "aria-hidden": "true"}, *across(axis, 14))
-    return join(element("div", {"class": "rows"}, *rows, element("span", {"class": "label"}), below), _words(events))
+    below = element(
+        "svg",
+        {"class": "plane", "width": "100%", "height": 20, "aria-hidden": "true"},
+        *across(axis, 14),
+    )
+    return join(
+        element("div", {"class": "rows"}, *rows, element("span", {"class": "label"}), below),
+        _words(events),
+    )
 
 
 def _row(name: str, kind: str, events: Sequence[Mapping[str, Any]], end: float) -> Markup:
     marks = (
         element(
             "svg",
-            {"x": f"{100 * event['time'] / end:.2f}%", "y": THICK / 2, "class": f"event {kind}", "overflow": "visible"},
+            {
+                "x": f"{100 * event['time'] / end:.2f}%",
+                "y": THICK / 2,
+                "class": f"event {kind}",
+                "overflow": "visible",
+            },
             element("path", {"d": _SHAPES[kind]}),
             element("title", None, f"{scales.clock(event['time'])}: {event['what']}"),
         )
         for event in events
     )
-    middle = element("line", {"class": "grid", "x1": 0, "x2": "100%", "y1": THICK / 2, "y2": THICK / 2})
+    middle = element(
+        "line", {"class": "grid", "x1": 0, "x2": "100%", "y1": THICK / 2, "y2": THICK / 2}
+    )
     title = element("title", None, f"{name}: {len(events)}")
-    return element("svg", {"class": "plane", "width": "100%", "height": THICK, "role": "img"}, title, middle, *marks)
+    return element(
+        "svg",
+        {"class": "plane", "width": "100%", "height": THICK, "role": "img"},
+        title,
+        middle,
+        *marks,
+    )
 
 
 def _words(events: Sequence[Mapping[str, Any]]) -> Markup:
     """Write events, checkpoints in between left out where there are many."""
-    told = events if len(events) <= LISTED else [event for event in events if event["kind"] != "checkpoint"][-LISTED:]
+    told = (
+        events
+        if len(events) <= LISTED
+        else [event for event in events if event["kind"] != "checkpoint"][-LISTED:]
+    )
     items = (
-        element("li", None, element("span", {"class": "when"}, scales.clock(event["time"])), _icon(event["kind"]), event["what"])
+        element(
+            "li",
+            None,
+            element("span", {"class": "when"}, scales.clock(event["time"])),
+            _icon(event["kind"]),
+            event["what"],
+        )
         for event in told
     )
     left = len(events) - len(told)
-    more = element("p", {"class": "hint"}, f"{left:,} more events are in summary.json.") if left else None
+    more = (
+        element("p", {"class": "hint"}, f"{left:,} more events are in summary.json.")
+        if left
+        else None
+    )
     return join(element("ul", {"class": "events"}, items), more)
 
 
 def _icon(kind: str) -> Markup:
-    inside = element("svg", {"x": 8, "y": 8, "overflow": "visible"}, element("path", {"d": _SHAPES[kind]}))
-    return element("svg", {"class": f"icon event {kind}", "width": 16, "height": 16, "aria-hidden": "true"}, inside)
+    inside = element(
+        "svg", {"x": 8, "y": 8, "overflow": "visible"}, element("path", {"d": _SHAPES[kind]})
+    )
+    return element(
+        "svg",
+        {"class": f"icon event {kind}", "width": 16, "height": 16, "aria-hidden": "true"},
+        inside,
+    )

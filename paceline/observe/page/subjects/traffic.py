@@ -1,4 +1,6 @@
-"""The section on traffic: bytes within and between hosts, over the run and by axis of the mesh, links that became slow, codecs, servers."""
+"""The section on traffic: bytes within and between hosts, over the run and by axis of the mesh,
+links that became slow, codecs, servers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ WORDS: Mapping[str, str] = {"within": "within hosts", "between": "between hosts"
 
 def section(data: Mapping[str, Any]) -> Markup | None:
     """Draw what one run has sent; None where it was one worker by itself, or nothing is known."""
-    parts = [*_sent(data), *_over(data), *_by_worker(data), *_axes(data), *_links(data), *_texts(data)]
+    parts = [
+        *_sent(data),
+        *_over(data),
+        *_by_worker(data),
+        *_axes(data),
+        *_links(data),
+        *_texts(data),
+    ]
     return join(*parts) if parts else None
 
 
@@ -27,7 +36,13 @@ def _sent(data: Mapping[str, Any]) -> Iterator[Markup]:
     found: Mapping[str, float] = find(data, "bytes_sent") or {}
     if not any(number(data, "bytes_sent", to) for to in SENT if to in found):
         return
-    rows = [Bar("a step", {to: number(data, "bytes_sent", to) for to in SENT}, summed(data, ("bytes_sent",), scales.nbytes))]
+    rows = [
+        Bar(
+            "a step",
+            {to: number(data, "bytes_sent", to) for to in SENT},
+            summed(data, ("bytes_sent",), scales.nbytes),
+        )
+    ]
     yield element("h3", None, "Sent by all workers together in a step")
     yield bars("Bytes of a step", rows, WORDS)
     cells = ((WORDS[to], figure(data, ("bytes_sent", to), scales.nbytes)) for to in SENT)
@@ -38,7 +53,10 @@ def _over(data: Mapping[str, Any]) -> Iterator[Markup]:
     """Draw the bytes of a step over the run, where they are known and change."""
     course = data["course"]
     steps, counts = course["step"], course["count"]
-    columns = {to: [sent / count for sent, count in zip(course["bytes_sent"][to], counts, strict=True)] for to in SENT}
+    columns = {
+        to: [sent / count for sent, count in zip(course["bytes_sent"][to], counts, strict=True)]
+        for to in SENT
+    }
     tops = [max(column, default=0.0) for column in columns.values()]
     if len(steps) < 2 or not any(tops):
         return
@@ -47,12 +65,27 @@ def _over(data: Mapping[str, Any]) -> Iterator[Markup]:
     y = scales.scale(0.0, 1.05 * max(tops), scales.nbytes, 4, zero=True)
     x = axes.of_steps(steps, many=True)
     yield element("h3", None, "Over the run: bytes of a step")
-    yield draw(Plot("Bytes of a step, over steps", curves, x, y, "step", axes.marks(data), axes.clock(data), 150))
+    yield draw(
+        Plot(
+            "Bytes of a step, over steps",
+            curves,
+            x,
+            y,
+            "step",
+            axes.marks(data),
+            axes.clock(data),
+            150,
+        )
+    )
 
 
 def _by_worker(data: Mapping[str, Any]) -> Iterator[Markup]:
     members: Sequence[Mapping[str, Any]] = find(data, "members") or ()
-    order = [(label, path[1]) for label, _, path in time.named(data) if members and isinstance(path[1], int)]
+    order = [
+        (label, path[1])
+        for label, _, path in time.named(data)
+        if members and isinstance(path[1], int)
+    ]
     rows = [
         Bar(
             label,
@@ -74,14 +107,26 @@ def _axes(data: Mapping[str, Any]) -> Iterator[Markup]:
         Bar(
             axis,
             {to: number(data, "axes", axis, to) for to in SENT},
-            join(figure(data, ("axes", axis, "within"), scales.nbytes), " + ", figure(data, ("axes", axis, "between"), scales.nbytes)),
+            join(
+                figure(data, ("axes", axis, "within"), scales.nbytes),
+                " + ",
+                figure(data, ("axes", axis, "between"), scales.nbytes),
+            ),
         )
         for axis in along
     ]
-    yield element("h3", None, "Along the axes of the mesh: bytes of all workers in a step, within and between hosts")
+    yield element(
+        "h3",
+        None,
+        "Along the axes of the mesh: bytes of all workers in a step, within and between hosts",
+    )
     yield bars("Bytes along an axis", rows, WORDS)
     cells = (
-        (axis, figure(data, ("axes", axis, "seconds"), scales.seconds), *(figure(data, ("axes", axis, to), scales.nbytes) for to in SENT))
+        (
+            axis,
+            figure(data, ("axes", axis, "seconds"), scales.seconds),
+            *(figure(data, ("axes", axis, to), scales.nbytes) for to in SENT),
+        )
         for axis in along
     )
     yield table(("axis", "stood still in a step", "within hosts", "between hosts"), cells)
@@ -91,13 +136,26 @@ def _links(data: Mapping[str, Any]) -> Iterator[Markup]:
     links: Sequence[Mapping[str, Any]] = find(data, "links") or ()
     if not links:
         return
-    most = max([number(data, "links", at, field) for at in range(len(links)) for field in ("rate", "usual")])
+    most = max(
+        [
+            number(data, "links", at, field)
+            for at in range(len(links))
+            for field in ("rate", "usual")
+        ]
+    )
     yield element("h3", None, "Links that became slow")
     rows = list[Bar]()
     for at, link in enumerate(links):
         name = " and ".join(map(str, link["hosts"]))
         note = f"from step {link['step']:,} on"
-        rows.append(Bar(name, {"between": number(data, "links", at, "rate")}, figure(data, ("links", at, "rate"), scales.rate), note))
+        rows.append(
+            Bar(
+                name,
+                {"between": number(data, "links", at, "rate")},
+                figure(data, ("links", at, "rate"), scales.rate),
+                note,
+            )
+        )
         if link["usual"] is not None:
             usual = {"within": number(data, "links", at, "usual")}
             rows.append(Bar("others", usual, figure(data, ("links", at, "usual"), scales.rate)))

@@ -1,4 +1,6 @@
-"""The section on who was late: by how much and for what each worker in a mean step, and over the run."""
+"""The section on who was late: by how much and for what each worker in a mean step, and over the
+run.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def section(data: Mapping[str, Any]) -> Markup | None:
 
 
 def _names(data: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Return the name of each worker, and where it stands in `rank_late`: those that take part first, by their ranks."""
+    """Return the name of each worker, and where it stands in `rank_late`: those that take part
+    first, by their ranks.
+    """
     members = find(data, "members") or ()
     late = len(find(data, "rank_late") or ())
     if len(members) != late:
@@ -40,17 +44,33 @@ def _names(data: Mapping[str, Any]) -> list[tuple[str, int]]:
 def _late(data: Mapping[str, Any], rows: Sequence[tuple[str, int]]) -> Markup:
     step = sum(number(data, "step_seconds", part) for part in PARTS)
     drawn = [
-        Bar(label, {cause: number(data, "rank_late", at, cause) for cause in CAUSES}, summed(data, ("rank_late", at), scales.seconds))
+        Bar(
+            label,
+            {cause: number(data, "rank_late", at, cause) for cause in CAUSES},
+            summed(data, ("rank_late", at), scales.seconds),
+        )
         for label, at in rows
     ]
-    cells = ((label, *(figure(data, ("rank_late", at, cause), scales.seconds) for cause in CAUSES)) for label, at in rows)
+    cells = (
+        (label, *(figure(data, ("rank_late", at, cause), scales.seconds) for cause in CAUSES))
+        for label, at in rows
+    )
     untold = data["untold"]
     words = " and ".join(WORDS[cause] for cause in untold if cause in WORDS)
     return join(
         element("h3", None, "How much later than usual in a mean step, and why"),
         bars("Lateness", drawn[: time.MOST], WORDS, least=0.1 * step),
-        element("p", {"class": "hint"}, f"Not told apart on this machine: {words}.") if untold else None,
-        folded("As a table", table(("worker", *(WORDS[cause] for cause in CAUSES)), cells, "Seconds by which each was late, by cause")),
+        element("p", {"class": "hint"}, f"Not told apart on this machine: {words}.")
+        if untold
+        else None,
+        folded(
+            "As a table",
+            table(
+                ("worker", *(WORDS[cause] for cause in CAUSES)),
+                cells,
+                "Seconds by which each was late, by cause",
+            ),
+        ),
     )
 
 
@@ -59,14 +79,25 @@ def _course(data: Mapping[str, Any]) -> list[Markup]:
     looks = data["looks"]
     if len(looks["time"]) < 2:
         return []
-    members = {str(member["worker"]): time.called(data, member) for member in find(data, "members") or ()}
+    members = {
+        str(member["worker"]): time.called(data, member) for member in find(data, "members") or ()
+    }
     names = list(looks["workers"])[: time.MOST]
-    rows = [element("span", {"class": "label"}, members.get(name, f"worker {name}")) for name in names]
+    rows = [
+        element("span", {"class": "label"}, members.get(name, f"worker {name}")) for name in names
+    ]
     drawn = [_row(name, looks, members.get(name, f"worker {name}")) for name in names]
     cells = [part for row in zip(rows, drawn, strict=True) for part in row]
     axis = scales.scale(0.0, looks["time"][-1], scales.clock)
-    below = element("svg", {"class": "plane", "width": "100%", "height": 20, "aria-hidden": "true"}, *across(axis, 14))
-    legend = (element("span", {"class": "key"}, _shade(shade), words) for shade, words in enumerate(("on time", "5%", "15%", "30%", "50%")))
+    below = element(
+        "svg",
+        {"class": "plane", "width": "100%", "height": 20, "aria-hidden": "true"},
+        *across(axis, 14),
+    )
+    legend = (
+        element("span", {"class": "key"}, _shade(shade), words)
+        for shade, words in enumerate(("on time", "5%", "15%", "30%", "50%"))
+    )
     return [
         element("h3", None, "Over the run: which part of its time each was late"),
         element("p", {"class": "legend"}, *legend),
@@ -81,10 +112,19 @@ def _row(name: str, looks: Mapping[str, Any], called: str) -> Markup:
     for begin, stop, found in zip(begins, looks["time"], looks["workers"][name], strict=True):
         if found is not None:
             said = f"{called}, {scales.clock(begin)} to {scales.clock(stop)}: late {found[-1]:.0%}"
-            given = {"class": f"shade s{shade(found[-1])}", "x": f"{100 * begin / end:.2f}%", "width": f"{100 * (stop - begin) / end:.2f}%"}
+            given = {
+                "class": f"shade s{shade(found[-1])}",
+                "x": f"{100 * begin / end:.2f}%",
+                "width": f"{100 * (stop - begin) / end:.2f}%",
+            }
             pieces.append(element("rect", {**given, "height": THICK}, element("title", None, said)))
     title = element("title", None, f"{called} over the run")
-    return element("svg", {"class": "plane", "width": "100%", "height": THICK + GAP, "role": "img"}, title, *pieces)
+    return element(
+        "svg",
+        {"class": "plane", "width": "100%", "height": THICK + GAP, "role": "img"},
+        title,
+        *pieces,
+    )
 
 
 def shade(late: float) -> int:
@@ -94,7 +134,9 @@ def shade(late: float) -> int:
 
 def _shade(number: int) -> Markup:
     box = element("rect", {"class": f"shade s{number}", "width": 14, "height": 12})
-    return element("svg", {"class": "swatch", "width": 14, "height": 12, "aria-hidden": "true"}, box)
+    return element(
+        "svg", {"class": "swatch", "width": 14, "height": 12, "aria-hidden": "true"}, box
+    )
 
 
 def shares(data: Mapping[str, Any]) -> Iterator[Markup]:
@@ -102,9 +144,20 @@ def shares(data: Mapping[str, Any]) -> Iterator[Markup]:
     dealt = find(data, "loader", "shares") or ()
     if len(dealt) > 1:
         most = max(dealt)
-        label = data["ranks"] if len(data["ranks"]) == len(dealt) else [f"share {at}" for at in range(len(dealt))]
+        label = (
+            data["ranks"]
+            if len(data["ranks"]) == len(dealt)
+            else [f"share {at}" for at in range(len(dealt))]
+        )
         rows = [
-            Bar(label[at], {"compute": float(each)}, figure(data, ("loader", "shares", at), scales.whole)) for at, each in enumerate(dealt)
+            Bar(
+                label[at],
+                {"compute": float(each)},
+                figure(data, ("loader", "shares", at), scales.whole),
+            )
+            for at, each in enumerate(dealt)
         ]
         yield element("h3", None, "Samples of a usual batch")
-        yield bars("Samples of a batch", rows[: time.MOST], {"compute": "samples"}, least=float(most))
+        yield bars(
+            "Samples of a batch", rows[: time.MOST], {"compute": "samples"}, least=float(most)
+        )

@@ -9,9 +9,26 @@ WORDS = {"compute": "compute", "wait": "waits", "data": "data"}
 
 
 def test_sizes() -> None:
-    made = tree(bars("A step", [Bar("rank 0", {"compute": 3, "wait": 1}, "4 s", "note"), Bar("rank 1", {"compute": 2, "wait": 0})], WORDS))
-    fills = [rect for rect in made.iter("rect") if "fill" in rect.get("class", "") and "%" in rect.get("width", "")]
-    assert [(rect.get("x"), rect.get("width")) for rect in fills] == [("0.000%", "75.000%"), ("75.000%", "25.000%"), ("0.000%", "50.000%")]
+    made = tree(
+        bars(
+            "A step",
+            [
+                Bar("rank 0", {"compute": 3, "wait": 1}, "4 s", "note"),
+                Bar("rank 1", {"compute": 2, "wait": 0}),
+            ],
+            WORDS,
+        )
+    )
+    fills = [
+        rect
+        for rect in made.iter("rect")
+        if "fill" in rect.get("class", "") and "%" in rect.get("width", "")
+    ]
+    assert [(rect.get("x"), rect.get("width")) for rect in fills] == [
+        ("0.000%", "75.000%"),
+        ("75.000%", "25.000%"),
+        ("0.000%", "50.000%"),
+    ]
     assert [title.text for title in made.iter("title")] == [
         "A step, rank 0: compute 75%, waits 25% of the longest",
         "A step, rank 1: compute 50% of the longest",

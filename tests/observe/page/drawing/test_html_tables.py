@@ -9,7 +9,9 @@ from tests.harness.pages import tree
 def test_heads() -> None:
     made = tree(folded("As a table", table(("worker", "a"), [("rank 0", "<1>")], "Who did what")))
     assert made.tag == "details" and made[0].text == "As a table"
-    assert [(cell.tag, cell.get("scope"), cell.text) for row in made.iter("tr") for cell in row] == [
+    assert [
+        (cell.tag, cell.get("scope"), cell.text) for row in made.iter("tr") for cell in row
+    ] == [
         ("th", "col", "worker"),
         ("th", "col", "a"),
         ("th", "row", "rank 0"),

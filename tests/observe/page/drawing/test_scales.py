@@ -7,7 +7,10 @@ import pytest
 from paceline.observe.page.drawing import scales
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-3e-9, 7e12), (2.0, 2.0), (0.0, 0.0), (1.0001, 1.0002), (-5.0, -4.0)])
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(0.0, 1.0), (-3e-9, 7e12), (2.0, 2.0), (0.0, 0.0), (1.0001, 1.0002), (-5.0, -4.0)],
+)
 def test_ticks(low: float, high: float) -> None:
     axis = scales.scale(low, high, scales.plain)
     assert axis.high > axis.low
@@ -19,7 +22,11 @@ def test_ticks(low: float, high: float) -> None:
 def test_options() -> None:
     assert scales.scale(3.0, 9.0, scales.plain, zero=True).low == 0
     assert scales.scale(0.0, 0.0, scales.plain, zero=True).low == 0
-    assert [words for _, words in scales.scale(1, 3, scales.plain, whole=True).ticks] == ["1", "2", "3"]
+    assert [words for _, words in scales.scale(1, 3, scales.plain, whole=True).ticks] == [
+        "1",
+        "2",
+        "3",
+    ]
 
 
 @pytest.mark.parametrize(("step", "found"), [(0.3, 0.5), (1.0, 1.0), (1.1, 2.0), (6e7, 1e8)])
@@ -28,6 +35,12 @@ def test_nice(step: float, found: float) -> None:
 
 
 def test_words() -> None:
-    assert [scales.short(value) for value in (0.5, 12, 1500, 2_000_000, 3e9)] == ["0.5", "12", "1.5k", "2M", "3G"]
+    assert [scales.short(value) for value in (0.5, 12, 1500, 2_000_000, 3e9)] == [
+        "0.5",
+        "12",
+        "1.5k",
+        "2M",
+        "3G",
+    ]
     assert [scales.clock(value) for value in (5.0, 90.0, 3700.0)] == ["5 s", "1:30", "1:01:40"]
     assert [scales.plain(value) for value in (1234.0, 1.23456)] == ["1,234", "1.235"]

@@ -23,10 +23,16 @@ def test_when_a_step_was() -> None:
 
 
 def test_events_are_where_they_happened() -> None:
-    lost, fault = {"time": 2.5, "what": "a", "kind": "lost"}, {"time": 9.0, "what": "b", "kind": "fault", "step": 12}
+    lost, fault = (
+        {"time": 2.5, "what": "a", "kind": "lost"},
+        {"time": 9.0, "what": "b", "kind": "fault", "step": 12},
+    )
     saved = {"time": 2.5, "what": "c", "kind": "checkpoint"}
     found = axes.marks(data(lost, fault, saved, log_began=0.5))  # 2 s after the first step began
-    assert [(mark.x, mark.kind) for mark in found] == [(pytest.approx(15.0), "lost"), (12.0, "fault")]
+    assert [(mark.x, mark.kind) for mark in found] == [
+        (pytest.approx(15.0), "lost"),
+        (12.0, "fault"),
+    ]
     assert axes.marks({"course": {"step": [], "time": []}, "events": [lost], "summary": {}}) == []
 
 

@@ -18,8 +18,15 @@ def test_costs(tmp_path: Path) -> None:
 
 
 def test_the_best(tmp_path: Path) -> None:
-    saved = {"count": 1, "stall_seconds": 0.1, "write_seconds": 0.1, "best": {"checkpoint": "step-00000009", "metric": 0.75}}
-    assert "step-00000009 with <data" in (checkpoints.section(page_data(whole(tmp_path, checkpoints=saved))) or "")
+    saved = {
+        "count": 1,
+        "stall_seconds": 0.1,
+        "write_seconds": 0.1,
+        "best": {"checkpoint": "step-00000009", "metric": 0.75},
+    }
+    assert "step-00000009 with <data" in (
+        checkpoints.section(page_data(whole(tmp_path, checkpoints=saved))) or ""
+    )
 
 
 def test_none(tmp_path: Path) -> None:

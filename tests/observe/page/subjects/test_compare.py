@@ -28,17 +28,29 @@ def test_losses_against_steps_seconds_and_bytes(tmp_path: Path) -> None:
     ]
     lines = [path.get("class") for path in made.iter("path")]
     pair, faint = ["line c0 d0", "line c1 d1"], ["line c0 d0 faint", "line c1 d1 faint"]
-    assert lines == [*pair, *faint, *pair, *pair * 2, *pair, *faint, *pair]  # by colour and by dashes; smoothed ones over faint ones
+    # by colour and by dashes; smoothed ones over faint ones
+    assert lines == [*pair, *faint, *pair, *pair * 2, *pair, *faint, *pair]
     assert datas[0]["values"]["loss"]["between"][-1] == pytest.approx(60 * 400_000)
 
 
 def test_runs_that_have_nothing_in_common(tmp_path: Path) -> None:
-    assert compare.loss([page_data(whole(tmp_path / "a")), page_data(finished(tmp_path / "b"))]) is None
+    assert (
+        compare.loss([page_data(whole(tmp_path / "a")), page_data(finished(tmp_path / "b"))])
+        is None
+    )
 
 
 def test_what_differs(tmp_path: Path) -> None:
-    settings = {"script": "train.py", "arguments": ["--lr=0.5", "data"], "optimizers": [{"name": "AdamW", "lr": 0.5}], "seed": 7}
-    datas = [page_data(whole(tmp_path / "a")), page_data(whole(tmp_path / "b", settings=settings, sync="LocalSGD(8)"))]
+    settings = {
+        "script": "train.py",
+        "arguments": ["--lr=0.5", "data"],
+        "optimizers": [{"name": "AdamW", "lr": 0.5}],
+        "seed": 7,
+    }
+    datas = [
+        page_data(whole(tmp_path / "a")),
+        page_data(whole(tmp_path / "b", settings=settings, sync="LocalSGD(8)")),
+    ]
     rows = [[cell.text for cell in row] for row in tree(compare.differences(datas)).iter("tr")]
     assert rows == [
         ["setting", "run (1)", "run (2)"],
@@ -60,7 +72,9 @@ def test_a_run_under_way(tmp_path: Path) -> None:
 def test_a_run_that_has_failed_says_so_beside_its_name(tmp_path: Path) -> None:
     folder = whole(tmp_path / "a")
     (folder / "summary.json").unlink()
-    LiveRecord(RunFolder(folder), lambda: True, lambda: facts(live={"step": 40}), print).fail(ValueError, ValueError("no"))
+    LiveRecord(RunFolder(folder), lambda: True, lambda: facts(live={"step": 40}), print).fail(
+        ValueError, ValueError("no")
+    )
     text = compare.overview([page_data(folder), page_data(whole(tmp_path / "b"))])
     assert sized(600_000) in text and "0 bytes" not in text  # sent in a step, as its metrics say
     assert "failed at step 40: ValueError: no" in text and text.count(">failed<") == 1

@@ -14,7 +14,16 @@ from tests.harness.pages import tree
 def test_rows(tmp_path: Path) -> None:
     made = tree(f"<div>{memory.section(page_data(whole(tmp_path)))}</div>")
     rows = [["".join(cell.itertext()) for cell in row] for row in made.iter("tr")]
-    assert rows[1] == ["rank 0 (shard 0)", "1.0 KB", "1.0 KB", "1.0 KB", "1.0 KB", "2.0 KB", "–", "300.0 MB"]
+    assert rows[1] == [
+        "rank 0 (shard 0)",
+        "1.0 KB",
+        "1.0 KB",
+        "1.0 KB",
+        "1.0 KB",
+        "2.0 KB",
+        "–",
+        "300.0 MB",
+    ]
 
 
 def test_where_it_is_not_known(tmp_path: Path) -> None:
@@ -22,7 +31,15 @@ def test_where_it_is_not_known(tmp_path: Path) -> None:
 
 
 def test_many_workers(tmp_path: Path) -> None:
-    held = {"measured": {"parameters": 1, "gradients": 1, "optimizer": 1}, "predicted": {}, "peak": 1}
+    held = {
+        "measured": {"parameters": 1, "gradients": 1, "optimizer": 1},
+        "predicted": {},
+        "peak": 1,
+    }
     held["predicted"] = {"parameters": 1, "gradients": 1, "optimizer": 1}
     text = memory.section(page_data(finished(tmp_path, memory=[held] * 100, workers=100)))
-    assert text is not None and "These are the first 64 of 100 workers." in text and text.count('class="bar"') == 64
+    assert (
+        text is not None
+        and "These are the first 64 of 100 workers." in text
+        and text.count('class="bar"') == 64
+    )

@@ -18,15 +18,20 @@ from tests.harness.pages import tree
 def test_verdict_and_advice(tmp_path: Path) -> None:
     data = page_data(whole(tmp_path))
     made = tree(f"<div>{overview.section(data)}</div>")
-    assert [p.text for p in made.iter("p")] == [" ".join(data["verdict"])] and len(data["verdict"]) == 3
+    assert [p.text for p in made.iter("p")] == [" ".join(data["verdict"])] and len(
+        data["verdict"]
+    ) == 3
     gains = [span.text for span in made.iter("span") if span.get("class") == "gain"]
-    assert gains[0] == "saves about 23% of a step" and len(gains) == len(data["advice"])  # by the link, whose gain was predicted
+    # by the link, whose gain was predicted
+    assert gains[0] == "saves about 23% of a step" and len(gains) == len(data["advice"])
 
 
 def test_code_in_advice(tmp_path: Path) -> None:
     parts = {"compute": 0.06, "exchange": 0.04, "wait": 0.0, "data": 0.0}
     axes = {"tensor": {"seconds": 0.03, "within": 1.0, "between": 0.0}}
-    assert "<code>tensor</code>" in overview.section(page_data(finished(tmp_path, parts, axes=axes)))
+    assert "<code>tensor</code>" in overview.section(
+        page_data(finished(tmp_path, parts, axes=axes))
+    )
 
 
 def test_a_quiet_run_has_none(tmp_path: Path) -> None:
@@ -38,8 +43,13 @@ def test_a_run_that_has_failed(tmp_path: Path) -> None:
     live = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").unlink()
     assert ">has not ended<" in overview.section(page_data(folder))
-    for state, badge, words in (("failed", "failed", "failed at step 40: ValueError: &lt;no&gt;"), ("running", "running", "")):
-        record = LiveRecord(RunFolder(folder), lambda: True, lambda: facts(**live, live={"step": 40}), print)
+    for state, badge, words in (
+        ("failed", "failed", "failed at step 40: ValueError: &lt;no&gt;"),
+        ("running", "running", ""),
+    ):
+        record = LiveRecord(
+            RunFolder(folder), lambda: True, lambda: facts(**live, live={"step": 40}), print
+        )
         record.update() if state == "running" else record.fail(ValueError, ValueError("<no>"))
         text = overview.section(page_data(folder))
         assert f">{badge}<" in text and words in text and "has not ended" not in text
@@ -48,4 +58,8 @@ def test_a_run_that_has_failed(tmp_path: Path) -> None:
 def test_what_the_moment_of_a_live_page_says_is_not_said_again(tmp_path: Path) -> None:
     data = page_data(whole(tmp_path))
     text = overview.section({**data, "beside_now": True})
-    assert data["verdict"][0] in text.replace("&#x27;", "'") and "tiles" not in text and "<h1" not in text
+    assert (
+        data["verdict"][0] in text.replace("&#x27;", "'")
+        and "tiles" not in text
+        and "<h1" not in text
+    )

@@ -17,14 +17,31 @@ from tests.harness.pipeline_profiles import measured
 def test_actions_and_stages(tmp_path: Path) -> None:
     profile = combine(measured("1f1b", [0.01, 0.02], micro_batches=4), [0, 1], [ClockOffset()] * 2)
     assert profile is not None
-    data = page_data(finished(tmp_path, pipelines=[profile.fields()], mesh={"stage": 2}, places=[{"stage": 0}, {"stage": 1}]))
+    data = page_data(
+        finished(
+            tmp_path,
+            pipelines=[profile.fields()],
+            mesh={"stage": 2},
+            places=[{"stage": 0}, {"stage": 1}],
+        )
+    )
     made = tree(f"<div>{pipelines.section(data)}</div>")
-    actions = [rect for rect in made.iter("rect") if "action" in rect.get("class", "") and "%" in rect.get("width", "")]
+    actions = [
+        rect
+        for rect in made.iter("rect")
+        if "action" in rect.get("class", "") and "%" in rect.get("width", "")
+    ]
     assert len(actions) == 2 * 4 * 2
     titles = [next(rect.iter("title")).text or "" for rect in actions]
     assert titles[0] == "forward of micro-batch 0 in stage 0: 0.0 ms to 10.0 ms"
     rows = [["".join(cell.itertext()) for cell in row] for row in made.iter("tr")]
-    assert rows[1][:5] == ["0", "rank 0 (stage 0)", profile.stages[0].layers[0], "10.0 ms", "20.0 ms"]
+    assert rows[1][:5] == [
+        "0",
+        "rank 0 (stage 0)",
+        profile.stages[0].layers[0],
+        "10.0 ms",
+        "20.0 ms",
+    ]
     assert f"{profile.bubble:.1%}" in "".join(made.itertext())
 
 

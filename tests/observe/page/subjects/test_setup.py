@@ -42,7 +42,9 @@ def test_the_mesh(tmp_path: Path) -> None:
         [" ", "shard 0", "shard 1"],
         ["data 0", "rank 0", "rank 1"],
     ]
-    assert "Samples of a usual batch" in "".join(made.itertext()) and "auc" in "".join(made.itertext())
+    assert "Samples of a usual batch" in "".join(made.itertext()) and "auc" in "".join(
+        made.itertext()
+    )
 
 
 def test_a_run_under_way_has_none(tmp_path: Path) -> None:

@@ -19,21 +19,30 @@ def test_workers_and_what_there_is_to_say_of_them(tmp_path: Path) -> None:
         ("rank 1 (shard 1) on B", "steps 36 to 60", ("members", 2, "seconds")),
         ("worker 1 on B (left)", "steps 1 to 25", ("members", 1, "seconds")),
     ]
-    assert [name for name, _, _ in time.named(page_data(finished(tmp_path / "old")))] == ["rank 0", "rank 1"]
+    assert [name for name, _, _ in time.named(page_data(finished(tmp_path / "old")))] == [
+        "rank 0",
+        "rank 1",
+    ]
 
 
 def test_a_stack_of_areas_whose_heights_are_the_parts(tmp_path: Path) -> None:
     made = tree(f"<div>{time.section(page_data(whole(tmp_path)))}</div>")
     areas = [path for path in made.iter("path") if path.get("class", "").startswith("fill")]
     assert [path.get("class") for path in areas] == [f"fill k{at}" for at in range(4)]
-    tops = [float((path.get("d") or "").split(",")[-1].rstrip("Z")) for path in areas]  # where each ends, at the left
+    # where each ends, at the left
+    tops = [float((path.get("d") or "").split(",")[-1].rstrip("Z")) for path in areas]
     heights = [below - above for below, above in zip([220.0, *tops], tops, strict=False)]
-    assert [height / sum(heights) for height in heights] == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.01)
+    assert [height / sum(heights) for height in heights] == pytest.approx(
+        [0.5, 0.3, 0.15, 0.05], abs=0.01
+    )
 
 
 def test_throughput_inside_steps_and_by_the_clock(tmp_path: Path) -> None:
     made = tree(f"<div>{time.throughput(page_data(whole(tmp_path)))}</div>")
-    assert [span[0].tail for span in made.iter("span") if span.get("class") == "key"] == ["inside steps", "by the clock"]
+    assert [span[0].tail for span in made.iter("span") if span.get("class") == "key"] == [
+        "inside steps",
+        "by the clock",
+    ]
     assert any("mark lost" in line.get("class", "") for line in made.iter("line"))
 
 
@@ -41,7 +50,11 @@ def test_many_workers_have_a_limit(tmp_path: Path) -> None:
     folder = finished(tmp_path, workers=100)
     add_members(folder, [member(at, at, "A", 1, 60) for at in range(100)])
     text = time.section(page_data(folder))
-    assert text is not None and "These are the first 64 of 100 workers" in text and text.count("rank 99") == 1
+    assert (
+        text is not None
+        and "These are the first 64 of 100 workers" in text
+        and text.count("rank 99") == 1
+    )
 
 
 def test_without_a_step(tmp_path: Path) -> None:

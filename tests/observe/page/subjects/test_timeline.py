@@ -19,13 +19,25 @@ def section(folder: Path) -> Any:
 
 def test_rows(tmp_path: Path) -> None:
     made = section(whole(tmp_path))
-    assert [span.text for span in made.iter("span") if span.get("class") == "label"] == ["lost", "came", "checkpoint", "fault", None]
+    assert [span.text for span in made.iter("span") if span.get("class") == "label"] == [
+        "lost",
+        "came",
+        "checkpoint",
+        "fault",
+        None,
+    ]
     shapes = {
-        mark.get("class"): mark[0].get("d") for mark in made.iter("svg") if "event" in mark.get("class", "").split() and mark.get("x")
+        mark.get("class"): mark[0].get("d")
+        for mark in made.iter("svg")
+        if "event" in mark.get("class", "").split() and mark.get("x")
     }
-    assert set(shapes) == {"event lost", "event came", "event checkpoint", "event fault"} and len(set(shapes.values())) == 4
+    assert (
+        set(shapes) == {"event lost", "event came", "event checkpoint", "event fault"}
+        and len(set(shapes.values())) == 4
+    )
     words = [item[-1].tail for item in made.iter("li")]
-    assert words[1] == "saved step-00000030" and words[3] == "kill(rank=1, step=25)"  # in the order of their times
+    # in the order of their times
+    assert words[1] == "saved step-00000030" and words[3] == "kill(rank=1, step=25)"
 
 
 def test_every_kind_has_a_shape(tmp_path: Path) -> None:

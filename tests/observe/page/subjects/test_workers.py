@@ -23,8 +23,13 @@ def test_lateness_of_those_who_left_too(tmp_path: Path) -> None:
 
 def test_over_the_run(tmp_path: Path) -> None:
     made = tree(f"<div>{workers.section(page_data(whole(tmp_path)))}</div>")
-    shades = [rect.get("class") for rect in made.iter("rect") if "shade" in rect.get("class", "") and "%" in rect.get("width", "")]
-    assert shades == ["shade s0"] * 6 + ["shade s1"] * 2 + ["shade s2"] * 3  # the second was late by a tenth, the third by a fifth
+    shades = [
+        rect.get("class")
+        for rect in made.iter("rect")
+        if "shade" in rect.get("class", "") and "%" in rect.get("width", "")
+    ]
+    # the second was late by a tenth, the third by a fifth
+    assert shades == ["shade s0"] * 6 + ["shade s1"] * 2 + ["shade s2"] * 3
 
 
 @pytest.mark.parametrize(("late", "shade"), [(0.0, 0), (0.05, 1), (0.2, 2), (0.4, 3), (0.9, 4)])
