@@ -6,7 +6,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=  # tests are compiled once, not by each of the processes that run them
 
-.PHONY: demo test unit soak lint docs bench bench-peers clean
+.PHONY: demo test unit soak lint docs bench bench-peers pins clean
 
 demo: .venv/.made
 	$(BIN)/paceline demo
@@ -37,6 +37,16 @@ bench: .venv/.made
 bench-peers: .venv/.made
 	$(BIN)/python -m benchmarks.peers --install $(BENCH_ARGS)
 	$(BIN)/python -m benchmarks.peers report
+
+# Versions and hashes of all that a release installs, and of the tools that build it. Run it after each change of
+# constraints.txt or of a dependency, and commit both files.
+pins: .venv/.made
+	$(BIN)/python -m pip install --quiet uv
+	$(COMPILE) -c constraints.txt -o constraints-release.txt pyproject.toml
+	$(COMPILE) --group release -o .github/build-requirements.txt
+
+COMPILE = $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-annotate \
+	--custom-compile-command 'make pins'
 
 .venv/.made: EXTRA = test
 .venv/.docs: EXTRA = docs

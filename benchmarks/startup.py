@@ -1,5 +1,7 @@
-"""What starting costs: `import paceline; paceline.start` against `import torch`, and `paceline
---help`, which must not import torch.
+"""What starting costs: imports, `paceline --help` without torch, and a short training to its end.
+
+    alone     the plain loop                one worker of paceline
+    together  torchrun, two workers, DDP    paceline run, two workers
 
 python benchmarks/startup.py
 """
@@ -10,6 +12,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,16 +31,82 @@ COMMANDS = {
     "paceline --help": [str(BESIDE / "paceline"), "--help"],
 }
 
+SETUP = """
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
-def timing(command: Sequence[str]) -> Callable[[], float]:
-    """Wall-clock seconds of one process."""
+torch.manual_seed(0)
+points = torch.rand(1024, 2) * 2 - 1
+data = TensorDataset(points, (points.norm(dim=1) < 0.8).long())
+model = torch.nn.Sequential(torch.nn.Linear(2, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+"""
+LOOP = """
+for _ in range(3):
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+ADAMW = "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)\n"
+PLAIN = SETUP + ADAMW + "loader = DataLoader(data, batch_size=64, shuffle=True)\n" + LOOP
+OURS = (
+    SETUP
+    + ADAMW
+    + """
+import paceline as pl
+
+with pl.start() as run:
+    loader = DataLoader(data, batch_size=64, shuffle=True)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+"""
+    + LOOP.replace("\n", "\n    ").replace("range(3)", "run.epochs(3)")
+)
+DDP = (
+    "import torch.distributed as dist\n"
+    + SETUP
+    + """
+from torch.utils.data.distributed import DistributedSampler
+
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(model)
+loader = DataLoader(data, batch_size=32, sampler=DistributedSampler(data))
+"""
+    + ADAMW
+    + LOOP
+    + "dist.destroy_process_group()\n"
+)
+TRIES = 3  # torchrun's workers abort at their end now and then: such a start doesn't count
+
+
+def trainings(folder: Path) -> dict[str, list[str]]:
+    """Write the scripts into a folder, and return the command that trains each."""
+    for name, script in (("plain", PLAIN), ("ours", OURS), ("ddp", DDP)):
+        (folder / f"{name}.py").write_text(script)
+    return {
+        "plain loop": [sys.executable, "plain.py"],
+        "one worker": [sys.executable, "ours.py"],
+        "two workers": [str(BESIDE / "paceline"), "run", "--quiet", "--workers", "2", "ours.py"],
+        "torchrun": [str(BESIDE / "torchrun"), "--nproc-per-node", "2", "ddp.py"],
+    }
+
+
+def timing(command: Sequence[str], folder: Path | None = None) -> Callable[[], float]:
+    """Return a function that runs a command in a folder and gives its wall-clock seconds."""
 
     def run() -> float:
-        start = time.perf_counter()
-        subprocess.run(
-            command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **ONE_THREAD}
+        for _ in range(TRIES):
+            start = time.perf_counter()
+            environ = {**os.environ, **ONE_THREAD}
+            ended = subprocess.run(
+                command, check=False, cwd=folder, capture_output=True, text=True, env=environ
+            )
+            if ended.returncode == 0:
+                return time.perf_counter() - start
+        raise RuntimeError(
+            f"{command} failed with exit code {ended.returncode}:\n{ended.stderr[-4000:]}"
         )
-        return time.perf_counter() - start
 
     return run
 
@@ -67,6 +136,31 @@ def main() -> None:
             most=HELP_SECONDS,
         ),
     ]
+    with tempfile.TemporaryDirectory() as folder:
+        commands = {
+            name: timing(command, Path(folder)) for name, command in trainings(Path(folder)).items()
+        }
+        samples |= interleave(commands, max(7, options.rounds // 2))
+    for ours, theirs, most in (
+        ("one worker", "plain loop", None),
+        ("two workers", "torchrun", 1.0),
+    ):
+        times = {name: statistics.median(samples[name]) for name in (theirs, ours)}
+        rows.append(
+            Row(
+                "train",
+                times,
+                f"{ours} / {theirs}",
+                ratio(samples[ours], samples[theirs]),
+                most=most,
+            )
+        )
+    more = [a - b for a, b in zip(samples["one worker"], samples["plain loop"], strict=True)]
+    rows.append(
+        Row("train", {}, "one worker - plain loop, seconds", bootstrap(float, more), most=0.5)
+    )
+    lost = sum(a >= b for a, b in zip(samples["two workers"], samples["torchrun"], strict=True))
+    rows.append(Row("train", {}, "pairs that torchrun wins", bootstrap(float, [lost]), most=0))
     if not report("startup", rows, options, samples) and options.check:
         sys.exit(1)
 

@@ -32,7 +32,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # looking for GPUs doesn't begin to use them, after which nothing can be forked
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 ROOT = str(Path(__file__).parents[1])
-SITE = str(Path(__file__).parent / "harness" / "site")
 
 # a machine may be slow for a moment
 hypothesis.settings.register_profile("paceline", deadline=None)
@@ -101,15 +100,14 @@ def _group(item: pytest.Item) -> str:
 
 
 def pytest_collectstart() -> None:
-    """Have torch before any test module asks for it, whole but for its compiler: optimizers load
-    that only to be left alone.
+    """Have torch before any test module asks for it, with its compiler, which optimizers load.
 
     Each process of a DataLoader would load `numpy.random` by itself, were it not there when it is
     forked. Nobody looks for garbage until all tests are collected.
     """
-    for name in ("torch", "tests.harness.brisk", "numpy.random"):
-        importlib.import_module(name)
     gc.disable()
+    for name in ("torch", "torch._dynamo", "tests.harness.generator_lock", "numpy.random"):
+        importlib.import_module(name)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -186,12 +184,10 @@ def _interruptible() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _importable() -> None:
-    """Programs under test may import the tests, wherever they lie, and load torch as
-    `tests.harness.brisk` does (tests/harness/site).
-    """
+    """Programs under test may import the tests, wherever they lie."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(
-        [ROOT, SITE, *(path for path in given if path not in ("", ROOT, SITE))]
+        [ROOT, *(path for path in given if path not in ("", ROOT))]
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from paceline import cli
 from paceline.cluster.launcher import launch
@@ -306,3 +308,28 @@ def test_a_real_command() -> None:
         and "nowhere.py" in answer.stderr
         and "Traceback" not in answer.stderr
     )
+
+
+def test_commands_are_listed_by_need() -> None:
+    listed = list(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
+    assert listed == list(cli.ORDER) and listed.index("run") < listed.index("bench")
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    asked = {
+        "_PACELINE_COMPLETE": "complete_bash",
+        "COMP_WORDS": "paceline run --wor",
+        "COMP_CWORD": "2",
+    }
+    answer = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; sys.argv = ['paceline']; import paceline.cli as c; c.main()",
+        ],
+        env={**os.environ, **asked},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.stdout.split() == ["--workers"], answer.stderr

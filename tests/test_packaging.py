@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -78,3 +80,31 @@ def test_the_version_is_said_once() -> None:
 
 def test_the_licence_is_there() -> None:
     assert "Apache License" in (ROOT / "LICENSE").read_text()[:200]
+
+
+def test_an_editable_install_is_a_path_that_type_checkers_read(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "paceline").mkdir(parents=True)
+    (source / "tests").mkdir()  # a second folder with Python in it, as in the repository
+    for name in ("pyproject.toml", "README.md", "LICENSE", "paceline/__init__.py"):
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    build = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+    command = [sys.executable, "-c", build, str(tmp_path)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        (name,) = [name for name in packed.namelist() if name.endswith(".pth")]
+        assert Path(packed.read(name).decode().strip()) == source
+
+
+def test_data_files_are_in_the_wheel() -> None:
+    files = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]["paceline"]
+    packed = {path for pattern in files for path in (ROOT / "paceline").glob(pattern)}
+    there = [
+        path
+        for path in (ROOT / "paceline").rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    ]
+    assert [path for path in there if path not in packed] == []

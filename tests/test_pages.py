@@ -27,7 +27,6 @@ from tests.harness.jobs import PATIENCE, PRELOADED, ROOT, Jobs, jobs
 from website import commands, examples, names
 from website.sources import OUTSIDE
 
-BRISK = "import tests.harness.brisk\n"
 MARKS = {  # what is done with a block that isn't simply run: for which reasons
     "not run": {  # but its commands are parsed, and its Python compiles
         "a part of a script",
@@ -144,7 +143,7 @@ class Reader:
         for path in (ROOT / "examples").rglob("*.py"):
             (self.folder / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
             (self.folder / path.relative_to(ROOT)).write_text(
-                BRISK + path.read_text().replace("rand(4096, 2)", f"rand({enough(page)}, 2)")
+                path.read_text().replace("rand(4096, 2)", f"rand({enough(page)}, 2)")
             )
         (self.folder / "train.py").write_text((self.folder / pages.TRAINING).read_text())
         for other in pages.led_to(page):
@@ -160,7 +159,7 @@ class Reader:
             block.name or ("train.py" if "pl.start(" in block.body else "block.py")
         )
         body = block.body.replace("(64, 17)", "(32, 17)").replace("rand(2048, 2)", "rand(1024, 2)")
-        path.write_text(BRISK * ("torch" in body) + body)
+        path.write_text(body)
         return path
 
     def run(self, block: Block) -> None:

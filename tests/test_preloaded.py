@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 READING = """
 import gc, threading, time
-import tests.harness.brisk
+import tests.harness.generator_lock
 import torch
 
 def read():
@@ -196,19 +196,19 @@ def test_workers_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
 
 FORKING = """
 import os, signal, threading, time
-from tests.harness.brisk import _get_rng_state
+from tests.harness.generator_lock import get_rng_state
 
 def read():
     inside.set()
     time.sleep(0.5)  # it is forked by then, or waits for this
 
 inside = threading.Event()
-reader = threading.Thread(target=_get_rng_state, args=(read,))
+reader = threading.Thread(target=get_rng_state, args=(read,))
 reader.start()
 inside.wait()
 if (child := os.fork()) == 0:
     signal.alarm(20)  # the end of one that waits
-    _get_rng_state()
+    get_rng_state()
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 reader.join()

@@ -25,7 +25,6 @@ from tests.harness.documents import parse as parse_page
 
 ROOT = Path(__file__).parent.parent
 TEXTS = {name(page): text(page) for page in PAGES}
-BRISK = "import tests.harness.brisk\n"
 # tests/examples has the others
 EXAMPLES = [ROOT / "examples" / name for name in ("surrogate.py", "train.py")]
 
@@ -99,7 +98,7 @@ def test_examples_run_alone(path: Path, tmp_path: Path) -> None:
 @pytest.mark.jobs
 def test_the_first_script_of_checkpoints_resumes(tmp_path: Path) -> None:
     (script, *_) = bodies("docs/checkpoints.md", "python")
-    (tmp_path / "train.py").write_text(BRISK + script.replace("run.epochs(3)", "run.epochs(2)"))
+    (tmp_path / "train.py").write_text(script.replace("run.epochs(3)", "run.epochs(2)"))
     assert (
         "nothing to resume, training begins anew"
         in run_script(tmp_path / "train.py", tmp_path).stderr

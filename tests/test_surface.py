@@ -183,3 +183,14 @@ def test_help_needs_few_modules() -> None:
     assert answer.returncode == 0, answer.stderr
     answer = python(code + "print(len(sys.modules), file=sys.stderr)")
     assert int(answer.stderr) < 450, answer.stderr
+
+
+@pytest.mark.jobs
+def test_garbage_is_looked_for_in_what_comes_after_the_imports() -> None:
+    begin = "import gc, sys, torch, paceline; "
+    frozen = "paceline.start; sys.exit(not gc.isenabled() or gc.get_freeze_count() < 10**5)"
+    assert python(begin + frozen).returncode == 0
+    left_alone = (
+        "gc.disable(); paceline.start; sys.exit(gc.isenabled() or gc.get_freeze_count() > 0)"
+    )
+    assert python(begin + left_alone).returncode == 0

@@ -1,10 +1,20 @@
-"""The demo: a small GPT trained on real text on this machine, alone and with several workers,
-and a table of the results.
+"""The demo: a small GPT trained here with one worker and two, with one killed, and over a slow
+link.
+
+    alone    1 worker, 1 core       40 steps ┐
+    whole    1 worker, all cores    40 steps ├ a table: the same losses, and the speed-up
+    (last)   2 workers             400 steps ┘
+    killed   2 workers              40 steps   one is killed after half of them
+    exact    2 hosts, a slow link   20 steps ┐ where a lab can be built
+    smaller  2 hosts, a slow link   20 steps ┘
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,29 +27,46 @@ from rich.text import Text
 
 from paceline.apps import load
 from paceline.cluster import mesh
+from paceline.cluster.launcher.request import LaunchRequest
 from paceline.cluster.machine import allowed, cores
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.errors import UsageError
 from paceline.formatting import counted
 
 SCRIPT = Path(__file__).with_name("pretrain.py")
-# Runs a script with arguments on so many workers of so many threads each, in a mesh; returns its
-# exit code.
-Launch = Callable[[Path, Sequence[str], int, int, str | None], int]
+SLOW_STEPS = 20
+EXACT, SMALLER = "AllReduce()", "LocalSGD(every=10, codec=int8())"
+SLOW_LINK = """
+name = "slow-link"
+[all]
+bandwidth = "50mbit"
+[[host]]
+[[host]]
+"""
+SAME = 1e-3  # losses that differ by less are the same: sums of another order round differently
+Launch = Callable[[LaunchRequest], int]  # starts a job, and returns its exit code
+# Runs `paceline lab` with these words.
+Lab = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
+
+
+def run_lab(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run `paceline lab WORDS`: a process of its own, as it may enter a user namespace for good."""
+    command = [sys.executable, "-m", "paceline", "lab", *words]
+    shown = None if words[0] == "run" else subprocess.PIPE
+    return subprocess.run(command, stdout=shown, text=True, check=False)
 
 
 @dataclass(frozen=True)
 class DemoPlan:
-    """What the demo runs: `steps` with all workers, and the first `alone` of them with one, for
-    speed and for the same losses.
+    """What the demo runs: `steps` with all workers, and the first `alone` of them with one.
 
-    In each of `meshes` all workers train the first `alone` steps, too, and cut the model between
-    them.
+    All workers train the first `alone` steps again while one of them is killed; and in each of
+    `meshes`, with the model cut between them.
     """
 
     workers: int = 2
-    steps: int = 800
-    alone: int = 150
+    steps: int = 400
+    alone: int = 40
     folder: str = "runs"
     text: Path | None = None
     meshes: tuple[str, ...] = ()
@@ -63,6 +90,23 @@ class DemoPlan:
         for text in self.meshes:  # before the first run, rather than after some minutes
             mesh.choose(text, everyone, survives=False)
 
+    def arguments(self, name: str, steps: int, *more: str) -> tuple[str, ...]:
+        """Return the arguments of the script for a run with this name."""
+        text = ("--text", str(self.text)) if self.text else ()
+        whole = str(max(self.steps, steps))
+        return (
+            "--steps",
+            str(steps),
+            "--of",
+            whole,
+            "--name",
+            name,
+            "--folder",
+            self.folder,
+            *text,
+            *more,
+        )
+
 
 @dataclass(frozen=True)
 class DemoOutcome:
@@ -71,9 +115,17 @@ class DemoOutcome:
     title: str
     summary: dict[str, Any]
     losses: list[float]  # of each step, over all workers
-    validation: tuple[float, float]  # before and after
-    sample: str
+    validation: tuple[float, float] | None = None  # before and after
+    sample: str = ""
     others: float = 0.0  # cores that other programs have kept busy meanwhile
+
+
+class _RunFailed(Exception):
+    """A run of the demo failed, with this exit code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
 
 
 def demo(
@@ -81,19 +133,69 @@ def demo(
     launch: Launch,
     console: Console,
     clocks: Callable[[], load.ClockReading | None] = load.read,
+    lab: Lab = run_lab,
 ) -> int:
-    """Train alone and together, print the table; return the exit code of the first run that
-    failed, else 0.
+    """Make all runs, and print a table and what was seen.
+
+    Args:
+        plan: The numbers of workers and steps, and where run folders go.
+        launch: Starts a job on this machine, and returns its exit code.
+        console: Where the table and the sentences are printed.
+        clocks: Reads how busy the processors are, before and after each run.
+        lab: Runs `paceline lab` with some words.
+
+    Returns:
+        The exit code of the first run that failed, else 0.
     """
+    last = f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        outcomes = compare(plan, last, launch, console, clocks)
+        killed = lose_worker(plan, last, launch, console)
+        slow = cross_slow_link(plan, last, console, lab)
+    except _RunFailed as failed:
+        return failed.code
+    console.print(table(outcomes) if plan.text is None else table(outcomes, str(plan.text)))
+    if disturbed(outcomes):
+        console.print(busy(outcomes), style="bold", soft_wrap=True)
+    elif plan.meshes:
+        console.print(fastest(outcomes), style="bold", soft_wrap=True)
+    console.print("A sample of what it has learned to write:\n", style="bold")
+    console.print(Text(outcomes[2].sample), soft_wrap=True)
+    console.print("\nWhat you have seen:\n", style="bold")
+    for sentence in (say_same(outcomes), say_survived(outcomes[0], killed), say_slow(slow)):
+        console.print(Text(f"- {sentence}"), soft_wrap=True)
+    console.print(f"\nWhere the time went: paceline report {plan.folder}/{last}", soft_wrap=True)
+    console.print(
+        f"More text: paceline generate {plan.folder}/{last} --prompt 'class '", soft_wrap=True
+    )
+    console.print(
+        "How it is done: docs/index.md, docs/surviving.md, docs/sending-less.md", soft_wrap=True
+    )
+    return 0
+
+
+def compare(
+    plan: DemoPlan,
+    last: str,
+    launch: Launch,
+    console: Console,
+    clocks: Callable[[], load.ClockReading | None],
+) -> list[DemoOutcome]:
+    """Train alone, alone with all cores, with all workers, and in each mesh."""
     # threads of each worker, and of the one that is compared with them
     share = max(1, cores() // plan.workers)
     whole = share * plan.workers
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    several, last = f"{plan.workers} workers, {counted(share, 'core')} each", f"demo-{stamp}"
     runs: list[tuple[str, str, int, int, int, str | None]] = [
         (f"1 worker, {counted(share, 'core')}", f"{last}-alone", 1, share, plan.alone, None),
         (f"1 worker, {counted(whole, 'core')}", f"{last}-whole", 1, whole, plan.alone, None),
-        (several, last, plan.workers, share, plan.steps, None),
+        (
+            f"{plan.workers} workers, {counted(share, 'core')} each",
+            last,
+            plan.workers,
+            share,
+            plan.steps,
+            None,
+        ),
     ]
     for number, each in enumerate(plan.meshes):
         runs.append(
@@ -107,38 +209,111 @@ def demo(
             )
         )
     outcomes = []
-    for title, name, workers, threads, steps, asked in runs:
+    for title, name, workers, threads, steps, axes in runs:
         console.print(f"\n{title}: {steps} steps", style="bold")
-        arguments = [
-            "--steps",
-            str(steps),
-            "--of",
-            str(plan.steps),
-            "--name",
-            name,
-            "--folder",
-            plan.folder,
-        ]
-        arguments += ["--text", str(plan.text)] if plan.text else []
+        arguments = plan.arguments(name, steps, *(() if name == last else ("--brief",)))
         before = clocks()
-        code = launch(SCRIPT, arguments, workers, threads, asked)
-        if code != 0:
-            return code
+        start(launch, LaunchRequest(str(SCRIPT), arguments, workers, threads=threads, mesh=axes))
         outcomes.append(
             replace(collect(Path(plan.folder) / name, title), others=load.others(before, clocks()))
         )
-    console.print(table(outcomes) if plan.text is None else table(outcomes, str(plan.text)))
-    if disturbed(outcomes):
-        console.print(busy(outcomes), style="bold", soft_wrap=True)
-    elif plan.meshes:
-        console.print(fastest(outcomes), style="bold", soft_wrap=True)
-    console.print("A sample of what it has learned to write:\n", style="bold")
-    console.print(Text(outcomes[2].sample), soft_wrap=True)
-    console.print(f"\nWhere the time went: paceline report {plan.folder}/{last}", soft_wrap=True)
-    console.print(
-        f"More text: paceline generate {plan.folder}/{last} --prompt 'class '", soft_wrap=True
+    return outcomes
+
+
+def lose_worker(plan: DemoPlan, last: str, launch: Launch, console: Console) -> DemoOutcome:
+    """Train the first steps with all workers; the last of them is killed after half of the
+    steps.
+    """
+    name, title = f"{last}-killed", f"{plan.workers} workers, one of which is killed"
+    console.print(f"\n{title}: {plan.alone} steps", style="bold")
+    arguments = plan.arguments(name, plan.alone, "--brief", "--kill", str(plan.alone // 2))
+    threads = max(1, cores() // plan.workers)
+    start(
+        launch, LaunchRequest(str(SCRIPT), arguments, plan.workers, threads=threads, min_workers=1)
     )
-    return 0
+    return collect(Path(plan.folder) / name, title)
+
+
+def cross_slow_link(
+    plan: DemoPlan, last: str, console: Console, lab: Lab
+) -> tuple[DemoOutcome, DemoOutcome] | str:
+    """Train on two hosts of a lab, exact and with little sent; return why not if there is no
+    lab.
+    """
+    answer = lab(["check"])
+    if answer.returncode:
+        lines = (line.partition("MISSING") for line in (answer.stdout or "").splitlines())
+        reasons = [reason.lstrip(": ") for _, word, reason in lines if word]
+        return reasons[0] if reasons else "paceline lab check says why"
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="paceline-demo-") as folder:
+        description = Path(folder) / "slow-link.toml"
+        description.write_text(SLOW_LINK)
+        for kind, sync in (("exact", EXACT), ("smaller", SMALLER)):
+            console.print(
+                f"\n2 hosts, a link of 50 Mbit/s, {sync}: {SLOW_STEPS} steps", style="bold"
+            )
+            arguments = plan.arguments(f"{last}-{kind}", SLOW_STEPS, "--brief")
+            code = lab(
+                ["run", "--sync", sync, str(description), str(SCRIPT), *arguments]
+            ).returncode
+            if code:
+                raise _RunFailed(code)
+            outcomes.append(collect(Path(plan.folder) / f"{last}-{kind}", sync))
+    return outcomes[0], outcomes[1]
+
+
+def start(launch: Launch, request: LaunchRequest) -> None:
+    """Run a job; raise `_RunFailed` if it fails."""
+    code = launch(request)
+    if code:
+        raise _RunFailed(code)
+
+
+def say_same(outcomes: Sequence[DemoOutcome]) -> str:
+    """Say whether one worker and several had the same losses."""
+    alone, several = outcomes[0], outcomes[2]
+    difference = apart(alone.losses, several.losses)
+    verb = "have the same losses as" if difference < SAME else "DON'T have the losses of"
+    return (
+        f"{counted(several.summary['workers'], 'worker')} {verb} one worker ({difference:.1e} "
+        "apart "
+        f"at most in {len(alone.losses)} steps), and the script names no number of workers."
+    )
+
+
+def say_survived(alone: DemoOutcome, killed: DemoOutcome) -> str:
+    """Say what became of the run whose worker was killed.
+
+    Losses are compared after its end: what it had logged of its last steps, and not yet told the
+    others, went with it.
+    """
+    step = len(alone.losses) // 2
+    difference = apart(alone.losses[step:], killed.losses[step:])
+    counts = f"{killed.summary['samples']:,} of {alone.summary['samples']:,} samples"
+    verb = "are the same as" if difference < SAME else "are NOT the same as"
+    return (
+        f"A worker was killed (SIGKILL) after {step} steps, and the others went on at once: "
+        f"{counts} "
+        f"were trained on, each once, and all losses after it {verb} those of one worker "
+        f"({difference:.1e} apart at most)."
+    )
+
+
+def say_slow(slow: tuple[DemoOutcome, DemoOutcome] | str) -> str:
+    """Compare the runs over a slow link, or say why there are none."""
+    if isinstance(slow, str):
+        return f"The slow link is left out, as this machine can't build a lab ({slow})."
+    exact, smaller = slow
+    times = [outcome.summary["seconds"] for outcome in slow]
+    nbytes = [outcome.summary["bytes_sent"]["between"] for outcome in slow]
+    return (
+        f"Over a link of 50 Mbit/s, {len(exact.losses)} steps with {exact.title} took "
+        f"{times[0]:.1f} s, "
+        f"and with {smaller.title} {times[1]:.1f} s, for 1/{nbytes[0] / nbytes[1]:.0f} of the "
+        "bytes; "
+        f"the last losses are {exact.losses[-1]:.2f} and {smaller.losses[-1]:.2f}."
+    )
 
 
 def disturbed(outcomes: Sequence[DemoOutcome]) -> bool:
@@ -178,8 +353,10 @@ def collect(folder: Path, title: str) -> DemoOutcome:
     """Read the results in a run folder of the demo."""
     lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
     losses = [line["loss"] for line in lines if "loss" in line]
-    said = json.loads((folder / "demo.json").read_text())
     summary = json.loads((folder / "summary.json").read_text())
+    if not (folder / "demo.json").exists():  # a brief run
+        return DemoOutcome(title, summary, losses)
+    said = json.loads((folder / "demo.json").read_text())
     return DemoOutcome(
         title, summary, losses, (said["validation"][0], said["validation"][1]), said["sample"]
     )
@@ -198,8 +375,8 @@ def table(outcomes: Sequence[DemoOutcome], source: str = "the standard library's
         ("steps", lambda o: f"{len(o.losses)}"),
         ("train loss, first 10 steps", lambda o: f"{mean(o.losses[:10]):.3f}"),
         ("train loss, last 10 steps", lambda o: f"{mean(o.losses[-10:]):.3f}"),
-        ("validation loss, start", lambda o: f"{o.validation[0]:.3f}"),
-        ("validation loss, end", lambda o: f"{o.validation[1]:.3f}"),
+        ("validation loss, start", lambda o: f"{o.validation[0]:.3f}" if o.validation else ""),
+        ("validation loss, end", lambda o: f"{o.validation[1]:.3f}" if o.validation else ""),
         (
             "largest difference, 20 steps",
             lambda o: "" if o is base else f"{apart(o.losses[:20], base.losses):.1e}",

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -96,6 +98,12 @@ def main() -> None:
         default=None,
         help="a folder of .py files instead of the standard library",
     )
+    parser.add_argument(
+        "--brief", action="store_true", help="train only: no validation, no sample, no checkpoint"
+    )
+    parser.add_argument(
+        "--kill", type=int, default=None, help="the last worker is killed after this many steps"
+    )
     options = parser.parse_args()
 
     model, loader, held_out = task(options.steps, options.text)
@@ -104,8 +112,11 @@ def main() -> None:
     with pl.start(name=options.name, folder=options.folder, total_steps=options.steps) as run:
         parts = run.prepare(model, optimizer, schedule, loader, held_out, cut=cuts(run.mesh.cut))
         model, optimizer, schedule, loader, held_out = parts
-        before = evaluate(run, model, held_out)
+        before = 0.0 if options.brief else evaluate(run, model, held_out)
+        workers = run.size
         for x, y in loader:
+            if run.steps == options.kill and run.size == workers and run.rank == workers - 1:
+                os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does it when memory runs out
             # forward and backward, in any mesh
             loss = run.step(model, x.to(run.device), y.to(run.device), loss=next_token_loss)
             run.clip(model, 1.0)
@@ -113,6 +124,8 @@ def main() -> None:
             optimizer.zero_grad()
             schedule.step()
             run.log(loss=loss)
+        if options.brief:
+            return
         after = evaluate(run, model, held_out)
         written = sample(run, model)
         if run.is_first:

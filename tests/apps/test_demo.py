@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,43 +12,61 @@ import pytest
 from rich.console import Console
 
 from paceline.apps import demo, load
+from paceline.cluster.launcher.request import LaunchRequest
 from paceline.errors import UsageError
 
 
 class Launcher:
-    """Leaves behind what a run of the script would."""
+    """Leaves behind what a run of the script would, on this machine and in a lab."""
 
-    def __init__(self, failing: int | None = None) -> None:
-        self.calls: list[tuple[Path, dict[str, str], int, int]] = []
-        self.meshes: list[str | None] = []
-        self.failing = failing
+    def __init__(self, failing: int | None = None, missing: str = "", skew: float = 1e-6) -> None:
+        self.requests: list[LaunchRequest] = []
+        self.syncs: list[str] = []
+        self.failing, self.missing, self.skew = failing, missing, skew
 
-    def __call__(
-        self, script: Path, args: Sequence[str], workers: int, threads: int, mesh: str | None
-    ) -> int:
-        self.meshes.append(mesh)
-        options = dict(zip(args[::2], args[1::2], strict=True))
-        self.calls.append((script, options, workers, threads))
-        if len(self.calls) == self.failing:
+    def __call__(self, request: LaunchRequest) -> int:
+        self.requests.append(request)
+        if len(self.requests) == self.failing:
             return 3
+        self.leave(request.args, request.workers, 300.0 if request.mesh is None else 200.0)
+        return 0
+
+    def lab(self, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        if words[0] == "check":
+            said = (
+                f"rights: MISSING: {self.missing}\nno lab can run here\n"
+                if self.missing
+                else "rights: root\n"
+            )
+            return subprocess.CompletedProcess(words, bool(self.missing), said)
+        assert words[:2] == ["run", "--sync"] and "50mbit" in Path(words[3]).read_text()
+        self.syncs.append(words[2])
+        self.leave(words[5:], 2, 10.0 * len(self.syncs))
+        return subprocess.CompletedProcess(words, 0)
+
+    def leave(self, args: Sequence[str], workers: int, speed: float) -> None:
+        options = dict(zip(args[:8:2], args[1:8:2], strict=True))
         folder = Path(options["--folder"]) / options["--name"]
         folder.mkdir(parents=True)
+        steps = int(options["--steps"])
         lines = [
-            {"step": step, "loss": 5.0 / step + workers * 1e-6}
-            for step in range(1, int(options["--steps"]) + 1)
+            {"step": step, "loss": 5.0 / step + workers * self.skew} for step in range(1, steps + 1)
         ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         parts = {"compute": 0.08, "exchange": 0.001 * workers, "wait": 0.0, "data": 0.0001}
         summary = {
-            "samples_per_second": (300.0 if mesh is None else 200.0) * workers,
+            "workers": workers,
+            "samples": 32 * steps,
+            "seconds": 32 * steps / speed,
+            "samples_per_second": speed * workers,
             "step_seconds": parts,
-            "bytes_sent": {"within": 3_468_000 * (workers - 1), "between": 0},
+            "bytes_sent": {"within": 3_468_000 * (workers - 1), "between": 8_000 / speed},
         }
         (folder / "summary.json").write_text(json.dumps(summary))
-        (folder / "demo.json").write_text(
-            json.dumps({"validation": [5.5, 2.25], "sample": "def [bold]tools(self):"})
-        )
-        return 0
+        if "--brief" not in args:
+            (folder / "demo.json").write_text(
+                json.dumps({"validation": [5.5, 2.25], "sample": "def [bold]tools(self):"})
+            )
 
 
 class Clocks:
@@ -76,18 +95,53 @@ class Clocks:
 
 def play(plan: demo.DemoPlan, launcher: Launcher, *others: float) -> tuple[int, str]:
     console = Console(record=True, width=140, file=open("/dev/null", "w"))  # noqa: SIM115
-    code = demo.demo(plan, launcher, console, Clocks(*(others or (0.0, 0.0, 0.0))))
+    code = demo.demo(plan, launcher, console, Clocks(*(others or (0.0, 0.0, 0.0))), launcher.lab)
     return code, console.export_text()
+
+
+def option(request: LaunchRequest, name: str) -> str:
+    """The value of an option among the arguments of the script."""
+    return request.args[request.args.index(name) + 1]
+
+
+def test_what_was_seen_is_said_in_three_sentences(tmp_path: Path) -> None:
+    _, said = play(demo.DemoPlan(steps=30, alone=20, folder=str(tmp_path)), Launcher())
+    same, survived, slow = (line for line in said.splitlines() if line.startswith("- "))
+    assert "same losses" in same and "1.0e-06" in same
+    assert "640 of 640 samples" in survived and "after 10 steps" in survived
+    assert "took 64.0 s" in slow and "32.0 s, for 1/2 of the bytes" in slow
+
+
+def test_other_losses_are_not_called_the_same(tmp_path: Path) -> None:
+    _, said = play(demo.DemoPlan(steps=30, alone=20, folder=str(tmp_path)), Launcher(skew=0.1))
+    assert (
+        "same losses" not in said
+        and "are NOT the same" in said
+        and said.count("1.0e-01 apart") == 2
+    )
+
+
+def test_without_a_lab_the_slow_link_is_left_out_with_its_reason(tmp_path: Path) -> None:
+    launcher = Launcher(missing="this user may not")
+    code, said = play(demo.DemoPlan(steps=30, alone=20, folder=str(tmp_path)), launcher)
+    assert code == 0 and launcher.syncs == [] and "left out" in said and "this user may not" in said
 
 
 def test_runs_and_table(tmp_path: Path) -> None:
     launcher = Launcher()
     code, said = play(demo.DemoPlan(steps=30, alone=20, folder=str(tmp_path)), launcher)
     assert code == 0
-    assert [call[2] for call in launcher.calls] == [1, 1, 2]
-    assert [call[1]["--steps"] for call in launcher.calls] == ["20", "20", "30"]
-    assert {call[1]["--of"] for call in launcher.calls} == {"30"}
-    assert launcher.calls[1][3] == 2 * launcher.calls[0][3] == 2 * launcher.calls[2][3]
+    alone, whole, several, killed = launcher.requests
+    assert [request.workers for request in launcher.requests] == [1, 1, 2, 2]
+    assert [option(request, "--steps") for request in launcher.requests] == ["20", "20", "30", "20"]
+    assert {option(request, "--of") for request in launcher.requests} == {"30"}
+    assert (
+        alone.threads is not None
+        and whole.threads == 2 * alone.threads
+        and several.threads == alone.threads
+    )
+    assert option(killed, "--kill") == "10" and killed.min_workers == 1
+    assert launcher.syncs == [demo.EXACT, demo.SMALLER]
     rows = {
         cells[1].strip(): [cell.strip() for cell in cells[2:-1]]
         for cells in (line.split("│") for line in said.splitlines())
@@ -95,12 +149,8 @@ def test_runs_and_table(tmp_path: Path) -> None:
     }
     assert rows["steps"] == ["20", "20", "30"]
     assert rows["speed-up"] == ["1.00x", "1.00x", "2.00x"]
-    assert (
-        rows["largest difference, 20 steps"]
-        == rows["largest difference, 20 steps"]
-        == ["", "0.0e+00", "1.0e-06"]
-    )
-    assert rows["validation loss, end"] == ["2.250"] * 3
+    assert rows["largest difference, 20 steps"] == ["", "0.0e+00", "1.0e-06"]
+    assert rows["validation loss, end"] == ["", "", "2.250"]
     assert rows["step, exchange"] == ["1.0 ms", "1.0 ms", "2.0 ms"]
     assert rows["sent in a step, within hosts"] == ["0.00 MB", "0.00 MB", "3.47 MB"]
     assert "def [bold]tools(self):" in said and "paceline report" in said
@@ -110,11 +160,24 @@ def test_meshes_train_the_first_steps_too(tmp_path: Path) -> None:
     launcher = Launcher()
     plan = demo.DemoPlan(steps=30, alone=20, folder=str(tmp_path), meshes=("tensor=2", "shard=2"))
     code, said = play(plan, launcher, *[0.0] * 5)
-    assert code == 0 and launcher.meshes == [None, None, None, "tensor=2", "shard=2"]
-    assert [call[1]["--steps"] for call in launcher.calls] == ["20", "20", "30", "20", "20"]
-    assert [call[2] for call in launcher.calls] == [1, 1, 2, 2, 2] and len(
-        {call[1]["--name"] for call in launcher.calls}
-    ) == 5
+    assert code == 0
+    assert [request.mesh for request in launcher.requests] == [
+        None,
+        None,
+        None,
+        "tensor=2",
+        "shard=2",
+        None,
+    ]
+    assert [option(request, "--steps") for request in launcher.requests] == [
+        "20",
+        "20",
+        "30",
+        "20",
+        "20",
+        "20",
+    ]
+    assert len({option(request, "--name") for request in launcher.requests}) == 6
     assert (
         next(line for line in said.splitlines() if "largest difference, 20 steps" in line).count(
             "1.0e-06"
@@ -135,7 +198,8 @@ def test_meshes_train_the_first_steps_too(tmp_path: Path) -> None:
 def test_two_meshes_fit_a_terminal(tmp_path: Path) -> None:
     console = Console(record=True, width=80, file=open("/dev/null", "w"))  # noqa: SIM115
     plan = demo.DemoPlan(steps=30, alone=20, folder=str(tmp_path), meshes=("tensor=2", "shard=2"))
-    demo.demo(plan, Launcher(), console, Clocks(*[0.0] * 5))
+    launcher = Launcher()
+    demo.demo(plan, launcher, console, Clocks(*[0.0] * 5), launcher.lab)
     said = console.export_text()
     table = said[said.index("┏") : said.index("┘")]
     assert "tensor=2" in table and "3.47 MB" in table and "…" not in table
@@ -191,11 +255,11 @@ def test_the_clocks_of_this_machine_go_on() -> None:
     assert second.busy > 0 and second.ours > 0
 
 
-@pytest.mark.parametrize("failing", [1, 2, 3])
+@pytest.mark.parametrize("failing", [1, 2, 3, 4])
 def test_a_run_that_fails_ends_the_demo_with_its_code(tmp_path: Path, failing: int) -> None:
     launcher = Launcher(failing)
     code, said = play(demo.DemoPlan(steps=4, alone=2, folder=str(tmp_path)), launcher)
-    assert code == 3 and len(launcher.calls) == failing and "speed-up" not in said
+    assert code == 3 and len(launcher.requests) == failing and "speed-up" not in said
 
 
 def test_other_text_reaches_the_script(tmp_path: Path) -> None:
@@ -203,7 +267,7 @@ def test_other_text_reaches_the_script(tmp_path: Path) -> None:
     words.mkdir()
     (words / "a.py").write_text("pass\n")
     play(demo.DemoPlan(steps=4, alone=2, folder=str(tmp_path), text=words), launcher)
-    assert {call[1]["--text"] for call in launcher.calls} == {str(words)}
+    assert {option(request, "--text") for request in launcher.requests} == {str(words)}
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ they start faster.
 
 from __future__ import annotations
 
-import tests.harness.brisk  # isort: skip
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -50,6 +48,3 @@ def summed() -> tuple[str, float]:
     backend = dist.get_backend()
     dist.destroy_process_group()
     return backend, x.item()
-
-
-assert tests.harness.brisk

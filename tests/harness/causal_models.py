@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch._meta_registrations  # noqa: F401  before what transformers imports of torch: see brisk
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn

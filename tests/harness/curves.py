@@ -13,9 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-if __name__ == "__main__":
-    import brisk  # noqa: F401
-
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer

@@ -16,9 +16,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    import brisk  # noqa: F401
-
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset

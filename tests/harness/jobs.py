@@ -53,7 +53,6 @@ FOREIGN = (
 # What most scripts here begin with. `parts` makes a small model, an optimizer and a loader ready.
 PRELUDE = """
 import os, sys, time
-import tests.harness.brisk
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -22,8 +22,7 @@ BODIES = [
     "tests.comm.hierarchy.test_group",
     "tests.comm.p2p.test_network",
 ]
-# what `torch.testing` loads to compare; brisk leaves out the first
-COMPARED = ["torch._meta_registrations", "torch.distributed.tensor"]
+COMPARED = ["torch.distributed.tensor"]  # what `torch.testing` loads to compare
 # each process would load it by itself
 CONTEXT.set_forkserver_preload(["torch", *COMPARED, "torch.distributed", *BODIES])
 

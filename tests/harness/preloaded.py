@@ -188,10 +188,12 @@ def _show(field: int, words: Sequence[str]) -> None:
 
 def load(*names: str) -> None:
     """Have torch, all that workers need, and these modules."""
-    importlib.import_module("tests.harness.brisk")
+    gc.disable()  # it would go through all of torch several times
+    importlib.import_module("torch._dynamo")  # optimizers ask for it
     _ = importlib.import_module("paceline").start
     for name in names:
         importlib.import_module(name)
+    gc.enable()
     assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1, (
         "a process with threads can't be forked"
     )

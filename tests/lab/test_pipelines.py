@@ -18,7 +18,6 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import json, sys
 from pathlib import Path
-import tests.harness.brisk
 import torch
 from torch import nn
 from torch.nn import functional as F

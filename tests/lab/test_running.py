@@ -412,7 +412,6 @@ class TestRun:
     @pytest.mark.slow
     def test_scripts_of_torch_distributed_alone(self, build, tmp_path):
         body = """
-            import tests.harness.brisk
             import torch, torch.distributed as dist
             dist.init_process_group("gloo")
             x = torch.tensor([rank + 1.0])

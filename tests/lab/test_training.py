@@ -21,7 +21,6 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import sys
-import tests.harness.brisk
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 import paceline as pl

@@ -10,9 +10,6 @@ from pathlib import Path
 
 import torch
 
-# which tests.harness.brisk leaves out, and what is traced and compiled asks for
-import torch._meta_registrations
-
 import paceline as pl
 from tests.loops import data, evaluating, further, gradients, models, optimizers, several
 from tests.loops.collection import LOOPS, flat

@@ -24,14 +24,14 @@ from paceline.cluster.discover import discover
 from tests.harness import calls, short_timings
 from tests.harness.jobs import Jobs, jobs, wait_for
 
-BRISK = short_timings.environ(supervisor={"culprit": 0.2, "echo": 0.4, "left": 0.5})
+SHORT = short_timings.environ(supervisor={"culprit": 0.2, "echo": 0.4, "left": 0.5})
 
 
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """`pl.launch` in a folder of its own; nothing may be left there, and no temporary file."""
     monkeypatch.chdir(tmp_path)
-    for name, value in BRISK.items():
+    for name, value in SHORT.items():
         monkeypatch.setenv(name, value)
     with jobs(tmp_path) as watched:
         monkeypatch.setenv("TMPDIR", str(watched.temporary))

@@ -43,7 +43,7 @@ def said(body: str, **environ: str) -> str:
 def test_torch_knows_the_name_and_imports_next_to_nothing_for_it(installed: str) -> None:
     """It costs some 3 ms of an `import torch`, which everybody pays who has paceline installed."""
     body = """
-import sys, tests.harness.brisk, torch.distributed as dist
+import sys, torch.distributed as dist
 print("PACELINE" in dist.Backend._plugins, *sorted(name for name in sys.modules if name.split(".")[0] == "paceline"))
 """  # noqa: E501
     wanted = "True paceline paceline.errors paceline.session paceline.session.registration"

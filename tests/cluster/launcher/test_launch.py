@@ -125,7 +125,6 @@ class TestOutput:
     @pytest.mark.slow
     def test_a_script_of_torch_distributed_alone(self, script, launch):
         body = """
-            import tests.harness.brisk
             import torch, torch.distributed as dist
             dist.init_process_group("gloo")
             x = torch.tensor([rank + 1.0])
@@ -414,7 +413,7 @@ if __name__ == "__main__":
     time.sleep(600)
 """
 LOADER = """
-import pathlib, tests.harness.brisk, torch
+import pathlib, torch
 from torch.utils.data import DataLoader
 class Data:
     def __len__(self): return 10**6

@@ -501,7 +501,6 @@ def test_what_cannot_be_honoured_raises(arguments: dict[str, Any]) -> None:
 
 ENDING = """
 import sys, time
-import tests.harness.brisk
 import torch
 from torch.distributed import FileStore
 from paceline.comm.native.group import TorchGroup
