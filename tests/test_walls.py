@@ -23,13 +23,18 @@ CIRCLES: dict[str, set[str]] = {}  # why these modules import each other: the mo
 LARGE_CLASSES: dict[str, str] = {  # class: why it may be large so far
     "AllReduceSync": "buckets, routes and recovery are not apart yet",
     "Cluster": "has a method for each thing of a lab that can be changed",
+    "CompressedExchange": "has a route for each kind of codec",
     "GradientTracker": "hooks, passes and what a script did by hand are not apart yet",
     "HostsGroup": "implements every collective",
     "LocalSGDSync": "rounds, fragments and recovery are not apart yet",
+    "Prepared": "has a list for each kind of object of a script",
+    "Recovery": "follows a loss from its first sign to the next step",
     "Run": "has every public method",
     "SharedGroup": "implements every collective",
+    "Supervisor": "starts workers, watches them and ends them",
     "TorchGroup": "implements every collective",
     "TrainingLoop": "follows loaders, backward passes and optimizers in one place",
+    "_Assembly": "builds all parts of a run, in one order",
 }
 # attributes of torch's, numpy's and zmq's objects that are there to be assigned
 THEIRS = {"grad", "data", "weight", "state", "linger"}

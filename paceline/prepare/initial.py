@@ -77,8 +77,8 @@ class InitialValues:
         self._plans = (
             []
             if self._source is not None
-            else [(model, Blueprint(model, init, prefix=prefix)) for prefix, model in unborn]
-        )  # type: ignore[arg-type]
+            else [(model, Blueprint(model, init, prefix=prefix)) for prefix, model in unborn]  # type: ignore[arg-type]
+        )
 
     def give(
         self, placements: Placements, agreement: Agreement, say: Callable[[str], None]

@@ -161,9 +161,9 @@ class BlockReader:
         part = within(box, block.box)
         dtype = str(stored.dtype).removeprefix("torch.")
         if dtype in SAFE:
-            return (
+            return (  # type: ignore[no-any-return]
                 file.get_tensor(block.key) if box == block.box else file.get_slice(block.key)[part]
-            )  # type: ignore[no-any-return]
+            )
         # bytes, or pairs of reals
         return lift({"": file.get_tensor(block.key)}, {"": [dtype, sizes(block.box)]})[""][part]
 

@@ -38,9 +38,9 @@ class GroupBackend(ReducingBackend):
     # Torch's C++ calls one overload of each method, with lists that hold one tensor.
 
     # torch calls one of the overloads
-    def allgather(
+    def allgather(  # type: ignore[override]
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> BackendWork:  # type: ignore[override]
+    ) -> BackendWork:
         """Gather the tensors of all ranks into a list. They may differ in the first dim."""
         x, outs = one(inputs, "all_gather"), one(outputs, "all_gather")
         if len(outs) != self._size:
@@ -115,9 +115,9 @@ class GroupBackend(ReducingBackend):
         return self._begin(lambda group: group.broadcast(x, root=root), None, opts, [x])
 
     # torch calls one of the overloads
-    def gather(
+    def gather(  # type: ignore[override]
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> BackendWork:  # type: ignore[override]
+    ) -> BackendWork:
         """Gather the tensors of all ranks on the root rank."""
         x, root, me = one(inputs, "gather"), root_of(opts), self._rank
         if me != root:
@@ -137,9 +137,9 @@ class GroupBackend(ReducingBackend):
         )
 
     # torch calls one of the overloads
-    def scatter(
+    def scatter(  # type: ignore[override]
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
-    ) -> BackendWork:  # type: ignore[override]
+    ) -> BackendWork:
         """Give each rank its tensor of the list that the root rank has."""
         out, root, me = one(outputs, "scatter"), root_of(opts), self._rank
         if me != root:

@@ -107,9 +107,9 @@ class ReducingBackend(BackendBase):
         )
 
     # torch calls one of the overloads
-    def reduce_scatter(
+    def reduce_scatter(  # type: ignore[override]
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
-    ) -> BackendWork:  # type: ignore[override]
+    ) -> BackendWork:
         """Reduce a list of tensors, one for each rank, and keep this rank's. Sizes may differ."""
         out, parts = one(outputs, "reduce_scatter"), inputs[0]
         if len(parts) != self._size:

@@ -255,13 +255,13 @@ def share(
         try:
             if me == leader:
                 segment, error = _attempt(
-                    lambda place=place: SharedSegment.create(nbytes, folder=place, at_once=at_once)
-                )  # type: ignore[misc]
+                    lambda place=place: SharedSegment.create(nbytes, folder=place, at_once=at_once)  # type: ignore[misc]
+                )
             address = meet(segment.address if segment is not None else "")[leader]
             if inside and me != leader and address:
                 segment, error = _attempt(
-                    lambda address=address: SharedSegment.open(address, nbytes, at_once=at_once)
-                )  # type: ignore[misc]
+                    lambda address=address: SharedSegment.open(address, nbytes, at_once=at_once)  # type: ignore[misc]
+                )
             errors = [word for word in meet(error) if word]
         finally:
             if segment is not None:
