@@ -118,8 +118,9 @@ def parts(progress: LoaderProgress) -> tuple[float, ...]:
 
 
 def check_beside(progresses: list[LoaderProgress]) -> None:
-    """Raise `UsageError` where two training loaders under way side by side deal differently: one
-    loss can't be weighted by both.
+    """Raise `UsageError` if two training loaders that run side by side deal differently.
+
+    Shares weight a worker's part of one loss, and two loaders would give two weights.
     """
     side = [
         progress

@@ -16,6 +16,7 @@ import pytest
 
 from tests.harness import short_timings
 from tests.harness.jobs import Ended, Jobs
+from tests.harness.sources import code_lines
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -24,7 +25,7 @@ MANIFESTS = {"slurm.sbatch", "slurm-survive.sbatch", "kubernetes.yaml"}  # test_
 # what they import isn't installed
 COMPILED = {"migrations/accelerate_before.py", "migrations/horovod_before.py"}
 BEFORE = "migrations/ddp_before.py"
-LINES = 80
+LINES = 85  # of code
 
 
 def run(
@@ -131,6 +132,12 @@ def everything() -> set[str]:
     }
 
 
+def count_lines(path: Path) -> int:
+    """Lines of an example: of code alone if it is Python."""
+    text = path.read_text()
+    return len(code_lines(text)) if path.suffix == ".py" else len(text.splitlines())
+
+
 def test_every_example_is_tested_and_short():
     names = {
         f"{name.removeprefix('test_')}.py" for name in vars(TestRuns) if name.startswith("test_")
@@ -140,7 +147,7 @@ def test_every_example_is_tested_and_short():
     assert [
         name
         for name in sorted(everything() - {"notebook.ipynb"})
-        if len((EXAMPLES / name).read_text().splitlines()) >= LINES
+        if count_lines(EXAMPLES / name) >= LINES
     ] == []
 
 
