@@ -65,7 +65,7 @@ class Peer:
     def join(self, folder: str) -> None:
         """Meet the others for Gloo, and for paceline."""
         from paceline.cluster.store import Store
-        from paceline.comm.shm.group import SharedGroup
+        from paceline.comm.shm.shared_group import SharedGroup
 
         self.dist.init_process_group(
             "gloo", init_method=f"file://{folder}/gloo", rank=self.rank, world_size=self.size

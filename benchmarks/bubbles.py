@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.parallel.pipelining.schedules import make_schedule
-from paceline.parallel.pipelining.simulate import StageTimes, simulate
+from paceline.parallel.pipelining.simulate import StageTimes, simulate_schedule
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 LAYERS = 2  # of each worker, so that it can have two stages
@@ -48,7 +48,7 @@ def simulated(name: str, workers: int, micro_batches: int, seconds: float) -> fl
         input_backwards=[0.0, *[forward] * count],
         weight_backwards=[2 * forward, *[forward] * count],
     )
-    return simulate(schedule, times).bubble
+    return simulate_schedule(schedule, times).bubble
 
 
 def measured(events: Iterable[Mapping[str, Any]]) -> float:

@@ -47,18 +47,18 @@ class Peer:
     def join(self, folder: str) -> None:
         """Meet the other for Gloo, and for both ways of paceline."""
         from paceline.cluster.store import Store
-        from paceline.comm.native.group import TorchGroup
-        from paceline.comm.pairs import pairs
-        from paceline.comm.shm.group import SharedGroup
+        from paceline.comm.native.torch_group import TorchGroup
+        from paceline.comm.pairs import connect_pairs
+        from paceline.comm.shm.shared_group import SharedGroup
 
         self.dist.init_process_group(
             "gloo", init_method=f"file://{folder}/gloo", rank=self.rank, world_size=2
         )
         store = Store(self.dist.FileStore(f"{folder}/paceline", 2), path="paceline")
-        self.pairs["shared memory"] = pairs(
+        self.pairs["shared memory"] = connect_pairs(
             SharedGroup.from_store(store.sub("shared"), self.rank, 2, deadline=60.0)
         )
-        self.pairs["TCP"] = pairs(
+        self.pairs["TCP"] = connect_pairs(
             TorchGroup.from_store(store.sub("network"), self.rank, 2, hosts=[0, 1], deadline=60.0)
         )
 

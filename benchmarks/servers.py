@@ -27,8 +27,8 @@ import torch
 import zmq
 from harness import bootstrap
 
-from paceline.comm.bucket_layout import BucketShape, cut
-from paceline.comm.rpc import RpcClient, keys
+from paceline.comm.bucket_layout import BucketShape, cut_runs
+from paceline.comm.rpc import RpcClient, derive_rpc_keys
 from paceline.servers.process.partition import RowRange
 from paceline.servers.process.shard import ShardPlan
 from paceline.servers.protocol.message import Index, call, send
@@ -85,7 +85,7 @@ class Served:
         self.addresses = json.loads(self._process.stdout.readline())
         self.memory = psutil.Process(self._process.pid)
         rows = int(unit_mb * 1e6) // 4 // 1000
-        shape = BucketShape.of(torch.empty(rows, 1000, device="meta"))._replace(
+        shape = BucketShape.of_parameter(torch.empty(rows, 1000, device="meta"))._replace(
             device=torch.device("cpu")
         )
         count = round(mb / unit_mb)
@@ -94,7 +94,7 @@ class Served:
         ]
         plan = ShardPlan(
             found,
-            cut([piece.shape for piece in found], range(count), int(unit_mb * 1e6)),
+            cut_runs([piece.shape for piece in found], range(count), int(unit_mb * 1e6)),
             [(0, 0)] * count,
             [("SGD", [{"lr": 0.1}])],
         )
@@ -109,7 +109,7 @@ class Served:
 
     def caller(self, address: str, sender: int) -> RpcClient:
         """A worker that comes this way."""
-        found = RpcClient(address, keys(SECRET, JOB), sender=sender, who="the server")
+        found = RpcClient(address, derive_rpc_keys(SECRET, JOB), sender=sender, who="the server")
         call(found, PlanShard(self._plan), SECONDS)
         return found
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import lab
-from paceline.observe.report import report
+from paceline.observe.report import format_report
 
 BAR = 0.25
 SCRIPT = """
@@ -83,7 +83,7 @@ def main() -> None:
                 line for line in output.splitlines() if "exchanges take" in line or "slow:" in line
             )[:2000]
         )
-        print(report(Path(root) / "exact/run"))
+        print(format_report(Path(root) / "exact/run"))
         if [link["hosts"] for link in links] != [["host2"]]:
             sys.exit(
                 f"named: {[link['hosts'] for link in links]}, and it is host2 that became slow"

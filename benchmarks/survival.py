@@ -136,13 +136,13 @@ def tiny(options: argparse.Namespace) -> None:
             model, optimizer, DataLoader(data, batch_size=run.size)
         )
         agree, blocks, surviving, began, counts = (
-            run.group.agree,
+            run.group.gather_bytes,
             ([], []),
             None,
             0,
             [[0, 0], [0, 0]],
         )
-        run.group.agree = lambda body: (
+        run.group.gather_bytes = lambda body: (
             (met.append(len(body)) if b"settled" in body else None) or agree(body)
         )
         for _ in run.epochs(1):

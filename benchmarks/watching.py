@@ -56,7 +56,7 @@ def work(options: argparse.Namespace) -> None:
         model, optimizer, loader = run.prepare(
             model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader
         )
-        live, update = run._ending._live, run._ending._live.update
+        live, update = run._ending._live, run._ending._live.update_file
 
         def training() -> Any:
             for _ in run.epochs(10**6):
@@ -71,7 +71,7 @@ def work(options: argparse.Namespace) -> None:
         steps = training()
 
         def handle(message: Message) -> Message:
-            live.update = update if message["live"] else lambda: None  # type: ignore[method-assign]
+            live.update_file = update if message["live"] else lambda: None  # type: ignore[method-assign]
             began = time.perf_counter()
             for _ in range(message["steps"]):
                 next(steps)

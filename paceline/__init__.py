@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from paceline.parallel.meta import meta
     from paceline.parallel.pipeline import pipeline
     from paceline.parallel.shard import shard
-    from paceline.parallel.tensor.cut import tensor
     from paceline.parallel.tensor.styles import column, row, sequence, summed, vocab
+    from paceline.parallel.tensor.tensor_cut import tensor
     from paceline.record.logged.histogram import histogram
     from paceline.record.logged.image import image
     from paceline.servers.tables.embedding import SparseEmbedding
@@ -148,7 +148,7 @@ _NAMES: Final = {
     "paceline.parallel.meta": ("meta",),
     "paceline.parallel.pipeline": ("pipeline",),
     "paceline.parallel.shard": ("shard",),
-    "paceline.parallel.tensor.cut": ("tensor",),
+    "paceline.parallel.tensor.tensor_cut": ("tensor",),
     "paceline.parallel.tensor.styles": ("column", "row", "sequence", "summed", "vocab"),
     "paceline.checkpoint.files.export": ("state_dict",),
     "paceline.notebook.launch": ("launch",),

@@ -194,7 +194,7 @@ def layout(
     """Show what each worker would hold of a script's model, and train nothing."""
     from rich.console import Console
 
-    from paceline.observe import layout as table
+    from paceline.observe import layout_report as table
 
     with tempfile.TemporaryDirectory(prefix="paceline-layout-") as folder:
         job = LaunchRequest(
@@ -209,7 +209,7 @@ def layout(
         if code:
             raise typer.Exit(code)
         width = None if sys.stdout.isatty() else 160  # a file has room
-        table.describe(table.read(Path(folder), str(script)), Console(width=width))
+        table.print_layout(table.read_layout(Path(folder), str(script)), Console(width=width))
 
 
 @app.command()
@@ -278,7 +278,7 @@ def generate(
     threads: options.Threads = None,
 ) -> None:
     """Write text with the model of a run, cut in any way."""
-    from paceline.observe.choosing import choose
+    from paceline.observe.choosing import choose_run
 
     count = workers if workers is not None else 1 if mesh is None else shape.workers(mesh)
     if mesh is not None and shape.read(mesh).get("data", 1) != 1:
@@ -287,7 +287,7 @@ def generate(
         )
     if not prompt:
         raise UsageError("--prompt is empty: give a letter or more to go on from")
-    where = choose(folder)
+    where = choose_run(folder)
     if not where.is_dir():
         raise UsageError(
             f"there is no folder {where}; give that of a run, such as runs/NAME, or of one of its "
@@ -419,13 +419,13 @@ def report(
     ] = None,
 ) -> None:
     """Say where the time of a run went, and what to do about it."""
-    from paceline.observe.choosing import choose
-    from paceline.observe.page.writing import write
-    from paceline.observe.report import report as describe
+    from paceline.observe.choosing import choose_run
+    from paceline.observe.page.writing import write_page
+    from paceline.observe.report import format_report as describe
 
-    found = [choose(folder) for folder in folders] if folders else [choose(None)]
+    found = [choose_run(folder) for folder in folders] if folders else [choose_run(None)]
     if html is not None:
-        size = write(found, html)
+        size = write_page(found, html)
         typer.echo(f"{html}: a page of {', '.join(folder.name for folder in found)}, {sized(size)}")
     elif len(found) > 1:
         raise UsageError(
@@ -459,10 +459,10 @@ def export(
 ) -> None:
     """Write the model of a run's newest checkpoint, or of its best, to one file of safetensors."""
     from paceline.checkpoint.files.export import export as write
-    from paceline.observe.choosing import choose
+    from paceline.observe.choosing import choose_run
 
     found = write(
-        choose(folder),
+        choose_run(folder),
         out,
         part,
         best=best,

@@ -44,7 +44,7 @@ STRATEGIES: Final[Mapping[str, str]] = {
 
 # The words of cuts, which have a vocabulary of their own: `--cut 'shard("blocks.*")'`.
 CUTS: Final[Mapping[str, str]] = {
-    "tensor": "paceline.parallel.tensor.cut:tensor",
+    "tensor": "paceline.parallel.tensor.tensor_cut:tensor",
     **{
         word: f"paceline.parallel.tensor.styles:{word}"
         for word in ("column", "row", "vocab", "sequence", "summed")

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from paceline.comm.schedule import SCHEDULES, ScheduleName
 from paceline.errors import UsageError
 from paceline.formatting import unknown
-from paceline.parallel.pipelining.schedules import CHUNKED, FIXED
+from paceline.parallel.pipelining.schedules import CHUNKED_SCHEDULES, FIXED_SCHEDULES
 from paceline.parallel.pipelining.schedules import ScheduleName as PipelineScheduleName
 from paceline.session.start import TRACES, TraceLength
 from paceline.sync.gossip.graph import GRAPHS, Graph
@@ -19,7 +19,7 @@ from paceline.sync.routes import WAYS, Via
 def test_what_is_built_by_a_name_has_the_names_of_its_literal() -> None:
     assert get_args(ScheduleName) == tuple(SCHEDULES)
     assert get_args(Via) == tuple(WAYS)
-    assert set(get_args(PipelineScheduleName)) == {*FIXED, *CHUNKED}
+    assert set(get_args(PipelineScheduleName)) == {*FIXED_SCHEDULES, *CHUNKED_SCHEDULES}
     assert get_args(Graph) == tuple(GRAPHS)
     assert get_args(TraceLength) == tuple(TRACES)
 

@@ -28,7 +28,7 @@ from paceline.cluster.hosts.admission import MeetingPoint
 from paceline.cluster.hosts.channel import Channel, call, ready
 from paceline.cluster.hosts.elastic import ElasticPeers
 from paceline.cluster.hosts.membership import HostSeat, View
-from paceline.comm.rpc import RpcClient, RpcServer, keys
+from paceline.comm.rpc import RpcClient, RpcServer, derive_rpc_keys
 from paceline.servers.process.main import Server
 from paceline.servers.worker.strategy import ParameterServer
 from paceline.session.run import Run
@@ -37,7 +37,7 @@ from tests.harness.handshakes import HELLO, OFFER, SECRET, offered, senseless, w
 from tests.harness.jobs import free_port
 from tests.harness.tables import Net, loader, served
 
-KEYS = keys(b"0123456789abcdef", "tests")  # as servers of runs on threads have them
+KEYS = derive_rpc_keys(b"0123456789abcdef", "tests")  # as servers of runs on threads have them
 ODD: tuple[Any, ...] = ("x", None, [], {}, 1.5, True, -1, 999, 1 << 40, [0], b"x")
 SHAPES: tuple[Any, ...] = (
     [0, 1 << 62, 1 << 62],
@@ -348,8 +348,10 @@ def test_the_messages_are_refused_and_no_others() -> None:
         for number in range(1, 501):
             found.send_multipart(nonsense(drawn, number))
         caller = RpcClient(receiver.addresses[0], KEYS, sender=1, who="server 0")
-        strangers.until(lambda: receiver.refused >= 500, lambda: caller.call("alive", seconds=20))
-        assert receiver.refused == 500
+        strangers.until(
+            lambda: receiver.refused_count >= 500, lambda: caller.call("alive", seconds=20)
+        )
+        assert receiver.refused_count == 500
         caller.close()
     over.set()
     thread.join()

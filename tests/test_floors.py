@@ -100,5 +100,5 @@ def test_the_test_sees_wrong_imports() -> None:
     assert faults(PACKAGE / "comm" / "x.py", "from paceline import start")
     assert not faults(
         PACKAGE / "comm" / "x.py",
-        "from paceline import errors\nfrom paceline.comm.group import Group",
+        "from paceline import errors\nfrom paceline.comm.group_protocol import Group",
     )

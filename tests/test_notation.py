@@ -340,8 +340,8 @@ READERS: dict[str, Callable[[str], object]] = {
         mesh.read(text), Topology((HostRanks("a", (0, 1), "10.0.0.1"),))
     ),
     "join": meeting_point,
-    "watch": lambda text: WatchAddress.parse(text, "--watch"),
-    "report-to": lambda text: catalogue.make(catalogue.read(text)),
+    "watch": lambda text: WatchAddress.parse_address(text, "--watch"),
+    "report-to": lambda text: catalogue.make_trackers(catalogue.parse_trackers(text)),
     "cluster.json": topology_file.load,
 }
 

@@ -17,8 +17,8 @@ from torch import Tensor
 import paceline as pl
 from paceline.bench import asked
 from paceline.comm import collectives
-from paceline.comm.group import Group, Work
-from paceline.comm.schedule import Schedule, build
+from paceline.comm.group_protocol import Group, Work
+from paceline.comm.schedule import Schedule, build_schedule
 from paceline.errors import PacelineError
 
 FEWEST, MOST = 5, 2_000  # calls that are measured
@@ -43,12 +43,12 @@ def parse_ways(text: str, group: Group, hosts: list[int]) -> dict[str, Call]:
         if name == "native":
             ways[name] = lambda x: group.all_reduce(x, out=x)
         else:
-            ways[name] = functools.partial(_follow, group, build(name, hosts))
+            ways[name] = functools.partial(_follow, group, build_schedule(name, hosts))
     return ways
 
 
 def _follow(group: Group, schedule: Schedule, x: Tensor) -> Work[Tensor]:
-    return collectives.all_reduce(group, x, schedule, out=x)
+    return collectives.all_reduce_by_schedule(group, x, schedule, out=x)
 
 
 def measure(call: Call, x: Tensor, group: Group, seconds: float) -> float:

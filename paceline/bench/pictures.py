@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.comm.schedule import SCHEDULES, build, draw
+from paceline.comm.schedule import SCHEDULES, build_schedule, draw_schedule
 from paceline.errors import UsageError
 from paceline.formatting import choices
 
@@ -19,7 +19,9 @@ def picture(text: str) -> str:
     numbers, _, speeds = rest.partition("@")
     if name not in SCHEDULES:
         raise UsageError(f"{name} is not a schedule; {choices(name, SCHEDULES)}")
-    return draw(build(name, hosts(numbers, text), rates(speeds, text) if speeds else ()))
+    return draw_schedule(
+        build_schedule(name, hosts(numbers, text), rates(speeds, text) if speeds else ())
+    )
 
 
 def rates(speeds: str, text: str) -> list[float]:

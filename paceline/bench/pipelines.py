@@ -10,9 +10,13 @@ from rich.console import Console
 
 from paceline.errors import UsageError
 from paceline.formatting import choices
-from paceline.parallel.pipelining.drawing import compare, draw
-from paceline.parallel.pipelining.schedules import SCHEDULES, check, make_schedule
-from paceline.parallel.pipelining.simulate import PipelineTimeline, even_times, simulate
+from paceline.parallel.pipelining.drawing import draw_timeline, tabulate_timelines
+from paceline.parallel.pipelining.schedules import SCHEDULES, check_schedule, make_schedule
+from paceline.parallel.pipelining.simulate import (
+    PipelineTimeline,
+    make_even_times,
+    simulate_schedule,
+)
 
 RANKS, MICRO_BATCHES, CHUNKS = 64, 256, 8  # larger pictures are no help
 WIDEST = 140  # characters of a line of a picture
@@ -44,7 +48,7 @@ def show(asked: str | None, times: tuple[float, float, float], console: Console)
     ranks, micro_batches, chunks = _sizes(sizes if colon or name != ALL else "4x8", asked)
     if name != ALL:
         console.print(
-            draw(
+            draw_timeline(
                 _timeline(name, (ranks, micro_batches, chunks), times), min(console.width, WIDEST)
             ),
             soft_wrap=True,
@@ -64,7 +68,7 @@ def show(asked: str | None, times: tuple[float, float, float], console: Console)
             )
         except UsageError as error:
             refused.append(str(error))
-    console.print(compare(timelines))
+    console.print(tabulate_timelines(timelines))
     for line in refused:
         console.print(line, soft_wrap=True)
 
@@ -72,9 +76,9 @@ def show(asked: str | None, times: tuple[float, float, float], console: Console)
 def _timeline(
     name: str, sizes: tuple[int, int, int | None], times: tuple[float, float, float]
 ) -> PipelineTimeline:
-    check(name, *sizes)
+    check_schedule(name, *sizes)
     schedule = make_schedule(name, *sizes)
-    return simulate(schedule, even_times(schedule, *times))
+    return simulate_schedule(schedule, make_even_times(schedule, *times))
 
 
 def _sizes(text: str, asked: str) -> tuple[int, int, int | None]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import paceline as pl
 from paceline.cluster import topology_file
-from paceline.observe.cluster import describe
+from paceline.observe.cluster_report import describe_cluster
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
         if run.is_first:
             topology_file.write(options.out, topology)
         if not options.quiet:
-            run.print(describe(topology))
+            run.print(describe_cluster(topology))
         run.print(f"measured in {seconds:.1f} s, written to {options.out}")
 
 

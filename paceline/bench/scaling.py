@@ -188,7 +188,7 @@ def measure(asked: ScalingRequest, show: Callable[[str], None], note: Callable[[
     texts = []
     for kind in ("strong", "weak"):
         found = [
-            scaling.typical(points[each])
+            scaling.choose_median_run(points[each])
             for each in launches
             if kind in each.kinds and points[each] and each not in failed
         ]
@@ -210,9 +210,13 @@ def compare(folders: Sequence[Path]) -> str:
     """
     points: defaultdict[int, list[ScalingPoint]] = defaultdict(list)
     for folder in folders:
-        point = scaling.measured(RunFolder(folder))
+        point = scaling.measure_run(RunFolder(folder))
         points[point.workers].append(point)
-    return scaling.describe(scaling.curve([scaling.typical(rounds) for rounds in points.values()]))
+    return scaling.describe_scaling(
+        scaling.make_scaling_curve(
+            [scaling.choose_median_run(rounds) for rounds in points.values()]
+        )
+    )
 
 
 def _checked(asked: ScalingRequest) -> list[Launch]:
@@ -259,7 +263,7 @@ def _result(kind: str, points: list[ScalingPoint], asked: ScalingRequest) -> str
         else None
     )
     try:
-        found = scaling.curve(points)
+        found = scaling.make_scaling_curve(points)
     except UsageError as error:
         return f"No {kind} scaling can be told: {error}"
     other = ""
@@ -269,7 +273,7 @@ def _result(kind: str, points: list[ScalingPoint], asked: ScalingRequest) -> str
             if found.strong
             else "The script's batch grows with its workers by itself. "
         )
-    return other + scaling.describe(found, cores)
+    return other + scaling.describe_scaling(found, cores)
 
 
 def _launch(asked: ScalingRequest, each: Launch, folder: Path) -> int:
@@ -349,6 +353,6 @@ def _read(folder: Path) -> ScalingPoint:
             else "the script made several runs"
         )
     try:
-        return scaling.measured(RunFolder(runs[0]))
+        return scaling.measure_run(RunFolder(runs[0]))
     except UsageError as error:
         raise LaunchFailed(str(error)) from error

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from paceline.checkpoint.files.block_files import BlockReader, LocalBlocks
 from paceline.errors import CheckpointError
 from paceline.formatting import nearest
-from paceline.parallel.placement import COUNTS, Placement, Placements, local
+from paceline.parallel.placement import STEP_COUNTS, Placement, Placements, local_part
 from paceline.state.blocks import StoredTensor
 from paceline.state.snapshot import Json, Snapshot, contiguous, entries, path_of
 from paceline.state.versioned import SHOWN, Stateful
@@ -68,27 +68,27 @@ def cut_entries(
         if isinstance(part, nn.Module):
             for key, parameter in part.named_parameters(remove_duplicate=False):
                 piece = None if renewed is None else renewed(parameter)
-                placement = placements.of(parameter if piece is None else piece, key)
+                placement = placements.placement_of(parameter if piece is None else piece, key)
                 if placement.axes and (path := path_of(known.get(key))) is not None:
                     yield CutEntry(
                         path,
                         placement,
                         f"{name}.{key}",
                         own=True,
-                        piece=None if piece is None else local(piece),
+                        piece=None if piece is None else local_part(piece),
                     )
         elif isinstance(part, Optimizer):
             parameters = [parameter for group in part.param_groups for parameter in group["params"]]
             for number, node in entries(known.get("state")).items():
                 placement = (
-                    placements.of(parameters[number])
+                    placements.placement_of(parameters[number])
                     if number in range(len(parameters))
                     else Placement.whole("", ())
                 )
                 for key, value in entries(node).items() if placement.axes else ():
                     if (path := path_of(value)) is not None:
                         what = f"{key} that {name} keeps of {placement.name}"
-                        yield CutEntry(path, placement, what, own=False, counts=key in COUNTS)
+                        yield CutEntry(path, placement, what, own=False, counts=key in STEP_COUNTS)
 
 
 def split(
@@ -118,7 +118,7 @@ def split(
             continue
         cut.add(entry.path)
         if writes(at) and entry.path not in again:
-            pieces = tuple((region.logical, region.of_local(tensor)) for region in at.regions)
+            pieces = tuple((region.logical, region.view_local(tensor)) for region in at.regions)
             blocks[entry.path] = LocalBlocks(tensor.dtype, at.shape, pieces)
     whole = {path: tensor for path, tensor in state.tensors.items() if path not in cut}
     return Snapshot(state.version, _tied(contiguous(state.tree, cut), again), whole), blocks
@@ -139,7 +139,7 @@ def _repeated(
             if (
                 (path := path_of(known.get(key))) is not None
                 and not parameter.numel()
-                and placements.of(parameter, key).axes
+                and placements.placement_of(parameter, key).axes
             ):
                 yield path, first.setdefault(id(parameter), path)
 
@@ -183,7 +183,7 @@ def gather(
 def _local(reader: BlockReader, path: str, at: Placement) -> Tensor:
     local = torch.empty(at.local, dtype=reader.stored(path).dtype)
     for region in at.regions:
-        region.of_local(local).copy_(reader.read(path, region.logical))
+        region.view_local(local).copy_(reader.read(path, region.logical))
     return local
 
 
@@ -218,7 +218,7 @@ def _compare(
             continue
         known, here = entries(trees[name]), part.state_dict()
         for key, parameter in part.named_parameters(remove_duplicate=False):
-            shape = list(placements.of(parameter, key).shape)
+            shape = list(placements.placement_of(parameter, key).shape)
             if key not in known:
                 lines.append(f"{name}.{key} {shape} is not in it{nearest(key, known)}")
             elif (path := path_of(known[key])) is not None and list(index[path].shape) != shape:

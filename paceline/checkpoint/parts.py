@@ -102,7 +102,7 @@ class CutParts:
             except OSError as error:
                 raise CheckpointError(f"nothing can be saved in {folder}: {error}") from error
 
-        place = Path(agreement.tell("run.save, a folder", make).decode())
+        place = Path(agreement.tell_everyone("run.save, a folder", make).decode())
         parts = dict(zip(state.names, state.parts, strict=True))
         writers, mine, rest = layout.writers(), None, Snapshot(0, None, {})
 

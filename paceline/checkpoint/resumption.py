@@ -81,7 +81,9 @@ class RunResumption:
                 "checkpoints: loop over run.epochs(n), "
                 "or call run.resume() after run.prepare"
             )
-        self._records.log.rewind(self._loop.steps, time.time() - self._records.history.began)
+        self._records.log.rewind_to_step(
+            self._loop.steps, time.time() - self._records.history.began
+        )
 
     def epoch_ended(self) -> None:
         """Say once that a restart would begin anew, if an epoch is over and nothing has been
@@ -116,6 +118,6 @@ class RunResumption:
         found = self._saving.resume(places, named=named)
         if found is None:
             return False
-        self._records.meetings.put(self._loop.steps + 1)
+        self._records.meetings.meet_after_step(self._loop.steps + 1)
         self._announce(f"resumed from {found} at step {self._loop.steps}")
         return True

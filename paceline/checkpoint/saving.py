@@ -33,7 +33,7 @@ from paceline.checkpoint.state import WorkerState
 from paceline.data.loader import ShareLoader
 from paceline.errors import CheckpointError
 from paceline.prepare.checks import strangely_scheduled
-from paceline.record.folder import RunFolder, script
+from paceline.record.folder import RunFolder, script_name
 from paceline.record.history import RunHistory
 from paceline.servers.run_tables import RunTables
 from paceline.state.snapshot import Snapshot, byte_tensor, loads
@@ -144,23 +144,25 @@ class CheckpointSaver:
             self._own.abilities.converge()
             own, metric = self._collect(order.metric)
             if metric is not None:
-                self._agreement.tell(
+                self._agreement.tell_everyone(
                     "run.save, its metric", lambda: self._prove(order.folder, metric)
                 )
             cut = self._begin_parts(order) if self._parts.layout.is_cut else None
             what = "run.save, begun" if order.background else "run.save, written"
             path, missed, *counted = msgpack.unpackb(
-                self._agreement.tell(what, lambda: first(replace(order, metric=metric), own, cut))
+                self._agreement.tell_everyone(
+                    what, lambda: first(replace(order, metric=metric), own, cut)
+                )
             )
             self._tally = SaveTally(*counted)
             if missed:
-                self._history.note(missed)
+                self._history.note_event(missed)
             return str(path)
 
-        path = Path(self._agreement.attempt(act))
+        path = Path(self._agreement.attempt_call(act))
         self._promised = path if order.background else None
         self._tally.stall_seconds += time.perf_counter() - began
-        self._history.saved(path.name, order.step, background=order.background)
+        self._history.note_checkpoint(path.name, order.step, background=order.background)
         return path
 
     def _prove(self, folder: Path, metric: Metric) -> bytes:
@@ -254,7 +256,7 @@ class CheckpointSaver:
         writing = self._writing
         if writing is None:
             if missed := self._missed():
-                self._history.note(missed)
+                self._history.note_event(missed)
             return
         if writing.wait(self._patience):
             self._writing, self._promised = None, None
@@ -262,7 +264,7 @@ class CheckpointSaver:
         if self._failure is None:
             self._count(writing.nbytes, writing.seconds)
         else:
-            self._history.note(str(self._failure))
+            self._history.note_event(str(self._failure))
 
     def settle(self) -> None:
         """Wait for a write under way on this worker, and raise the error that it failed with."""
@@ -330,7 +332,7 @@ class CheckpointSaver:
             found.append(checkpoint.load(folder, say=context.announce, lazy=cut))
             return bytes(msgpack.packb([str(found[0].path), sorted(found[0].own)]))
 
-        head = msgpack.unpackb(self._agreement.tell("run.resume", read))
+        head = msgpack.unpackb(self._agreement.tell_everyone("run.resume", read))
         if head is None:
             return None
         shared = None if not found else self._parts.describe(found[0]) if cut else found[0].snapshot
@@ -350,7 +352,7 @@ class CheckpointSaver:
             loader.begin_anew()
         own.load(self._agreement.group.rank, dict(zip(head[1], snapshots[1:], strict=True)))
         if self._tables.kept and not self._tables.waiting:
-            self._agreement.tell(
+            self._agreement.tell_everyone(
                 "run.resume, sparse tables", lambda: stored.restore(self._tables.kept, found[0])
             )
             self._tables.forget()
@@ -391,7 +393,8 @@ class CheckpointSaver:
             return body
         data = body.dumps() if body is not None else b""
         nbytes = int.from_bytes(
-            agreement.tell("run.resume, size", lambda: len(data).to_bytes(8, "little")), "little"
+            agreement.tell_everyone("run.resume, size", lambda: len(data).to_bytes(8, "little")),
+            "little",
         )
         buffer = byte_tensor(data) if data else torch.empty(nbytes, dtype=torch.uint8)
         group.broadcast(buffer, name="run.resume").wait()
@@ -427,9 +430,9 @@ def _nothing(folders: Sequence[Path], *, named: bool) -> str:
         key=lambda place: place.stat().st_mtime,
     )
     # None: it isn't known
-    mine = [place for place in places if RunFolder(place.parent).script in (script(), None)]
+    mine = [place for place in places if RunFolder(place.parent).script in (script_name(), None)]
     last = next((kept[0] for place in reversed(mine) if (kept := catalogue.newest(place))), None)
-    there = f"no run of {script()} in {root} has one"
+    there = f"no run of {script_name()} in {root} has one"
     if last is not None:
         there = f"the newest is {last}: run.resume({str(last.parent.parent)!r}) goes on from it"
     return f"{found}; {there}" if named else f"{found}, such as start(name='mine'); {there}"

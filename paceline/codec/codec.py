@@ -12,7 +12,7 @@ kept as a residual and sent later.
 
 A codec is plain data. Its state is made by `init`, handed to `sum`, and given back changed, so that
 it can be saved, and so that a step that failed leaves it as it was. `sum` is a generator: what it
-yields is awaited, one stage further (see `comm/hierarchy/executor.py`).
+yields is awaited, one stage further (see `comm/hierarchy/staged_executor.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch import Size, Tensor
 
 from paceline.codec.coding import Coding, exact, parts, room
-from paceline.comm.group import Group, UncheckedAllReduce, Work, pieces
+from paceline.comm.group_protocol import Group, UncheckedAllReduce, Work, piece_bounds
 from paceline.errors import UsageError
 from paceline.formatting import spell
 
@@ -194,7 +194,7 @@ class scattered(_Simple):
         me, size = wire.group.rank, wire.group.size
         if size <= 2:  # gathering costs no more, and loses less
             return (yield from gathered(self.coding).sum(x, shapes, state, wire))
-        cut = [x[start:stop] for start, stop in pieces(x.numel(), size)]
+        cut = [x[start:stop] for start, stop in piece_bounds(x.numel(), size)]
         mine = [room(self.coding, piece.numel(), x.device) for piece in cut]
         for piece, (_, message) in zip(cut, mine, strict=True):
             self.coding.encode(piece, message, wire.draw)
@@ -208,11 +208,11 @@ class scattered(_Simple):
         self.coding.encode(owned, message, wire.draw)
         sums = yield wire.after(1).group.all_gather(again)
         total = torch.empty_like(x)
-        for (start, stop), whole in zip(pieces(x.numel(), size), sums, strict=True):
+        for (start, stop), whole in zip(piece_bounds(x.numel(), size), sums, strict=True):
             self.coding.decode(parts(self.coding, stop - start, whole), total[start:stop])
 
         def settle(y: Tensor) -> None:
-            places = pieces(x.numel(), size)
+            places = piece_bounds(x.numel(), size)
             for (start, stop), (_, sent) in zip(places, mine, strict=True):
                 self.coding.add(sent, y[start:stop], minus=True)
             start, stop = places[me]

@@ -52,7 +52,7 @@ class ConnectionGuard:
         self._open: dict[int, int] = {}
         self._thread: threading.Thread | None = None
 
-    def watch(self, listening: zmq.Socket[Any]) -> None:
+    def watch_listener(self, listening: zmq.Socket[Any]) -> None:
         """Limit the unproved connections of a listening socket. Call it before `start`."""
         self._monitors.append(
             listening.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
@@ -60,10 +60,12 @@ class ConnectionGuard:
 
     def start(self) -> None:
         """Begin to answer. Connections wait until then."""
-        self._thread = threading.Thread(target=self._run, name="paceline guard", daemon=True)
+        self._thread = threading.Thread(
+            target=self._serve_requests, name="paceline guard", daemon=True
+        )
         self._thread.start()
 
-    def _run(self) -> None:
+    def _serve_requests(self) -> None:
         poller = zmq.Poller()
         for zmq_socket in (self._socket, *self._monitors):
             poller.register(zmq_socket, zmq.POLLIN)
@@ -71,13 +73,13 @@ class ConnectionGuard:
             while True:
                 for ready, _ in poller.poll():
                     if ready is self._socket:
-                        self._answer()
+                        self._answer_request()
                     else:
-                        self._count(ready)
+                        self._count_connection(ready)
         except zmq.ContextTerminated:  # the server has closed
-            self._close()
+            self._close_sockets()
 
-    def _answer(self) -> None:
+    def _answer_request(self) -> None:
         version, request, _, address, _, mechanism, *credentials = self._socket.recv_multipart()
         is_allowed = mechanism == b"CURVE" and credentials == [self._allowed]
         if not is_allowed:
@@ -89,7 +91,7 @@ class ConnectionGuard:
             [version, request, status, text, b"worker" if is_allowed else b"", b""]
         )
 
-    def _count(self, monitor: zmq.Socket[Any]) -> None:
+    def _count_connection(self, monitor: zmq.Socket[Any]) -> None:
         event = parse_monitor_message(monitor.recv_multipart())
         descriptor = int(event["value"])
         self._open.pop(descriptor, None)  # the number may have been given to a new connection
@@ -102,29 +104,29 @@ class ConnectionGuard:
         if len(self._open) > MOST:
             # First forget the connections that have proved themselves, then close the oldest.
             self._open = {
-                number: inode for number, inode in self._open.items() if _unproved(number, inode)
+                number: inode for number, inode in self._open.items() if _is_unproved(number, inode)
             }
         for oldest in [*self._open][: max(0, len(self._open) - MOST)]:
-            _hang_up(oldest, self._open.pop(oldest))
+            _hang_up_connection(oldest, self._open.pop(oldest))
 
-    def leave(self) -> None:
+    def close_unstarted(self) -> None:
         """Close the sockets of a guard that never started: a context waits for them to end."""
         if self._thread is None:
-            self._close()
+            self._close_sockets()
 
     def join(self) -> None:
         """Wait until the thread has ended. The context must have been terminated before."""
         if self._thread is not None:
             self._thread.join()
 
-    def _close(self) -> None:
+    def _close_sockets(self) -> None:
         for zmq_socket in (self._socket, *self._monitors):
             zmq_socket.close(0)
 
 
-def _unproved(descriptor: int, inode: int) -> bool:
+def _is_unproved(descriptor: int, inode: int) -> bool:
     """Whether the descriptor is still this connection, and it has not been let in."""
-    connection = _borrow(descriptor, inode)
+    connection = _borrow_connection(descriptor, inode)
     if connection is None:
         return False
     with connection:
@@ -134,14 +136,14 @@ def _unproved(descriptor: int, inode: int) -> bool:
     return int.from_bytes(acknowledged, sys.byteorder) < _READY
 
 
-def _hang_up(descriptor: int, inode: int) -> None:
-    connection = _borrow(descriptor, inode)
+def _hang_up_connection(descriptor: int, inode: int) -> None:
+    connection = _borrow_connection(descriptor, inode)
     if connection is not None:
         with connection, contextlib.suppress(OSError):  # the other side has hung up
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def _borrow(descriptor: int, inode: int) -> socket.socket | None:
+def _borrow_connection(descriptor: int, inode: int) -> socket.socket | None:
     """Duplicate a connection of ZeroMQ, which stays open. None if it has been closed.
 
     ZeroMQ closes descriptors in its own threads, and the kernel gives the number to another file.

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import msgpack
 
 from paceline import callsite
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.comm.sightings import SKIPPED, Sightings
 from paceline.errors import LOSSES, DeadlineExceeded, Mismatch, PacelineError, WorkerLost
 
@@ -52,7 +52,7 @@ class Lockstep:
         self.entering: Callable[[], None] | None = None
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def all_entered(self) -> Iterator[None]:
         """Mark that all workers are here, so the block may make a call of all workers.
 
         They are not in lockstep outside of the block.
@@ -63,16 +63,16 @@ class Lockstep:
         finally:
             self.entering = entering
 
-    def part(self, entering: Callable[[], None]) -> None:
+    def leave_lockstep(self, entering: Callable[[], None]) -> None:
         """Leave lockstep. `entering` then brings workers together before the next call of all."""
         self.entering = entering
 
-    def enter(self) -> None:
+    def bring_together(self) -> None:
         """Bring workers together if they are not in lockstep."""
         if self.entering is not None:
             self.entering()
 
-    def come_together(self) -> None:
+    def resume_lockstep(self) -> None:
         """Note that all workers are in lockstep from now on."""
         self.entering = None
 
@@ -96,7 +96,7 @@ class Agreement:
     ) -> None:
         self.group = group
         self._step = step
-        self._sightings = Sightings(hosts, _names(group))
+        self._sightings = Sightings(hosts, _global_ranks(group))
         # Rank of each member at the start. A worker that joins later gets a new number.
         self.origins = tuple(range(group.size))
         self.highest = group.size - 1  # the highest origin ever given; no origin is given twice
@@ -106,7 +106,7 @@ class Agreement:
         self.since: float | None = None  # time.monotonic() at the begin of the wait
         self.what = ""
         self.ended: deque[float] = deque(maxlen=64)  # time.monotonic() at the end of the last calls
-        self._inside = False
+        self._is_inside_call = False
         # Gives the step, and the numbers of optimizer steps in the last step and in this one.
         self._tally: Callable[[], list[int | None]] | None = None
         self.lockstep = Lockstep()
@@ -122,15 +122,15 @@ class Agreement:
         return self.hosts[self.group.rank] if self.hosts else "an unknown host"
 
     @property
-    def alone(self) -> bool:
+    def is_alone(self) -> bool:
         """Whether there is no other worker to tell anything."""
         return self.group.size == 1
 
-    def compare(self, what: str, body: bytes) -> list[bytes]:
+    def gather_alike(self, what: str, body: bytes) -> list[bytes]:
         """Gather, as `meet` does, from every worker that runs this script on the same data."""
         return self.meet(what, body)
 
-    def attempt(self, act: Callable[[], T], what: str = "") -> T:
+    def attempt_call(self, act: Callable[[], T], what: str = "") -> T:
         """Make a call of all workers, and return its result.
 
         After a loss `act` is called again in the new group, unless another worker has completed the
@@ -141,19 +141,19 @@ class Agreement:
             what: Name of the call, if `act` doesn't begin with a meeting. Default: none.
         """
         # A call inside of a call is a part of it.
-        if self._inside:
+        if self._is_inside_call:
             return act()
         if self.lockstep.entering is not None:
             self.lockstep.entering()
-        self._name(what)
+        self._name_call(what)
         if self.recovery is None:
-            return self._make(act)
-        while (result := self._attempt(act)) is None:
+            return self._make_call(act)
+        while (result := self._attempt_once(act)) is None:
             continue
-        self._complete(result.value)
+        self._count_call(result.value)
         return result.value
 
-    def settle(self, act: Callable[[], T], what: str = "", *, apart: bool = False) -> T:
+    def settle_call(self, act: Callable[[], T], what: str = "", *, apart: bool = False) -> T:
         """Make a call whose result can't be handed over, and whose `act` can't be called twice.
 
         All workers meet once more after `act`. If this returns, `act` has returned on all of them.
@@ -174,18 +174,18 @@ class Agreement:
 
         if self.recovery is None and apart:
             # `act` doesn't wait, so only the meeting tells that all workers are done.
-            self.attempt(act_and_meet, what)
+            self.attempt_call(act_and_meet, what)
             return results[0]
-        if self.recovery is None or self._inside:
-            return self.attempt(act, what)
-        self._name(what)
-        if self._attempt(act_and_meet) is None:
+        if self.recovery is None or self._is_inside_call:
+            return self.attempt_call(act, what)
+        self._name_call(what)
+        if self._attempt_once(act_and_meet) is None:
             # Not counted: for a worker that joins later, the call has not been made.
             raise CallDiscarded("a worker was lost in this call")
-        self._complete(None)
+        self._count_call(None)
         return results[0]
 
-    def repeat(
+    def repeat_until_settled(
         self, act: Callable[[], T], discard: Callable[[], None] = lambda: None, what: str = ""
     ) -> T:
         """Make a call as `settle_call` does, again after each loss. `discard` is called in between.
@@ -197,28 +197,28 @@ class Agreement:
         """
         while True:
             try:
-                return self.settle(act, what)
+                return self.settle_call(act, what)
             except CallDiscarded:
                 discard()
 
-    def wait(self, act: Callable[[], T], what: str) -> T:
+    def wait_for_some(self, act: Callable[[], T], what: str) -> T:
         """Run `act`, which waits for some of the workers only; observers see the wait."""
-        if self._inside:
+        if self._is_inside_call:
             return act()
-        self._name(what)
+        self._name_call(what)
         self.since = time.monotonic()
         try:
             return act()
         finally:
             self.since = None
 
-    def lasting(self, act: Callable[[], T]) -> T:
+    def retry_after_losses(self, act: Callable[[], T]) -> T:
         """Run `act`, which waits for some workers only, and begin it anew after each loss."""
         while True:
             try:
                 return act()
             except LOSSES as error:
-                if self.recovery is None or self._inside:
+                if self.recovery is None or self._is_inside_call:
                     raise
                 # While workers recover this one waits for none of them.
                 since, self.since = self.since, None
@@ -235,41 +235,41 @@ class Agreement:
         """
         self._tally = tally
 
-    def recover_by(self, recovery: Recovery) -> None:
+    def survive_losses_by(self, recovery: Recovery) -> None:
         """Survive losses from now on. `recovery` brings the remaining workers together."""
         self.recovery = recovery
 
-    def catch_up(self, calls: int) -> None:
+    def skip_calls(self, calls: int) -> None:
         """Count `calls` as completed: others made them before this worker joined."""
         self.calls = calls
 
-    def _name(self, what: str) -> None:
+    def _name_call(self, what: str) -> None:
         if what:
             self.what = f"{what} of step {self._step()}"
 
-    def _make(self, act: Callable[[], T]) -> T:
+    def _make_call(self, act: Callable[[], T]) -> T:
         """Make a call in a run that ends with its first loss."""
-        self._inside, self.since = True, time.monotonic()
+        self._is_inside_call, self.since = True, time.monotonic()
         try:
             result = act()
         finally:
-            self._inside, self.since = False, None
-        self._complete(None)
+            self._is_inside_call, self.since = False, None
+        self._count_call(None)
         return result
 
-    def _attempt(self, act: Callable[[], T]) -> CallResult[T] | None:
+    def _attempt_once(self, act: Callable[[], T]) -> CallResult[T] | None:
         """Make a call once. None if a worker was lost and no worker completed the call."""
         assert self.recovery is not None
-        self._inside, self.since = True, time.monotonic()
+        self._is_inside_call, self.since = True, time.monotonic()
         try:
             return CallResult(act())
         except LOSSES as error:
             self.since = None
             return self.recovery(error)
         finally:
-            self._inside, self.since = False, None
+            self._is_inside_call, self.since = False, None
 
-    def _complete(self, result: Any) -> None:
+    def _count_call(self, result: Any) -> None:
         self.calls += 1
         self.last = result
         self.ended.append(time.monotonic())
@@ -282,7 +282,11 @@ class Agreement:
             hosts: Name of each rank's host.
             origins: Origin of each rank.
         """
-        self.group, self.origins, self._sightings = group, origins, Sightings(hosts, _names(group))
+        self.group, self.origins, self._sightings = (
+            group,
+            origins,
+            Sightings(hosts, _global_ranks(group)),
+        )
         self.highest = max(self.highest, *origins)
 
     def meet(self, what: str, body: bytes = b"", *, where: str = "") -> list[bytes]:
@@ -299,7 +303,7 @@ class Agreement:
         Raises:
             Mismatch: Some ranks came to another call or step; raised on all.
         """
-        return self.attempt(lambda: self._meet(what, body, where))
+        return self.attempt_call(lambda: self._meet(what, body, where))
 
     def _meet(self, what: str, body: bytes, where: str) -> list[bytes]:
         if self.group.size == 1:
@@ -309,29 +313,32 @@ class Agreement:
             self.what = f"{what} of step {step}"
         try:
             tally = None if self._tally is None else self._tally()
-            answers = self.group.agree(msgpack.packb((what, step, where, body, tally)))
+            answers = self.group.gather_bytes(msgpack.packb((what, step, where, body, tally)))
         except DeadlineExceeded as error:
             raise DeadlineExceeded(
-                self._sightings.missing(self.group.rank, what, step, error.missing), error.missing
+                self._sightings.describe_missing(self.group.rank, what, step, error.missing),
+                error.missing,
             ) from error
         # All workers see the same heads, so all of them raise, or none.
         heads = [msgpack.unpackb(answer) for answer in answers]
         if any(head[0] != what or head[1] != step for head in heads):
-            raise Mismatch(self._sightings.apart(heads, self._places()))
+            raise Mismatch(self._sightings.describe_apart(heads, self._gather_places()))
         # Steps agree, but optimizers may have stepped on some workers only.
-        if any(head[4] != tally for head in heads) and (text := self._sightings.unequal(heads)):
+        if any(head[4] != tally for head in heads) and (
+            text := self._sightings.describe_unequal_steps(heads)
+        ):
             raise Mismatch(f"replicas part: {text}. {SKIPPED}")
-        self._sightings.note(heads)
+        self._sightings.note_meeting(heads)
         return [head[3] for head in heads]
 
-    def tell(self, what: str, make: Callable[[], bytes]) -> bytes:
+    def tell_everyone(self, what: str, make: Callable[[], bytes]) -> bytes:
         """Call `make` on the first worker alone, and return its result on every worker.
 
         An error of `make` is raised on the first worker, and `Mismatch` on the others.
         """
-        return self.attempt(lambda: self._tell(what, make))
+        return self.attempt_call(lambda: self._tell_everyone(what, make))
 
-    def _tell(self, what: str, make: Callable[[], bytes]) -> bytes:
+    def _tell_everyone(self, what: str, make: Callable[[], bytes]) -> bytes:
         if self.group.size == 1:
             return make()
         # The first byte says whether `make` gave a result (+) or failed (-).
@@ -353,7 +360,7 @@ class Agreement:
         self._meet(what, b"+" + body, "")
         return body
 
-    def locate(self, error: BaseException | None, wider: Agreement | None = None) -> None:
+    def add_whereabouts(self, error: BaseException | None, wider: Agreement | None = None) -> None:
         """Add a note to the error of a wait: the step, and where the missing ranks were last seen.
 
         `wider`: an agreement of more workers, for ranks that are not of this one. Default: none.
@@ -365,18 +372,18 @@ class Agreement:
             if isinstance(error, WorkerLost)
             else ()
         )
-        if wider is not None and not self._sightings.knows(absent):
-            wider.locate(error)
+        if wider is not None and not self._sightings.knows_ranks(absent):
+            wider.add_whereabouts(error)
         elif error is not None and absent and not isinstance(error.__cause__, DeadlineExceeded):
             error.add_note(
-                f"This was at step {self._step()}: {self._sightings.whereabouts(absent)}"
+                f"This was at step {self._step()}: {self._sightings.describe_whereabouts(absent)}"
             )
 
-    def _places(self) -> list[str]:
+    def _gather_places(self) -> list[str]:
         """Gather the line of the script of every rank, after all have seen that they differ."""
         own_place = callsite.place()
         try:
-            return [answer.decode() for answer in self.group.agree(own_place.encode())]
+            return [answer.decode() for answer in self.group.gather_bytes(own_place.encode())]
         except PacelineError:  # a worker has gone meanwhile
             return [own_place if rank == self.group.rank else "" for rank in range(self.group.size)]
 
@@ -395,14 +402,14 @@ class SliceAgreement(Agreement):
         self._everyone = everyone
 
     @property
-    def alone(self) -> bool:
-        return self._everyone.alone
+    def is_alone(self) -> bool:
+        return self._everyone.is_alone
 
-    def compare(self, what: str, body: bytes) -> list[bytes]:
+    def gather_alike(self, what: str, body: bytes) -> list[bytes]:
         return self._everyone.meet(what, body)
 
-    def _tell(self, what: str, make: Callable[[], bytes]) -> bytes:
-        return self._everyone.tell(what, make)
+    def _tell_everyone(self, what: str, make: Callable[[], bytes]) -> bytes:
+        return self._everyone.tell_everyone(what, make)
 
 
 def act_together(
@@ -432,6 +439,6 @@ def act_together(
     return [body[1:] for body in answers]
 
 
-def _names(group: Group) -> tuple[int, ...]:
+def _global_ranks(group: Group) -> tuple[int, ...]:
     """Rank of each member among all workers, by which messages name it."""
     return tuple(group.global_rank(rank) for rank in range(group.size))

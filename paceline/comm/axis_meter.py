@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from paceline.comm.group import Group, Traffic, Work
+from paceline.comm.group_protocol import Group, Traffic, Work
 from paceline.comm.pairs import Pairs
 from paceline.trace import Trace
 
@@ -34,10 +34,10 @@ class AxisMeter:
         # time.monotonic() at the end of the last exchange of each of the last steps.
         self.ended: deque[float] = deque(maxlen=64)
         self._trace = (Trace(0) if trace is None else trace).along(axis)
-        self._name, self._step, self._counted = "", 0, -1
+        self._name, self._step, self._counted_step = "", 0, -1
         self._groups: list[Group | Pairs] = []
 
-    def add(self, group: Group | Pairs) -> None:
+    def add_sender(self, group: Group | Pairs) -> None:
         """Count the traffic of one more group, or of messages beside groups."""
         if all(group is not counted for counted in self._groups):
             self._groups.append(group)
@@ -53,24 +53,24 @@ class AxisMeter:
         return sum((group.traffic for group in self._groups), Traffic())
 
     @contextmanager
-    def exchange(self, name: str) -> Iterator[None]:
+    def measure_exchange(self, name: str) -> Iterator[None]:
         """Measure an exchange during which this worker stands still: the block."""
-        started = self._stand(name)
+        started = self._begin_wait(name)
         try:
             yield
         finally:
-            self._trace.record(name, self.axis, started, self._go_on(started))
+            self._trace.record(name, self.axis, started, self._end_exchange(started))
 
     @contextmanager
-    def standing(self, name: str) -> Iterator[None]:
+    def measure_wait(self, name: str) -> Iterator[None]:
         """Measure a wait for an exchange that may go on after it: the block."""
-        started = self._stand(name)
+        started = self._begin_wait(name)
         try:
             yield
         finally:
-            self._trace.record(name, "exchange", started, self._stop(started))
+            self._trace.record(name, "exchange", started, self._end_wait(started))
 
-    def wait(self, work: Work[T], name: str, begun: int) -> T:
+    def wait_measured(self, work: Work[T], name: str, begun: int) -> T:
         """Wait for an exchange, and measure the wait.
 
         Args:
@@ -81,39 +81,39 @@ class AxisMeter:
         # It has ended during other work, so nothing was waited for.
         if work.done():
             result, self._name = work.wait(), name
-            self._note()
+            self._note_exchange()
             self._trace.record(name, self.axis, begun, time.perf_counter_ns())
             return result
         # The wait is time that this worker stood still; the exchange itself began earlier.
-        started = self._stand(name)
+        started = self._begin_wait(name)
         try:
             return work.wait()
         finally:
-            ended = self._go_on(started)
+            ended = self._end_exchange(started)
             self._trace.record(name, "exchange", started, ended)
             self._trace.record(name, self.axis, begun, ended)
 
-    def _stand(self, name: str) -> int:
+    def _begin_wait(self, name: str) -> int:
         self._name, self._step, self.since = name, self._trace.step, time.monotonic()
         return time.perf_counter_ns()
 
-    def _go_on(self, started: int) -> int:
-        self._note()
-        return self._stop(started)
+    def _end_exchange(self, started: int) -> int:
+        self._note_exchange()
+        return self._end_wait(started)
 
-    def _stop(self, started: int) -> int:
+    def _end_wait(self, started: int) -> int:
         self.since = None
         ended = time.perf_counter_ns()
         self.seconds += (ended - started) / 1e9
         return ended
 
-    def _note(self) -> None:
+    def _note_exchange(self) -> None:
         """Note that an exchange has ended. Those of one step count as one call."""
         self._step, now = self._trace.step, time.monotonic()
         # Several exchanges of a step count once; only the end of the last one matters.
-        if self._step == self._counted:
+        if self._step == self._counted_step:
             self.ended[-1] = now
             return
-        self._counted = self._step
+        self._counted_step = self._step
         self.calls += 1
         self.ended.append(now)

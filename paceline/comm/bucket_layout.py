@@ -26,7 +26,7 @@ class BucketShape(NamedTuple):
     kind: Hashable = None
 
     @classmethod
-    def of(cls, parameter: Tensor) -> BucketShape:
+    def of_parameter(cls, parameter: Tensor) -> BucketShape:
         """Describe a parameter. If its strides overlap or have holes, contiguous ones are used."""
         # On "meta", torch works out strides without allocating memory.
         dense = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
@@ -40,14 +40,14 @@ class BucketShape(NamedTuple):
         return count
 
     @property
-    def lying(self) -> tuple[int, ...]:
+    def size_in_memory(self) -> tuple[int, ...]:
         """The size with dims in the order of memory: the largest stride first."""
         # `sorted` is stable: dims of equal strides keep their order.
         order = sorted(range(len(self.size)), key=lambda dim: -self.stride[dim])
         return tuple(self.size[dim] for dim in order)
 
     @property
-    def room(self) -> int:
+    def padded_numel(self) -> int:
         """Number of elements that the parameter takes in a bucket, the gap behind it included."""
         step = (ALIGN // self.dtype.itemsize or 1) if self.kind is None else 1
         return -(-self.numel // step) * step
@@ -65,7 +65,7 @@ class Bucket(NamedTuple):
     members: tuple[int, ...]
     views: tuple[Tensor, ...]
 
-    def over(self, flat: Tensor) -> list[Tensor]:
+    def views_over(self, flat: Tensor) -> list[Tensor]:
         """View another flat tensor of the same length as the members of this bucket."""
         # Views keep their offsets from the begin of the bucket.
         start = self.flat.storage_offset()
@@ -77,7 +77,7 @@ class Bucket(NamedTuple):
         ]
 
 
-def cut(
+def cut_runs(
     shapes: Sequence[BucketShape], order: Iterable[int], limit: int, first: int | None = None
 ) -> list[list[int]]:
     """Cut parameters into runs, one for each bucket.
@@ -100,7 +100,7 @@ def cut(
         shape = shapes[member]
         # Each kind has one open run at a time, which takes its parameters until it is full.
         kind = (shape.dtype, shape.device, shape.kind)
-        nbytes = shape.room * shape.dtype.itemsize
+        nbytes = shape.padded_numel * shape.dtype.itemsize
         run, filled = open_runs.get(kind, ([], 0))
         # The first bucket may be smaller, so that its exchange begins early.
         bound = first if first is not None and runs and run is runs[0] else limit
@@ -112,7 +112,7 @@ def cut(
     return runs
 
 
-def build(
+def build_buckets(
     shapes: Sequence[BucketShape],
     runs: Sequence[Sequence[int]],
     empty: Callable[[int, torch.dtype, torch.device], Tensor],
@@ -127,7 +127,9 @@ def build(
     buckets = []
     for run in runs:
         kind = shapes[run[0]]
-        flat = empty(max(sum(shapes[member].room for member in run), 1), kind.dtype, kind.device)
+        flat = empty(
+            max(sum(shapes[member].padded_numel for member in run), 1), kind.dtype, kind.device
+        )
         flat.zero_()
         views, at = [], 0
         for member in run:
@@ -135,12 +137,12 @@ def build(
             views.append(
                 torch.as_strided(flat, shape.size, shape.stride, flat.storage_offset() + at)
             )
-            at += shape.room
+            at += shape.padded_numel
         buckets.append(Bucket(flat, tuple(run), tuple(views)))
     return buckets
 
 
-def stretches(bucket: Bucket, below: int) -> list[slice]:
+def find_small_stretches(bucket: Bucket, below: int) -> list[slice]:
     """Find the stretches of a bucket where members of fewer than `below` elements lie side by side.
 
     Gaps behind the members are included.
@@ -156,7 +158,7 @@ def stretches(bucket: Bucket, below: int) -> list[slice]:
     return merged
 
 
-def put(view: Tensor, x: Tensor, scale: float) -> None:
+def put_scaled(view: Tensor, x: Tensor, scale: float) -> None:
     """Write `x * scale` to its place in a bucket. A scale of 0 gives zeros, even for nan."""
     if scale == 0.0:
         view.zero_()
@@ -166,27 +168,27 @@ def put(view: Tensor, x: Tensor, scale: float) -> None:
         torch.mul(x, scale, out=view)
 
 
-def scaled(grad: Tensor, scale: float) -> Tensor:
+def scale_in_place(grad: Tensor, scale: float) -> Tensor:
     """Scale a gradient that only the caller holds, in place. Weight 0 gives zeros, even for nan."""
     if scale == 0.0:
         return torch.zeros_like(grad)
     return grad if scale == 1.0 else grad.mul_(scale)
 
 
-def weighted(grad: Tensor, weight: float) -> Tensor:
+def scale_copy(grad: Tensor, weight: float) -> Tensor:
     """Scale a gradient that others hold as well, in a copy. Weight 0 gives zeros, even for nan."""
     if weight == 0.0:
         return torch.zeros_like(grad)
     return grad if weight == 1.0 else grad * weight
 
 
-def added(into: Tensor, addend: Tensor) -> Tensor:
+def add_gradients(into: Tensor, addend: Tensor) -> Tensor:
     """Add two gradients, dense or sparse, in place of `into` if layouts allow."""
     if into.is_sparse and not addend.is_sparse:
         return addend.add_(into)  # torch adds sparse to dense, not dense to sparse
     return into.add_(addend)
 
 
-def sparse(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+def make_sparse_gradient(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
     """Make a sparse gradient of row indices and their values."""
     return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)

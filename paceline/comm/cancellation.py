@@ -19,7 +19,7 @@ class CancelScope:
         self._lock = threading.Lock()
         self._ends: list[Callable[[PacelineError], None]] = []
 
-    def add(self, end: Callable[[PacelineError], None]) -> None:
+    def register_end(self, end: Callable[[PacelineError], None]) -> None:
         """Register `end`, to be called when the scope trips; at once if it has."""
         with self._lock:
             if self.error is None:

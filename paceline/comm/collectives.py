@@ -21,11 +21,18 @@ import torch
 from torch import Tensor
 
 from paceline import callsite
-from paceline.comm import fingerprint, reduction
+from paceline.comm import fingerprint, reduction_rules
 from paceline.comm.fingerprint import CallFingerprint
-from paceline.comm.group import Group, Op, Work, as_begun, begun, pieces
-from paceline.comm.schedule import Schedule, carried
-from paceline.comm.shm.messages import plain
+from paceline.comm.group_protocol import (
+    Group,
+    Op,
+    Work,
+    needs_inference_mode,
+    piece_bounds,
+    resume_mode,
+)
+from paceline.comm.schedule import Schedule, carried_contributions
+from paceline.comm.shm.window_messages import is_plain
 from paceline.errors import PacelineError
 
 TAG = 1 << 16  # first tag of the rounds of schedules; smaller tags belong to other exchanges
@@ -65,7 +72,7 @@ class GeneratorWork:
     """
 
     def __init__(self, steps: Steps, written: Sequence[Tensor] = ()) -> None:
-        self._steps, self._inference = steps, begun(*written)
+        self._steps, self._inference = steps, needs_inference_mode(*written)
         self._pending: Work[None] | None = None
         self._result: Any = None
         self._error: BaseException | None = None
@@ -98,7 +105,7 @@ class GeneratorWork:
         """Run the generator to its next wait. An error of the last wait is raised inside it."""
         try:
             error = self._pending.exception() if self._pending is not None else None
-            with as_begun(self._inference):
+            with resume_mode(self._inference):
                 self._pending = next(self._steps) if error is None else self._steps.throw(error)
         except StopIteration as stop:
             self._result, self._ended = stop.value, True
@@ -106,21 +113,23 @@ class GeneratorWork:
             self._error, self._ended = error, True
 
 
-def meet(group: Group, call: CallFingerprint) -> None:
+def compare_on_group(group: Group, call: CallFingerprint) -> None:
     """Compare the call that every rank is about to make, over the control channel.
 
     Raises the same `Mismatch` or `UsageError` on all ranks if the calls differ.
     """
-    answers = group.agree(msgpack.packb((str(call), call.flaw)))
+    answers = group.gather_bytes(msgpack.packb((str(call), call.flaw)))
     texts = [tuple(msgpack.unpackb(answer)) for answer in answers]
     # All ranks see the same texts, so either all or none of them make the second call, which
     # gathers the lines of the script for the error.
     differ = any(text != texts[0] for text in texts)
-    lines = [line.decode() for line in group.agree(callsite.place().encode())] if differ else ()
-    fingerprint.compare(texts, lines=lines)
+    lines = (
+        [line.decode() for line in group.gather_bytes(callsite.place().encode())] if differ else ()
+    )
+    fingerprint.check_calls_agree(texts, lines=lines)
 
 
-def all_reduce(
+def all_reduce_by_schedule(
     group: Group,
     x: Tensor,
     schedule: Schedule,
@@ -144,7 +153,7 @@ def all_reduce(
     Returns:
         A Work that gives `out`, or the new tensor, with the same bits on all ranks.
     """
-    call = fingerprint.reducing("all_reduce", x, op, name, out)
+    call = fingerprint.reduction_call("all_reduce", x, op, name, out)
     if schedule.size != group.size:
         call = call._replace(
             flaw=(
@@ -152,11 +161,11 @@ def all_reduce(
                 f"{group.size}"
             )
         )
-    meet(group, call._replace(detail=f"{call.detail}, by {schedule.name}"))
-    return all_reduce_agreed(group, x, schedule, op, out=out)
+    compare_on_group(group, call._replace(detail=f"{call.detail}, by {schedule.name}"))
+    return all_reduce_by_schedule_agreed(group, x, schedule, op, out=out)
 
 
-def all_reduce_agreed(
+def all_reduce_by_schedule_agreed(
     group: Group,
     x: Tensor,
     schedule: Schedule,
@@ -169,9 +178,9 @@ def all_reduce_agreed(
 
     `tag`: tag of the first round; each later round has the next one.
     """
-    reduction.admit(op, x.dtype)
+    reduction_rules.check_operation(op, x.dtype)
     return GeneratorWork(
-        _run(group, x.detach(), (schedule, op, tag), out), [] if out is None else [out]
+        _run_schedule(group, x.detach(), (schedule, op, tag), out), [] if out is None else [out]
     )
 
 
@@ -193,15 +202,16 @@ class ScheduleQueue:
 
         If one of those fails, this one fails with the same error.
         """
-        reduction.admit(op, x.dtype)
-        steps = _run(self._group, x.detach(), (schedule, op, TAG), out)
+        reduction_rules.check_operation(op, x.dtype)
+        steps = _run_schedule(self._group, x.detach(), (schedule, op, TAG), out)
         self._last = GeneratorWork(
-            steps if self._last is None else _after(self._last, steps), [] if out is None else [out]
+            steps if self._last is None else _run_after(self._last, steps),
+            [] if out is None else [out],
         )
         return self._last
 
 
-def _after(before: Work[Any], steps: Steps) -> Steps:
+def _run_after(before: Work[Any], steps: Steps) -> Steps:
     if not before.done():
         yield before
     error = before.exception()
@@ -210,27 +220,29 @@ def _after(before: Work[Any], steps: Steps) -> Steps:
     return (yield from steps)
 
 
-def _run(group: Group, x: Tensor, what: tuple[Schedule, Op, int], out: Tensor | None) -> Steps:
+def _run_schedule(
+    group: Group, x: Tensor, what: tuple[Schedule, Op, int], out: Tensor | None
+) -> Steps:
     """Run a schedule round by round. `what`: the schedule, the operation and the first tag."""
     schedule, op, tag = what
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     x = x.resolve_conj().resolve_neg()
     # Work in the memory of `out` if its elements lie in order and overlap no unread part of `x`.
-    direct = plain(out) and not reduction.crossing(x, out)
+    direct = is_plain(out) and not reduction_rules.overlaps_partly(x, out)
     flat = (
         out.detach().view(-1) if direct else torch.empty(x.numel(), dtype=x.dtype, device=x.device)
     )
     if flat.data_ptr() != x.data_ptr() or not x.is_contiguous():
         flat.view(x.shape).copy_(x)
     # Partial sums. `to` copies only if the dtype differs, so for all but halves it is `flat`.
-    held = flat.to(reduction.wide(x.dtype, op))
-    buffers = _ScheduleBuffers(flat, held, edges(schedule.chunks, x.numel()), op, group.size)
+    held = flat.to(reduction_rules.accumulation_dtype(x.dtype, op))
+    buffers = _ScheduleBuffers(flat, held, chunk_edges(schedule.chunks, x.numel()), op, group.size)
     if group.size == 1:
-        buffers.complete(0, len(schedule.chunks))
-    for step, (messages, completed) in enumerate(plan(schedule)):
-        yield from _round(group, buffers, messages, tag + step)
+        buffers.complete_chunks(0, len(schedule.chunks))
+    for step, (messages, completed) in enumerate(plan_rounds(schedule)):
+        yield from _exchange_round(group, buffers, messages, tag + step)
         for chunk in completed.get(group.rank, ()):
-            buffers.complete(chunk, chunk + 1)
+            buffers.complete_chunks(chunk, chunk + 1)
     if not direct:
         out.detach().copy_(flat.view(out.shape))
     return out
@@ -250,35 +262,35 @@ class _ScheduleBuffers(NamedTuple):
     op: Op
     size: int
 
-    def part(self, message: ChunkMessage) -> Tensor:
+    def select_elements(self, message: ChunkMessage) -> Tensor:
         """Select the elements that `message` takes away, or the place where they belong."""
         return (self.held if message.wide else self.flat)[
             self.edges[message.start] : self.edges[message.stop]
         ]
 
-    def complete(self, start: int, stop: int) -> None:
+    def complete_chunks(self, start: int, stop: int) -> None:
         """Finish chunks that have every contribution: divide a mean, round once to the dtype."""
         span = slice(self.edges[start], self.edges[stop])
-        total = reduction.finish(self.op, self.held[span], self.size)
+        total = reduction_rules.finish_reduction(self.op, self.held[span], self.size)
         if self.held is not self.flat:
             self.flat[span] = total
 
-    def add(self, chunk: int, received: list[tuple[int, Tensor]], rank: int) -> None:
+    def add_received(self, chunk: int, received: list[tuple[int, Tensor]], rank: int) -> None:
         """Add the parts that came from other ranks to this rank's part, in the order of ranks."""
         own = self.held[self.edges[chunk] : self.edges[chunk + 1]]
         # One other part: a + b and b + a have the same bits, so the order does not matter.
         if len(received) == 1 and (rank < received[0][0] or self.op in ("sum", "mean")):
-            reduction.combine(self.op, own, received[0][1].to(own))
+            reduction_rules.fold_into(self.op, own, received[0][1].to(own))
             return
         terms = [term for _, term in sorted([*received, (rank, own)], key=lambda pair: pair[0])]
         total = terms[0] if terms[0] is own else terms[0].to(own)
         for term in terms[1:]:
-            reduction.combine(self.op, total, term.to(own))
+            reduction_rules.fold_into(self.op, total, term.to(own))
         if total is not own:
             own.copy_(total)
 
 
-def _round(
+def _exchange_round(
     group: Group, buffers: _ScheduleBuffers, messages: Sequence[ChunkMessage], tag: int
 ) -> Steps:
     """Exchange the messages of one round, and add or store the parts that came."""
@@ -288,17 +300,17 @@ def _round(
     # Receive in place, unless the part is added to ours, or leaves in the same round.
     landings = []
     for message in incoming:
-        part = buffers.part(message)
+        part = buffers.select_elements(message)
         leaves = any(m.start < message.stop and message.start < m.stop for m in outgoing)
         landings.append(torch.empty_like(part) if message.add or leaves else part)
     exchange = group.exchange_agreed if isinstance(group, UncheckedExchange) else group.exchange
     recvs = [(m.src, landing) for m, landing in zip(incoming, landings, strict=True)]
-    yield exchange([(m.dst, buffers.part(m)) for m in outgoing], recvs, tag=tag)
+    yield exchange([(m.dst, buffers.select_elements(m)) for m in outgoing], recvs, tag=tag)
     added: dict[int, list[tuple[int, Tensor]]] = {}
     for message, landing in zip(incoming, landings, strict=True):
         if not message.add:
-            if landing.data_ptr() != buffers.part(message).data_ptr():
-                buffers.part(message).copy_(landing)
+            if landing.data_ptr() != buffers.select_elements(message).data_ptr():
+                buffers.select_elements(message).copy_(landing)
             continue
         # A message may span chunks, and chunks of several messages may overlap: sort by chunk.
         base = buffers.edges[message.start]
@@ -306,7 +318,7 @@ def _round(
             span = slice(buffers.edges[chunk] - base, buffers.edges[chunk + 1] - base)
             added.setdefault(chunk, []).append((message.src, landing[span]))
     for chunk, received in added.items():
-        buffers.add(chunk, received, group.rank)
+        buffers.add_received(chunk, received, group.rank)
     return None
 
 
@@ -314,7 +326,7 @@ def _round(
 Round: TypeAlias = tuple[list[ChunkMessage], dict[int, list[int]]]
 
 
-def edges(chunks: Sequence[float], numel: int) -> list[int]:
+def chunk_edges(chunks: Sequence[float], numel: int) -> list[int]:
     """List the element at which each chunk of `numel` elements begins, and the end of the last."""
     return [
         0,
@@ -324,14 +336,14 @@ def edges(chunks: Sequence[float], numel: int) -> list[int]:
 
 
 @lru_cache(maxsize=256)
-def plan(schedule: Schedule) -> list[Round]:
+def plan_rounds(schedule: Schedule) -> list[Round]:
     """Plan the messages of each round, and the chunks that each rank completes in it. Cached.
 
     Moves of neighbouring chunks between the same ranks become one message.
     """
     contributions = [[1] * len(schedule.chunks) for _ in range(schedule.size)]
     rounds: list[Round] = []
-    for moves, loads in zip(schedule.rounds, carried(schedule), strict=True):
+    for moves, loads in zip(schedule.rounds, carried_contributions(schedule), strict=True):
         parts = [
             (m.src, m.dst, m.add, 1 < len(load) < schedule.size, m.chunk)
             for m, load in zip(moves, loads, strict=True)
@@ -361,45 +373,51 @@ def plan(schedule: Schedule) -> list[Round]:
     return rounds
 
 
-def reduce_scatter(group: Group, x: Tensor, op: Op = "sum", *, tag: int = 0) -> Work[Tensor]:
+def reduce_scatter_by_exchange(
+    group: Group, x: Tensor, op: Op = "sum", *, tag: int = 0
+) -> Work[Tensor]:
     """Send each piece to its owner, which adds all ranks' parts in rank order. Not compared.
 
     (n-1)/n of the tensor leaves each rank.
     """
-    reduction.admit(op, x.dtype)
+    reduction_rules.check_operation(op, x.dtype)
 
     def steps() -> Steps:
         flat = x.detach().reshape(-1)
-        all_pieces = pieces(flat.numel(), group.size)
+        all_pieces = piece_bounds(flat.numel(), group.size)
         start, stop = all_pieces[group.rank]
         parts = [flat[begin:end] for begin, end in all_pieces]
-        received: list[Tensor] = yield from _deal(group, parts, [(stop - start,)] * group.size, tag)
-        return reduction.reduce(op, received)
+        received: list[Tensor] = yield from _send_to_each(
+            group, parts, [(stop - start,)] * group.size, tag
+        )
+        return reduction_rules.reduce_parts(op, received)
 
     return GeneratorWork(steps())
 
 
-def all_gather(
+def all_gather_by_exchange(
     group: Group, x: Tensor, shapes: Sequence[Sequence[int]], *, tag: int = 0
 ) -> Work[list[Tensor]]:
     """Send `x` from every rank to all others. Not compared.
 
     `shapes`: the shape of every rank's tensor, which all ranks have agreed on before.
     """
-    return GeneratorWork(_deal(group, [x.detach()] * group.size, shapes, tag))
+    return GeneratorWork(_send_to_each(group, [x.detach()] * group.size, shapes, tag))
 
 
-def all_to_all(
+def all_to_all_by_exchange(
     group: Group, xs: Sequence[Tensor], shapes: Sequence[Sequence[int]], *, tag: int = 0
 ) -> Work[list[Tensor]]:
     """Send `xs[r]` to rank r. Not compared.
 
     `shapes`: the shape of the tensor that comes from each rank, agreed on before.
     """
-    return GeneratorWork(_deal(group, xs, shapes, tag))
+    return GeneratorWork(_send_to_each(group, xs, shapes, tag))
 
 
-def _deal(group: Group, xs: Sequence[Tensor], shapes: Sequence[Sequence[int]], tag: int) -> Steps:
+def _send_to_each(
+    group: Group, xs: Sequence[Tensor], shapes: Sequence[Sequence[int]], tag: int
+) -> Steps:
     """Send one message from every rank to every rank; empty tensors are not sent."""
     me = group.rank
     outs = [torch.empty(tuple(shape), dtype=xs[0].dtype, device=xs[0].device) for shape in shapes]

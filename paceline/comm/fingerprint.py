@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.comm.group import OPS
+from paceline.comm.group_protocol import OPS
 from paceline.errors import Mismatch, UsageError
 
 DIGEST = 16  # bytes
@@ -52,12 +52,12 @@ class CallFingerprint(NamedTuple):
 
 
 @lru_cache(maxsize=65_536)
-def digest(call: CallFingerprint) -> bytes:
+def digest_call(call: CallFingerprint) -> bytes:
     """Hash a call with its flaw and place. Cached: the same calls come back at every step."""
     return blake2b(f"{call}\0{call.flaw}\0{call.place}".encode(), digest_size=DIGEST).digest()
 
 
-def sides(
+def describe_sides(
     texts: Sequence[str], names: Sequence[int] | None = None, lines: Sequence[str] = ()
 ) -> str:
     """Describe which ranks are where: `rank 0 at barrier; ranks 1, 2 at all_reduce of 'w'`.
@@ -74,15 +74,17 @@ def sides(
             ranks, places = by_text.setdefault(text, ([], {}))
             ranks.append(str(rank if names is None else names[rank]))
             places.update({line.strip(" ()"): None} if line else {})
-    return "; ".join(_side(ranks, text, list(places)) for text, (ranks, places) in by_text.items())
+    return "; ".join(
+        _describe_side(ranks, text, list(places)) for text, (ranks, places) in by_text.items()
+    )
 
 
-def _side(ranks: list[str], text: str, places: list[str]) -> str:
+def _describe_side(ranks: list[str], text: str, places: list[str]) -> str:
     where = f" ({', '.join(places)})" if places else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} at {text}{where}"
 
 
-def compare(
+def check_calls_agree(
     calls: Sequence[tuple[str, str]], names: Sequence[int] | None = None, lines: Sequence[str] = ()
 ) -> None:
     """Raise the error that all ranks have to raise about their calls, if there is one.
@@ -99,7 +101,7 @@ def compare(
     # First whether the calls differ: only then do flaws of one and the same call matter.
     texts = [text for text, _ in calls]
     if any(text != texts[0] for text in texts):
-        where = sides(texts, names, lines)
+        where = describe_sides(texts, names, lines)
         raise Mismatch(
             f"workers have come apart: {where}. Every worker has to make the same collective calls "
             "in the same order"
@@ -110,12 +112,12 @@ def compare(
         raise UsageError(f"{texts[0]}: {flaw} (rank {rank if names is None else names[rank]})")
 
 
-def on_device(x: Tensor) -> str:
+def device_suffix(x: Tensor) -> str:
     """Name the tensor's device for a call's detail. Empty for the CPU."""
     return "" if x.device.type == "cpu" else f" on {x.device.type}"
 
 
-def reducing(
+def reduction_call(
     kind: str, x: Tensor, op: str, name: str | None, out: Tensor | None = None
 ) -> CallFingerprint:
     """Make the fingerprint of a reduction of `x`."""
@@ -127,16 +129,16 @@ def reducing(
         )
     elif op not in OPS:
         flaw = f"op={op!r} is unknown; there are {', '.join(OPS)}"
-    return CallFingerprint(kind, name, tuple(x.shape), x.dtype, f"{op}{on_device(x)}", flaw)
+    return CallFingerprint(kind, name, tuple(x.shape), x.dtype, f"{op}{device_suffix(x)}", flaw)
 
 
-def rows(kind: str, x: Tensor, name: str | None) -> CallFingerprint:
+def rows_call(kind: str, x: Tensor, name: str | None) -> CallFingerprint:
     """Make the fingerprint of a call that moves `x`, whose first dim may differ between ranks."""
     shape = ("*", *x.shape[1:]) if x.dim() else ()
-    return CallFingerprint(kind, name, shape, x.dtype, on_device(x).strip(), dense_flaw(x))
+    return CallFingerprint(kind, name, shape, x.dtype, device_suffix(x).strip(), dense_flaw(x))
 
 
-def rooted(x: Tensor, root: int, size: int, name: str | None) -> CallFingerprint:
+def broadcast_call(x: Tensor, root: int, size: int, name: str | None) -> CallFingerprint:
     """Make the fingerprint of a broadcast of `x` from `root`."""
     flaw = (
         (dense_flaw(x) or overlap_flaw(x))
@@ -144,20 +146,20 @@ def rooted(x: Tensor, root: int, size: int, name: str | None) -> CallFingerprint
         else f"root={root} is not a rank; there are 0..{size - 1}"
     )
     return CallFingerprint(
-        "broadcast", name, tuple(x.shape), x.dtype, f"root {root}{on_device(x)}", flaw
+        "broadcast", name, tuple(x.shape), x.dtype, f"root {root}{device_suffix(x)}", flaw
     )
 
 
-def dealing(xs: Sequence[Tensor], size: int, name: str | None) -> CallFingerprint:
+def all_to_all_call(xs: Sequence[Tensor], size: int, name: str | None) -> CallFingerprint:
     """Make the fingerprint of an all_to_all of `xs`."""
     if len(xs) != size:
         return CallFingerprint(
             "all_to_all", name, flaw=f"{len(xs)} tensors for {size} ranks; give one for each rank"
         )
-    call = rows("all_to_all", xs[0], name)
+    call = rows_call("all_to_all", xs[0], name)
     for rank, x in enumerate(xs):
         # All tensors must agree in everything but the first dim: kind to detail, without the flaw.
-        if rows("all_to_all", x, name)[:5] != call[:5]:
+        if rows_call("all_to_all", x, name)[:5] != call[:5]:
             flaw = (
                 f"the tensor for rank {rank} is {x.dtype} {list(x.shape)}, the one for rank 0 "
                 f"{xs[0].dtype} {list(xs[0].shape)}"
@@ -166,7 +168,7 @@ def dealing(xs: Sequence[Tensor], size: int, name: str | None) -> CallFingerprin
     return call
 
 
-def choosing(ranks: Sequence[int], size: int) -> CallFingerprint:
+def subgroup_call(ranks: Sequence[int], size: int) -> CallFingerprint:
     """Make the fingerprint of the call that makes a subgroup of `ranks`."""
     flaw = ""
     if not ranks or len(set(ranks)) != len(ranks) or any(not 0 <= rank < size for rank in ranks):
@@ -174,12 +176,12 @@ def choosing(ranks: Sequence[int], size: int) -> CallFingerprint:
     return CallFingerprint("sub", detail=f"ranks {', '.join(map(str, ranks))}", flaw=flaw)
 
 
-def parcel(x: Tensor) -> str:
+def describe_message(x: Tensor) -> str:
     """Describe one message of an exchange: number of elements and dtype."""
     return f"{x.numel()} x {str(x.dtype).removeprefix('torch.')}"
 
 
-def exchanging(
+def exchange_call(
     sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int, size: int
 ) -> CallFingerprint:
     """Make the fingerprint of an exchange. Its messages are compared apart, pair by pair."""
@@ -193,7 +195,9 @@ def exchanging(
     return CallFingerprint("exchange", detail=f"tag {tag}", flaw=flaws[0] if flaws else "")
 
 
-def matching(sides: Sequence[Sequence[Sequence[tuple[int, str]]]], names: Sequence[int]) -> None:
+def check_messages_match(
+    sides: Sequence[Sequence[Sequence[tuple[int, str]]]], names: Sequence[int]
+) -> None:
     """Raise `Mismatch` if one rank sends other messages than its receiver expects.
 
     Args:
@@ -212,7 +216,7 @@ def matching(sides: Sequence[Sequence[Sequence[tuple[int, str]]]], names: Sequen
                 )
 
 
-def objects(obj: Any, name: str | None) -> tuple[str, CallFingerprint]:
+def objects_call(obj: Any, name: str | None) -> tuple[str, CallFingerprint]:
     """Encode `obj` as JSON, and make the fingerprint of the call that gathers it."""
     try:
         return json.dumps(obj), CallFingerprint("gather_objects", name)

@@ -21,18 +21,18 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from paceline.comm.group import Group, Traffic, Work
-from paceline.comm.hierarchy.group import HostsGroup
-from paceline.comm.native.group import TorchGroup
-from paceline.comm.p2p.message import PairMessage
-from paceline.comm.p2p.processes import PairSetting, ProcessPairs
+from paceline.comm.group_protocol import Group, Traffic, Work
+from paceline.comm.hierarchy.hosts_group import HostsGroup
+from paceline.comm.native.torch_group import TorchGroup
+from paceline.comm.p2p.pair_message import PairMessage
+from paceline.comm.p2p.process_pairs import PairSetting, ProcessPairs
 from paceline.comm.shm import futex
-from paceline.comm.shm.group import SharedGroup
 from paceline.comm.shm.segment import ORDERED_STORES
+from paceline.comm.shm.shared_group import SharedGroup
 from paceline.comm.solo import SoloGroup
 from paceline.errors import UsageError
 
-__all__ = ["PairMessage", "Pairs", "pairs"]
+__all__ = ["PairMessage", "Pairs", "connect_pairs"]
 
 
 class Pairs(Protocol):
@@ -108,7 +108,7 @@ class MakesPairs(Protocol):
         ...
 
 
-def pairs(
+def connect_pairs(
     group: Group, *, device: torch.device | str = "cpu", hostnames: Sequence[str] | None = None
 ) -> Pairs:
     """Connect the workers of `group` in pairs. Collective. The end of the group ends the pairs.
@@ -127,7 +127,7 @@ def pairs(
         return flat.make_pairs(torch.device(device))
     # Memory is shared only if all machines order stores and have futexes: see `p2p.ring`.
     answers = group.gather_objects(
-        [platform.node(), platform.machine() in ORDERED_STORES and futex.available()], name="pairs"
+        [platform.node(), platform.machine() in ORDERED_STORES and futex.has_futex()], name="pairs"
     )
     setting = PairSetting(
         rank=group.rank,
@@ -135,14 +135,14 @@ def pairs(
         hosts=(0,) * group.size,
         hostnames=tuple(name for name, _ in answers) if hostnames is None else tuple(hostnames),
         deadline=120.0,
-        meet=lambda word: [answer.decode() for answer in group.agree(word.encode())],
+        meet=lambda word: [answer.decode() for answer in group.gather_bytes(word.encode())],
         broken=lambda: None,
         shares=all(able for _, able in answers),
     )
-    return ProcessPairs(_fitted(setting, group, flat), torch.device(device))
+    return ProcessPairs(_complete_setting(setting, group, flat), torch.device(device))
 
 
-def _fitted(setting: PairSetting, group: Group, flat: Group) -> PairSetting:
+def _complete_setting(setting: PairSetting, group: Group, flat: Group) -> PairSetting:
     """Complete the setting with the deadline, hosts and errors of this kind of group."""
     inner = group.inner if isinstance(group, HostsGroup) else flat
     # The end of either group, inside the host or between hosts, ends the pairs.
@@ -158,7 +158,7 @@ def _fitted(setting: PairSetting, group: Group, flat: Group) -> PairSetting:
             deadline=flat.deadline,
             hosts=flat.hosts,
             broken=lambda: flat.broken or inner_broken(),
-            meeting=flat.reserve(),
+            meeting=flat.reserve_store(),
         )
     if not isinstance(flat, SharedGroup | SoloGroup):
         raise UsageError(

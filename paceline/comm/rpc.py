@@ -59,7 +59,7 @@ class RpcKeys(NamedTuple):
     worker: tuple[bytes, bytes]
 
 
-def keys(secret: bytes, job: str) -> RpcKeys:
+def derive_rpc_keys(secret: bytes, job: str) -> RpcKeys:
     """Derive the keys of a job: one pair for its servers, one for its workers.
 
     All processes that know the secret derive the same.
@@ -96,7 +96,7 @@ class RpcMessage:
     tensors: tuple[Tensor, ...] = ()
     route: bytes = b""
 
-    def dump(self, frame: int | None = None) -> list[Any]:
+    def to_frames(self, frame: int | None = None) -> list[Any]:
         """Write the message as frames: the header, then the memory of each tensor, not copied.
 
         `frame`: most bytes of a frame of tensors. Default: one frame for each tensor.
@@ -115,11 +115,15 @@ class RpcMessage:
             )
         return [
             head,
-            *(part for x in self.tensors for part in wire_format.cut(raw(x).numpy().data, frame)),
+            *(
+                part
+                for x in self.tensors
+                for part in wire_format.cut_frames(raw(x).numpy().data, frame)
+            ),
         ]
 
     @classmethod
-    def load(
+    def from_frames(
         cls, frames: Sequence[Any], route: bytes = b"", frame: int | None = None
     ) -> RpcMessage:
         """Read frames that `to_frames` has written. Raises `MalformedMessage`.
@@ -129,7 +133,9 @@ class RpcMessage:
             route: The way back to the sender. Default: none.
             frame: Most bytes of a frame of tensors. Default: one frame for each tensor.
         """
-        kind, numbers, body, forms = _head(memoryview(frames[0]) if frames else memoryview(b""))
+        kind, numbers, body, forms = _parse_head(
+            memoryview(frames[0]) if frames else memoryview(b"")
+        )
         # The header says how many frames each tensor has; a message with others is cut short.
         counts = [1 if frame is None else max(1, -(-form.nbytes // frame)) for form in forms]
         if sum(counts) != len(frames) - 1:
@@ -139,14 +145,14 @@ class RpcMessage:
             )
         parts = iter([memoryview(part) for part in frames[1:]])
         tensors = tuple(
-            wire_format.tensor(form, [*islice(parts, count)])
+            wire_format.assemble_tensor(form, [*islice(parts, count)])
             for form, count in zip(forms, counts, strict=True)
         )
         number, sender, view, step = numbers
         return cls(kind, number, sender, view, step, body, tensors, route)
 
 
-def _head(frame: memoryview) -> tuple[str, list[int], dict[str, Any], list[TensorForm]]:
+def _parse_head(frame: memoryview) -> tuple[str, list[int], dict[str, Any], list[TensorForm]]:
     if not 0 < frame.nbytes <= HEAD_BYTES:
         raise MalformedMessage(
             f"its header has {frame.nbytes} bytes, and 1 to {HEAD_BYTES} are possible"
@@ -163,22 +169,23 @@ def _head(frame: memoryview) -> tuple[str, list[int], dict[str, Any], list[Tenso
         type(number) is not int or not 0 <= number < 1 << 63 for number in numbers
     ):
         raise MalformedMessage("its header doesn't begin with a kind and four numbers")
-    if not isinstance(body, dict) or not _shallow(body, DEPTH):
+    if not isinstance(body, dict) or not _is_shallow(body, DEPTH):
         raise MalformedMessage(f"the body of its header is no map, or nests more than {DEPTH} deep")
     if not isinstance(forms, list):
         raise MalformedMessage("its header has no list of tensors")
-    return kind, numbers, body, [wire_format.read(form) for form in forms]
+    return kind, numbers, body, [wire_format.read_form(form) for form in forms]
 
 
-def _shallow(value: Any, depth: int) -> bool:
+def _is_shallow(value: Any, depth: int) -> bool:
     if not isinstance(value, dict | list):
         return True
     return depth > 0 and all(
-        _shallow(part, depth - 1) for part in (value.values() if isinstance(value, dict) else value)
+        _is_shallow(part, depth - 1)
+        for part in (value.values() if isinstance(value, dict) else value)
     )
 
 
-def _tune(socket: zmq.Socket[Any], largest: int, timings: ServerTimings) -> None:
+def _tune_socket(socket: zmq.Socket[Any], largest: int, timings: ServerTimings) -> None:
     socket.linger = 0
     socket.sndhwm = socket.rcvhwm = WAITING
     socket.maxmsgsize = max(largest, HEAD_BYTES) + _COVER
@@ -211,10 +218,10 @@ class RpcServer:
     ) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
         self._timings = timings
-        self._say, self._said, self._largest = say, 0, largest
+        self._say, self._refusals, self._largest = say, 0, largest
         # By connection: its sender, and the number of its last message. The most silent is first.
-        self._heard: dict[bytes, tuple[int, int]] = {}
-        self._guard = ConnectionGuard(self._context, keys.worker[0], self._refuse)
+        self._last_numbers: dict[bytes, tuple[int, int]] = {}
+        self._guard = ConnectionGuard(self._context, keys.worker[0], self._log_refusal)
         self.nbytes = 0  # bytes of all received messages
         self.sent = 0  # bytes of all answers
         self._path = path
@@ -224,7 +231,7 @@ class RpcServer:
         try:
             # Encrypted, each at a port that the system chooses.
             for host in hosts:
-                socket = self._open(FRAME)
+                socket = self._open_socket(FRAME)
                 socket.curve_server, socket.curve_secretkey, socket.zap_domain = (
                     True,
                     keys.server[1],
@@ -233,13 +240,13 @@ class RpcServer:
                 # Without an answer of the guard, no client gets in.
                 socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
                 socket.ipv6, socket.backlog = ":" in host, 512
-                self._guard.watch(socket)
+                self._guard.watch_listener(socket)
                 socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:*")
                 self.addresses.append(str(socket.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0"))
             # Without encryption: only the owner of the folder can reach the socket file.
             if path is not None:
                 _check_folder(os.path.dirname(path))
-                socket = self._open(largest)
+                socket = self._open_socket(largest)
                 socket.bind(f"ipc://{path}")
                 os.chmod(path, 0o600)
                 self.addresses.append(f"ipc://{path}")
@@ -248,10 +255,10 @@ class RpcServer:
             self.close()
             raise
 
-    def _open(self, largest: int) -> zmq.Socket[Any]:
+    def _open_socket(self, largest: int) -> zmq.Socket[Any]:
         socket: zmq.Socket[Any] = self._context.socket(zmq.ROUTER)
         self._sockets.append(socket)
-        _tune(socket, largest, self._timings)
+        _tune_socket(socket, largest, self._timings)
         socket.router_mandatory = True  # an answer to a client that has gone raises an error
         # No answer may be dropped: room for as many as a worker asks for. Tensors are not copied.
         socket.sndhwm = UNREAD
@@ -268,34 +275,34 @@ class RpcServer:
         # The route begins with the number of the socket, as answers go out over the same one.
         way = bytes([self._sockets.index(socket)]) + route.bytes
         try:
-            message = RpcMessage.load(frames, way, self._frame(way))
+            message = RpcMessage.from_frames(frames, way, self._frame_bytes(way))
             if any(x.nbytes > self._largest for x in message.tensors):
                 raise MalformedMessage(f"a tensor in it has more than {self._largest} bytes")
         except MalformedMessage as error:
-            self._refuse(f"a message was refused: {error}")
+            self._log_refusal(f"a message was refused: {error}")
             return None
         self.nbytes += sum(len(frame) for frame in frames)
         # Taken out and put in again, so that the connection counts as the last that spoke.
-        sender, last = self._heard.pop(way, (message.sender, 0))
-        self._heard[way] = sender, max(message.number, last)
-        if len(self._heard) > _SENDERS:
-            del self._heard[next(iter(self._heard))]
+        sender, last = self._last_numbers.pop(way, (message.sender, 0))
+        self._last_numbers[way] = sender, max(message.number, last)
+        if len(self._last_numbers) > _SENDERS:
+            del self._last_numbers[next(iter(self._last_numbers))]
         # Replies are kept by sender: a worker must not be able to claim any number of senders.
         if message.sender != sender:
-            self._refuse(
+            self._log_refusal(
                 f"a message was refused: {message.sender} speaks over the connection of {sender}"
             )
             return None
         # A number that has come before: a repeated message, by accident or by a stranger.
         if message.number <= last:
-            self._refuse(
+            self._log_refusal(
                 f"a message was refused: number {message.number} of {message.sender} has come "
                 "before"
             )
             return None
         return message
 
-    def _frame(self, way: bytes) -> int | None:
+    def _frame_bytes(self, way: bytes) -> int | None:
         """Most bytes of a frame on this way. None: one frame for each tensor."""
         return None if self.addresses[way[0]].startswith("ipc:") else FRAME
 
@@ -314,13 +321,13 @@ class RpcServer:
         reply = RpcMessage(
             kind, message.number, 0, message.view, message.step, body or {}, tuple(tensors)
         )
-        frames = reply.dump(self._frame(message.route))
+        frames = reply.to_frames(self._frame_bytes(message.route))
         try:
             self._sockets[message.route[0]].send_multipart(
                 [message.route[1:], *frames], zmq.DONTWAIT, copy=False
             )
         except zmq.Again:
-            self._refuse(
+            self._log_refusal(
                 f"an answer to {message.sender} was dropped: it has not read {UNREAD} others"
             )
             return False
@@ -331,26 +338,26 @@ class RpcServer:
 
     def refuse(self, message: RpcMessage, why: str) -> None:
         """Tell the sender, and the log, why a message can't be honoured."""
-        self._refuse(f"{message.kind} of {message.sender} was refused: {why}")
+        self._log_refusal(f"{message.kind} of {message.sender} was refused: {why}")
         self.answer(message, REFUSED, {"why": why[:1000]})
 
-    def _refuse(self, text: str) -> None:
-        self._said += 1
-        if self._said <= self.LOUD:
+    def _log_refusal(self, text: str) -> None:
+        self._refusals += 1
+        if self._refusals <= self.LOUD:
             self._say(
-                text + (" (more of the kind are not shown)" if self._said == self.LOUD else "")
+                text + (" (more of the kind are not shown)" if self._refusals == self.LOUD else "")
             )
 
     @property
-    def refused(self) -> int:
+    def refused_count(self) -> int:
         """Number of messages and strangers that have been refused."""
-        return self._said
+        return self._refusals
 
     def close(self) -> None:
         """Stop listening. Answers that are not sent yet are dropped."""
         for socket in self._sockets:
             socket.close()
-        self._guard.leave()
+        self._guard.close_unstarted()
         self._context.term()
         self._guard.join()
         if self._path is not None and os.path.exists(self._path):
@@ -394,7 +401,7 @@ class RpcClient:
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._frame = None if self.near else FRAME
-        _tune(self._socket, largest if self.near else FRAME, timings)
+        _tune_socket(self._socket, largest if self.near else FRAME, timings)
         self._socket.ipv6 = "[" in address
         if not self.near:
             (
@@ -412,10 +419,12 @@ class RpcClient:
             )
         self._socket.connect(address)
         self._lock = threading.RLock()
-        self._found: dict[int, RpcMessage] = {}  # answers that came before their wait, by number
+        self._answers: dict[int, RpcMessage] = {}  # answers that came before their wait, by number
         # Tensors of messages without an answer yet: ZeroMQ may still be sending their memory.
         self._sent: dict[int, tuple[Tensor, ...]] = {}
-        self._stood = False  # whether the connection stands, by the last event of the monitor
+        self._is_connected = (
+            False  # whether the connection stands, by the last event of the monitor
+        )
         self._broken: PacelineError | None = None
         self.cancel_scope: CancelScope | None = None  # waits end once it has tripped
         self.waited = 0.0  # seconds spent waiting
@@ -446,14 +455,14 @@ class RpcClient:
             sent_tensors = tuple(tensors)
             frames = RpcMessage(
                 kind, self._number, self._sender, view, step, body or {}, sent_tensors
-            ).dump(self._frame)
-            self._poll(zmq.POLLOUT, time.monotonic() + seconds, f"takes no {kind}", seconds)
+            ).to_frames(self._frame)
+            self._poll_socket(zmq.POLLOUT, time.monotonic() + seconds, f"takes no {kind}", seconds)
             self._socket.send_multipart(frames, copy=False)
             self._sent[self._number] = sent_tensors
             self.nbytes += sum(memoryview(frame).nbytes for frame in frames)
             return self._number
 
-    def wait(self, number: int, seconds: float) -> RpcMessage:
+    def wait_for_answer(self, number: int, seconds: float) -> RpcMessage:
         """Wait for the answer to message `number`.
 
         Raises:
@@ -462,14 +471,14 @@ class RpcClient:
             ServerLost: The server is gone.
             PacelineError: The error that `end_waits` was called with.
         """
-        return self._wait(number, time.monotonic() + seconds, seconds)
+        return self._wait_until(number, time.monotonic() + seconds, seconds)
 
-    def _wait(self, number: int, end: float, seconds: float) -> RpcMessage:
+    def _wait_until(self, number: int, end: float, seconds: float) -> RpcMessage:
         with self._lock:
-            while number not in self._found:
-                self._poll(zmq.POLLIN, end, f"has not answered message {number}", seconds)
+            while number not in self._answers:
+                self._poll_socket(zmq.POLLIN, end, f"has not answered message {number}", seconds)
                 try:
-                    answer = RpcMessage.load(
+                    answer = RpcMessage.from_frames(
                         self._socket.recv_multipart(copy=False), b"", self._frame
                     )
                 except MalformedMessage as error:
@@ -478,8 +487,8 @@ class RpcClient:
                     ) from error
                 # An answer to a forgotten message is dropped.
                 if self._sent.pop(answer.number, None) is not None:
-                    self._found[answer.number] = answer
-            answer = self._found.pop(number)
+                    self._answers[answer.number] = answer
+            answer = self._answers.pop(number)
         if answer.kind == REFUSED:
             raise Mismatch(f"{self.who} refused it: {answer.body.get('why')}")
         return answer
@@ -487,13 +496,13 @@ class RpcClient:
     def call(self, kind: str, *, seconds: float, **parts: Any) -> RpcMessage:
         """Send a message, and wait for its answer. Takes the arguments of `send`."""
         end = time.monotonic() + seconds
-        return self._wait(self.send(kind, seconds=seconds, **parts), end, seconds)
+        return self._wait_until(self.send(kind, seconds=seconds, **parts), end, seconds)
 
-    def _poll(self, event: int, end: float, what: str, seconds: float) -> None:
+    def _poll_socket(self, event: int, end: float, what: str, seconds: float) -> None:
         began = time.monotonic()
         try:
             while True:
-                if self.gone:
+                if self.is_gone:
                     assert self._broken is not None
                     raise self._broken
                 if self.cancel_scope is not None and self.cancel_scope.error is not None:
@@ -508,26 +517,26 @@ class RpcClient:
             self.waited += time.monotonic() - began
 
     @property
-    def gone(self) -> bool:
+    def is_gone(self) -> bool:
         """Whether the connection has ended, so that no answer can come any more."""
         while self._broken is None and self._monitor is not None and self._monitor.poll(0):
             stood = (
                 parse_monitor_message(self._monitor.recv_multipart())["event"]
                 == zmq.EVENT_HANDSHAKE_SUCCEEDED
             )
-            if self._stood and not stood:
+            if self._is_connected and not stood:
                 self._broken = ServerLost(f"{self.who} is gone")
             # A connection that never stood is tried again: many workers may call at the same time.
-            self._stood = stood
+            self._is_connected = stood
         return self._broken is not None
 
-    def forget(self) -> None:
+    def forget_messages(self) -> None:
         """Forget the messages sent so far: their answers are not needed any more."""
         with self._lock:
             self._sent.clear()
-            self._found.clear()
+            self._answers.clear()
 
-    def end(self, error: PacelineError) -> None:
+    def end_waits(self, error: PacelineError) -> None:
         """End all waits, now and later, with `error`. Any thread may call it."""
         self._broken = error
 

@@ -74,12 +74,12 @@ class ScheduleNetwork(NamedTuple):
     between: LinkSpeed
     links: Sequence[LinkSpeed] = ()
 
-    def link(self, host: int) -> LinkSpeed:
+    def link_speed(self, host: int) -> LinkSpeed:
         """Return the speed of the link of `host` to other hosts."""
         return self.links[host] if self.links else self.between
 
 
-def direct(size: int) -> Schedule:
+def build_direct(size: int) -> Schedule:
     """Send everything to everyone at once: one round, n-1 times the tensor from each rank.
 
     0 <-+> 1
@@ -87,10 +87,10 @@ def direct(size: int) -> Schedule:
     1 <-+> 2
     """
     moves = [Move(src, dst, 0, True) for src in range(size) for dst in range(size) if src != dst]
-    return Schedule("direct", size, (1.0,), _rounds([moves]))
+    return Schedule("direct", size, (1.0,), _drop_empty_rounds([moves]))
 
 
-def ring(size: int) -> Schedule:
+def build_ring(size: int) -> Schedule:
     """Reduce-scatter and all-gather round a ring: 2(n-1) rounds, 2(n-1)/n of the tensor from each.
 
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009.
@@ -106,10 +106,10 @@ def ring(size: int) -> Schedule:
         [Move(r, (r + 1) % size, (r + 1 - t) % size, False) for r in range(size)]
         for t in range(size - 1)
     ]
-    return Schedule("ring", size, _even(size), _rounds(add + keep))
+    return Schedule("ring", size, _even_chunks(size), _drop_empty_rounds(add + keep))
 
 
-def owners(size: int) -> Schedule:
+def build_owners(size: int) -> Schedule:
     """Give every rank one chunk: all send it their parts, and it sends the sum back to all.
 
     Two rounds, 2(n-1)/n of the tensor from each rank, n^2 messages at once: for few ranks. The
@@ -120,10 +120,10 @@ def owners(size: int) -> Schedule:
     """
     add = [Move(src, dst, dst, True) for src in range(size) for dst in range(size) if src != dst]
     keep = [Move(src, dst, src, False) for src in range(size) for dst in range(size) if src != dst]
-    return Schedule("owners", size, _even(size), _rounds([add, keep]))
+    return Schedule("owners", size, _even_chunks(size), _drop_empty_rounds([add, keep]))
 
 
-def tree(size: int) -> Schedule:
+def build_tree(size: int) -> Schedule:
     """Send sums up a binary tree and the result down: 2 log2(n) rounds, best for small tensors.
 
             0            children of r: 2r+1, 2r+2
@@ -138,10 +138,10 @@ def tree(size: int) -> Schedule:
     ]
     up = [[Move(child, parent, 0, True) for parent, child in level] for level in reversed(levels)]
     down = [[Move(parent, child, 0, False) for parent, child in level] for level in levels]
-    return Schedule("tree", size, (1.0,), _rounds(up + down))
+    return Schedule("tree", size, (1.0,), _drop_empty_rounds(up + down))
 
 
-def halving_doubling(size: int) -> Schedule:
+def build_halving_doubling(size: int) -> Schedule:
     """Swap halves between pairs of ranks, then quarters, and so on, and the same way back.
 
     2 log2(n) rounds, 2(n-1)/n of the tensor from each rank. Source: Thakur, Rabenseifner and
@@ -173,11 +173,14 @@ def halving_doubling(size: int) -> Schedule:
     fold = [Move(r, r - power, c, True) for r in range(power, size) for c in range(power)]
     unfold = [Move(r - power, r, c, False) for r in range(power, size) for c in range(power)]
     return Schedule(
-        "halving-doubling", size, _even(power), _rounds([fold, *halving, *doubling, unfold])
+        "halving-doubling",
+        size,
+        _even_chunks(power),
+        _drop_empty_rounds([fold, *halving, *doubling, unfold]),
     )
 
 
-def uneven(rates: Sequence[float], pieces: int | None = None) -> Schedule:
+def build_uneven(rates: Sequence[float], pieces: int | None = None) -> Schedule:
     """Give every rank a chunk as large as the spare rate of its link allows.
 
     The tensor is cut into pieces that overlap in rounds: while one is handed out, the next is
@@ -199,7 +202,7 @@ def uneven(rates: Sequence[float], pieces: int | None = None) -> Schedule:
         pieces: Number of pieces. One is right if other tensors are under way at the same time.
             Default: `PIECES` if ranks own different parts, else one.
     """
-    parts = fractions(rates)
+    parts = owned_fractions(rates)
     size, owning = len(rates), [rank for rank, part in enumerate(parts) if part > 0]
     pieces = pieces or (PIECES if max(parts) - min(parts) > 1e-9 else 1)
     # Piece p is gathered by its owners in round p, and handed out in round p + 1.
@@ -213,11 +216,14 @@ def uneven(rates: Sequence[float], pieces: int | None = None) -> Schedule:
             rounds[piece] += [Move(src, owner, chunk, True) for src in others]
             rounds[piece + 1] += [Move(owner, dst, chunk, False) for dst in others]
     return Schedule(
-        "uneven", size, tuple(parts[owner] / pieces for owner in owning) * pieces, _rounds(rounds)
+        "uneven",
+        size,
+        tuple(parts[owner] / pieces for owner in owning) * pieces,
+        _drop_empty_rounds(rounds),
     )
 
 
-def fractions(rates: Sequence[float]) -> list[float]:
+def owned_fractions(rates: Sequence[float]) -> list[float]:
     """Split a tensor for `build_uneven`: each rank's part, so that links are equally busy.
 
     A link of rate b is busy for (1 + (n-2) f) / b seconds. If that is T for all, f is
@@ -237,7 +243,9 @@ def fractions(rates: Sequence[float]) -> list[float]:
     return [(busy * rates[rank] - 1) / (size - 2) if rank in fast else 0.0 for rank in range(size)]
 
 
-def hierarchical(hosts: Sequence[int], between: Callable[[int], Schedule] = ring) -> Schedule:
+def build_hierarchical(
+    hosts: Sequence[int], between: Callable[[int], Schedule] = build_ring
+) -> Schedule:
     """Add up at the first rank of each host; these leaders exchange, and hand the result out.
 
         hosts [0, 1, 0, 1]:   2 +> 0    0 <-ring-> 1    0 -> 2
@@ -264,31 +272,31 @@ def hierarchical(hosts: Sequence[int], between: Callable[[int], Schedule] = ring
         for moves in outer.rounds
     ]
     name = f"hierarchical({outer.name})"
-    return Schedule(name, len(hosts), outer.chunks, _rounds([gather, *middle, spread]))
+    return Schedule(name, len(hosts), outer.chunks, _drop_empty_rounds([gather, *middle, spread]))
 
 
-def _uneven_hosts(hosts: Sequence[int], rates: Sequence[float]) -> Schedule:
+def _build_uneven_hosts(hosts: Sequence[int], rates: Sequence[float]) -> Schedule:
     # One rank for each host, in the order in which `build_hierarchical` picks leaders.
     places = list(dict.fromkeys(hosts))
     if len(places) == 1:
-        return uneven([1.0] * len(hosts))
+        return build_uneven([1.0] * len(hosts))
     host_rates = [rates[host] if rates else 1.0 for host in places]
     if len(places) == len(hosts):
-        return uneven(host_rates)
-    return hierarchical(hosts, lambda _: uneven(host_rates))
+        return build_uneven(host_rates)
+    return build_hierarchical(hosts, lambda _: build_uneven(host_rates))
 
 
 ScheduleName = Literal[
     "direct", "ring", "owners", "tree", "halving-doubling", "hierarchical", "uneven"
 ]
 SCHEDULES: dict[str, Callable[[Sequence[int], Sequence[float]], Schedule]] = {
-    "direct": lambda hosts, _: direct(len(hosts)),
-    "ring": lambda hosts, _: ring(len(hosts)),
-    "owners": lambda hosts, _: owners(len(hosts)),
-    "tree": lambda hosts, _: tree(len(hosts)),
-    "halving-doubling": lambda hosts, _: halving_doubling(len(hosts)),
-    "hierarchical": lambda hosts, _: hierarchical(hosts),
-    "uneven": _uneven_hosts,
+    "direct": lambda hosts, _: build_direct(len(hosts)),
+    "ring": lambda hosts, _: build_ring(len(hosts)),
+    "owners": lambda hosts, _: build_owners(len(hosts)),
+    "tree": lambda hosts, _: build_tree(len(hosts)),
+    "halving-doubling": lambda hosts, _: build_halving_doubling(len(hosts)),
+    "hierarchical": lambda hosts, _: build_hierarchical(hosts),
+    "uneven": _build_uneven_hosts,
 }
 """Builders by name. Each takes the host of every rank, and the rate of each host's link.
 
@@ -296,7 +304,7 @@ One host is `[0] * n`. No rates mean that all links are alike.
 """
 
 
-def build(name: str, hosts: Sequence[int], rates: Sequence[float] = ()) -> Schedule:
+def build_schedule(name: str, hosts: Sequence[int], rates: Sequence[float] = ()) -> Schedule:
     """Build a schedule by its name.
 
     Args:
@@ -319,7 +327,7 @@ def build(name: str, hosts: Sequence[int], rates: Sequence[float] = ()) -> Sched
     return SCHEDULES[name](hosts, rates)
 
 
-def carried(schedule: Schedule) -> list[list[frozenset[int]]]:
+def carried_contributions(schedule: Schedule) -> list[list[frozenset[int]]]:
     """List the ranks whose contributions each move carries, for each move of each round."""
     state = [[frozenset((rank,))] * len(schedule.chunks) for rank in range(schedule.size)]
     loads = []
@@ -331,7 +339,7 @@ def carried(schedule: Schedule) -> list[list[frozenset[int]]]:
     return loads
 
 
-def check(schedule: Schedule) -> None:
+def check_schedule(schedule: Schedule) -> None:
     """Prove that every rank ends with every contribution exactly once, added in the same order.
 
     Raises `AssertionError`, which says where the schedule fails.
@@ -353,7 +361,7 @@ def check(schedule: Schedule) -> None:
                 assert len(into) == 1, (
                     f"round {step}: chunk {chunk} of rank {dst} is kept and changed at once"
                 )
-                assert _ranks(before[into[0].src][chunk]) == sorted(everyone), (
+                assert _contributors(before[into[0].src][chunk]) == sorted(everyone), (
                     f"round {step}: {into[0]} is kept before it is complete"
                 )
                 state[dst][chunk] = before[into[0].src][chunk]
@@ -362,14 +370,14 @@ def check(schedule: Schedule) -> None:
                 [(m.src, before[m.src][chunk]) for m in into] + [(dst, before[dst][chunk])]
             )
             state[dst][chunk] = tuple(term for _, term in terms)
-            contributors = _ranks(state[dst][chunk])
+            contributors = _contributors(state[dst][chunk])
             assert len(contributors) == len(set(contributors)), (
                 f"round {step}: rank {dst} counts {contributors} in chunk {chunk}"
             )
     # All contributions once, and the same history everywhere: the same bits on all ranks.
     for rank in range(size):
         for chunk in range(count):
-            contributors = _ranks(state[rank][chunk])
+            contributors = _contributors(state[rank][chunk])
             assert contributors == sorted(everyone), (
                 f"rank {rank} ends with {contributors} in chunk {chunk}"
             )
@@ -378,7 +386,7 @@ def check(schedule: Schedule) -> None:
             )
 
 
-def seconds(schedule: Schedule, nbytes: int, network: ScheduleNetwork) -> float:
+def predict_seconds(schedule: Schedule, nbytes: int, network: ScheduleNetwork) -> float:
     """Predict the seconds of an all-reduce of `nbytes`.
 
     Every round takes as long as its slowest link. Links send and receive at the same time.
@@ -401,12 +409,12 @@ def seconds(schedule: Schedule, nbytes: int, network: ScheduleNetwork) -> float:
             (speed.latency_seconds + load / speed.bytes_per_second)
             for loads in (sent, received)
             for (kind, number), load in loads.items()
-            for speed in [network.within if kind == "rank" else network.link(number)]
+            for speed in [network.within if kind == "rank" else network.link_speed(number)]
         )
     return total
 
 
-def traffic(schedule: Schedule, nbytes: int, hosts: Sequence[int]) -> tuple[float, float]:
+def count_traffic(schedule: Schedule, nbytes: int, hosts: Sequence[int]) -> tuple[float, float]:
     """Count the bytes that all ranks together send within hosts, and between hosts."""
     within = between = 0.0
     for move in (move for moves in schedule.rounds for move in moves):
@@ -418,9 +426,11 @@ def traffic(schedule: Schedule, nbytes: int, hosts: Sequence[int]) -> tuple[floa
     return within, between
 
 
-def draw(schedule: Schedule) -> str:
+def draw_schedule(schedule: Schedule) -> str:
     """Draw a schedule as text: a row for each rank, a column for each round."""
-    cells = [[_cell(moves, rank) for moves in schedule.rounds] for rank in range(schedule.size)]
+    cells = [
+        [_draw_cell(moves, rank) for moves in schedule.rounds] for rank in range(schedule.size)
+    ]
     heads = [f"round {number}" for number in range(len(schedule.rounds))]
     widths = [max(len(head), *(len(row[i]) for row in cells)) for i, head in enumerate(heads)]
     label = len(f"rank {schedule.size - 1}")
@@ -443,31 +453,31 @@ def draw(schedule: Schedule) -> str:
     return "\n".join([title, legend, "", *(line.rstrip() for line in lines)])
 
 
-def _cell(moves: Iterable[Move], rank: int) -> str:
+def _draw_cell(moves: Iterable[Move], rank: int) -> str:
     """Draw the moves of one rank in one round."""
     sent = sorted((m for m in moves if m.src == rank), key=lambda m: (m.dst, m.chunk))
     parts = []
     for (dst, add), group in groupby(sent, key=lambda m: (m.dst, m.add)):
-        parts.append(f"{_span([m.chunk for m in group])} {'+>' if add else '->'} {dst}")
+        parts.append(f"{_draw_chunks([m.chunk for m in group])} {'+>' if add else '->'} {dst}")
     return ", ".join(parts)
 
 
-def _span(numbers: Sequence[int]) -> str:
+def _draw_chunks(numbers: Sequence[int]) -> str:
     consecutive = len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1
     return f"{numbers[0]}-{numbers[-1]}" if consecutive else " ".join(map(str, numbers))
 
 
-def _even(count: int) -> tuple[float, ...]:
+def _even_chunks(count: int) -> tuple[float, ...]:
     return (1 / count,) * count
 
 
-def _rounds(rounds: Iterable[list[Move]]) -> tuple[tuple[Move, ...], ...]:
+def _drop_empty_rounds(rounds: Iterable[list[Move]]) -> tuple[tuple[Move, ...], ...]:
     return tuple(tuple(moves) for moves in rounds if moves)
 
 
-def _ranks(history: History) -> list[int]:
+def _contributors(history: History) -> list[int]:
     """List the ranks in a history, each as often as it was added."""
     ranks: list[int] = []
     for term in history:
-        ranks += [term] if isinstance(term, int) else _ranks(term)
+        ranks += [term] if isinstance(term, int) else _contributors(term)
     return sorted(ranks)

@@ -22,18 +22,18 @@ class Sightings:
     def __init__(self, hosts: tuple[str, ...], names: tuple[int, ...]) -> None:
         self.hosts, self._names = hosts, names
         self._seen: list[tuple[str, int]] = []
-        self._met = time.monotonic()  # time of the last meeting
+        self._met_at = time.monotonic()  # time of the last meeting
 
-    def knows(self, ranks: Sequence[int]) -> bool:
+    def knows_ranks(self, ranks: Sequence[int]) -> bool:
         """Whether all of these workers, by name, meet here."""
         return set(ranks) <= set(self._names)
 
-    def note(self, heads: Sequence[Sequence[Any]]) -> None:
+    def note_meeting(self, heads: Sequence[Sequence[Any]]) -> None:
         """Note the call and step of each rank: all have met."""
         self._seen = [(head[0], head[1]) for head in heads]
-        self._met = time.monotonic()
+        self._met_at = time.monotonic()
 
-    def missing(self, rank: int, what: str, step: int, ranks: tuple[int, ...]) -> str:
+    def describe_missing(self, rank: int, what: str, step: int, ranks: tuple[int, ...]) -> str:
         """Describe the workers `ranks` that rank `rank` has waited for in vain.
 
         Args:
@@ -42,16 +42,16 @@ class Sightings:
             step: Its step.
             ranks: The missing workers, by name.
         """
-        waited = time.monotonic() - self._met
+        waited = time.monotonic() - self._met_at
         return (
             f"step {step}, {what}: rank {self._names[rank]} waited {waited:.1f} s in vain for "
-            f"{self.whereabouts(ranks)}. "
+            f"{self.describe_whereabouts(ranks)}. "
             "If it is only slow, raise start(deadline=seconds); else look at its own output"
         )
 
-    def whereabouts(self, ranks: tuple[int, ...]) -> str:
+    def describe_whereabouts(self, ranks: tuple[int, ...]) -> str:
         """Describe where these workers, by name, were last seen, and when."""
-        ago = time.monotonic() - self._met
+        ago = time.monotonic() - self._met_at
         texts = []
         for name in ranks:
             # A worker that is not of this group was never seen here.
@@ -62,10 +62,10 @@ class Sightings:
                 if seen
                 else ", never seen"
             )
-            texts.append(f"rank {name}{self._on(rank)}{last}")
+            texts.append(f"rank {name}{self._host_suffix(rank)}{last}")
         return "; ".join(texts) or "a rank that can't be named"
 
-    def unequal(self, heads: Sequence[Sequence[Any]]) -> str:
+    def describe_unequal_steps(self, heads: Sequence[Sequence[Any]]) -> str:
         """Describe the workers whose optimizers made fewer or more steps. Empty if counts agree."""
         by_step: dict[int, dict[int, int]] = {}  # by step, the count of each rank
         for rank, head in enumerate(heads):
@@ -78,29 +78,29 @@ class Sightings:
         for step, counts in sorted(by_step.items()):
             if len(set(counts.values())) > 1:
                 sides = (
-                    f"rank {self._names[rank]}{self._on(rank)} has made {count}"
+                    f"rank {self._names[rank]}{self._host_suffix(rank)} has made {count}"
                     for rank, count in counts.items()
                 )
                 return f"in step {step} optimizers have not stepped alike ({'; '.join(sides)})"
         return ""
 
-    def apart(self, heads: Sequence[Sequence[Any]], lines: Sequence[str]) -> str:
+    def describe_apart(self, heads: Sequence[Sequence[Any]], lines: Sequence[str]) -> str:
         """Describe the calls at which workers are. `lines`: the line of the script of each rank."""
         # Ranks that are at the same call of the same step stand together.
         places: dict[str, list[str]] = {}
         for rank, (what, step, where, *_) in enumerate(heads):
             text = f"{what}{f' ({where})' if where else ''} of step {step}{lines[rank]}"
-            places.setdefault(text, []).append(f"{self._names[rank]}{self._on(rank)}")
+            places.setdefault(text, []).append(f"{self._names[rank]}{self._host_suffix(rank)}")
         sides = "; ".join(
             f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} at {text}"
             for text, ranks in places.items()
         )
-        unequal = self.unequal(heads)
+        unequal = self.describe_unequal_steps(heads)
         why = f"{unequal[0].upper()}{unequal[1:]}. {SKIPPED}" if unequal else ""
         return (
             f"workers have come apart: {sides}. "
             f"{why or 'Every worker has to make the same collective calls in the same order'}"
         )
 
-    def _on(self, rank: int) -> str:
+    def _host_suffix(self, rank: int) -> str:
         return f" on {self.hosts[rank]}" if rank < len(self.hosts) else ""

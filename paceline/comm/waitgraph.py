@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from paceline.comm.fingerprint import sides
+from paceline.comm.fingerprint import describe_sides
 from paceline.errors import Mismatch
 
 LOOSE = "exchange"  # channel whose calls may come in any order, so their numbers prove nothing
@@ -29,7 +29,9 @@ class RankWait(NamedTuple):
     made: Mapping[str, int]
 
 
-def missing(wait: RankWait, waits: Mapping[int, RankWait], rank: int, size: int) -> tuple[int, ...]:
+def find_missing(
+    wait: RankWait, waits: Mapping[int, RankWait], rank: int, size: int
+) -> tuple[int, ...]:
     """List the ranks that have not come to the call of `rank`.
 
     A rank is missing if it is behind, or if it waits nowhere.
@@ -41,10 +43,10 @@ def missing(wait: RankWait, waits: Mapping[int, RankWait], rank: int, size: int)
         size: Number of ranks.
     """
     others = (other for other in range(size) if other != rank)
-    return tuple(other for other in others if other not in waits or _behind(waits[other], wait))
+    return tuple(other for other in others if other not in waits or _is_behind(waits[other], wait))
 
 
-def apart(waits: Mapping[int, RankWait]) -> dict[int, RankWait]:
+def find_stuck(waits: Mapping[int, RankWait]) -> dict[int, RankWait]:
     """Find the waits that can never end, as their ranks wait for each other. May be empty."""
     stuck = {rank: wait for rank, wait in waits.items() if wait.channel != LOOSE}
     # Drop ranks that wait for no rank in the set, until none can be dropped: a circle is left.
@@ -52,23 +54,24 @@ def apart(waits: Mapping[int, RankWait]) -> dict[int, RankWait]:
         waiting = {
             rank: wait
             for rank, wait in stuck.items()
-            if any(_behind(other, wait) for q, other in stuck.items() if q != rank)
+            if any(_is_behind(other, wait) for q, other in stuck.items() if q != rank)
         }
         if len(waiting) == len(stuck):
             return waiting
         stuck = waiting
 
 
-def describe(stuck: Mapping[int, RankWait], names: Sequence[int]) -> Mismatch:
+def make_stuck_error(stuck: Mapping[int, RankWait], names: Sequence[int]) -> Mismatch:
     """Make the error of ranks that have come apart."""
     texts = [stuck[rank].text if rank in stuck else "" for rank in range(max(stuck) + 1)]
     return Mismatch(
-        f"workers have come apart: {sides(texts, names)}. Every worker has to make the same "
+        f"workers have come apart: {describe_sides(texts, names)}. Every worker has to make the "
+        "same "
         "collective calls in the same order"
     )
 
 
-def late(what: str, seconds: float, absent: Mapping[int, RankWait | None]) -> str:
+def describe_late(what: str, seconds: float, absent: Mapping[int, RankWait | None]) -> str:
     """Write the message of a deadline that has passed. `absent`: the calls of missing ranks."""
     places = "; ".join(
         f"rank {rank} is {'in no call' if wait is None else f'at {wait.text}'}"
@@ -77,7 +80,7 @@ def late(what: str, seconds: float, absent: Mapping[int, RankWait | None]) -> st
     return f"{what}: {seconds:.1f} s have passed and ranks {list(absent)} are missing ({places})"
 
 
-def _behind(other: RankWait, wait: RankWait) -> bool:
+def _is_behind(other: RankWait, wait: RankWait) -> bool:
     if wait.channel == LOOSE:
         return other.channel != LOOSE
     return other.made.get(wait.channel, 0) <= wait.number

@@ -45,7 +45,7 @@ class TensorForm(NamedTuple):
         return math.prod(self.shape) * DTYPES[self.name].itemsize
 
 
-def read(form: Any) -> TensorForm:
+def read_form(form: Any) -> TensorForm:
     """Read the form of a tensor from a header. Raises `MalformedMessage`."""
     if (
         not isinstance(form, list)
@@ -67,14 +67,14 @@ def read(form: Any) -> TensorForm:
     return TensorForm(dtype, tuple(shape))
 
 
-def cut(memory: memoryview, frame: int | None) -> list[memoryview]:
+def cut_frames(memory: memoryview, frame: int | None) -> list[memoryview]:
     """Cut memory into frames of `frame` bytes, at least one. None: a single frame."""
     if frame is None or memory.nbytes <= frame:
         return [memory]
     return [memory[start : start + frame] for start in range(0, memory.nbytes, frame)]
 
 
-def tensor(form: TensorForm, frames: Sequence[memoryview]) -> Tensor:
+def assemble_tensor(form: TensorForm, frames: Sequence[memoryview]) -> Tensor:
     """Make the tensor whose bytes are in `frames`. Raises `MalformedMessage`."""
     dtype, nbytes = DTYPES[form.name], sum(frame.nbytes for frame in frames)
     if form.nbytes != nbytes:

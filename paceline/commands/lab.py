@@ -106,7 +106,7 @@ def run_in_lab(
     if watch is None:
         raise typer.Exit(terminal.run(cluster, placement, start))
     with watched(watch, secret.fresh()) as watcher:
-        watcher.begin()  # on this machine, from which all hosts are seen
+        watcher.begin_serving()  # on this machine, from which all hosts are seen
         code = terminal.run(cluster, placement, replace(start, watcher=watcher))
     raise typer.Exit(code)
 
@@ -121,7 +121,7 @@ def probe_in_lab(
     """Build a cluster, measure it as `paceline probe` does, and take it down."""
     from paceline.lab import terminal
     from paceline.lab.running import LabRequest
-    from paceline.observe.cluster import describe
+    from paceline.observe.cluster_report import describe_cluster
 
     args = probing(dtypes, out, here=True)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
@@ -130,7 +130,7 @@ def probe_in_lab(
         )
         code = terminal.run(cluster, None, start, kept=False)
     if code == 0:
-        typer.echo(describe(topology_file.read(out)))
+        typer.echo(describe_cluster(topology_file.read(out)))
     raise typer.Exit(code)
 
 

@@ -31,17 +31,19 @@ def watch(
     secret_file: options.SecretFile = None,
 ) -> None:
     """Serve a page that shows a run while it trains, from any machine that sees its folder."""
-    from paceline.observe.choosing import choose
-    from paceline.observe.watch.command import watch as serve
+    from paceline.observe.choosing import choose_run
+    from paceline.observe.watch.command import serve_run as serve
 
-    address = WatchAddress.parse(listen, "--listen")
+    address = WatchAddress.parse_address(listen, "--listen")
     key = secret.fresh() if secret_file is None else secret.read(secret_file)
-    raise typer.Exit(serve(choose(folder), address, key, _say))
+    raise typer.Exit(serve(choose_run(folder), address, key, _say))
 
 
 def watched(asked: str, key: bytes, *, elsewhere: bool = False) -> WatchedJob:
     """Return what shows a job to people at the address that was asked for, [HOST:]PORT."""
-    return WatchedJob(WatchAddress.parse(asked, "--watch"), key, elsewhere=elsewhere, say=_say)
+    return WatchedJob(
+        WatchAddress.parse_address(asked, "--watch"), key, elsewhere=elsewhere, say=_say
+    )
 
 
 def _say(text: str) -> None:

@@ -188,7 +188,7 @@ class DynamicPipeline(IndexedPipeline):
         self._depth()
         indices.regroup(self.terms.agreement, start)
         indices.refill(start)
-        for step in range(start, high if self.terms.agreement.alone else start):
+        for step in range(start, high if self.terms.agreement.is_alone else start):
             indices.batch(step)  # drawn now: the whole part
         self._feed.go(indices, start)
         self.primed(start)

@@ -139,7 +139,7 @@ def deal(
         "order": order or SampleOrder(),
     }
     terms = LoaderSpec(loader, agreement, dealt, loss=loss, weigh=weigh, asked=shares, **options)
-    if not agreement.alone:
+    if not agreement.is_alone:
         terms.outline()
     if cost is not None:
         check_cost(loader, cost, lockstep=sample_queue is None or train is False)
@@ -494,7 +494,7 @@ def _compare(terms: LoaderSpec, what: str, facts: list[Any]) -> None:
     """Meet the others at `what`, and raise `DataError` where they deal on other terms, or have
     other data sets as an epoch begins.
     """
-    if terms.agreement.alone:
+    if terms.agreement.is_alone:
         return
     mine = [
         *facts,
@@ -505,7 +505,7 @@ def _compare(terms: LoaderSpec, what: str, facts: list[Any]) -> None:
     ]
     names = [*("epoch", "step", "train")[: len(facts)], "shares", "loss", "shard", "cost="]
     body = msgpack.packb((mine, terms.outline() if facts else {}))
-    others = [msgpack.unpackb(answer) for answer in terms.agreement.compare(what, body)]
+    others = [msgpack.unpackb(answer) for answer in terms.agreement.gather_alike(what, body)]
     for rank, (other, _) in enumerate(others):
         for name, value, first in zip(names, other, others[0][0], strict=True):
             if value != first:

@@ -88,7 +88,7 @@ class EpochIndices:
         self._wanted = check
         if check is not None:
             self._marks[self._start] = check
-        if not self.agreement.alone:
+        if not self.agreement.is_alone:
             self.refill(self._start)
         else:
             for step in range(self._start, self._start + self._ahead + 1):
@@ -106,11 +106,13 @@ class EpochIndices:
             keep = max((drawn for drawn in self._states if drawn <= step), default=0)
             for drawn in [drawn for drawn in self._states if drawn < keep]:
                 del self._states[drawn]
-        if self.agreement.alone or self._end is not None or step < self._due:
+        if self.agreement.is_alone or self._end is not None or step < self._due:
             return
         count = step + 2 * self._chunk - self._high
         before = self._order.shared_state()
-        self._accept(self.agreement.tell("indices", lambda: self._message(count, before)), before)
+        self._accept(
+            self.agreement.tell_everyone("indices", lambda: self._message(count, before)), before
+        )
         self._due = step + self._chunk
 
     def batch(self, step: int) -> Any | None:
@@ -119,7 +121,7 @@ class EpochIndices:
         None where the epoch has ended before it. Never waits.
         """
         while step >= self._high and self._end is None:
-            if not self.agreement.alone:
+            if not self.agreement.is_alone:
                 raise AssertionError(
                     f"step {step} was asked for, and indices are here up to {self._high} only"
                 )
@@ -195,7 +197,7 @@ class EpochIndices:
         """Keep the state of the samplers' generators after so many batches, where they are drawn
         ahead and have moved.
         """
-        if self.agreement.alone and not self._ahead:
+        if self.agreement.is_alone and not self._ahead:
             return
         state = rng.own_state(self._loader)
         mark = rng.mark(state) if state else 0

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Literal
 
-from paceline.comm.group import pieces
+from paceline.comm.group_protocol import piece_bounds
 from paceline.data.balance import SpeedShares
 from paceline.errors import DataError
 
@@ -32,7 +32,7 @@ def equal(batch: int, size: int) -> tuple[int, ...]:
     """Return the shares of `size` workers in `batch` samples: they differ by at most one, and
     the first ones are larger.
     """
-    return tuple(stop - start for start, stop in pieces(batch, size))
+    return tuple(stop - start for start, stop in piece_bounds(batch, size))
 
 
 def proportional(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:

@@ -252,7 +252,9 @@ class StreamPipeline(Pipeline):
         with self._drawing():
             seeds = rng.twin(self.terms.loader.generator)
         if self.terms.shard != "mine":
-            state = self.terms.agreement.tell("seed", lambda: seeds.get_state().numpy().tobytes())
+            state = self.terms.agreement.tell_everyone(
+                "seed", lambda: seeds.get_state().numpy().tobytes()
+            )
             seeds.set_state(byte_tensor(state))
             if self.terms.loader.generator is None:
                 self.terms.order.put_shared({"torch": seeds.get_state()}, together=False)
@@ -268,12 +270,12 @@ class StreamPipeline(Pipeline):
     def _verify(self, index: int, *, ended: bool) -> None:
         """Compare, now and then and at the end, that all workers have read the same."""
         if (
-            self.terms.agreement.alone
+            self.terms.agreement.is_alone
             or self.terms.shard == "mine"
             or not (ended or index % COMPARED == COMPARED - 1)
         ):
             return
-        bodies = self.terms.agreement.compare(
+        bodies = self.terms.agreement.gather_alike(
             "stream", msgpack.packb((self._after.marks, self._after.numbers, ended))
         )
         for rank, body in enumerate(bodies):

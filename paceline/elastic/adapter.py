@@ -21,7 +21,7 @@ from paceline.elastic.recovery import ViewGroups
 from paceline.errors import UsageError
 from paceline.loop.turns import TrainingLoop
 from paceline.prepare.registry import Prepared
-from paceline.record.call_status import display
+from paceline.record.call_status import make_status_display
 from paceline.record.run_records import RunRecords
 from paceline.replicas.compare import ReplicaComparer
 from paceline.replicas.contents import own_buffers
@@ -121,7 +121,7 @@ class ElasticRun:
         self._view.move(worker_context)
         self._tally.doubt()
         if self._view.is_first:
-            self._records.log.take_over(display(worker_context.place))
+            self._records.log.take_over(make_status_display(worker_context.place))
             events.writes(worker_context.place, str(self._records.folder.path.absolute()))
         self._loop.cut_turn(0 if self._loop.apart else founded.turn)
         self._prepared.regroup()
@@ -133,7 +133,7 @@ class ElasticRun:
         self._loop.settle()
 
     def lost(self, text: str) -> None:
-        self._records.history.tell(text)
+        self._records.history.announce_event(text)
 
     def turn(self) -> int:
         return self._loop.steps + 1 if self._loop.led is not None else 0
@@ -176,7 +176,7 @@ class ElasticRun:
 
     def give(self) -> tuple[bytes, str]:
         snapshot = self._prepared.state.snapshot(copy=False)
-        facts = {"facts": self._records.facts(), "compared": self._comparer.facts()}
+        facts = {"facts": self._records.collect_facts(), "compared": self._comparer.facts()}
         kept = self._own.sync.state_dict() if self._remote is None else {}  # lies on servers
         mine = {"random": self._own.randomness.state_dict(), "sync": kept, **facts}
         return bytes(msgpack.packb([snapshot.dumps(), pack(mine).dumps()])), self._hash(snapshot)
@@ -188,7 +188,7 @@ class ElasticRun:
         facts = loads(mine).unpack()
         self._recoverable.load_from_peer(facts["sync"])
         self._own.randomness.load_state_dict(facts["random"])
-        self._records.learn(facts["facts"])
+        self._records.adopt_facts(facts["facts"])
         self._comparer.learn(facts["compared"])
         return self._hash(snapshot)
 

@@ -91,7 +91,7 @@ class BuddyReplication:
 
     def _copy(self, courier: Replicator, step: int, began: float) -> None:
         if not courier.idle:  # the one before: copies are made too often, or a worker doesn't come
-            self._context.agreement.wait(courier.wait, "the last copies to buddies")
+            self._context.agreement.wait_for_some(courier.wait, "the last copies to buddies")
         while not courier.remarks.empty():
             self._context.announce(courier.remarks.get())
         if courier.works:
@@ -153,7 +153,7 @@ class BuddyReplication:
                     name for name, figures in zip(names, reports, strict=True) if figures is True
                 }
             # by what was told: all of them make it
-            self._context.agreement.attempt(self._open, "a group for buddies")
+            self._context.agreement.attempt_call(self._open, "a group for buddies")
         elif self._auto and all(
             isinstance(figures, list) and figures[0] == self._start for figures in reports
         ):
@@ -185,7 +185,7 @@ class BuddyReplication:
         if self.courier is not None:
             return  # made after a loss in this very call
         context = self._context
-        group = context.group.sub(range(context.group.size))
+        group = context.group.make_subgroup(range(context.group.size))
         assert group is not None
         timings = context.timings.recovery
         self.courier = Replicator(
@@ -233,7 +233,9 @@ class BuddyReplication:
             [*self._owners],
             [*self._fates.items()],
         ]
-        answers = [msgpack.unpackb(body) for body in self._context.group.agree(msgpack.packb(mine))]
+        answers = [
+            msgpack.unpackb(body) for body in self._context.group.gather_bytes(msgpack.packb(mine))
+        ]
         for each in answers:
             self._owners |= {*each[4]}
             self._fates |= {name: Fate(*fate) for name, fate in each[5]}

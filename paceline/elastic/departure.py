@@ -88,7 +88,7 @@ class Departure:
         Collective then.
         """
         if not self._asked.isdisjoint(self._members) and self._keepers():
-            leaving, staying, relieved = self._context.agreement.repeat(
+            leaving, staying, relieved = self._context.agreement.repeat_until_settled(
                 self._relieve, what="a host leaves"
             )
             for keeper in self._keepers() if relieved else ():

@@ -88,10 +88,10 @@ class Eviction:
         if len(names) <= needed:
             if names[rank] not in self._kept:
                 self._kept.add(names[rank])
-                self._history.tell(
+                self._history.announce_event(
                     f"{why}, and stays: the job needs {needed} workers (--min-workers)"
                 )
             return
-        self._history.tell(f"{why}: it leaves, and its samples are dealt to the others")
+        self._history.announce_event(f"{why}: it leaves, and its samples are dealt to the others")
         if rank == me:
             self._leaving.let_go()

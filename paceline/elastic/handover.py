@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline.comm.agreement import CallResult
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.elastic.recover import RecoveryPlan
 from paceline.errors import Mismatch
 from paceline.replicas.majority import majority, nearest
@@ -44,7 +44,9 @@ def hand_over_state(group: Group, hosts: Sequence[int], old: int, owner: WholeSt
     givers = {rank: nearest(rank, range(old), hosts) for rank in range(old, group.size)}
     body, digest = owner.give() if group.rank < old else (b"", "")
     mine = body if group.rank in givers.values() else b""
-    heads = [json.loads(head) for head in group.agree(json.dumps([len(mine), digest]).encode())]
+    heads = [
+        json.loads(head) for head in group.gather_bytes(json.dumps([len(mine), digest]).encode())
+    ]
     sends = [(rank, byte_tensor(mine)) for rank, giver in givers.items() if giver == group.rank]
     received = (
         torch.empty(heads[givers[group.rank]][0], dtype=torch.uint8)
@@ -69,5 +71,5 @@ def hand_over_result(group: Group, plan: RecoveryPlan, last: Any) -> CallResult[
         return None
     me = plan.members[group.rank]
     body = pack([last]).dumps() if me == plan.teller else b""
-    found = group.agree(body)[plan.members.index(plan.teller)]
+    found = group.gather_bytes(body)[plan.members.index(plan.teller)]
     return CallResult(loads(found).unpack()[0]) if me in plan.behind else None

@@ -26,7 +26,7 @@ from paceline.cluster.control.commands import CommandPipe, Roster
 from paceline.cluster.store import Store
 from paceline.comm.agreement import Agreement, CallResult
 from paceline.comm.cancellation import CancelScope
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.elastic.handover import WholeState, hand_over_result, hand_over_state
 from paceline.elastic.missed_turns import MissedTurns
 from paceline.elastic.recover import RecoveryPlan, WorkerProgress, decide
@@ -153,7 +153,7 @@ class Recovery:
         self._survive()
 
     def _survive(self) -> None:
-        self._agreement.recover_by(self.recover)
+        self._agreement.survive_losses_by(self.recover)
         events.surviving(self._worker_context.place)
 
     # ---- losses
@@ -326,7 +326,7 @@ class Recovery:
         """
         with self.missed_turns.admission():
             prepare()
-            self._agreement.attempt(self._admit)
+            self._agreement.attempt_call(self._admit)
 
     def _admit(self) -> None:
         number, self.pending = max(self.view, self.pending), 0
@@ -336,7 +336,9 @@ class Recovery:
         # One worker decides which join, and all hear it in the group that they have: the joining
         # ones may be lost meanwhile.
         fresh, refused = json.loads(
-            self._agreement.tell("who comes", lambda: json.dumps(self._look(roster)).encode())
+            self._agreement.tell_everyone(
+                "who comes", lambda: json.dumps(self._look(roster)).encode()
+            )
         )
         self.view = number
         if refused:
@@ -454,7 +456,7 @@ class Recovery:
                     # to join
                     if door.roster.number == heard:
                         lost, end = error, time.monotonic() + self._timings.view
-        self._agreement.attempt(
+        self._agreement.attempt_call(
             lambda: self._agreement.meet("let in") if self.generation == 1 else self._admit()
         )
 
@@ -487,7 +489,7 @@ class Recovery:
         worker_context = moved(
             self._worker_context, roster, door.here.sub("let in"), members, door.cancel_scope
         )
-        self._agreement.catch_up(found["calls"])
+        self._agreement.skip_calls(found["calls"])
         self.generation, self.view = 0, roster.number
         self._found(
             ViewGroups(

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from paceline.at_exit import at_exit
 from paceline.comm.collectives import UncheckedExchange
-from paceline.comm.group import Group, Traffic
+from paceline.comm.group_protocol import Group, Traffic
 from paceline.elastic.replicate import FORM, CopyLabel, CopyShelf, keepers, wrap
 from paceline.errors import LOSSES, PacelineError
 from paceline.timings import DEFAULTS, RecoveryTimings
@@ -156,7 +156,7 @@ class Replicator:
         label, pieces = (None, []) if job.state is None else wrap(job.state, job.step)
         heads = [
             msgpack.unpackb(head)
-            for head in self._group.agree(
+            for head in self._group.gather_bytes(
                 msgpack.packb([FORM, None if label is None else label.dump()])
             )
         ]
@@ -184,7 +184,9 @@ class Replicator:
                 f"rank {me} has copies of form {heads[me][0]}, rank {pairs[me]} can't keep them: "
                 "its paceline is another version"
             )
-        answers = [msgpack.unpackb(answer) for answer in self._group.agree(msgpack.packb(remarks))]
+        answers = [
+            msgpack.unpackb(answer) for answer in self._group.gather_bytes(msgpack.packb(remarks))
+        ]
         self.seconds.append(time.perf_counter() - began)
         for remark in (remark for answer in answers for remark in answer):
             self.remarks.put(remark)

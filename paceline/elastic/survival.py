@@ -114,7 +114,7 @@ class Survival:
     def _wait_for_others(self) -> None:
         """Save, and wait until others come, as there are fewer workers than the job needs."""
         path, place = self._save(), self._view.worker.place
-        self._history.tell(
+        self._history.announce_event(
             f"{place.size} of {place.min_workers} workers are left: saved {path.name}, and waiting "
             "for others"
         )

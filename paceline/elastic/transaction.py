@@ -98,7 +98,7 @@ class RecoverableTransaction(PlainTransaction):
             return act()
         if not self._closed:
             try:
-                return self._agreement.settle(lambda: self._unless_lost(act), "backward")
+                return self._agreement.settle_call(lambda: self._unless_lost(act), "backward")
             except CallDiscarded as error:
                 self._check_turn(error)
         self._lost = None
@@ -160,12 +160,12 @@ class RecoverableTransaction(PlainTransaction):
         if leads and self._comes_again:
             return nothing
         try:
-            found = self._agreement.settle(act)
+            found = self._agreement.settle_call(act)
         except CallDiscarded:
             if not leads:
                 progress.discard()
                 return nothing
-            return nothing if self._comes_again else self._agreement.attempt(act)
+            return nothing if self._comes_again else self._agreement.attempt_call(act)
         progress.keep_rows()
         return found
 

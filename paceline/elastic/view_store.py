@@ -52,7 +52,7 @@ def open_store(worker_context: WorkerContext, roster: Roster, cancel_scope: Canc
     try:
         # torch would be loud about it
         socket.create_connection((first.address, first.port), timeout=seconds).close()
-        before = sockets.leading(first.address, first.port)
+        before = sockets.find_connections(first.address, first.port)
         client = TCPStore(
             first.address,
             first.port,
@@ -65,8 +65,8 @@ def open_store(worker_context: WorkerContext, roster: Roster, cancel_scope: Canc
         raise WorkerLost(
             f"the store of view {roster.number} can't be reached: {str(error).splitlines()[0]}"
         ) from error
-    mine = sockets.leading(first.address, first.port) - before
-    cancel_scope.add(lambda error: sockets.sever(mine))
+    mine = sockets.find_connections(first.address, first.port) - before
+    cancel_scope.register_end(lambda error: sockets.sever_connections(mine))
     return Store(
         client, place.secret, path="paceline", deadline=worker_context.deadline, start=roster.mark
     )

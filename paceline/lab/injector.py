@@ -30,7 +30,7 @@ from paceline.cluster.launcher import request
 from paceline.errors import PacelineError, ResourceError
 from paceline.lab.chaos import Crash, Cut, Fault, Join, Kill, Link, Slow, Stop, absent
 from paceline.lab.description import Description, Rate
-from paceline.record.folder import RunFolder, strict_json, write_whole
+from paceline.record.folder import RunFolder, to_strict_json, write_atomically
 
 _TICK_SECONDS: Final = 0.005
 _EVENTS: Final = "events.json"  # beside a summary that was never written
@@ -362,13 +362,13 @@ def record(folder: Path, events: Iterable[dict[str, Any]]) -> Path:
     """
     run, recorded = RunFolder(folder), list(events)
     if not run.summary.exists():
-        write_whole(folder / _EVENTS, strict_json(recorded, indent=2) + "\n")
+        write_atomically(folder / _EVENTS, to_strict_json(recorded, indent=2) + "\n")
         return folder / _EVENTS
     summary = json.loads(run.summary.read_text(encoding="utf-8"))
     summary["events"] = sorted(
         [*summary.get("events", []), *recorded], key=lambda event: float(event["time"])
     )
-    write_whole(run.summary, json.dumps(summary, indent=2) + "\n")
+    write_atomically(run.summary, json.dumps(summary, indent=2) + "\n")
     return run.summary
 
 

@@ -203,7 +203,7 @@ def check(start: LabRequest) -> None:
     if start.shares is not None:
         shares(start.shares)
     if start.name is not None:
-        folder.prove(start.name)
+        folder.check_run_name(start.name)
     if start.deadline is not None and not start.deadline > 0:
         raise UsageError(f"deadline is {start.deadline}, and has to be a number of seconds above 0")
 
@@ -387,7 +387,7 @@ class _Run:
         path = None if watcher is None else progress.wrote_to(progress.path(self._folder, 0))
         if watcher is not None and path is not None and path != self._watched:
             self._watched = path
-            watcher.follow(path)
+            watcher.follow_run(path)
 
     def _decide(self, began: float) -> None:
         """Pass on signals, and end a run that takes too long."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.agreement import Agreement
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.errors import UsageError
 
 

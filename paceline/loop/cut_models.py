@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from paceline.parallel.pipelining.model import PipelinedModel
+from paceline.parallel.pipelining.pipelined_model import PipelinedModel
 
 
 class CutModels(Protocol):

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.comm.agreement import Agreement
 from paceline.data.serialization import pack, unpack
-from paceline.parallel.batchnorm import is_synchronous
+from paceline.parallel.batchnorm import is_synchronised
 
 # relative and absolute difference that rounding may make between workers in a buffer that depends
 # on weights alone
@@ -35,7 +35,7 @@ def buffers(models: Iterable[nn.Module]) -> Buffers:
     found = []
     for model in models:
         for module in model.modules():
-            if not is_synchronous(module):
+            if not is_synchronised(module):
                 found += [
                     (module, name, b, None if b is None else b.detach().clone())
                     for name, b in module._buffers.items()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from paceline.comm.group import pieces
+from paceline.comm.group_protocol import piece_bounds
 from paceline.data.batches import cut, rows
 from paceline.errors import DataError
 from paceline.formatting import counted
@@ -181,7 +181,8 @@ class HalvedSteps:
     ) -> Tensor:
         most = self.most or count
         parts = [
-            batch.part(start, stop, count) for start, stop in pieces(count, math.ceil(count / most))
+            batch.part(start, stop, count)
+            for start, stop in piece_bounds(count, math.ceil(count / most))
         ]
         trained = [parameter for parameter in batch.model.parameters() if parameter.requires_grad]
         sums: list[Tensor | None] = [None] * len(trained)

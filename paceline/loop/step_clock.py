@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from typing import Any, NamedTuple
 
-from paceline.comm.group import Traffic
+from paceline.comm.group_protocol import Traffic
 from paceline.loop.interruptions import InterruptionMeter
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.context import SyncContext
@@ -182,7 +182,8 @@ class StepClock:
         """
         context = self._context
         found = {
-            meter.axis: AxisTotals(meter.seconds, *meter.traffic.pair) for meter in context.meters
+            meter.axis: AxisTotals(meter.seconds, *meter.traffic.as_pair)
+            for meter in context.meters
         }
         within, between = self._sent
         cuts = sum(found.values(), AxisTotals())

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.comm.group import pieces
+from paceline.comm.group_protocol import piece_bounds
 from paceline.data.spec import Weigh
 from paceline.errors import UsageError
 from paceline.formatting import counted, unknown
@@ -29,7 +29,7 @@ from paceline.loop.halving import HalvedSteps, OtherLeaves, StepBatch, leaves
 from paceline.loop.out_of_memory import is_out_of_memory
 from paceline.loop.turns import TrainingLoop
 from paceline.parallel.containers import tree_leaves
-from paceline.parallel.pipelining.batches import Loss, Share, refuse_class
+from paceline.parallel.pipelining.batches import BatchShare, Loss, refuse_loss_class
 from paceline.sync.autograd_engine import STEPPED
 
 MicroBatches = int | Literal["auto"]
@@ -62,7 +62,7 @@ class SteppedModels:
         return that.
         """
         check_micro_batches(micro_batches)
-        refuse_class("run.step", loss)
+        refuse_loss_class("run.step", loss)
         if not callable(loss):
             raise UsageError(
                 "run.step needs a loss, a function of the output and the target: "
@@ -100,11 +100,13 @@ class SteppedModels:
             self._loss_scale(next(model.parameters()).device) if torch.is_grad_enabled() else 1.0
         )
         checked = functools.partial(self._checked, model, loss)
-        share = Share(
+        share = BatchShare(
             tuple(inputs), options, target, checked, reduction, weigh or counted, scale, weight
         )
         self._cuts.level_ties()
-        return _stepped(torch.tensor(found.step(share, loop.backward.joined), dtype=torch.float64))
+        return _stepped(
+            torch.tensor(found.run_step(share, loop.backward.joined), dtype=torch.float64)
+        )
 
     def _checked(self, model: nn.Module, loss: Loss, output: Any, target: Any) -> Tensor:
         """Return the loss of a pipeline's output.
@@ -195,7 +197,7 @@ class SteppedModels:
                 f"{type(batch.model).__name__} that is cut or has BatchNorm: "
                 f"say micro_batches={count} or less, or drop_last=True"
             )
-        parts = [batch.part(start, stop, count) for start, stop in pieces(count, number)]
+        parts = [batch.part(start, stop, count) for start, stop in piece_bounds(count, number)]
         weights = self._weights(
             [part.given for part in parts], [part.rows() for part in parts], weigh
         )

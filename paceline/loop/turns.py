@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.cluster.control.progress import Page
-from paceline.comm.group import Traffic
+from paceline.comm.group_protocol import Traffic
 from paceline.data.loader import ShareLoader, Turn
 from paceline.data.spec import LoaderSpec
 from paceline.errors import UsageError
@@ -328,7 +328,7 @@ class TrainingLoop:
             self.idle_epochs.ends(progress.activity, whole=loader.ran_through)
         if self.apart:
             # workers come together, with the same parameters
-            self.context.agreement.lockstep.enter()
+            self.context.agreement.lockstep.bring_together()
 
     def end_broken(self) -> None:
         """End the turns, and the lead, of training loops that were left by `break`.

@@ -28,7 +28,7 @@ from paceline.notebook.notebook import NotebookBar, in_kernel
 from paceline.notebook.process import LauncherProcess
 from paceline.notebook.proof import prove
 from paceline.record.call_status import StatusRelay
-from paceline.record.display import choose
+from paceline.record.display import choose_display
 from paceline.record.status_line import StatusLine
 from paceline.session import option_names
 
@@ -200,7 +200,7 @@ class _CallOutcome:
 
     def __init__(self) -> None:
         self._status = StatusRelay(
-            NotebookBar if in_kernel() else lambda: StatusLine(choose(discover()))
+            NotebookBar if in_kernel() else lambda: StatusLine(choose_display(discover()))
         )
         self._results: dict[int, BinaryIO] = {}
         # by number: the exception in a line, and its traceback
@@ -212,7 +212,7 @@ class _CallOutcome:
         """Take in a message."""
         kind, fields, body = message
         if kind == "status":
-            self._status.show(fields)
+            self._status.show_report(fields)
         elif kind == "called":
             # what it was told by a worker that this one has replaced
             self._forget(fields["number"])

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.record.status_line import (
-    WINDOW,
+    ESTIMATE_WINDOW,
     FinishedStep,
-    beside_words,
-    late_words,
-    summary,
-    time_left,
+    describe_lateness,
+    estimate_time_left,
+    format_late_values,
+    make_status,
 )
 from paceline.status.run_status import line
 from paceline.trace import PARTS
@@ -44,7 +44,7 @@ class NotebookBar:
     def __init__(self, show: Callable[..., Any] | None = None) -> None:
         self._show = importlib.import_module("IPython.display").display if show is None else show
         self._handle: Any = None  # what changes the bar that is shown
-        self._marks: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._marks: deque[tuple[int, float]] = deque(maxlen=ESTIMATE_WINDOW)
         self._late = self._remark = ""
         self._epoch: tuple[int, int] | None = None
         # what was shown of the last step, as text and as HTML
@@ -56,16 +56,18 @@ class NotebookBar:
         one.
         """
         self._marks.append((beat.step, beat.time))
-        left = time_left(self._marks, total)
+        left = estimate_time_left(self._marks, total)
         text = line(
-            summary(beat, total, left=left, epoch=self._epoch, late=self._late, remark=self._remark)
+            make_status(
+                beat, total, left=left, epoch=self._epoch, late=self._late, remark=self._remark
+            )
         )
         self._last = text, drawn(beat, total, text)
         self._draw()
 
     def logged(self, step: int, values: Mapping[str, float]) -> None:
         """Show in a line of its own what was logged of a step once it was over."""
-        self._beside = beside_words(step, values)
+        self._beside = format_late_values(step, values)
         self._draw()
 
     def _draw(self) -> None:
@@ -89,7 +91,7 @@ class NotebookBar:
 
     def late(self, latest: RankLateness, host: str, step: float) -> None:
         """Say from the next time on who is latest."""
-        self._late = late_words(latest, host, step)
+        self._late = describe_lateness(latest, host, step)
 
     def remark(self, text: str) -> None:
         """End the line with this text from the next time on."""

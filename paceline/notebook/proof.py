@@ -21,8 +21,8 @@ def prove(job: LaunchRequest) -> None:
     if job.shares is not None:
         notation.shares(job.shares, job.workers if job.hosts == 1 and job.join is None else None)
     if job.report_to is not None:
-        specs = catalogue.read(job.report_to)
+        specs = catalogue.parse_trackers(job.report_to)
         if job.hosts == 1:  # else the first worker may run elsewhere
-            catalogue.check_installed(specs)
+            catalogue.check_trackers_installed(specs)
     if job.name is not None:
-        folders.prove(job.name)
+        folders.check_run_name(job.name)

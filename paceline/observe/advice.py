@@ -13,66 +13,66 @@ import statistics
 from collections.abc import Callable, Iterator
 
 from paceline.formatting import counted
-from paceline.observe import pipelines, serving
-from paceline.observe.facts import FEWEST, RunFacts, SteadyTimes
+from paceline.observe import pipeline_report, server_report
+from paceline.observe.facts import MIN_STEPS, RunFacts, SteadyTimes
 from paceline.observe.remarks import Remark
-from paceline.observe.tables import seconds
+from paceline.observe.tables import format_seconds
 from paceline.unequal.stragglers.causes import REMEDIES, WORDS
 from paceline.unequal.stragglers.lateness import main_cause
 from paceline.unequal.stragglers.stragglers import remedy, work_by_share
 
 # Seconds of a step that are worth a change of the training.
-LEAST = 1e-3
+MIN_SECONDS = 1e-3
 # Seconds of a step that are worth reader processes, which take up to this long for a batch.
-READING = 2e-3
+MIN_READING_SECONDS = 2e-3
 # Seconds of a step below which workers may wait for the handing over, and not for the reading.
-READERS_COST = 10e-3
+HANDOVER_SECONDS = 10e-3
 # Seconds of a run that are worth another way to save.
-STOOD = 1.0
+MIN_STALL_SECONDS = 1.0
 
 # How to make exchanges along an axis faster, if the axis lies inside of hosts.
-_ALONG = {
+_AXIS_ADVICE = {
     "tensor": ": fewer workers along it exchange less, if memory allows for that",
     "shard": ": larger batches gather and sum less often for the same samples",
 }
 
 
-def advise(facts: RunFacts) -> str:
+def format_advice(facts: RunFacts) -> str:
     """Format the advice for a run, or the reason why there is none."""
-    advice = remarks(facts)
+    advice = collect_remarks(facts)
     return (
         "\n".join(["What to do about it:", *(f"- {remark.words}" for remark in advice)])
         if advice
-        else quiet(facts)
+        else explain_no_advice(facts)
     )
 
 
-def remarks(facts: RunFacts) -> list[Remark]:
+def collect_remarks(facts: RunFacts) -> list[Remark]:
     """Return the advice for a run, from all rules."""
-    run_remarks = [remark for rule in WHOLE for remark in rule(facts)]
+    run_remarks = [remark for rule in RUN_RULES for remark in rule(facts)]
     steady = facts.steady
     return (
         run_remarks
         if steady is None
-        else [*run_remarks, *(remark for rule in RULES for remark in rule(facts, steady))]
+        else [*run_remarks, *(remark for rule in STEP_RULES for remark in rule(facts, steady))]
     )
 
 
-def quiet(facts: RunFacts) -> str:
+def explain_no_advice(facts: RunFacts) -> str:
     """Explain why there is no advice for a run."""
-    if facts.steps < FEWEST:
+    if facts.steps < MIN_STEPS:
         few = f"{counted(facts.steps, 'step')} {'is' if facts.steps == 1 else 'are'} too few"
-        return f"{few} to tell a rule from chance: from {FEWEST} on there is advice."
+        return f"{few} to tell a rule from chance: from {MIN_STEPS} on there is advice."
     if facts.steady is None:
         return "metrics.jsonl is missing, and without the time of each step there is no advice."
-    if facts.share("compute") >= 0.75:
-        return f"Nothing stands out: {facts.share('compute'):.0%} of a step is compute."
+    if facts.share_of_step("compute") >= 0.75:
+        return f"Nothing stands out: {facts.share_of_step('compute'):.0%} of a step is compute."
     return "Nothing to gain for sure: what isn't compute is short, or comes and goes."
 
 
-def exchange(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
+def advise_on_exchange(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
     """Advise if the exposed exchange takes more than a quarter of a step."""
-    if not steady.lasts("exchange", 0.25, LEAST):
+    if not steady.is_lasting("exchange", 0.25, MIN_SECONDS):
         return
     slowest_axis = max(facts.axes, key=lambda along: along.seconds, default=None)
     if slowest_axis is not None and slowest_axis.axis == "stage":
@@ -86,18 +86,20 @@ def exchange(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
             "a "
             "host"
         )
-        ending = between if slowest_axis.between else _ALONG[slowest_axis.axis]
+        ending = between if slowest_axis.between else _AXIS_ADVICE[slowest_axis.axis]
         words = (
-            f"Exchange takes {facts.share('exchange'):.0%} of a step, most of it along "
+            f"Exchange takes {facts.share_of_step('exchange'):.0%} of a step, most of it along "
             f"`{slowest_axis.axis}`{ending}. "
             "`paceline layout` shows what a worker would hold by another mesh"
         )
         yield Remark(
-            words, min(slowest_axis.seconds / facts.step, facts.share("exchange")), most=True
+            words,
+            min(slowest_axis.seconds / facts.mean_step_seconds, facts.share_of_step("exchange")),
+            most=True,
         )
         return
     # From here on, it is the exchange of gradients.
-    share = facts.share("exchange")
+    share = facts.share_of_step("exchange")
     words = (
         f"Exchange takes {share:.0%} of a step. A larger global batch makes fewer exchanges for "
         "the same samples "
@@ -132,13 +134,13 @@ def exchange(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
         yield Remark(words, share, most=True)
 
 
-def slow(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
+def advise_on_slow_workers(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
     """Advise if workers wait for a slower worker, always the same or a different one each time."""
-    if not steady.lasts("wait", 0.1, LEAST):
+    if not steady.is_lasting("wait", 0.1, MIN_SECONDS):
         return
     work_seconds = [work.seconds for work in facts.work]
     slowest = max(range(len(work_seconds)), key=work_seconds.__getitem__, default=0)
-    finding = f"Waiting for slower workers takes {facts.share('wait'):.0%} of a step"
+    finding = f"Waiting for slower workers takes {facts.share_of_step('wait'):.0%} of a step"
     cause = main_cause(facts.late[slowest]) if slowest < len(facts.late) else "compute"
     # Always the same worker is slowest: clearly slower than the fastest, in most of the steps.
     if (
@@ -148,18 +150,18 @@ def slow(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
         and facts.work[slowest].late >= 0.8
     ):
         words = (
-            f"{finding}. The slowest is {facts.rank(slowest)}, with "
-            f"{seconds(work_seconds[slowest])} of own work in a step where the median is "
-            f"{seconds(statistics.median(work_seconds))}, for {WORDS[cause]}. "
-            f"{REMEDIES.get(cause) or _evened(facts, work_seconds)}"
+            f"{finding}. The slowest is {facts.name_rank(slowest)}, with "
+            f"{format_seconds(work_seconds[slowest])} of own work in a step where the median is "
+            f"{format_seconds(statistics.median(work_seconds))}, for {WORDS[cause]}. "
+            f"{REMEDIES.get(cause) or _advise_on_shares(facts, work_seconds)}"
         )
-        yield Remark(words, *_sooner(facts, work_seconds, cause))
+        yield Remark(words, *_estimate_saving(facts, work_seconds, cause))
     elif not work_seconds:
         words = (
             f"{finding}. Once the run has ended, this report says whether it is always the same "
             "one that is late"
         )
-        yield Remark(words, facts.share("wait"), most=True)
+        yield Remark(words, facts.share_of_step("wait"), most=True)
     else:
         words = (
             f"{finding}, and no worker is the slowest throughout: batches of unequal work (lengths "
@@ -167,10 +169,10 @@ def slow(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
             "other programs on the machines. trace.json, opened in Perfetto (ui.perfetto.dev), "
             "shows who was late when"
         )
-        yield Remark(words, facts.share("wait"), most=True)
+        yield Remark(words, facts.share_of_step("wait"), most=True)
 
 
-def _sooner(facts: RunFacts, work_seconds: list[float], cause: str) -> tuple[float, bool]:
+def _estimate_saving(facts: RunFacts, work_seconds: list[float], cause: str) -> tuple[float, bool]:
     """Estimate the part of a step that is saved, and whether that is an upper bound.
 
     Either the slowest worker becomes as fast as the median one, if its cause can be fixed, or the
@@ -182,15 +184,15 @@ def _sooner(facts: RunFacts, work_seconds: list[float], cause: str) -> tuple[flo
     )
     if cause in REMEDIES or facts.pipelines or len(seconds_by_share) == 1:
         return min(
-            (max(work_seconds) - statistics.median_low(work_seconds)) / facts.step, 1.0
+            (max(work_seconds) - statistics.median_low(work_seconds)) / facts.mean_step_seconds, 1.0
         ), True
     # If each worker gets samples in proportion to its speed, all need the same time.
     weights = shares if len(shares) == len(seconds_by_share) else None
     balanced_seconds = statistics.harmonic_mean(seconds_by_share, weights)
-    return min(max(max(work_seconds) - balanced_seconds, 0.0) / facts.step, 1.0), False
+    return min(max(max(work_seconds) - balanced_seconds, 0.0) / facts.mean_step_seconds, 1.0), False
 
 
-def _evened(facts: RunFacts, work_seconds: list[float]) -> str:
+def _advise_on_shares(facts: RunFacts, work_seconds: list[float]) -> str:
     """Advise to share out samples by speed, unless they are so already."""
     if facts.pipelines:
         return (
@@ -212,19 +214,19 @@ def _evened(facts: RunFacts, work_seconds: list[float]) -> str:
     )
 
 
-def data(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
+def advise_on_data(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
     """Advise if workers wait for their next batch."""
     readers = facts.dealing.num_workers if facts.dealing else 0
-    if not steady.lasts("data", 0.1, LEAST if readers else READING):
+    if not steady.is_lasting("data", 0.1, MIN_SECONDS if readers else MIN_READING_SECONDS):
         return
-    finding = f"The next batch is waited for during {facts.share('data'):.0%} of a step"
+    finding = f"The next batch is waited for during {facts.share_of_step('data'):.0%} of a step"
     if not readers:
         words = (
             f"{finding}. Where cores are left, let others prepare it: DataLoader(..., "
             "num_workers=2 or more, persistent_workers=True); or do "
             f"the costly part of the data set once, ahead"
         )
-    elif steady.least["data"] < READERS_COST:
+    elif steady.least["data"] < HANDOVER_SECONDS:
         words = (
             f"{finding}, with num_workers={readers} for each worker. Such processes need a few "
             "milliseconds to hand a batch over: see whether "
@@ -236,31 +238,31 @@ def data(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
             "cores are left; else do the costly part of "
             f"the data set once, ahead"
         )
-    yield Remark(words, facts.share("data"), most=True)
+    yield Remark(words, facts.share_of_step("data"), most=True)
 
 
-def servers(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
+def advise_on_server_load(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
     """Advise on busy servers, see `server_report`."""
-    return serving.advise(facts.servers, facts.seconds or 0.0, facts.samples)
+    return server_report.advise_on_servers(facts.servers, facts.seconds or 0.0, facts.samples)
 
 
-RULES: tuple[Callable[[RunFacts, SteadyTimes], Iterator[Remark]], ...] = (
-    exchange,
-    slow,
-    data,
-    servers,
+STEP_RULES: tuple[Callable[[RunFacts, SteadyTimes], Iterator[Remark]], ...] = (
+    advise_on_exchange,
+    advise_on_slow_workers,
+    advise_on_data,
+    advise_on_server_load,
 )
 
 
-def outside(facts: RunFacts) -> Iterator[Remark]:
+def advise_on_time_outside_steps(facts: RunFacts) -> Iterator[Remark]:
     """Advise if much of the run lies outside of its steps."""
     if (
         facts.ended
         and facts.seconds
         and facts.seconds > 60
-        and facts.step * facts.steps < 0.6 * facts.seconds
+        and facts.mean_step_seconds * facts.steps < 0.6 * facts.seconds
     ):
-        share_in_steps = facts.step * facts.steps / facts.seconds
+        share_in_steps = facts.mean_step_seconds * facts.steps / facts.seconds
         words = (
             f"Only {share_in_steps:.0%} of the run was spent in steps: evaluate and save less "
             "often, or see what the script does before the first"
@@ -268,10 +270,14 @@ def outside(facts: RunFacts) -> Iterator[Remark]:
         yield Remark(words, 1 - share_in_steps, most=True, of="run")
 
 
-def checkpoints(facts: RunFacts) -> Iterator[Remark]:
+def advise_on_checkpoints(facts: RunFacts) -> Iterator[Remark]:
     """Advise if training stands still for checkpoints."""
     stall_seconds = facts.stall * facts.saves
-    if not facts.seconds or stall_seconds < STOOD or stall_seconds <= 0.03 * facts.seconds:
+    if (
+        not facts.seconds
+        or stall_seconds < MIN_STALL_SECONDS
+        or stall_seconds <= 0.03 * facts.seconds
+    ):
         return
     stall_share = stall_seconds / facts.seconds
     if facts.stall > facts.write / 2 and not facts.background:
@@ -292,16 +298,16 @@ def checkpoints(facts: RunFacts) -> Iterator[Remark]:
         )
 
 
-def links(facts: RunFacts) -> Iterator[Remark]:
+def advise_on_links(facts: RunFacts) -> Iterator[Remark]:
     """Advise if a link between hosts became slow."""
     last = facts.links[-1] if facts.links else None
     if last is not None and last.advice:
         yield Remark(last.advice, 1 - 1 / last.gain if last.gain else None)
 
 
-WHOLE: tuple[Callable[[RunFacts], Iterator[Remark]], ...] = (
-    outside,
-    checkpoints,
-    links,
-    pipelines.advise,
+RUN_RULES: tuple[Callable[[RunFacts], Iterator[Remark]], ...] = (
+    advise_on_time_outside_steps,
+    advise_on_checkpoints,
+    advise_on_links,
+    pipeline_report.advise_on_pipelines,
 )

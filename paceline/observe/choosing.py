@@ -6,10 +6,10 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 
-RUNS = Path("runs")  # the default folder of runs
+RUNS_FOLDER = Path("runs")  # the default folder of runs
 
 
-def choose(asked: Path | None, root: Path = RUNS) -> Path:
+def choose_run(asked: Path | None, root: Path = RUNS_FOLDER) -> Path:
     """Return the folder of a run.
 
     Args:
@@ -28,7 +28,7 @@ def choose(asked: Path | None, root: Path = RUNS) -> Path:
         (written, path.parent)
         for name in ("metrics.jsonl", "live.json")
         for path in root.glob(f"*/{name}")
-        if (written := _written(path))
+        if (written := _written_at(path))
     )
     if not runs:
         raise UsageError(
@@ -38,7 +38,7 @@ def choose(asked: Path | None, root: Path = RUNS) -> Path:
     return runs[-1][1]
 
 
-def _written(path: Path) -> int:
+def _written_at(path: Path) -> int:
     """Return when a file was written; 0 if it was removed, as when a run has just ended."""
     try:
         return path.stat().st_mtime_ns

@@ -14,22 +14,22 @@ import numpy as np
 
 from paceline.cluster.mesh import Mesh
 from paceline.errors import UsageError
-from paceline.observe import serving
-from paceline.observe.metrics import Floats, MetricsReader
-from paceline.record.folder import KINDS, RunFolder
-from paceline.record.live import GONE, alive
+from paceline.observe import server_report
+from paceline.observe.metrics_reader import Floats, MetricsReader
+from paceline.record.folder import MEMORY_KINDS, RunFolder
+from paceline.record.live import GONE_SECONDS, is_writer_alive
 from paceline.record.pipeline_profile import PipelineProfile
 from paceline.trace import PARTS
 from paceline.unequal.stragglers.causes import CAUSES
 
-WARM = 5  # first steps that are left out
-TENTHS = 10  # stretches of a run that are compared
-FEWEST = 25  # with fewer steps nothing is certain
+WARM_UP_STEPS = 5  # first steps that are left out
+STRETCHES = 10  # stretches of a run that are compared
+MIN_STEPS = 25  # with fewer steps nothing is certain
 
 # Limits of a summary. It may come from someone else, and must not exhaust the memory of a reader.
-LARGEST = 64 << 20  # bytes
-MOST = {"workers": 1 << 14, "hosts": 1 << 14, "events": 100_000, "saves": 100_000}
-_AXIS = ("seconds", "within", "between")
+MAX_SUMMARY_NBYTES = 64 << 20  # bytes
+MAX_COUNTS = {"workers": 1 << 14, "hosts": 1 << 14, "events": 100_000, "saves": 100_000}
+_AXIS_FIELDS = ("seconds", "within", "between")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class SteadyTimes:
     # Least seconds of each part of a step in four of five tenths.
     least: dict[str, float]
 
-    def lasts(self, part: str, share: float, seconds: float) -> bool:
+    def is_lasting(self, part: str, share: float, seconds: float) -> bool:
         """Whether a part of a step is large nearly all the time.
 
         Args:
@@ -108,7 +108,7 @@ class SteadyTimes:
         return self.least[part] >= seconds and self.least[part] > share * self.step
 
 
-class Standing(NamedTuple):
+class RunStanding(NamedTuple):
     """The state of a run: in one word, and in words that follow its name."""
 
     # "ended", "failed", "running" or "gone"; "open" if it may be running or gone.
@@ -116,8 +116,10 @@ class Standing(NamedTuple):
     words: str
 
 
-ENDED = Standing("ended", "has ended")
-OPEN = Standing("open", "has not ended (no summary.json): it is still running, or was broken off")
+ENDED_STANDING = RunStanding("ended", "has ended")
+OPEN_STANDING = RunStanding(
+    "open", "has not ended (no summary.json): it is still running, or was broken off"
+)
 
 
 @dataclass(frozen=True)
@@ -159,22 +161,22 @@ class RunFacts:
     # Seconds until each checkpoint was on the disk.
     write: float = 0.0
     background: bool = False  # whether all were saved in the background
-    servers: list[serving.ServerFacts] = field(default_factory=list)
-    standing: Standing = ENDED
+    servers: list[server_report.ServerFacts] = field(default_factory=list)
+    standing: RunStanding = ENDED_STANDING
 
     @property
-    def step(self) -> float:
+    def mean_step_seconds(self) -> float:
         """Seconds of a mean step."""
         return sum(self.step_seconds.values())
 
-    def rank(self, rank: int) -> str:
+    def name_rank(self, rank: int) -> str:
         """Name a worker, with its place in the mesh."""
         return f"rank {rank}" if self.mesh is None else f"rank {rank} ({self.mesh.place(rank)})"
 
-    def ranks(self, ranks: Sequence[int]) -> str:
+    def name_ranks(self, ranks: Sequence[int]) -> str:
         """Name several workers, with the coordinates that they share in the mesh."""
         if len(ranks) == 1:
-            return self.rank(ranks[0])
+            return self.name_rank(ranks[0])
         names = (
             f"ranks {', '.join(map(str, ranks))}" if len(ranks) < self.workers else "all workers"
         )
@@ -186,12 +188,14 @@ class RunFacts:
         ]
         return f"{names} ({', '.join(common)})" if common and names != "all workers" else names
 
-    def share(self, part: str) -> float:
+    def share_of_step(self, part: str) -> float:
         """Return the share of a step that `part` takes."""
-        return self.step_seconds[part] / self.step if self.step > 0 else 0.0
+        return (
+            self.step_seconds[part] / self.mean_step_seconds if self.mean_step_seconds > 0 else 0.0
+        )
 
 
-def read(folder: RunFolder, metrics: MetricsReader | None = None) -> RunFacts:
+def read_facts(folder: RunFolder, metrics: MetricsReader | None = None) -> RunFacts:
     """Read the facts of a run: from its summary, or from its metrics if it has no summary yet.
 
     Args:
@@ -203,9 +207,9 @@ def read(folder: RunFolder, metrics: MetricsReader | None = None) -> RunFacts:
     """
     metrics = metrics or MetricsReader(folder)
     if folder.summary.is_file():
-        return _from_summary(folder, metrics)
+        return _facts_from_summary(folder, metrics)
     if folder.metrics.is_file():
-        return _from_metrics(folder, metrics)
+        return _facts_from_metrics(folder, metrics)
     # There is nothing to read. The rest finds out what the user may have meant.
     if folder.path.is_file():
         raise UsageError(
@@ -221,7 +225,9 @@ def read(folder: RunFolder, metrics: MetricsReader | None = None) -> RunFacts:
         )
         raise UsageError(f"there is no run folder {folder.path}; {known_runs}")
     if not any(folder.path.iterdir()):
-        return RunFacts(folder.name, False, 0, 0, None, dict.fromkeys(PARTS, 0.0), standing=OPEN)
+        return RunFacts(
+            folder.name, False, 0, 0, None, dict.fromkeys(PARTS, 0.0), standing=OPEN_STANDING
+        )
     runs = sorted(path.parent.name for path in folder.path.glob("*/metrics.jsonl"))
     contained_runs = f"; it holds the runs {', '.join(runs[-8:])}: name one of them" if runs else ""
     raise UsageError(
@@ -240,25 +246,27 @@ def read_fields(path: Path) -> dict[str, Any]:
         ValueError, TypeError, KeyError: No run of ours has written the file.
     """
     with path.open("rb") as file:
-        text = file.read(LARGEST + 1)
-    if len(text) > LARGEST:
-        raise ValueError(f"it has more than {LARGEST >> 20} MiB")
+        text = file.read(MAX_SUMMARY_NBYTES + 1)
+    if len(text) > MAX_SUMMARY_NBYTES:
+        raise ValueError(f"it has more than {MAX_SUMMARY_NBYTES >> 20} MiB")
     try:
-        fields = json.loads(text, parse_float=_finite, parse_int=_finite, parse_constant=_finite)
+        fields = json.loads(
+            text, parse_float=_parse_finite, parse_int=_parse_finite, parse_constant=_parse_finite
+        )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(fields, dict):
         raise ValueError("it is not a JSON object")
-    for name, limit in MOST.items():
+    for name, limit in MAX_COUNTS.items():
         value = fields.get(name, [])
         if (len(value) if isinstance(value, list) else int(value)) > limit:
             raise ValueError(f"its {name} are more than {limit:,}")
     for event in (*fields.get("events", ()), *fields.get("saves", ())):
-        _real(event["time"])
+        _check_seconds(event["time"])
     return fields
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     """Parse a number that a run may have measured.
 
     Infinities and NaN are not numbers here, because `to_strict_json` writes them as strings.
@@ -269,14 +277,14 @@ def _finite(text: str) -> float:
     return value
 
 
-def _real(value: Any) -> float:
+def _check_seconds(value: Any) -> float:
     """Return a number of seconds. Raises `TypeError` for anything else."""
     if type(value) not in (int, float):
         raise TypeError(f"{repr(value)[:40]} is not a number of seconds")
     return float(value)
 
 
-def so_far(folder: RunFolder) -> dict[str, Any]:
+def read_live_fields(folder: RunFolder) -> dict[str, Any]:
     """Read the fields of a summary that a run has published while it is under way.
 
     Without a live file, or if it is of another version, there are none.
@@ -288,53 +296,55 @@ def so_far(folder: RunFolder) -> dict[str, Any]:
     return fields if "sync" in fields else {}
 
 
-def standing(told: Mapping[str, Any]) -> Standing:
+def describe_standing(told: Mapping[str, Any]) -> RunStanding:
     """Describe the state of a run without a summary. `told` are its live fields."""
     try:
         live = told["live"]
-        step, is_alive = f"at step {int(live['step'])}", alive(live["writer"])
+        step, is_alive = f"at step {int(live['step'])}", is_writer_alive(live["writer"])
         if live["state"] == "failed":
-            return Standing("failed", f"failed {step}: {live['why']}")
+            return RunStanding("failed", f"failed {step}: {live['why']}")
         # A run whose writer has died may go on with another one. That would have written by now.
-        if is_alive is False and time.time() - float(live["time"]) >= GONE:
-            return Standing(
+        if is_alive is False and time.time() - float(live["time"]) >= GONE_SECONDS:
+            return RunStanding(
                 "gone", f"was broken off {step}: the process that wrote its folder is gone"
             )
-        return OPEN if is_alive is None else Standing("running", f"is running, {step}")
+        return OPEN_STANDING if is_alive is None else RunStanding("running", f"is running, {step}")
     except (KeyError, TypeError, ValueError, AttributeError):
-        return OPEN
+        return OPEN_STANDING
 
 
-def timed_steps(folder: RunFolder) -> list[tuple[int, dict[str, float]]]:
+def read_timed_steps(folder: RunFolder) -> list[tuple[int, dict[str, float]]]:
     """Return the samples of each step of a run, and the seconds of its parts."""
     metrics = MetricsReader(folder)
-    metrics.read()
+    metrics.read_new_lines()
     steps = metrics.steps
     rows = zip(steps.samples.tolist(), steps.seconds.tolist(), strict=True)
     return [(int(samples), dict(zip(PARTS, seconds, strict=True))) for samples, seconds in rows]
 
 
-def steadied(seconds: Floats) -> SteadyTimes | None:
+def find_steady_times(seconds: Floats) -> SteadyTimes | None:
     """Find the times that last through these steps; None if there are too few.
 
     `seconds` has a row for each step, and a column for each of PARTS.
     """
-    if len(seconds) < FEWEST:
+    if len(seconds) < MIN_STEPS:
         return None
-    warmed = seconds[WARM:]
+    warmed = seconds[WARM_UP_STEPS:]
     tenths = [
-        warmed[tenth_index * len(warmed) // TENTHS : (tenth_index + 1) * len(warmed) // TENTHS]
-        for tenth_index in range(TENTHS)
+        warmed[
+            tenth_index * len(warmed) // STRETCHES : (tenth_index + 1) * len(warmed) // STRETCHES
+        ]
+        for tenth_index in range(STRETCHES)
     ]
     means = np.array([tenth.mean(axis=0) for tenth in tenths])
     # A fifth of the tenths may be lower.
-    least = np.sort(means, axis=0)[TENTHS // 5]
+    least = np.sort(means, axis=0)[STRETCHES // 5]
     return SteadyTimes(
         float(np.median(means.sum(axis=1))), dict(zip(PARTS, least.tolist(), strict=True))
     )
 
 
-def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
+def _facts_from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
     """Read the facts from the summary, and the steady times from the metrics."""
     try:
         fields = read_fields(folder.summary)
@@ -350,9 +360,9 @@ def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
             ended=True,
             steps=int(fields["steps"]),
             samples=int(fields["samples"]),
-            final_loss=_number(fields["final_loss"]),
+            final_loss=_optional_float(fields["final_loss"]),
             step_seconds={part: float(fields["step_seconds"][part]) for part in PARTS},
-            seconds=_real(fields["seconds"]),
+            seconds=_check_seconds(fields["seconds"]),
             sync=str(fields["sync"]),
             workers=int(fields["workers"]),
             hosts=int(fields["hosts"]),
@@ -360,8 +370,8 @@ def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
                 OwnWork(float(rank["seconds"]), float(rank["late"]))
                 for rank in fields.get("rank_work", [])
             ),
-            late=_late(fields),
-            links=tuple(map(_link, fields.get("links", []))),
+            late=_read_lateness(fields),
+            links=tuple(map(_read_link, fields.get("links", []))),
             untold=tuple(cause for cause in fields.get("untold", []) if cause in CAUSES),
             dealing=DealingFacts(int(loader["num_workers"]), tuple(map(int, loader["shares"])))
             if loader
@@ -369,16 +379,16 @@ def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
             bytes_sent={
                 where: float(fields["bytes_sent"][where]) for where in ("within", "between")
             },
-            mesh=_mesh(fields),
+            mesh=_read_mesh(fields),
             axes=tuple(
-                AxisFacts(axis, *(float(one[key]) for key in _AXIS))
+                AxisFacts(axis, *(float(one[key]) for key in _AXIS_FIELDS))
                 for axis, one in fields.get("axes", {}).items()
             ),
-            memory=tuple(map(_memory, fields.get("memory", []))),
-            pipelines=tuple(map(PipelineProfile.read, fields.get("pipelines", []))),
+            memory=tuple(map(_read_memory, fields.get("memory", []))),
+            pipelines=tuple(map(PipelineProfile.from_fields, fields.get("pipelines", []))),
             codecs=[str(codec["words"]) for codec in fields.get("codecs", [])],
             events=[
-                {"time": _real(event["time"]), "what": str(event["what"])}
+                {"time": _check_seconds(event["time"]), "what": str(event["what"])}
                 for event in fields["events"]
             ],
             saves=int(saved["count"]),
@@ -389,7 +399,7 @@ def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
             write=float(saved["write_seconds"]) / count,
             background=int(saved.get("background", 0)) >= count,
             servers=[
-                serving.read(server, index)
+                server_report.read_server(server, index)
                 for index, server in enumerate(fields.get("servers", []))
             ],
         )
@@ -404,11 +414,11 @@ def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
         ) from error
     if not folder.metrics.is_file():
         return facts
-    metrics.read()
-    return replace(facts, steady=steadied(metrics.steps.seconds))
+    metrics.read_new_lines()
+    return replace(facts, steady=find_steady_times(metrics.steps.seconds))
 
 
-def _late(fields: Mapping[str, Any]) -> tuple[dict[str, float], ...]:
+def _read_lateness(fields: Mapping[str, Any]) -> tuple[dict[str, float], ...]:
     """Return how late each rank was, without workers that have left."""
     late_by_rank = [
         {str(cause): float(value) for cause, value in each.items()}
@@ -424,18 +434,20 @@ def _late(fields: Mapping[str, Any]) -> tuple[dict[str, float], ...]:
     return tuple(late_by_rank[at] for _, at in present)
 
 
-def _memory(fields: Mapping[str, Any]) -> MemoryFacts:
+def _read_memory(fields: Mapping[str, Any]) -> MemoryFacts:
     """Read the memory of one rank."""
     predicted = {
         kind: None if fields["predicted"][kind] is None else int(fields["predicted"][kind])
-        for kind in KINDS
+        for kind in MEMORY_KINDS
     }
     return MemoryFacts(
-        predicted, {kind: int(fields["measured"][kind]) for kind in KINDS}, int(fields["peak"])
+        predicted,
+        {kind: int(fields["measured"][kind]) for kind in MEMORY_KINDS},
+        int(fields["peak"]),
     )
 
 
-def _link(fields: Mapping[str, Any]) -> LinkFacts:
+def _read_link(fields: Mapping[str, Any]) -> LinkFacts:
     """Read a slow link."""
     return LinkFacts(
         step=int(fields["step"]),
@@ -443,12 +455,12 @@ def _link(fields: Mapping[str, Any]) -> LinkFacts:
         advice=str(fields["advice"]),
         hosts=tuple(map(str, fields["hosts"])),
         rate=float(fields["rate"]),
-        usual=_number(fields["usual"]),
-        gain=_number(fields["gain"]),
+        usual=_optional_float(fields["usual"]),
+        gain=_optional_float(fields["gain"]),
     )
 
 
-def _mesh(fields: Mapping[str, Any]) -> Mesh | None:
+def _read_mesh(fields: Mapping[str, Any]) -> Mesh | None:
     """Build the mesh from the sizes of its axes and the places of the ranks; None without one."""
     sizes, places = fields.get("mesh"), fields.get("places")
     if not sizes or not places:
@@ -461,12 +473,12 @@ def _mesh(fields: Mapping[str, Any]) -> Mesh | None:
     return Mesh(tuple((str(axis), int(size)) for axis, size in sizes.items()), tuple(by_place))
 
 
-def _from_metrics(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
+def _facts_from_metrics(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
     """Read the facts from the metrics, and from the live file if there is one."""
-    metrics.read()
+    metrics.read_new_lines()
     steps, losses = metrics.steps, metrics.values.get("loss")
     mean_seconds = steps.seconds.mean(axis=0).tolist() if len(steps.seconds) else [0.0] * len(PARTS)
-    live_fields = so_far(folder)
+    live_fields = read_live_fields(folder)
     return RunFacts(
         name=folder.name,
         ended=False,
@@ -474,16 +486,16 @@ def _from_metrics(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
         samples=int(steps.samples.sum()),
         final_loss=None if losses is None else float(losses.value[-1]),
         step_seconds=dict(zip(PARTS, mean_seconds, strict=True)),
-        seconds=metrics.seconds,
-        steady=steadied(steps.seconds),
+        seconds=metrics.last_seconds,
+        steady=find_steady_times(steps.seconds),
         sync=str(live_fields.get("sync", "")),
         workers=int(live_fields.get("workers", 1)),
         hosts=int(live_fields.get("hosts", 1)),
-        mesh=_mesh(live_fields),
-        standing=standing(live_fields),
+        mesh=_read_mesh(live_fields),
+        standing=describe_standing(live_fields),
     )
 
 
-def _number(value: Any) -> float | None:
+def _optional_float(value: Any) -> float | None:
     """Return a float, or None for None."""
     return None if value is None else float(value)

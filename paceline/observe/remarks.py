@@ -21,7 +21,7 @@ class Remark(NamedTuple):
     of: Literal["step", "run"] = "step"
 
     @property
-    def saves(self) -> str:
+    def saving_in_words(self) -> str:
         """The gain in words; empty if it isn't known."""
         if self.gain is None:
             return ""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.formatting import counted, printable, sized, spoken
-from paceline.observe import pipelines, serving
-from paceline.observe.advice import LEAST, advise
-from paceline.observe.facts import RunFacts, read
-from paceline.observe.tables import aligned, seconds
-from paceline.record.folder import KINDS, RunFolder
+from paceline.observe import pipeline_report, server_report
+from paceline.observe.advice import MIN_SECONDS, format_advice
+from paceline.observe.facts import RunFacts, read_facts
+from paceline.observe.tables import align_columns, format_seconds
+from paceline.record.folder import MEMORY_KINDS, RunFolder
 from paceline.trace import PARTS
 from paceline.unequal.stragglers.causes import CAUSES, WORDS
 
-LISTED = 200  # events that are listed
+MAX_EVENTS = 200  # events that are listed
 # Least seconds of a step that show in a table.
-TOLD = 5e-5
-_MEANING = {
+MIN_SHOWN_SECONDS = 5e-5
+_PART_MEANINGS = {
     "compute": "forward, backward and the optimizer",
     "exchange": "what could not be hidden behind compute",
     "wait": "for slower workers",
@@ -24,33 +24,34 @@ _MEANING = {
 }
 
 
-def report(folder: Path) -> str:
+def format_report(folder: Path) -> str:
     """Format the report on the run in `folder`. If it has not ended, report what is known so far.
 
     Raises:
         UsageError: The folder does not exist, isn't that of a run, or has a damaged file.
     """
-    facts = read(RunFolder(folder))
+    facts = read_facts(RunFolder(folder))
     if facts.steps == 0:
         return (
-            f"{printable(_title(facts))}\n\nNo step was finished, so there is nothing to tell "
+            f"{printable(_format_title(facts))}\n\nNo step was finished, so there is nothing to "
+            "tell "
             "about time."
         )
-    server_text = serving.tell(facts.servers, facts.seconds or 0.0, facts.samples)
+    server_text = server_report.describe_servers(facts.servers, facts.seconds or 0.0, facts.samples)
     blocks = [
-        _title(facts),
-        _times(facts),
-        _late(facts),
-        _links(facts),
-        _traffic(facts),
-        _axes(facts),
-        pipelines.tell(facts),
+        _format_title(facts),
+        _format_times(facts),
+        _format_lateness(facts),
+        _format_links(facts),
+        _format_traffic(facts),
+        _format_axes(facts),
+        pipeline_report.describe_pipeline(facts),
         *facts.codecs,
         server_text,
-        _memory(facts),
-        _checkpoints(facts),
-        advise(facts),
-        _events(facts),
+        _format_memory(facts),
+        _format_checkpoints(facts),
+        format_advice(facts),
+        _format_events(facts),
     ]
     return printable("\n\n".join(block for block in blocks if block))
 
@@ -58,7 +59,7 @@ def report(folder: Path) -> str:
 # The blocks of the report -----------------------------------------------------------------------
 
 
-def _title(facts: RunFacts) -> str:
+def _format_title(facts: RunFacts) -> str:
     """Format the title: run, strategy, workers, steps, time and loss."""
     duration = "" if facts.seconds is None else f" in {spoken(facts.seconds)}"
     loss = (
@@ -79,23 +80,28 @@ def _title(facts: RunFacts) -> str:
     )
 
 
-def _times(facts: RunFacts) -> str:
+def _format_times(facts: RunFacts) -> str:
     """Format where the time of a step went, by parts."""
-    rate = f" ({facts.samples / facts.steps / facts.step:,.0f} samples/s)" if facts.step > 0 else ""
+    rate = (
+        f" ({facts.samples / facts.steps / facts.mean_step_seconds:,.0f} samples/s)"
+        if facts.mean_step_seconds > 0
+        else ""
+    )
     lines = [
         (
-            f"A step took {seconds(facts.step)}{rate}, mean over "
+            f"A step took {format_seconds(facts.mean_step_seconds)}{rate}, mean over "
             f"steps{' and workers' if facts.workers > 1 else ''}:"
         )
     ]
     for part in PARTS:
         lines.append(
-            f"  {part:<9}{facts.share(part):>5.0%}  {seconds(facts.step_seconds[part]):>9}  "
-            f"{_MEANING[part]}"
+            f"  {part:<9}{facts.share_of_step(part):>5.0%}  "
+            f"{format_seconds(facts.step_seconds[part]):>9}  "
+            f"{_PART_MEANINGS[part]}"
         )
     # Before the end of a run, its seconds are those of its last step.
     if facts.ended and facts.seconds:
-        outside_seconds = facts.seconds - facts.step * facts.steps
+        outside_seconds = facts.seconds - facts.mean_step_seconds * facts.steps
         if outside_seconds > 0.05 * facts.seconds:
             lines.append(
                 f"Outside of steps: {spoken(outside_seconds)}, "
@@ -105,28 +111,32 @@ def _times(facts: RunFacts) -> str:
     return "\n".join(lines)
 
 
-def _late(facts: RunFacts) -> str:
+def _format_lateness(facts: RunFacts) -> str:
     """Format how late each worker was and why; empty if that took less than a twentieth of a step.
 
     Causes that took nothing are left out.
     """
     most_seconds = max((sum(late.values()) for late in facts.late), default=0.0)
-    if most_seconds < max(LEAST, 0.05 * facts.step):
+    if most_seconds < max(MIN_SECONDS, 0.05 * facts.mean_step_seconds):
         return ""
     # A column for each cause that shows at least one number.
-    causes = [cause for cause in CAUSES if any(late.get(cause, 0.0) >= TOLD for late in facts.late)]
+    causes = [
+        cause
+        for cause in CAUSES
+        if any(late.get(cause, 0.0) >= MIN_SHOWN_SECONDS for late in facts.late)
+    ]
     rows = [
         (
-            facts.rank(rank),
+            facts.name_rank(rank),
             *(
-                seconds(value)
+                format_seconds(value)
                 for value in (sum(late.values()), *(late.get(cause, 0.0) for cause in causes))
             ),
         )
         for rank, late in enumerate(facts.late)
     ]
     head = "How much later than usual each worker was in a mean step, and why:"
-    table = aligned([("", "late", *(WORDS[cause] for cause in causes)), *rows])
+    table = align_columns([("", "late", *(WORDS[cause] for cause in causes)), *rows])
     untold = (
         [f"Not told apart on this machine: {' and '.join(WORDS[cause] for cause in facts.untold)}."]
         if facts.untold
@@ -135,12 +145,12 @@ def _late(facts: RunFacts) -> str:
     return "\n".join([head, *table, *untold])
 
 
-def _links(facts: RunFacts) -> str:
+def _format_links(facts: RunFacts) -> str:
     """Format the links that became slow."""
     return "\n".join(f"From step {link.step} on {link.words}." for link in facts.links)
 
 
-def _traffic(facts: RunFacts) -> str:
+def _format_traffic(facts: RunFacts) -> str:
     """Format the bytes of a step within and between hosts."""
     if facts.bytes_sent is None or facts.workers == 1:
         return ""
@@ -158,7 +168,7 @@ def _traffic(facts: RunFacts) -> str:
     return text
 
 
-def _axes(facts: RunFacts) -> str:
+def _format_axes(facts: RunFacts) -> str:
     """Format the exchanges of a step along each axis of the mesh."""
     if not facts.axes:
         return ""
@@ -169,21 +179,23 @@ def _axes(facts: RunFacts) -> str:
         )
     ]
     for along in facts.axes:
-        share = along.seconds / facts.step if facts.step > 0 else 0.0
+        share = along.seconds / facts.mean_step_seconds if facts.mean_step_seconds > 0 else 0.0
         sent = f"{sized(along.within)} within hosts, {sized(along.between)} between hosts"
-        lines.append(f"  {along.axis:<9}{share:>5.0%}  {seconds(along.seconds):>9}  {sent}")
+        lines.append(f"  {along.axis:<9}{share:>5.0%}  {format_seconds(along.seconds):>9}  {sent}")
     return "\n".join(lines)
 
 
-def _memory(facts: RunFacts) -> str:
+def _format_memory(facts: RunFacts) -> str:
     """Format the memory of the workers. Workers with the same memory share a line."""
     ranks_by_cells: dict[tuple[str, ...], list[int]] = {}
     for rank, held in enumerate(facts.memory):
-        cells = tuple(_held(held.measured[kind], held.predicted[kind]) for kind in KINDS)
+        cells = tuple(
+            _format_held(held.measured[kind], held.predicted[kind]) for kind in MEMORY_KINDS
+        )
         ranks_by_cells.setdefault(cells, []).append(rank)
     rows = [
         # The peak differs a little in each process, so the largest of the line is shown.
-        (facts.ranks(ranks), *cells, sized(max(facts.memory[rank].peak for rank in ranks)))
+        (facts.name_ranks(ranks), *cells, sized(max(facts.memory[rank].peak for rank in ranks)))
         for cells, ranks in ranks_by_cells.items()
     ]
     if not rows:
@@ -192,16 +204,16 @@ def _memory(facts: RunFacts) -> str:
         "Held by each worker from step to step (in brackets what was predicted, where that is "
         "something else):"
     )
-    return "\n".join([head, *aligned([("", *KINDS, "process at most"), *rows])])
+    return "\n".join([head, *align_columns([("", *MEMORY_KINDS, "process at most"), *rows])])
 
 
-def _held(measured: int, predicted: int | None) -> str:
+def _format_held(measured: int, predicted: int | None) -> str:
     """Format measured bytes, and the predicted bytes if they look different."""
     text = sized(measured)
     return text if predicted is None or sized(predicted) == text else f"{text} ({sized(predicted)})"
 
 
-def _checkpoints(facts: RunFacts) -> str:
+def _format_checkpoints(facts: RunFacts) -> str:
     """Format the cost of checkpoints."""
     if not facts.saves:
         return ""
@@ -213,18 +225,20 @@ def _checkpoints(facts: RunFacts) -> str:
     )
     return (
         f"{counted(facts.saves, 'checkpoint')}: training stood still for "
-        f"{seconds(facts.stall)}{'' if once else ' each'}, and "
-        f"{'it was' if once else 'they were'} on the disk after {seconds(facts.write)} of "
+        f"{format_seconds(facts.stall)}{'' if once else ' each'}, and "
+        f"{'it was' if once else 'they were'} on the disk after {format_seconds(facts.write)} of "
         f"writing{'' if once else ' each'}.{best}"
     )
 
 
-def _events(facts: RunFacts) -> str:
+def _format_events(facts: RunFacts) -> str:
     """Format the last events."""
     head = (
         "Events:"
-        if len(facts.events) <= LISTED
-        else f"Events, the last {LISTED} of {len(facts.events):,}; all are in summary.json:"
+        if len(facts.events) <= MAX_EVENTS
+        else f"Events, the last {MAX_EVENTS} of {len(facts.events):,}; all are in summary.json:"
     )
-    lines = [f"  {spoken(event['time']):>7}  {event['what']}" for event in facts.events[-LISTED:]]
+    lines = [
+        f"  {spoken(event['time']):>7}  {event['what']}" for event in facts.events[-MAX_EVENTS:]
+    ]
     return "\n".join([head, *lines]) if lines else ""

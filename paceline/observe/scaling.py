@@ -17,20 +17,20 @@ from dataclasses import dataclass
 
 from paceline.errors import UsageError
 from paceline.formatting import counted
-from paceline.observe.facts import WARM, read, timed_steps
-from paceline.observe.tables import aligned, seconds
+from paceline.observe.facts import WARM_UP_STEPS, read_facts, read_timed_steps
+from paceline.observe.tables import align_columns, format_seconds
 from paceline.record.folder import RunFolder
 from paceline.trace import PARTS
 
 # Share of its ideal speed that an added worker has to bring, or adding it does not pay.
-PAYS = 0.5
-FEW = 20  # with fewer steps there is a warning
+MIN_GAIN = 0.5
+FEW_STEPS = 20  # with fewer steps there is a warning
 # Relative difference of global batches that counts as none.
-ALIKE = 0.01
-_WIDTH = 50  # characters of a bar
-_LETTERS = {"exchange": "e", "wait": "w", "data": "d", "compute": "r"}
-_NAMED = {"exchange": "exchange", "wait": "waiting", "data": "data", "compute": "the rest"}
-_HELP = {
+BATCH_TOLERANCE = 0.01
+_BAR_WIDTH = 50  # characters of a bar
+_PART_LETTERS = {"exchange": "e", "wait": "w", "data": "d", "compute": "r"}
+_PART_NAMES = {"exchange": "exchange", "wait": "waiting", "data": "data", "compute": "the rest"}
+_PART_ADVICE = {
     "exchange": (
         "gradients travel longer than backward hides; a larger batch for each worker, a codec or "
         "LocalSGD would help"
@@ -63,23 +63,23 @@ class ScalingPoint:
     steps: int
 
     @property
-    def step(self) -> float:
+    def step_seconds(self) -> float:
         """Seconds of a mean step."""
         return sum(self.parts.values())
 
     @property
-    def rate(self) -> float:
+    def samples_per_second(self) -> float:
         """Samples per second."""
-        return self.batch / self.step
+        return self.batch / self.step_seconds
 
-    def work(self, part: str) -> float:
+    def work_per_sample(self, part: str) -> float:
         """Return the worker-seconds of a sample that `part` takes."""
         return self.workers * self.parts[part] / self.batch
 
     @property
-    def cost(self) -> float:
+    def cost_per_sample(self) -> float:
         """Worker-seconds of a sample."""
-        return sum(self.work(part) for part in PARTS)
+        return sum(self.work_per_sample(part) for part in PARTS)
 
 
 @dataclass(frozen=True)
@@ -97,31 +97,31 @@ class ScalingCurve:
         """The run with the fewest workers."""
         return self.points[0]
 
-    def speedup(self, point: ScalingPoint) -> float:
+    def speed_up_of(self, point: ScalingPoint) -> float:
         """Return the speed of a run, relative to the run with the fewest workers."""
-        return point.rate / self.base.rate
+        return point.samples_per_second / self.base.samples_per_second
 
-    def efficiency(self, point: ScalingPoint) -> float:
+    def efficiency_of(self, point: ScalingPoint) -> float:
         """Return the share of its workers' time that a run has put to use.
 
         The run with the fewest workers counts as having lost nothing.
         """
-        return self.base.cost / point.cost
+        return self.base.cost_per_sample / point.cost_per_sample
 
 
-def measured(folder: RunFolder) -> ScalingPoint:
+def measure_run(folder: RunFolder) -> ScalingPoint:
     """Measure a run that has ended, without its first steps.
 
     Raises:
         UsageError: The run has not ended, or has too few steps.
     """
-    facts, steps = read(folder), timed_steps(folder)
+    facts, steps = read_facts(folder), read_timed_steps(folder)
     if not facts.ended:
         raise UsageError(
             f"the run {folder.name} {facts.standing.words}: only one that has ended can be measured"
         )
     # Short runs keep at least four fifths of their steps.
-    steps = steps[min(WARM, len(steps) // 5) :]
+    steps = steps[min(WARM_UP_STEPS, len(steps) // 5) :]
     samples = sum(batch for batch, _ in steps)
     if len(steps) < 2 or not samples:
         raise UsageError(
@@ -134,12 +134,12 @@ def measured(folder: RunFolder) -> ScalingPoint:
     return ScalingPoint(facts.workers, samples / len(steps), parts, len(steps))
 
 
-def typical(points: Sequence[ScalingPoint]) -> ScalingPoint:
+def choose_median_run(points: Sequence[ScalingPoint]) -> ScalingPoint:
     """Return the run of median speed; the slower of the two in the middle if there are two."""
-    return sorted(points, key=lambda point: point.rate)[(len(points) - 1) // 2]
+    return sorted(points, key=lambda point: point.samples_per_second)[(len(points) - 1) // 2]
 
 
-def curve(points: Sequence[ScalingPoint]) -> ScalingCurve:
+def make_scaling_curve(points: Sequence[ScalingPoint]) -> ScalingCurve:
     """Combine runs, and tell strong from weak scaling by their global batches.
 
     Raises:
@@ -151,7 +151,7 @@ def curve(points: Sequence[ScalingPoint]) -> ScalingCurve:
     for strong in (True, False):
         # What stays the same: the global batch, or the batch of a worker.
         sizes = [point.batch / (1 if strong else point.workers) for point in ordered]
-        if max(sizes) - min(sizes) <= ALIKE * max(sizes):
+        if max(sizes) - min(sizes) <= BATCH_TOLERANCE * max(sizes):
             return ScalingCurve(ordered, strong)
     batches = ", ".join(f"{point.batch:g} samples with {point.workers}" for point in ordered)
     raise UsageError(
@@ -160,15 +160,18 @@ def curve(points: Sequence[ScalingPoint]) -> ScalingCurve:
     )
 
 
-def losses(point: ScalingPoint, base: ScalingPoint) -> dict[str, float]:
+def compute_losses(point: ScalingPoint, base: ScalingPoint) -> dict[str, float]:
     """Return the share of its workers' time that `point` loses to each part, compared with `base`.
 
     A negative loss is a gain.
     """
-    return {part: (point.work(part) - base.work(part)) / point.cost for part in PARTS}
+    return {
+        part: (point.work_per_sample(part) - base.work_per_sample(part)) / point.cost_per_sample
+        for part in PARTS
+    }
 
 
-def serial(points: Sequence[ScalingPoint]) -> float:
+def fit_serial_seconds(points: Sequence[ScalingPoint]) -> float:
     """Fit `serial + divisible / workers` to the seconds of compute; return `serial`, at least 0.
 
     Source: Amdahl, Validity of the single processor approach to achieving large scale computing
@@ -182,15 +185,17 @@ def serial(points: Sequence[ScalingPoint]) -> float:
     return max(statistics.fmean(compute_seconds) - slope * statistics.fmean(inverse_workers), 0.0)
 
 
-def gain(fewer: ScalingPoint, more: ScalingPoint) -> float:
+def compute_gain(fewer: ScalingPoint, more: ScalingPoint) -> float:
     """Return the speed that added workers bring, as a share of the ideal."""
-    return (more.rate / fewer.rate - 1) / (more.workers / fewer.workers - 1)
+    return (more.samples_per_second / fewer.samples_per_second - 1) / (
+        more.workers / fewer.workers - 1
+    )
 
 
 # In words ----------------------------------------------------------------------------------------
 
 
-def describe(scaling: ScalingCurve, cores: int | None = None) -> str:
+def describe_scaling(scaling: ScalingCurve, cores: int | None = None) -> str:
     """Format the table, the bars and the conclusion.
 
     Args:
@@ -202,7 +207,7 @@ def describe(scaling: ScalingCurve, cores: int | None = None) -> str:
         if scaling.strong
         else "Weak scaling: the global batch grows with the workers"
     )
-    short_runs = [point for point in scaling.points if point.steps < FEW]
+    short_runs = [point for point in scaling.points if point.steps < FEW_STEPS]
     warned = []
     if short_runs:
         workers = counted(short_runs[0].workers, "worker")
@@ -211,16 +216,16 @@ def describe(scaling: ScalingCurve, cores: int | None = None) -> str:
         ]
     blocks = [
         f"{kind}.",
-        "\n".join(_table(scaling)),
-        "\n".join(_bars(scaling)),
-        "\n".join(_amdahl(scaling)),
-        conclusion(scaling, cores),
+        "\n".join(_format_table(scaling)),
+        "\n".join(_draw_bars(scaling)),
+        "\n".join(_describe_amdahl(scaling)),
+        describe_conclusion(scaling, cores),
         *warned,
     ]
     return "\n\n".join(block for block in blocks if block)
 
 
-def _table(scaling: ScalingCurve) -> list[str]:
+def _format_table(scaling: ScalingCurve) -> list[str]:
     """Return the lines of the table of runs."""
     head = (
         "workers",
@@ -229,64 +234,74 @@ def _table(scaling: ScalingCurve) -> list[str]:
         "samples/s",
         "speed-up",
         "efficiency",
-        *(f"lost to {_NAMED[part]}" for part in _LETTERS),
+        *(f"lost to {_PART_NAMES[part]}" for part in _PART_LETTERS),
     )
     rows = [
         (
             str(point.workers),
             f"{point.batch:,.1f}".removesuffix(".0"),
-            seconds(point.step),
-            f"{point.rate:,.0f}" if point.rate >= 10 else f"{point.rate:.2f}",
-            f"{scaling.speedup(point):.2f}",
-            f"{scaling.efficiency(point):.0%}",
-            *(f"{losses(point, scaling.base)[part]:.0%}".replace("-0%", "0%") for part in _LETTERS),
+            format_seconds(point.step_seconds),
+            f"{point.samples_per_second:,.0f}"
+            if point.samples_per_second >= 10
+            else f"{point.samples_per_second:.2f}",
+            f"{scaling.speed_up_of(point):.2f}",
+            f"{scaling.efficiency_of(point):.0%}",
+            *(
+                f"{compute_losses(point, scaling.base)[part]:.0%}".replace("-0%", "0%")
+                for part in _PART_LETTERS
+            ),
         )
         for point in scaling.points
     ]
-    return list(aligned([head, *rows], left=0))
+    return list(align_columns([head, *rows], left=0))
 
 
-def _bars(scaling: ScalingCurve) -> list[str]:
+def _draw_bars(scaling: ScalingCurve) -> list[str]:
     """Draw how the time of the workers is spent, one bar for each run."""
     lines = []
     for point in scaling.points:
-        lost = losses(point, scaling.base)
-        segments, filled = [], min(scaling.efficiency(point), 1.0)
-        bar = "#" * round(_WIDTH * filled)
+        lost = compute_losses(point, scaling.base)
+        segments, filled = [], min(scaling.efficiency_of(point), 1.0)
+        bar = "#" * round(_BAR_WIDTH * filled)
         # The ends of segments are rounded, and not their lengths, so rounding errors don't add up.
-        for part, letter in _LETTERS.items():
+        for part, letter in _PART_LETTERS.items():
             filled += max(lost[part], 0.0)
-            segments.append((letter, min(round(_WIDTH * filled), _WIDTH)))
+            segments.append((letter, min(round(_BAR_WIDTH * filled), _BAR_WIDTH)))
         for letter, end in segments:
             bar += letter * (end - len(bar))
-        lines.append((str(point.workers), bar.ljust(_WIDTH), f"{scaling.efficiency(point):.0%}"))
+        lines.append(
+            (str(point.workers), bar.ljust(_BAR_WIDTH), f"{scaling.efficiency_of(point):.0%}")
+        )
     key = "  # work as with the fewest workers, e exchange, w waiting, d data, r rest of compute"
-    return [*aligned(lines, left=0), key]
+    return [*align_columns(lines, left=0), key]
 
 
-def _amdahl(scaling: ScalingCurve) -> list[str]:
+def _describe_amdahl(scaling: ScalingCurve) -> list[str]:
     """Describe the part of compute that doesn't shrink with more workers."""
     if not scaling.strong:
         return []
-    base, serial_seconds = scaling.base, serial(scaling.points)
+    base, serial_seconds = scaling.base, fit_serial_seconds(scaling.points)
     share = serial_seconds / base.parts["compute"] if base.parts["compute"] > 0 else 0.0
-    if share > 1 - ALIKE:
+    if share > 1 - BATCH_TOLERANCE:
         return ["Compute doesn't shrink with more workers (Amdahl's fit)."]
-    if share < ALIKE:
+    if share < BATCH_TOLERANCE:
         return ["Compute shrinks in proportion to the workers (Amdahl's fit finds no serial rest)."]
-    compute = f"{seconds(base.parts['compute'])} of compute with {counted(base.workers, 'worker')}"
+    compute = (
+        f"{format_seconds(base.parts['compute'])} of compute with {counted(base.workers, 'worker')}"
+    )
     return [
-        f"Of the {compute}, {seconds(serial_seconds)} ({share:.0%}) don't shrink (Amdahl's fit): "
+        f"Of the {compute}, {format_seconds(serial_seconds)} ({share:.0%}) don't shrink (Amdahl's "
+        "fit): "
         "more workers alone bring "
-        f"{base.step / serial_seconds:.1f} times the speed at most."
+        f"{base.step_seconds / serial_seconds:.1f} times the speed at most."
     ]
 
 
-def conclusion(scaling: ScalingCurve, cores: int | None = None) -> str:
+def describe_conclusion(scaling: ScalingCurve, cores: int | None = None) -> str:
     """Describe from when on adding workers stops paying, and why."""
     for fewer, more in zip(scaling.points, scaling.points[1:], strict=False):
-        gained = gain(fewer, more)
-        if gained < PAYS:
+        gained = compute_gain(fewer, more)
+        if gained < MIN_GAIN:
             added = (
                 "the worker added"
                 if more.workers - fewer.workers == 1
@@ -295,9 +310,12 @@ def conclusion(scaling: ScalingCurve, cores: int | None = None) -> str:
             what = (
                 f"brings {gained:.0%} of its worth"
                 if gained >= 0
-                else f"is a loss: {more.rate / fewer.rate:.2f} times the speed"
+                else (
+                    f"is a loss: {more.samples_per_second / fewer.samples_per_second:.2f} times "
+                    "the speed"
+                )
             )
-            why = _reason(fewer, more, strong=scaling.strong, cores=cores)
+            why = _explain_loss(fewer, more, strong=scaling.strong, cores=cores)
             return (
                 f"Adding workers stops paying at {fewer.workers}: from there to {more.workers}, "
                 f"{added} {what}. {why}"
@@ -305,17 +323,19 @@ def conclusion(scaling: ScalingCurve, cores: int | None = None) -> str:
     last = scaling.points[-1]
     text = (
         f"Adding workers pays up to {last.workers}, the most that were measured: "
-        f"{scaling.speedup(last):.2f} times the speed"
+        f"{scaling.speed_up_of(last):.2f} times the speed"
     )
-    lost = 1 - scaling.efficiency(last)
+    lost = 1 - scaling.efficiency_of(last)
     if lost < 0.05:
         return f"{text}, with next to nothing lost."
-    return f"{text}. {_reason(scaling.base, last, strong=scaling.strong, cores=cores)}"
+    return f"{text}. {_explain_loss(scaling.base, last, strong=scaling.strong, cores=cores)}"
 
 
-def _reason(fewer: ScalingPoint, more: ScalingPoint, *, strong: bool, cores: int | None) -> str:
+def _explain_loss(
+    fewer: ScalingPoint, more: ScalingPoint, *, strong: bool, cores: int | None
+) -> str:
     """Explain which part of a step lost most from `fewer` to `more` workers, and how to help."""
-    lost = losses(more, fewer)
+    lost = compute_losses(more, fewer)
     # More workers than processors is a reason by itself.
     crowded = (
         ""
@@ -323,11 +343,11 @@ def _reason(fewer: ScalingPoint, more: ScalingPoint, *, strong: bool, cores: int
         else f"{more.workers} workers share {counted(cores, 'processor')} here"
     )
     part = max(lost, key=lambda part: lost[part])
-    name = _NAMED[part] if part != "compute" else "compute"
+    name = _PART_NAMES[part] if part != "compute" else "compute"
     finding = f"Most was lost to {name} ({lost[part]:.0%} of the time of {more.workers} workers): "
     if part != "compute":
         note = f" ({crowded}, which makes that worse)" if crowded else ""
-        return f"{finding}{_HELP[part]}{note}."
+        return f"{finding}{_PART_ADVICE[part]}{note}."
     if crowded:
         return f"{finding}{crowded}; measure on more of them, or on several hosts."
     if strong:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 
-def seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """Format seconds as in reports."""
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
 
 
-def aligned(rows: Iterable[Sequence[str]], *, left: int = 1) -> Iterator[str]:
+def align_columns(rows: Iterable[Sequence[str]], *, left: int = 1) -> Iterator[str]:
     """Yield the lines of a table, with two spaces between columns.
 
     The first `left` columns are aligned left, all others right.

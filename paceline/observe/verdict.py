@@ -5,21 +5,25 @@ from __future__ import annotations
 import math
 
 from paceline.formatting import counted, spoken
-from paceline.observe.advice import quiet, remarks
+from paceline.observe.advice import collect_remarks, explain_no_advice
 from paceline.observe.facts import RunFacts
 from paceline.observe.remarks import Remark
-from paceline.observe.tables import seconds
+from paceline.observe.tables import format_seconds
 from paceline.trace import PARTS
 
-UNSTARTED = "No step was finished, so there is nothing to tell about time."
+NO_STEP = "No step was finished, so there is nothing to tell about time."
 
 
-def verdict(facts: RunFacts) -> list[str]:
+def make_verdict(facts: RunFacts) -> list[str]:
     """Return the sentences of the verdict; a single one for a run without a step."""
-    return [_trained(facts), _spent(facts), _means(facts)] if facts.steps else [UNSTARTED]
+    return (
+        [_describe_training(facts), _describe_step_time(facts), _describe_gain(facts)]
+        if facts.steps
+        else [NO_STEP]
+    )
 
 
-def _trained(facts: RunFacts) -> str:
+def _describe_training(facts: RunFacts) -> str:
     """Describe what was trained, by how many workers, and the loss."""
     work = f"{counted(facts.samples, 'sample')} in {counted(facts.steps, 'step')}"
     duration = "" if facts.seconds is None else f" in {spoken(facts.seconds)}"
@@ -38,32 +42,37 @@ def _trained(facts: RunFacts) -> str:
     return f"{who}{mesh} trained {work}{duration}{loss}, with {facts.sync}."
 
 
-def _spent(facts: RunFacts) -> str:
+def _describe_step_time(facts: RunFacts) -> str:
     """Describe where the time of a step went."""
-    rate = f" ({facts.samples / facts.steps / facts.step:,.0f} samples/s)" if facts.step > 0 else ""
-    shares = sorted(PARTS, key=facts.share, reverse=True)
-    first, *other_parts = (f"{part} {facts.share(part):.0%}" for part in shares)
+    rate = (
+        f" ({facts.samples / facts.steps / facts.mean_step_seconds:,.0f} samples/s)"
+        if facts.mean_step_seconds > 0
+        else ""
+    )
+    shares = sorted(PARTS, key=facts.share_of_step, reverse=True)
+    first, *other_parts = (f"{part} {facts.share_of_step(part):.0%}" for part in shares)
     return (
-        f"A step took {seconds(facts.step)}{rate}: {first}, {', '.join(other_parts[:-1])} and "
+        f"A step took {format_seconds(facts.mean_step_seconds)}{rate}: "
+        f"{first}, {', '.join(other_parts[:-1])} and "
         f"{other_parts[-1]}."
     )
 
 
-def _means(facts: RunFacts) -> str:
+def _describe_gain(facts: RunFacts) -> str:
     """Describe the most valuable advice, or why there is none."""
     if facts.final_loss is not None and not math.isfinite(facts.final_loss):
         return (
             f"The loss is {facts.final_loss}: the weights are likely lost, and the curve shows "
             "since when."
         )
-    known_gains = [remark for remark in remarks(facts) if remark.gain is not None]
+    known_gains = [remark for remark in collect_remarks(facts) if remark.gain is not None]
     if not known_gains:
-        return quiet(facts)
+        return explain_no_advice(facts)
     # Estimates come before upper bounds, which may be far from what is saved.
     best = max(known_gains, key=lambda remark: (not remark.most, remark.gain))
-    return f"{headline(best)}; what `paceline report` advises {best.saves}."
+    return f"{extract_headline(best)}; what `paceline report` advises {best.saving_in_words}."
 
 
-def headline(remark: Remark) -> str:
+def extract_headline(remark: Remark) -> str:
     """Return the first sentence of a remark, up to its first colon."""
     return remark.words.partition(". ")[0].partition(": ")[0].rstrip(".")

@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.errors import UsageError
 
 # Set on the function that replaces a layer's forward.
 _MARK = "_paceline_batchnorm"
 
 
-def synchronise(
+def synchronise_batchnorm(
     model: nn.Module,
     group: Group,
     *,
@@ -74,47 +74,47 @@ def synchronise(
     ]
     for name, layer in layers:
         current = layer.__dict__.get("forward")
-        if current is not None and not _replaceable(layer, current):
+        if current is not None and not _is_replaceable(layer, current):
             raise UsageError(
                 f"layer {name!r} ({type(layer).__name__}) has a forward of its own on the "
                 "instance, which synchronous BatchNorm would "
                 'drop; remove it, or say batchnorm="local"'
             )
-    desynchronise(model)
+    desynchronise_batchnorm(model)
     if group.size > 1:
         for name, layer in layers:
             answer = partial(_GlobalBatchNorm, group=group, ghost=ghost, scale=scale)
-            stand_in = _stand_in(layer, f"batchnorm {name}", answer, copies)
+            stand_in = _make_forward(layer, f"batchnorm {name}", answer, copies)
             layer.forward = types.MethodType(stand_in, layer)  # type: ignore[method-assign]
     return len(layers)
 
 
-def desynchronise(model: nn.Module) -> int:
+def desynchronise_batchnorm(model: nn.Module) -> int:
     """Give every synchronised layer its class's forward again; return the number of such layers."""
     layers = [
         module
         for module in model.modules()
         if isinstance(module, _BatchNorm) and "forward" in module.__dict__
     ]
-    changed = [layer for layer in layers if _replaceable(layer, layer.__dict__["forward"])]
+    changed = [layer for layer in layers if _is_replaceable(layer, layer.__dict__["forward"])]
     for layer in changed:
         del layer.__dict__["forward"]
     return len(changed)
 
 
-def is_synchronous(module: nn.Module) -> bool:
+def is_synchronised(module: nn.Module) -> bool:
     """Whether a layer is synchronised, so that its running statistics are right on a ghost, too."""
     return hasattr(getattr(module.__dict__.get("forward"), "__func__", None), _MARK)
 
 
-def _replaceable(layer: nn.Module, forward: Any) -> bool:
+def _is_replaceable(layer: nn.Module, forward: Any) -> bool:
     # An unpickled synchronised layer has its class's forward as a bound method on the instance. It
     # may be replaced, as nothing is lost with it.
     function = getattr(forward, "__func__", None)
     return hasattr(function, _MARK) or function is type(layer).forward
 
 
-def _stand_in(
+def _make_forward(
     original: _BatchNorm,
     name: str,
     answer: Callable[[str], _GlobalBatchNorm],
@@ -137,14 +137,14 @@ def _stand_in(
             # This is a deepcopy. It exchanges if its original does, and if it uses batch
             # statistics.
             uses_batch = layer.training or layer.running_mean is None
-            if source is None or not is_synchronous(source) or not uses_batch or not copies():
+            if source is None or not is_synchronised(source) or not uses_batch or not copies():
                 return own(layer, *args, **kwargs)
             # Workers compare this name: all of them run the copy, or none.
             name_here = f"{name} of a copy"
         mode = answer(name_here)
         with mode:
             y = own(layer, *args, **kwargs)
-        if not mode.asked:
+        if not mode.was_called:
             raise UsageError(
                 f"{name}: {type(layer).__name__}.forward doesn't compute by "
                 "torch.nn.functional.batch_norm, so its statistics can't be "
@@ -166,7 +166,7 @@ class _GlobalBatchNorm(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.name, self.group, self.ghost, self.scale = name, group, ghost, scale
-        self.asked = False
+        self.was_called = False
 
     def __torch_function__(
         self,
@@ -178,14 +178,14 @@ class _GlobalBatchNorm(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not F.batch_norm:
             return func(*args, **kwargs)
-        self.asked = True
+        self.was_called = True
         return (
-            self._normalise(*args, **kwargs)
+            self._normalise_globally(*args, **kwargs)
             if kwargs["training"]
             else F.batch_norm(*args, **kwargs)
         )
 
-    def _normalise(
+    def _normalise_globally(
         self, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, **options: Any
     ) -> Tensor:
         scale = None if self.ghost() else float(self.scale())
@@ -199,7 +199,7 @@ class _GlobalBatchNorm(TorchFunctionMode):
             )
         statistics = _Statistics(self.name, self.group, x, scale=scale, eps=options["eps"])
         if running_mean is not None and running_var is not None:
-            statistics.track(running_mean, running_var, options["momentum"])
+            statistics.update_running(running_mean, running_var, options["momentum"])
         y: Tensor = _Normalise.apply(x, options["weight"], options["bias"], statistics)  # type: ignore[no-untyped-call]
         return y
 
@@ -218,15 +218,15 @@ class _Statistics:
         self.dims = [0, *range(2, x.dim())]
         self.shape = [1, -1, *[1] * (x.dim() - 2)]
         self.dtype = torch.promote_types(x.dtype, torch.float32)
-        self.present = scale is not None and x.numel() > 0
+        self.has_samples = scale is not None and x.numel() > 0
         self.scale = scale or 0.0
         with torch.no_grad():
-            self.count, self.mean, self.var = self._sum_up(x)
+            self.count, self.mean, self.var = self._sum_over_workers(x)
 
-    def _sum_up(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _sum_over_workers(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         channels, count = x.shape[1], 0
         packed = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
-        if self.present:
+        if self.has_samples:
             count = x.numel() // channels
             x = x.detach().to(self.dtype)
             mean = x.mean(self.dims)
@@ -251,7 +251,7 @@ class _Statistics:
         var = (packed[channels:-1] / packed[-1]).sub_(mean.square()).clamp_(min=0)
         return packed[-1], mean.to(self.dtype), var.to(self.dtype)
 
-    def track(self, running_mean: Tensor, running_var: Tensor, momentum: float) -> None:
+    def update_running(self, running_mean: Tensor, running_var: Tensor, momentum: float) -> None:
         """Update running statistics; their variance is the unbiased one of the global batch."""
         with torch.no_grad():
             unbiased = self.var * (self.count / (self.count - 1)).to(self.dtype)
@@ -294,7 +294,7 @@ class _Normalise(torch.autograd.Function):
             )
         inverse = torch.rsqrt(stats.var + stats.eps)
         packed = torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device)
-        if stats.present:
+        if stats.has_samples:
             g, centred = g.to(stats.dtype), x.to(stats.dtype) - stats.mean.view(stats.shape)
             packed[0], packed[1] = g.sum(stats.dims), (g * centred).sum(stats.dims)
         # Gradients of weight and bias stay local: they are summed with those of all other
@@ -311,7 +311,7 @@ class _Normalise(torch.autograd.Function):
         total = stats.group.all_reduce(
             total, op="sum", name=f"{stats.name} backward", out=total
         ).wait()
-        if not stats.present:
+        if not stats.has_samples:
             return torch.zeros_like(x), dw, db, None
         total = (total / (stats.count * stats.scale)).to(stats.dtype)
         g = (g - total[0].view(stats.shape)).addcmul_(

@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grad
 from torch.utils.weak import WeakIdKeyDictionary
 
 # The free variable of torch's no_grad wrappers that holds the wrapped function.
-INNER: Final = "func"
+WRAPPED_VARIABLE: Final = "func"
 # Guards the contents of torch's functions and all `clippers`.
 _REGISTRY: Final = threading.Lock()
 
@@ -61,7 +61,7 @@ class GradientClipper(Protocol):
         ...
 
 
-class Door:
+class ClippingDoor:
     """A callable that torch's function of this name calls in place of its own function `own`."""
 
     def __init__(self, name: str, own: Callable[..., Any]) -> None:
@@ -81,7 +81,7 @@ class Door:
             clipper.check_idle(self.name.lstrip("_"))
 
 
-class ClipDoor(Door):
+class ClipCallDoor(ClippingDoor):
     """Passes the call on to the clipper of any of the parameters."""
 
     def __call__(self, parameters: Any, *args: Any, **options: Any) -> Any:
@@ -90,7 +90,7 @@ class ClipDoor(Door):
             (
                 living
                 for parameter in given
-                if (living := self.clippers.get(parameter, _nobody)()) is not None
+                if (living := self.clippers.get(parameter, _no_clipper)()) is not None
             ),
             None,
         )
@@ -109,11 +109,11 @@ class ClipDoor(Door):
 
         if self.name != "clip_grad_norm_":
             return clipper.clip_by(self.name.lstrip("_"), own)
-        max_norm, norm_type, finite = _norm(*args, **options)
+        max_norm, norm_type, finite = _read_norm_arguments(*args, **options)
         return clipper.clip_norm(given, max_norm, norm_type, own, finite=finite)
 
 
-class NormDoor(Door):
+class NormCallDoor(ClippingDoor):
     """Lets clippers check a norm that is taken of gradients of their parameters."""
 
     def __call__(self, tensors: Any, *args: Any, **options: Any) -> Any:
@@ -125,7 +125,7 @@ class NormDoor(Door):
         with _REGISTRY:
             grads = (
                 {
-                    _place(p.grad): (p, clipper)
+                    _memory_key(p.grad): (p, clipper)
                     for p, clipper in self.clippers.items()
                     if p.grad is not None
                 }
@@ -134,7 +134,7 @@ class NormDoor(Door):
             )
         by_clipper: dict[Callable[[], GradientClipper | None], list[Tensor]] = {}
         for parameter, clipper in (
-            (grads[place] for tensor in given if (place := _place(tensor)) in grads)
+            (grads[place] for tensor in given if (place := _memory_key(tensor)) in grads)
             if grads
             else ()
         ):
@@ -145,19 +145,19 @@ class NormDoor(Door):
         return self.own(given, *args, **options)
 
 
-DOORS: Final[dict[str, type[Door]]] = {
-    "clip_grad_norm_": ClipDoor,
-    "clip_grad_value_": ClipDoor,
-    "_clip_grads_with_norm_": ClipDoor,
-    "_get_total_norm": NormDoor,
+DOORS: Final[dict[str, type[ClippingDoor]]] = {
+    "clip_grad_norm_": ClipCallDoor,
+    "clip_grad_value_": ClipCallDoor,
+    "_clip_grads_with_norm_": ClipCallDoor,
+    "_get_total_norm": NormCallDoor,
 }
 
 
-def _nobody() -> None:
+def _no_clipper() -> None:
     return None
 
 
-def _place(tensor: Tensor) -> object:
+def _memory_key(tensor: Tensor) -> object:
     """Key of a tensor's memory: equal for two tensors that have the same numbers in memory."""
     plain = (
         tensor.layout == torch.strided and type(tensor) in (Tensor, nn.Parameter) and tensor.numel()
@@ -165,18 +165,19 @@ def _place(tensor: Tensor) -> object:
     return (tensor.data_ptr(), tensor.numel()) if plain else id(tensor)
 
 
-def norm_here(gradients: list[Tensor], norm_type: float) -> Tensor:
+def compute_local_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
     """Compute torch's norm of this worker's gradients, without any check."""
     with _REGISTRY:
         own = next(
-            (door.own for door in _doors() if isinstance(door, NormDoor)), nn.utils.get_total_norm
+            (door.own for door in _install_doors() if isinstance(door, NormCallDoor)),
+            nn.utils.get_total_norm,
         )
     with torch.no_grad():
         norm: Tensor = own(gradients, norm_type)
     return norm
 
 
-def check_finite(norm: float, norm_type: float) -> None:
+def check_norm_is_finite(norm: float, norm_type: float) -> None:
     """Raise `RuntimeError`, as torch's clip_grad_norm_ does, for a norm that isn't finite."""
     if not math.isfinite(norm):
         raise RuntimeError(
@@ -187,7 +188,7 @@ def check_finite(norm: float, norm_type: float) -> None:
         )
 
 
-def _norm(
+def _read_norm_arguments(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -197,7 +198,7 @@ def _norm(
     return float(max_norm), float(norm_type), bool(error_if_nonfinite)
 
 
-def _doors() -> Iterable[Door]:
+def _install_doors() -> Iterable[ClippingDoor]:
     """Yield the door in each of torch's functions; put it there the first time."""
     for name, kind in DOORS.items():
         function: Any = getattr(clip_grad, name, None)
@@ -206,30 +207,32 @@ def _doors() -> Iterable[Door]:
         # named `func`. This relies on a private detail of torch: if a version names it otherwise,
         # or decorates no more, the function is left alone, and clips local parts only.
         names = () if function is None else function.__code__.co_freevars
-        if INNER not in names:
+        if WRAPPED_VARIABLE not in names:
             continue
-        cell = function.__closure__[names.index(INNER)]
-        if not isinstance(cell.cell_contents, Door):
+        cell = function.__closure__[names.index(WRAPPED_VARIABLE)]
+        if not isinstance(cell.cell_contents, ClippingDoor):
             cell.cell_contents = kind(name, cell.cell_contents)
         yield cell.cell_contents
 
 
-def let_clip(parameters: Iterable[Tensor], clipper: GradientClipper, *, cut: bool = False) -> None:
+def register_clipper(
+    parameters: Iterable[Tensor], clipper: GradientClipper, *, cut: bool = False
+) -> None:
     """Let `clipper` clip the gradients of these parameters from now on, as long as it is alive.
 
     If some of the parameters are `cut`, it checks norms that are taken of their gradients as well.
     """
     all_parameters = list(parameters)
     with _REGISTRY:
-        for door in _doors():
-            for parameter in all_parameters if cut or isinstance(door, ClipDoor) else ():
+        for door in _install_doors():
+            for parameter in all_parameters if cut or isinstance(door, ClipCallDoor) else ():
                 door.clippers[parameter] = weakref.ref(clipper)
 
 
-def clip_plainly(parameters: Iterable[Tensor]) -> None:
+def unregister_clipper(parameters: Iterable[Tensor]) -> None:
     """Undo `register_clipper`: torch itself clips the gradients of these parameters again."""
     all_parameters = list(parameters)
     with _REGISTRY:
-        for door in _doors():
+        for door in _install_doors():
             for parameter in all_parameters:
                 door.clippers.pop(parameter, None)

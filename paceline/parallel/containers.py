@@ -24,7 +24,7 @@ def tree_leaves(value: Any, inside: tuple[int, ...] = ()) -> list[Any]:
     """List all leaves, in order. `inside`: ids of the containers around, as one may hold itself."""
     leaves = list[Any]()
     for leaf in torch_pytree.tree_leaves(value):
-        parts = _open(leaf, inside)
+        parts = _read_items(leaf, inside)
         leaves += (
             [leaf] if parts is None else tree_leaves(list(parts.values()), (*inside, id(leaf)))
         )
@@ -35,13 +35,13 @@ def tree_map(change: Callable[[Any], Any], value: Any, inside: tuple[int, ...] =
     """Copy the containers with each leaf changed; an unchanged container may be the original."""
 
     def change_leaf(leaf: Any) -> Any:
-        if (parts := _open(leaf, inside)) is None:
+        if (parts := _read_items(leaf, inside)) is None:
             return change(leaf)
         changed = {key: tree_map(change, part, (*inside, id(leaf))) for key, part in parts.items()}
         return (
             leaf
             if all(changed[key] is part for key, part in parts.items())
-            else _remake(leaf, changed)
+            else _copy_with_items(leaf, changed)
         )
 
     return torch_pytree.tree_map(change_leaf, value)
@@ -52,7 +52,7 @@ def tree_map_only(kind: Any, change: Callable[[Any], Any], value: Any) -> Any:
     return tree_map(lambda leaf: change(leaf) if isinstance(leaf, kind) else leaf, value)
 
 
-def hidden_tensors(value: Any, depth: int = DEEPEST) -> Iterator[Tensor]:
+def find_hidden_tensors(value: Any, depth: int = DEEPEST) -> Iterator[Tensor]:
     """Yield tensors in attributes of leaves of unknown classes, such as distributions."""
     for leaf in tree_leaves(value) if depth else ():
         if isinstance(leaf, PLAIN) or callable(leaf):
@@ -64,10 +64,10 @@ def hidden_tensors(value: Any, depth: int = DEEPEST) -> Iterator[Tensor]:
         }
         inner = list({**slots, **getattr(leaf, "__dict__", {})}.values())
         yield from (part for part in tree_leaves(inner) if isinstance(part, Tensor))
-        yield from hidden_tensors(inner, depth - 1)
+        yield from find_hidden_tensors(inner, depth - 1)
 
 
-def _open(leaf: Any, inside: tuple[int, ...]) -> Mapping[Any, Any] | None:
+def _read_items(leaf: Any, inside: tuple[int, ...]) -> Mapping[Any, Any] | None:
     """Read the items of a container that torch doesn't know; None for a leaf or a repetition."""
     if isinstance(leaf, PLAIN) or id(leaf) in inside:
         return None
@@ -82,7 +82,7 @@ def _open(leaf: Any, inside: tuple[int, ...]) -> Mapping[Any, Any] | None:
     return dict(enumerate(leaf)) if isinstance(leaf, list | tuple) else None
 
 
-def _remake(container: Any, parts: Mapping[Any, Any]) -> Any:
+def _copy_with_items(container: Any, parts: Mapping[Any, Any]) -> Any:
     if isinstance(container, tuple):
         return type(container)(parts.values())
     remade = copy.copy(container)

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from paceline.cluster.mesh import Mesh
-from paceline.comm.axes import AxisGroups
+from paceline.comm.axis_groups import AxisGroups
 from paceline.parallel.meta import CPU
 from paceline.parallel.placement import Placement, Placements
 
 if TYPE_CHECKING:
-    from paceline.parallel.pipelining.model import PipelinedModel
+    from paceline.parallel.pipelining.pipelined_model import PipelinedModel
 
 
 class GradientSink(Protocol):
@@ -86,32 +86,32 @@ class CutContext:
     # Where parameters without memory get their memory.
     device: torch.device = CPU
     # By a model's parameter: the one that optimizers step in its place.
-    renewed: dict[Parameter, Parameter] = field(default_factory=dict)
+    replacements: dict[Parameter, Parameter] = field(default_factory=dict)
     # Gradients that autograd doesn't add to the stepped parameters themselves.
-    sources: list[CutGradients] = field(default_factory=list)
+    gradient_sources: list[CutGradients] = field(default_factory=list)
     # Called when the run ends.
-    endings: list[Callable[[], None]] = field(default_factory=list)
+    close_callbacks: list[Callable[[], None]] = field(default_factory=list)
     # Models whose layers are on several workers.
     pipelines: list[tuple[nn.Module, PipelinedModel]] = field(default_factory=list)
     # Called once the parts of all cuts have their values.
-    valued: list[Callable[[], None]] = field(default_factory=list)
+    value_callbacks: list[Callable[[], None]] = field(default_factory=list)
     # Parameters that other workers hold as well, although they are along an axis of a cut.
     tied: list[Parameter] = field(default_factory=list)
     # Each sets whole parameters to the values of their pieces. Collective.
-    followers: list[Callable[[], None]] = field(default_factory=list)
+    refresh_callbacks: list[Callable[[], None]] = field(default_factory=list)
     # Finds the parameter that is trained in the place of another one, after all cuts.
-    known: Callable[[Parameter], Parameter] = lambda parameter: parameter
+    find_trained: Callable[[Parameter], Parameter] = lambda parameter: parameter
     # Makes inputs and target in the size of one of this number of equal parts of a global batch.
-    sample: Callable[[int], tuple[Any, ...]] = lambda parts: ()
+    make_sample: Callable[[int], tuple[Any, ...]] = lambda parts: ()
     # Prints a line on the first worker.
     announce: Callable[[str], None] = print
     # Adds a span to the trace: its name, begin and end in nanoseconds.
-    record: Callable[[str, int, int], None] = lambda what, began, ended: None
+    record_span: Callable[[str, int, int], None] = lambda what, began, ended: None
 
-    def renew(self, old: Parameter, new: Parameter, placement: Placement) -> None:
+    def replace_parameter(self, old: Parameter, new: Parameter, placement: Placement) -> None:
         """Let optimizers step `new` in the place of `old`; `placement` says what `new` holds."""
-        self.placements.move(old, new, placement)
-        self.renewed[old] = new
+        self.placements.replace_tensor(old, new, placement)
+        self.replacements[old] = new
 
 
 class ModelCut(Protocol):

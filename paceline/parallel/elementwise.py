@@ -21,7 +21,7 @@ _KNOWN: Final = (
     *(optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
 )
 # Looked up in the class alone, not in its base classes.
-_VOUCHED: Final = "_paceline_elementwise"
+_VOUCHED_ATTRIBUTE: Final = "_paceline_elementwise"
 # Packages whose wrappers of `step` on an instance call the step of the class.
 _WRAPPERS: Final = ("torch", "paceline")
 
@@ -45,13 +45,13 @@ def elementwise(kind: Kind) -> Kind:
             f"elementwise() vouches for a class of optimizers, and got {kind!r:.80}; "
             "write pl.elementwise(MyOptimizer)"
         )
-    setattr(kind, _VOUCHED, True)
+    setattr(kind, _VOUCHED_ATTRIBUTE, True)
     return kind
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether an optimizer is known, or vouched for, to step each element by itself."""
-    if _VOUCHED in vars(type(optimizer)):
+    if _VOUCHED_ATTRIBUTE in vars(type(optimizer)):
         return True
     replaced = vars(optimizer).get("step")
     module = getattr(replaced, "__module__", None) or ""

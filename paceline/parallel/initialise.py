@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from paceline.errors import UsageError
-from paceline.parallel.meta import CPU, Birth, WriteLog, birth
-from paceline.parallel.placement import Placement, Placements, local
+from paceline.parallel.meta import CPU, Birth, WriteLog, birth_of
+from paceline.parallel.placement import Placement, Placements, local_part
 from paceline.state.versioned import SHOWN, Randomness
 
 Init = Callable[[nn.Module], Any]
@@ -40,13 +40,13 @@ GUESSED = "?"
 RESETS = ("reset_parameters", "_reset_parameters")  # torch's own attention has the second one
 
 
-def is_unborn(model: nn.Module) -> bool:
+def has_meta_parameters(model: nn.Module) -> bool:
     """Whether a model has parameters without memory."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 @dataclass
-class _Node:
+class _ModuleNode:
     """A module as it was before it was cut.
 
     `shape` is a copy of it on the device "meta". `inside` are the modules within it, itself last.
@@ -55,15 +55,15 @@ class _Node:
     name: str
     module: nn.Module
     shape: nn.Module
-    inside: list[_Node] = field(default_factory=list)
+    inside: list[_ModuleNode] = field(default_factory=list)
 
-    def has(self, stand_ins: set[int]) -> bool:
+    def owns_any(self, stand_ins: set[int]) -> bool:
         """Whether one of these parameters, given by their ids, is the module's own."""
         return any(id(parameter) in stand_ins for parameter in self.shape._parameters.values())
 
 
 @dataclass
-class _Unborn:
+class _MetaParameter:
     """A logical parameter without memory.
 
     `stand_in` is the copy of it in a shape, `owner` the module that gives it values, `birth` what
@@ -72,21 +72,21 @@ class _Unborn:
 
     name: str
     stand_in: Parameter
-    owner: _Node
+    owner: _ModuleNode
     birth: Birth | None
     writes: set[str] = field(default_factory=set)
 
 
 @dataclass
-class _Unit:
+class _ResetUnit:
     """Parameters that get their values when `root` is reset.
 
     `nodes` are the modules that are made for them, inner modules first.
     """
 
-    root: _Node
-    unborn: list[_Unborn] = field(default_factory=list)
-    nodes: list[_Node] = field(default_factory=list)
+    root: _ModuleNode
+    unborn: list[_MetaParameter] = field(default_factory=list)
+    nodes: list[_ModuleNode] = field(default_factory=list)
 
     def choose_nodes(self) -> None:
         """Choose the modules to make: all that have these parameters, themselves or inside.
@@ -101,7 +101,7 @@ class _Unit:
         else:
             ids = {id(unborn.stand_in) for unborn in self.unborn}
             self.nodes = [
-                node for node in self.root.inside if any(one.has(ids) for one in node.inside)
+                node for node in self.root.inside if any(one.owns_any(ids) for one in node.inside)
             ]
 
 
@@ -119,12 +119,12 @@ class Blueprint:
         self._init, self._prefix = init, prefix
         # By id of the model's parameter. Cuts replace its content later, but not the stand-in's.
         self._stand_ins: dict[int, Parameter] = {}
-        self._nodes: dict[int, _Node] = {}  # by id of the module, inner modules first
-        self._copy("", model)
-        self._unborn = {id(unborn.stand_in): unborn for unborn in self._find(model)}
-        self._units = self._plan() if self._unborn else []
+        self._nodes: dict[int, _ModuleNode] = {}  # by id of the module, inner modules first
+        self._copy_module("", model)
+        self._unborn = {id(unborn.stand_in): unborn for unborn in self._find_meta_parameters(model)}
+        self._units = self._plan_units() if self._unborn else []
 
-    def make(
+    def make_parameters(
         self, model: nn.Module, placements: Placements, seed: int, device: torch.device = CPU
     ) -> None:
         """Give this worker's part of each parameter its values.
@@ -140,33 +140,35 @@ class Blueprint:
             self._prefix + name: parameter
             for name, parameter in model.named_parameters(remove_duplicate=False)
         }
-        with kept_randomness():
+        with preserve_randomness():
             for unit in self._units:
                 names = [self._prefix + unborn.name for unborn in unit.unborn]
                 # Other workers have all of this unit: only memory is needed here, maybe of no
                 # elements.
-                if not any(placements.of(held[name], name).regions for name in names):
+                if not any(placements.placement_of(held[name], name).regions for name in names):
                     for name in names:
-                        give_memory(held[name], placements.of(held[name], name), device)
+                        give_memory(held[name], placements.placement_of(held[name], name), device)
                     continue
-                _seed(seed, self._prefix + unit.root.name)
-                for unborn, value in self._made(unit):
+                _seed_generators(seed, self._prefix + unit.root.name)
+                for unborn, value in self._make_values(unit):
                     name = self._prefix + unborn.name
-                    _fill(held[name], placements.of(held[name], name), value, device)
+                    _fill_part(held[name], placements.placement_of(held[name], name), value, device)
 
     # ---- copies without memory
 
-    def _copy(self, name: str, module: nn.Module) -> _Node:
+    def _copy_module(self, name: str, module: nn.Module) -> _ModuleNode:
         if id(module) in self._nodes:
             return self._nodes[id(module)]
         inner = {
-            key: None if child is None else self._copy(f"{name}.{key}" if name else key, child)
+            key: None
+            if child is None
+            else self._copy_module(f"{name}.{key}" if name else key, child)
             for key, child in module._modules.items()
         }
-        shape = _shallow(
+        shape = _copy_shallowly(
             module,
             {
-                key: None if p is None else self._stand_in(p)
+                key: None if p is None else self._make_stand_in(p)
                 for key, p in module._parameters.items()
             },
             {
@@ -175,14 +177,14 @@ class Blueprint:
             },
             {key: None if node is None else node.shape for key, node in inner.items()},
         )
-        node = self._nodes[id(module)] = _Node(name, module, shape)
-        seen: dict[int, _Node] = {
+        node = self._nodes[id(module)] = _ModuleNode(name, module, shape)
+        seen: dict[int, _ModuleNode] = {
             id(one): one for child in inner.values() if child is not None for one in child.inside
         }
         node.inside = [*seen.values(), node]
         return node
 
-    def _stand_in(self, parameter: Parameter) -> Parameter:
+    def _make_stand_in(self, parameter: Parameter) -> Parameter:
         if id(parameter) not in self._stand_ins:
             copy = Parameter(
                 torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
@@ -190,11 +192,11 @@ class Blueprint:
             self._stand_ins[id(parameter)] = copy
         return self._stand_ins[id(parameter)]
 
-    def _find(self, model: nn.Module) -> Iterator[_Unborn]:
+    def _find_meta_parameters(self, model: nn.Module) -> Iterator[_MetaParameter]:
         empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
         if empty:
             raise UsageError(
-                f"buffers have no memory: {_listed(self._prefix, empty)}; "
+                f"buffers have no memory: {_list_names(self._prefix, empty)}; "
                 "build the model under pl.meta() and not under "
                 "torch.device('meta'), so that they are made"
             )
@@ -203,7 +205,7 @@ class Blueprint:
                 continue
             # Values that a script wrote, and weak references that swap_tensors can't follow, would
             # be lost when the parameter gets memory.
-            record = birth(parameter)
+            record = birth_of(parameter)
             if record is not None and parameter._version != record.version:
                 raise UsageError(
                     f"{self._prefix}{name} was written to after pl.meta(), when it had no memory, "
@@ -212,7 +214,8 @@ class Blueprint:
                 )
             if weakref.getweakrefcount(parameter):
                 raise UsageError(
-                    f"{self._prefix}{name} is held by weak references ({_holder(model, parameter)} "
+                    f"{self._prefix}{name} is held by weak references "
+                    f"({_owner_class(model, parameter)} "
                     "does so), and can't be given memory: "
                     "build that module outside of pl.meta()"
                 )
@@ -225,39 +228,39 @@ class Blueprint:
                 for node in self._nodes.values()
                 if any(p is stand_in for p in node.shape._parameters.values())
             )
-            yield _Unborn(
+            yield _MetaParameter(
                 name, stand_in, first if home is None else self._nodes.get(id(home), first), record
             )
 
     # ---- trials: which reset writes to which parameter
 
-    def _plan(self) -> list[_Unit]:
+    def _plan_units(self) -> list[_ResetUnit]:
         """Find the module whose reset gives each parameter its values.
 
         Modules are tried from the inside to the outside, and the last one that writes to a
         parameter counts: its reset would overwrite the values of the modules inside of it.
         """
-        units: dict[int, _Unit] = {}
+        units: dict[int, _ResetUnit] = {}
         # By id of a stand-in: the outermost module that writes to it.
-        outermost: dict[int, _Node] = {}
-        with kept_randomness():
+        outermost: dict[int, _ModuleNode] = {}
+        with preserve_randomness():
             for node in self._nodes.values():
                 within = {id(one) for one in node.inside}
-                for stand_in, calls in self._try(node):
+                for stand_in, calls in self._try_reset(node):
                     unborn = self._unborn.get(id(stand_in))
                     if unborn is not None and id(unborn.owner) in within:
                         unborn.writes |= calls
                         outermost[id(stand_in)] = node
-        self._check(list(self._unborn.values()))
+        self._check_writes(list(self._unborn.values()))
         for key, unborn in self._unborn.items():
             root = outermost[key]
-            unit = units.setdefault(id(root), _Unit(root))
+            unit = units.setdefault(id(root), _ResetUnit(root))
             unit.unborn.append(unborn)
         for unit in units.values():
             unit.choose_nodes()
         return list(units.values())
 
-    def _check(self, parameters: Sequence[_Unborn]) -> None:
+    def _check_writes(self, parameters: Sequence[_MetaParameter]) -> None:
         self._refuse_empty([one for one in parameters if not one.writes])
         # The constructor of the model wrote to them otherwise than reset_parameters does.
         odd = [
@@ -267,15 +270,16 @@ class Blueprint:
         ]
         if odd and self._init is None:
             raise UsageError(
-                f"the model gives values of its own to {_listed(self._prefix, odd)}, which are not "
+                f"the model gives values of its own to {_list_names(self._prefix, odd)}, which are "
+                "not "
                 "those of reset_parameters; say "
                 "run.prepare(..., init=function of a module) that does the same"
             )
 
-    def _refuse_empty(self, without: Sequence[_Unborn]) -> None:
+    def _refuse_empty(self, without: Sequence[_MetaParameter]) -> None:
         """Raise `UsageError` for parameters without values, if there are any."""
         if without:
-            names = _listed(self._prefix, [one.name for one in without])
+            names = _list_names(self._prefix, [one.name for one in without])
             kinds = ", ".join(sorted({type(one.owner.module).__qualname__ for one in without}))
             raise UsageError(
                 f"nothing gives values to {names}: {kinds} has no reset_parameters that writes to "
@@ -283,7 +287,7 @@ class Blueprint:
                 "run.prepare(..., init=function of a module) that does"
             )
 
-    def _try(self, node: _Node) -> Iterator[tuple[Parameter, set[str]]]:
+    def _try_reset(self, node: _ModuleNode) -> Iterator[tuple[Parameter, set[str]]]:
         """Reset a module without memory; yield the parameters written to, with the calls."""
         before = [
             (module, name, p)
@@ -294,7 +298,7 @@ class Blueprint:
         log, needs_numbers = WriteLog(), False
         try:
             with log:
-                self._reset(node.shape)
+                self._reset_module(node.shape)
         except (RuntimeError, TypeError, ValueError):
             # The reset reads values, and there are none. That it writes to all of the module's own
             # parameters is a guess then, which `_check_all_written` verifies.
@@ -302,7 +306,7 @@ class Blueprint:
         for module, name, old in before:
             replaced = module._parameters.get(name) is not old
             module._parameters[name] = old
-            calls = log.of(old)
+            calls = log.calls_writing_to(old)
             if replaced or (needs_numbers and module is node.shape):
                 unborn = self._unborn.get(id(old))
                 calls = (
@@ -317,7 +321,7 @@ class Blueprint:
             if calls:
                 yield old, calls
 
-    def _reset(self, module: nn.Module) -> None:
+    def _reset_module(self, module: nn.Module) -> None:
         reset = next(
             (method for name in RESETS if callable(method := getattr(module, name, None))), None
         )
@@ -329,16 +333,16 @@ class Blueprint:
 
     # ---- making the values
 
-    def _made(self, unit: _Unit) -> Iterator[tuple[_Unborn, Tensor]]:
+    def _make_values(self, unit: _ResetUnit) -> Iterator[tuple[_MetaParameter, Tensor]]:
         """Make the modules of a unit whole, and yield its parameters with their values."""
         real: dict[int, Parameter] = {}
         copies: dict[int, nn.Module] = {}  # by id of their shapes, inner modules first
         for node in unit.nodes:
             shape = node.shape
-            copies[id(shape)] = _shallow(
+            copies[id(shape)] = _copy_shallowly(
                 shape,
                 {
-                    name: None if p is None else real.setdefault(id(p), _real(p))
+                    name: None if p is None else real.setdefault(id(p), _make_real(p))
                     for name, p in shape._parameters.items()
                 },
                 {
@@ -351,7 +355,7 @@ class Blueprint:
                 },
             )
         for copy in copies.values():
-            self._reset(copy)
+            self._reset_module(copy)
         for unborn in unit.unborn:
             shape = unborn.owner.shape
             name = next(name for name, p in shape._parameters.items() if p is unborn.stand_in)
@@ -362,10 +366,10 @@ class Blueprint:
                     "give modules that keep it"
                 )
             if value is real[id(unborn.stand_in)]:
-                self._check_made(unborn, value)
+                self._check_all_written(unborn, value)
             yield unborn, value.detach()
 
-    def _check_made(self, unborn: _Unborn, value: Tensor) -> None:
+    def _check_all_written(self, unborn: _MetaParameter, value: Tensor) -> None:
         """Raise `UsageError` if a reset has left elements as `_make_real` made them."""
         if value.is_floating_point() or value.is_complex():
             numbers = torch.view_as_real(value) if value.is_complex() else value
@@ -381,7 +385,7 @@ class Blueprint:
             )
 
 
-def _shallow(module: nn.Module, parameters: Any, buffers: Any, modules: Any) -> nn.Module:
+def _copy_shallowly(module: nn.Module, parameters: Any, buffers: Any, modules: Any) -> nn.Module:
     """Copy a module with other parameters, buffers and modules inside; all else is shared."""
     # `_parameters`, `_buffers` and `_modules` are where nn.Module keeps them, by name. They are
     # private, but unchanged for years, and subclasses and other libraries rely on them. All of
@@ -393,7 +397,7 @@ def _shallow(module: nn.Module, parameters: Any, buffers: Any, modules: Any) -> 
     return copy
 
 
-def _holder(model: nn.Module, parameter: Parameter) -> str:
+def _owner_class(model: nn.Module, parameter: Parameter) -> str:
     """Name of the class of the first module that has a parameter."""
     return next(
         type(module).__qualname__
@@ -402,7 +406,7 @@ def _holder(model: nn.Module, parameter: Parameter) -> str:
     )
 
 
-def _real(stand_in: Parameter) -> Parameter:
+def _make_real(stand_in: Parameter) -> Parameter:
     """Make a parameter with memory. Its elements are NaN, which shows later what no reset wrote."""
     memory = torch.empty_like(stand_in, device=CPU, requires_grad=False)
     if memory.is_floating_point() or memory.is_complex():
@@ -419,15 +423,17 @@ def give_memory(parameter: Tensor, placement: Placement, device: torch.device = 
         )
 
 
-def _fill(parameter: Tensor, placement: Placement, value: Tensor, device: torch.device) -> None:
+def _fill_part(
+    parameter: Tensor, placement: Placement, value: Tensor, device: torch.device
+) -> None:
     """Copy this worker's part of a logical parameter into the tensor that holds it here."""
     give_memory(parameter, placement, device)
-    part = local(parameter)
+    part = local_part(parameter)
     for region in placement.regions:
-        region.of_local(part).copy_(region.of_logical(value))
+        region.view_local(part).copy_(region.view_logical(value))
 
 
-def _seed(seed: int, name: str) -> None:
+def _seed_generators(seed: int, name: str) -> None:
     """Seed the global generators for one module."""
     module_seed = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little")
     torch.default_generator.manual_seed(module_seed)
@@ -436,7 +442,7 @@ def _seed(seed: int, name: str) -> None:
 
 
 @contextlib.contextmanager
-def kept_randomness() -> Iterator[None]:
+def preserve_randomness() -> Iterator[None]:
     """Put the global generators back into their state at the end; one thread at a time."""
     with GENERATORS:
         randomness = Randomness()
@@ -447,6 +453,6 @@ def kept_randomness() -> Iterator[None]:
             randomness.load_state_dict(state)
 
 
-def _listed(prefix: str, names: Sequence[str]) -> str:
+def _list_names(prefix: str, names: Sequence[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(prefix + name for name in names[:SHOWN]) + more

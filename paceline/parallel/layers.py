@@ -18,8 +18,8 @@ from torch import nn
 from paceline.errors import UsageError
 from paceline.formatting import spell
 from paceline.parallel.cut import CutContext
-from paceline.parallel.dealing.devices import DeviceLayers, spread
-from paceline.parallel.pipeline import Split, check_loss, pipeline
+from paceline.parallel.dealing.devices import DeviceLayers, spread_layers
+from paceline.parallel.pipeline import Split, check_split_loss, pipeline
 from paceline.parallel.pipelining.batches import Loss
 from paceline.removed import removed
 
@@ -63,7 +63,7 @@ class layers:
     __repr__ = spell
 
     def __post_init__(self) -> None:
-        check_loss("layers", self.loss, self.split)
+        check_split_loss("layers", self.loss, self.split)
         if self.devices is not None and (
             isinstance(self.devices, str | torch.device) or len(self.devices) < 2
         ):
@@ -87,7 +87,7 @@ class layers:
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
         if self.devices is not None:
-            spread(
+            spread_layers(
                 model,
                 DeviceLayers(
                     self.names, self.devices, self.split, self.trace, self.inputs, self.loss

@@ -27,13 +27,15 @@ from paceline.errors import UsageError
 from paceline.parallel.torch_dispatch import TorchDispatchMode, written_arguments
 from paceline.parallel.torch_tensor import storage_key
 
-_MADE: Final[ContextVar[list[Parameter] | None]] = ContextVar("made without memory", default=None)
+_UNDER_CONSTRUCTION: Final[ContextVar[list[Parameter] | None]] = ContextVar(
+    "made without memory", default=None
+)
 _COPIES: Final = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 # Where modules are made, wherever their parameters are later.
 CPU: Final = torch.device("cpu")
 # An attribute of parameters that have no memory. It can't be a table of weak references: torch
 # swaps the content of tensors only if they have none.
-BIRTH: Final = "_paceline_birth"
+BIRTH_ATTRIBUTE: Final = "_paceline_birth"
 
 
 class WriteLog(TorchDispatchMode):
@@ -71,10 +73,10 @@ class WriteLog(TorchDispatchMode):
         # A copy has the values of the original, such as after model.bfloat16().
         if func in _COPIES and args[0].is_meta and isinstance(out, Tensor) and out.is_meta:
             self._alive[storage_key(out)] = out.untyped_storage()
-            self._calls[storage_key(out)] |= self.of(args[0])
+            self._calls[storage_key(out)] |= self.calls_writing_to(args[0])
         return out
 
-    def of(self, tensor: Tensor) -> set[str]:
+    def calls_writing_to(self, tensor: Tensor) -> set[str]:
         """The calls that have written to a tensor, or to a view of it."""
         return self._calls.get(storage_key(tensor), set())
 
@@ -106,20 +108,20 @@ def meta() -> Iterator[None]:
     the run's seed and the names of modules alone, and not on cuts or the number of workers.
     """
     log, created = WriteLog(), list[Parameter]()
-    token = _MADE.set(created)
+    token = _UNDER_CONSTRUCTION.set(created)
     try:
         with log:
             yield
     finally:
-        _MADE.reset(token)
+        _UNDER_CONSTRUCTION.reset(token)
         for parameter in created:
-            record: Birth = getattr(parameter, BIRTH)
-            record.writes, record.version = set(log.of(parameter)), parameter._version
+            record: Birth = getattr(parameter, BIRTH_ATTRIBUTE)
+            record.writes, record.version = set(log.calls_writing_to(parameter)), parameter._version
 
 
-def _bear(module: nn.Module, name: str, parameter: Parameter | None) -> Parameter | None:
+def _strip_memory(module: nn.Module, name: str, parameter: Parameter | None) -> Parameter | None:
     """Replace a parameter that is registered inside of `meta` by one without memory."""
-    created = _MADE.get()
+    created = _UNDER_CONSTRUCTION.get()
     if created is None or parameter is None or parameter.is_meta:
         return parameter
     if is_lazy(parameter):
@@ -131,17 +133,17 @@ def _bear(module: nn.Module, name: str, parameter: Parameter | None) -> Paramete
     unborn = Parameter(
         torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
     )
-    setattr(unborn, BIRTH, Birth(weakref.ref(module)))
+    setattr(unborn, BIRTH_ATTRIBUTE, Birth(weakref.ref(module)))
     created.append(unborn)
     return unborn
 
 
 # Registered for good: torch goes through its hooks while other threads build modules, and fails if
 # they change meanwhile. Outside of `meta` the hook does nothing.
-register_module_parameter_registration_hook(cast(Callable[..., None], _bear))
+register_module_parameter_registration_hook(cast(Callable[..., None], _strip_memory))
 
 
-def birth(parameter: Tensor) -> Birth | None:
+def birth_of(parameter: Tensor) -> Birth | None:
     """The record of a parameter that was built inside of `meta`; None for a copy or any other."""
-    record: Birth | None = getattr(parameter, BIRTH, None)
+    record: Birth | None = getattr(parameter, BIRTH_ATTRIBUTE, None)
     return record

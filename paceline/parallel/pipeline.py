@@ -23,25 +23,25 @@ from torch import nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from paceline.comm.pairs import pairs
+from paceline.comm.pairs import connect_pairs
 from paceline.errors import UsageError
 from paceline.formatting import spell, unknown
 from paceline.parallel.cut import CutContext
 from paceline.parallel.dealing.split_measurement import SplitMeasurement
 from paceline.parallel.dealing.stages import StageDealer
-from paceline.parallel.following.graph import follow_layers
-from paceline.parallel.pipelining.batches import Loss, refuse_class
-from paceline.parallel.pipelining.chain import LayerGraph, own_parameters, trace_layers
-from paceline.parallel.pipelining.model import PipelinedModel, PipelineTerms, StageSplit
+from paceline.parallel.following.followed_graph import follow_layers
+from paceline.parallel.pipelining.batches import Loss, refuse_loss_class
+from paceline.parallel.pipelining.layer_graph import LayerGraph, list_part_parameters, trace_layers
+from paceline.parallel.pipelining.pipelined_model import PipelinedModel, PipelineTerms, StageSplit
 from paceline.parallel.pipelining.profiler import PipelineProfiler
 from paceline.parallel.pipelining.schedule import PipelineSchedule
-from paceline.parallel.pipelining.schedules import ScheduleName, check, make_schedule
+from paceline.parallel.pipelining.schedules import ScheduleName, check_schedule, make_schedule
 from paceline.parallel.pipelining.split import (
     LayerCost,
     SplitProblem,
-    best_split,
     check_split,
-    fastest_slowest,
+    find_best_split,
+    minimise_slowest_stage,
 )
 from paceline.parallel.pipelining.split_table import describe_split
 from paceline.parallel.pipelining.tracing import Untraceable
@@ -49,7 +49,7 @@ from paceline.removed import removed
 
 Split = Literal["even", "auto"]
 # Default number of micro-batches for each worker along `stage`.
-PER_WORKER = 4
+MICRO_BATCHES_PER_WORKER = 4
 
 
 @removed(
@@ -105,7 +105,7 @@ class pipeline:
     __repr__ = spell
 
     def __post_init__(self) -> None:
-        check_loss("pipeline", self.loss, self.split)
+        check_split_loss("pipeline", self.loss, self.split)
 
     @property
     def axis(self) -> str:
@@ -119,9 +119,13 @@ class pipeline:
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
         # Groups and connections of its own: other traffic along the axis must not come in between.
-        group = context.groups.another(self.axis)
-        count = PER_WORKER * group.size if self.micro_batches is None else self.micro_batches
-        chunks = check(self.schedule, group.size, count, self.chunks)
+        group = context.groups.make_another_group(self.axis)
+        count = (
+            MICRO_BATCHES_PER_WORKER * group.size
+            if self.micro_batches is None
+            else self.micro_batches
+        )
+        chunks = check_schedule(self.schedule, group.size, count, self.chunks)
         schedule = make_schedule(self.schedule, group.size, count, self.chunks)
         if count > 1:
             _refuse_power_iterations(model)
@@ -129,22 +133,24 @@ class pipeline:
         measurement = SplitMeasurement(graph, schedule, context)
         # The split has to be measured before layers are dealt, while the whole model is still here.
         requested = (
-            _measured(measurement, self.loss)
+            _measure_split(measurement, self.loss)
             if self.split == "auto" and len(graph.layers) >= schedule.stages
             else self.split
         )
-        split = StageSplit(stage_bounds(model, graph, requested, schedule, chunks), schedule.placed)
-        holding = StageDealer(model, graph, group, context, self.axis).deal(split)
+        split = StageSplit(
+            find_stage_bounds(model, graph, requested, schedule, chunks), schedule.placed
+        )
+        holding = StageDealer(model, graph, group, context, self.axis).deal_parameters(split)
         # Along `shard`, workers gather layers in each micro-batch, so all need equally many of
         # them.
         terms = PipelineTerms(
             self.schedule, count, self.chunks, pads=context.mesh.extent("shard") > 1
         )
-        device = _device(model, context.device)
-        _wake_autograd(device)
-        messages = pairs(group, device=device)
-        context.groups.count(self.axis, messages)
-        profiler = PipelineProfiler(context.groups.meter(self.axis), context.record)
+        device = _model_device(model, context.device)
+        _warm_up_autograd(device)
+        messages = connect_pairs(group, device=device)
+        context.groups.count_messages(self.axis, messages)
+        profiler = PipelineProfiler(context.groups.meter_along(self.axis), context.record_span)
         pipelined = PipelinedModel(
             model,
             graph,
@@ -152,11 +158,11 @@ class pipeline:
             terms,
             group=group,
             pairs=messages,
-            trained=context.known,
+            trained=context.find_trained,
             profiler=profiler,
         )
         context.pipelines.append((model, pipelined))
-        context.endings.append(pipelined.close)
+        context.close_callbacks.append(pipelined.close)
 
     def _find_layers(self, model: nn.Module, context: CutContext) -> LayerGraph:
         try:
@@ -164,8 +170,8 @@ class pipeline:
         except Untraceable as error:
             graph = follow_layers(model, self.layers)
             beside = (
-                f"; in no layer, and so on all stages, are {', '.join(graph.beside)}"
-                if graph.beside
+                f"; in no layer, and so on all stages, are {', '.join(graph.outside_parameters)}"
+                if graph.outside_parameters
                 else ""
             )
             context.announce(
@@ -188,9 +194,9 @@ def _refuse_power_iterations(model: nn.Module) -> None:
             )
 
 
-def check_loss(cut: str, loss: Loss | None, split: Sequence[int] | str) -> None:
+def check_split_loss(cut: str, loss: Loss | None, split: Sequence[int] | str) -> None:
     """Raise `UsageError` for a loss that isn't a function, or that nothing would measure."""
-    refuse_class(cut, loss)
+    refuse_loss_class(cut, loss)
     if loss is not None and (split != "auto" or not callable(loss)):
         raise UsageError(
             f"{cut}(loss=...) is a function of the output and the target, which split='auto' "
@@ -199,10 +205,10 @@ def check_loss(cut: str, loss: Loss | None, split: Sequence[int] | str) -> None:
         )
 
 
-def _measured(measurement: SplitMeasurement, loss: Loss | None) -> list[int]:
+def _measure_split(measurement: SplitMeasurement, loss: Loss | None) -> list[int]:
     """Find the split with which the schedule takes least time. Collective, for all workers."""
-    problem = measurement.problem(loss)
-    counts = best_split(problem)
+    problem = measurement.measure_problem(loss)
+    counts = find_best_split(problem)
     without = "" if loss is not None else " (without the loss, which loss=... has it count)"
     measurement.context.announce(
         f"the split that was measured, {counts}{without}:\n{describe_split(problem, counts)}"
@@ -210,7 +216,7 @@ def _measured(measurement: SplitMeasurement, loss: Loss | None) -> list[int]:
     return counts
 
 
-def stage_bounds(
+def find_stage_bounds(
     model: nn.Module,
     graph: LayerGraph,
     requested: Sequence[int] | str,
@@ -230,10 +236,10 @@ def stage_bounds(
     elif requested == "even":
         # With costs of numels alone, and no memory limits, there always is a split.
         sizes = [
-            LayerCost(name, float(_numel(model, graph, at)), 0.0)
+            LayerCost(name, float(_count_elements(model, graph, at)), 0.0)
             for at, name in enumerate(graph.layers)
         ]
-        counts = fastest_slowest(SplitProblem(sizes, schedule, [1.0] * schedule.ranks)) or []
+        counts = minimise_slowest_stage(SplitProblem(sizes, schedule, [1.0] * schedule.ranks)) or []
     else:
         raise UsageError(
             f"{unknown('split', requested, Split)}; or the layers of each stage, split=[3, 4, 4, 1]"
@@ -241,13 +247,14 @@ def stage_bounds(
     return (0, *accumulate(counts))
 
 
-def _numel(model: nn.Module, graph: LayerGraph, layer: int) -> int:
+def _count_elements(model: nn.Module, graph: LayerGraph, layer: int) -> int:
     return sum(
-        parameter.numel() for parameter in own_parameters(model, graph.part(layer, layer + 1))
+        parameter.numel()
+        for parameter in list_part_parameters(model, graph.make_part(layer, layer + 1))
     )
 
 
-def _wake_autograd(device: torch.device) -> None:
+def _warm_up_autograd(device: torch.device) -> None:
     """Let autograd's thread for a GPU run a small kernel first.
 
     torch warns if the first kernel of that thread is a matrix product, as it would be for a stage.
@@ -257,7 +264,7 @@ def _wake_autograd(device: torch.device) -> None:
         torch.autograd.grad((x * x).sum(), x)
 
 
-def _device(model: nn.Module, default: torch.device) -> torch.device:
+def _model_device(model: nn.Module, default: torch.device) -> torch.device:
     """The device of a model; `default` for a model without memory."""
     return next(
         (parameter.device for parameter in model.parameters() if not parameter.is_meta), default

@@ -31,7 +31,7 @@ Shape = tuple[int, ...]
 Rectangle = tuple[Range, ...]  # a range of each dimension
 # State of torch's optimizers that counts steps. It is never cut, not even beside a parameter of one
 # element, where it has the parameter's shape.
-COUNTS: Final = frozenset({"step", "mu_product", "eta", "mu"})
+STEP_COUNTS: Final = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 class Region(NamedTuple):
@@ -45,7 +45,7 @@ class Region(NamedTuple):
         """The shape of the logical rectangle."""
         return tuple(stop - start for start, stop in self.logical)
 
-    def of_local(self, local: Tensor) -> Tensor:
+    def view_local(self, local: Tensor) -> Tensor:
         """View this region of a local tensor in the shape of the logical rectangle."""
         return (
             local[_slices(self.local)].view(self.shape)
@@ -53,7 +53,7 @@ class Region(NamedTuple):
             else local[_slices(self.local)]
         )
 
-    def of_logical(self, logical: Tensor) -> Tensor:
+    def view_logical(self, logical: Tensor) -> Tensor:
         """View this region of the whole logical tensor."""
         return logical[_slices(self.logical)]
 
@@ -103,7 +103,7 @@ class Placement:
         """Whether the local tensor is a flat piece, without the logical tensor's dimensions."""
         return any(len(region.local) != len(region.logical) for region in self.regions)
 
-    def narrow(self, dim: int, ranges: Iterable[Range], axis: str) -> Placement:
+    def cut_dim(self, dim: int, ranges: Iterable[Range], axis: str) -> Placement:
         """Keep ranges of one dimension of the local tensor; others along `axis` have the rest."""
         if self.is_flat:
             raise UsageError(
@@ -117,38 +117,42 @@ class Placement:
                 first, last = max(start, region.local[dim][0]), min(stop, region.local[dim][1])
                 if first < last:
                     into, out_of = at - start, region.logical[dim][0] - region.local[dim][0]
-                    logical = _with(region.logical, dim, (first + out_of, last + out_of))
+                    logical = _replace_range(region.logical, dim, (first + out_of, last + out_of))
                     regions.append(
-                        Region(logical, _with(region.local, dim, (first + into, last + into)))
+                        Region(
+                            logical, _replace_range(region.local, dim, (first + into, last + into))
+                        )
                     )
             at += stop - start
         local = (*self.local[:dim], at, *self.local[dim + 1 :])
-        return replace(self, local=local, regions=tuple(regions), axes=_joined(self.axes, axis))
+        return replace(self, local=local, regions=tuple(regions), axes=_add_axis(self.axes, axis))
 
-    def piece(self, start: int, stop: int, axis: str) -> Placement:
+    def cut_flat(self, start: int, stop: int, axis: str) -> Placement:
         """Keep elements `start` to `stop` of the flat local tensor, as a piece along `axis`."""
         if self.is_flat:
             raise UsageError(f"{self.name} is cut into flat pieces already; cut it once by shard()")
         regions = [
-            inner for region in self.regions for inner in _flat(region, self.local, start, stop)
+            inner
+            for region in self.regions
+            for inner in _flatten_region(region, self.local, start, stop)
         ]
         return replace(
-            self, local=(stop - start,), regions=tuple(regions), axes=_joined(self.axes, axis)
+            self, local=(stop - start,), regions=tuple(regions), axes=_add_axis(self.axes, axis)
         )
 
-    def along(self, axis: str, *, copy: bool = False) -> Placement:
+    def hold_along(self, axis: str, *, copy: bool = False) -> Placement:
         """Keep all of it; others along `axis` hold nothing, or the same if this is a `copy`."""
-        return replace(self, axes=_joined(self.axes, axis), copy=copy)
+        return replace(self, axes=_add_axis(self.axes, axis), copy=copy)
 
-    def elsewhere(self, axis: str) -> Placement:
+    def hold_nothing(self, axis: str) -> Placement:
         """Keep nothing; another worker along `axis` holds it."""
-        return replace(self, local=(0,), regions=(), axes=_joined(self.axes, axis))
+        return replace(self, local=(0,), regions=(), axes=_add_axis(self.axes, axis))
 
-    def take(self, logical: Tensor) -> Tensor:
+    def copy_part(self, logical: Tensor) -> Tensor:
         """Copy this worker's part out of the whole logical tensor."""
         local = logical.new_empty(self.local)
         for region in self.regions:
-            region.of_local(local).copy_(region.of_logical(logical))
+            region.view_local(local).copy_(region.view_logical(logical))
         return local
 
 
@@ -167,18 +171,18 @@ class Placements:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def add(self, parameter: Tensor, placement: Placement) -> None:
+    def add_placement(self, parameter: Tensor, placement: Placement) -> None:
         """Note where a parameter is, or a tensor that stands for a part of it."""
         self._by_id[id(parameter)] = parameter, placement
 
-    def move(self, old: Tensor, new: Tensor, placement: Placement) -> None:
+    def replace_tensor(self, old: Tensor, new: Tensor, placement: Placement) -> None:
         """Note that `new` replaces `old`, as a part of it; `placement_of(old)` stays as it was."""
         before = self._by_id.pop(id(old), None)
         if before is not None:
             self._former[id(old)] = weakref.ref(old), before[1]
-        self.add(new, placement)
+        self.add_placement(new, placement)
 
-    def of(self, parameter: Tensor, name: str = "") -> Placement:
+    def placement_of(self, parameter: Tensor, name: str = "") -> Placement:
         """The placement of a parameter; one that was never noted is whole, and gets this name."""
         noted = self._by_id.get(id(parameter))
         if noted is not None:
@@ -195,7 +199,7 @@ class Placements:
         return iter(self._by_id.values())
 
 
-def local(parameter: Tensor) -> Tensor:
+def local_part(parameter: Tensor) -> Tensor:
     """This worker's part of a parameter as a plain tensor, in the same memory."""
     # Private to torch: the attribute of a DTensor that has its local part. It isn't read by
     # `to_local`, as importing DTensor takes a second. If it is renamed, a DTensor is taken for its
@@ -210,7 +214,7 @@ def local(parameter: Tensor) -> Tensor:
     )
 
 
-def chunk(size: int, index: int, count: int) -> Range:
+def chunk_range(size: int, index: int, count: int) -> Range:
     """Range of part `index` of `count` parts; the last may be shorter, as in torch.chunk."""
     length = -(-size // count)
     return min(index * length, size), min((index + 1) * length, size)
@@ -220,18 +224,18 @@ def _slices(rectangle: Rectangle) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in rectangle)
 
 
-def _with(rectangle: Rectangle, dim: int, new: Range) -> Rectangle:
+def _replace_range(rectangle: Rectangle, dim: int, new: Range) -> Rectangle:
     return (*rectangle[:dim], new, *rectangle[dim + 1 :])
 
 
-def _joined(axes: tuple[str, ...], axis: str) -> tuple[str, ...]:
+def _add_axis(axes: tuple[str, ...], axis: str) -> tuple[str, ...]:
     return axes if axis in axes else (*axes, axis)
 
 
-def _flat(region: Region, shape: Shape, start: int, stop: int) -> Iterator[Region]:
+def _flatten_region(region: Region, shape: Shape, start: int, stop: int) -> Iterator[Region]:
     """Yield the parts of a region between two elements of the flat local tensor, one per run."""
     offset = [first - at for (first, _), (at, _) in zip(region.logical, region.local, strict=True)]
-    for rectangle in _runs(region.local, shape, start, stop):
+    for rectangle in _find_runs(region.local, shape, start, stop):
         at = sum(first * prod(shape[dim + 1 :]) for dim, (first, _) in enumerate(rectangle)) - start
         logical = tuple(
             (first + by, last + by) for (first, last), by in zip(rectangle, offset, strict=True)
@@ -239,7 +243,7 @@ def _flat(region: Region, shape: Shape, start: int, stop: int) -> Iterator[Regio
         yield Region(logical, ((at, at + prod(last - first for first, last in rectangle)),))
 
 
-def _runs(rectangle: Rectangle, shape: Shape, start: int, stop: int) -> Iterator[Rectangle]:
+def _find_runs(rectangle: Rectangle, shape: Shape, start: int, stop: int) -> Iterator[Rectangle]:
     """Yield the largest contiguous rectangles in this one, between elements `start` and `stop`.
 
     `start` and `stop` count elements of the flattened tensor. The first dimension is gone through
@@ -263,6 +267,8 @@ def _runs(rectangle: Rectangle, shape: Shape, start: int, stop: int) -> Iterator
             yield ((row, end), *inner)
             row = end
             continue
-        for rectangle_in_row in _runs(inner, shape[1:], start - row * stride, stop - row * stride):
+        for rectangle_in_row in _find_runs(
+            inner, shape[1:], start - row * stride, stop - row * stride
+        ):
             yield ((row, row + 1), *rectangle_in_row)
         row += 1

@@ -11,7 +11,9 @@ from torch.optim import Adagrad, Optimizer
 from paceline.errors import UsageError
 
 
-def repoint(optimizer: Optimizer, renewed: Callable[[Parameter], Parameter | None]) -> None:
+def repoint_optimizer(
+    optimizer: Optimizer, renewed: Callable[[Parameter], Parameter | None]
+) -> None:
     """Let an optimizer step `renewed(p)` in the place of each of its parameters p (None: p stays).
 
     Raises `UsageError`, and changes nothing, if it has state of a parameter that would be replaced.
@@ -19,7 +21,7 @@ def repoint(optimizer: Optimizer, renewed: Callable[[Parameter], Parameter | Non
     replacements = [[renewed(p) for p in group["params"]] for group in optimizer.param_groups]
     # Refuse before anything is changed.
     for group, others in zip(optimizer.param_groups, replacements, strict=True):
-        refuse_memory(
+        refuse_optimizer_state(
             optimizer,
             (p for p, other in zip(group["params"], others, strict=True) if other is not None),
         )
@@ -32,7 +34,7 @@ def repoint(optimizer: Optimizer, renewed: Callable[[Parameter], Parameter | Non
         ]
 
 
-def refuse_memory(optimizer: Optimizer, cut: Iterable[Parameter]) -> None:
+def refuse_optimizer_state(optimizer: Optimizer, cut: Iterable[Parameter]) -> None:
     """Raise `UsageError` if an optimizer has state of cut parameters, but for a new Adagrad's."""
     if any(
         (state := optimizer.state.get(parameter))
@@ -46,7 +48,7 @@ def refuse_memory(optimizer: Optimizer, cut: Iterable[Parameter]) -> None:
         )
 
 
-def begin_sums(optimizer: Optimizer) -> None:
+def reset_adagrad_sums(optimizer: Optimizer) -> None:
     """Give a new Adagrad sums in the shapes of its parameters.
 
     Adagrad is the one optimizer of torch that makes its state in the constructor. So it has sums

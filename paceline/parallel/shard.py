@@ -25,21 +25,26 @@ from torch import nn
 from torch.nn import Parameter
 
 from paceline.comm.axis_meter import AxisMeter
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.errors import UsageError
 from paceline.formatting import spell, unknown
 from paceline.parallel.cut import CutContext
 from paceline.parallel.meta import CPU
+from paceline.parallel.sharding.flat_memory import (
+    FlatMemory,
+    ModelParameter,
+    refuse_gradient_hook,
+    refuse_requires_grad_change,
+)
+from paceline.parallel.sharding.gathered_units import GatheredModel, GatheredUnit, in_backward
 from paceline.parallel.sharding.gradients import ShardGradients
-from paceline.parallel.sharding.memory import FlatMemory, Held, refuse_change, refuse_hook
 from paceline.parallel.sharding.optimizers import (
-    clear_pieces_too,
-    is_refused,
+    hook_zero_grad,
+    is_clipping_refused,
     refuse_idle_clipping,
     refuse_partial_norms,
 )
-from paceline.parallel.sharding.steps import ShardSteps
-from paceline.parallel.sharding.units import GatheredModel, GatheredUnit, in_backward
+from paceline.parallel.sharding.shard_steps import ShardSteps
 
 Zero = Literal[1, 2, 3]
 Half = Literal["bfloat16", "float16"]
@@ -121,36 +126,41 @@ class shard:
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
         groups = context.groups
-        if groups.along(self.axis).size == 1:
+        if groups.group_along(self.axis).size == 1:
             return
         before = {
-            id(parameter): context.placements.of(parameter, name)
+            id(parameter): context.placements.placement_of(parameter, name)
             for name, parameter in model.named_parameters()
         }
         if again := [
-            before[id(parameter)].name for parameter in model.parameters() if is_refused(parameter)
+            before[id(parameter)].name
+            for parameter in model.parameters()
+            if is_clipping_refused(parameter)
         ]:
             raise UsageError(f"{again[0]} is cut by shard() already; cut each model once")
         # Gathers and reductions each leave in an order of their own, so each kind gets a group.
-        gathering, reducing = groups.another(self.axis), groups.another(self.axis)
+        gathering, reducing = (
+            groups.make_another_group(self.axis),
+            groups.make_another_group(self.axis),
+        )
         sharded = ShardedModel(
             model,
             self,
             gathering,
             reducing,
-            groups.meter(self.axis),
+            groups.meter_along(self.axis),
             tied=context.tied,
             home=context.device,
         )
-        for held, piece, (start, stop) in sharded.pieces():
-            placement = before[id(held.parameter)].piece(start, stop, self.axis)
+        for held, piece, (start, stop) in sharded.iterate_pieces():
+            placement = before[id(held.parameter)].cut_flat(start, stop, self.axis)
             if piece is held.parameter:
-                context.placements.add(piece, placement)
+                context.placements.add_placement(piece, placement)
             else:
-                context.renew(held.parameter, piece, placement)
-        context.sources.append(sharded.gradients)
-        context.followers.append(sharded.steps.refresh)
-        context.endings.append(sharded.steps.close)
+                context.replace_parameter(held.parameter, piece, placement)
+        context.gradient_sources.append(sharded.gradients)
+        context.refresh_callbacks.append(sharded.steps.gather_all)
+        context.close_callbacks.append(sharded.steps.close)
 
 
 class ShardedModel:
@@ -175,9 +185,9 @@ class ShardedModel:
     ) -> None:
         meter = AxisMeter(cut.axis) if meter is None else meter
         for group in (gathering, reducing):
-            meter.add(group)
+            meter.add_sender(group)
         units = list(find_units(model, cut.patterns))
-        held = list(parameters_of(model, [name for name, _ in units]))
+        held = list(find_unit_parameters(model, [name for name, _ in units]))
         # Compare the parameters of all workers first: with different ones, collectives would hang.
         facts = [
             [name, one.name, list(one.parameter.shape), one.parameter.requires_grad]
@@ -190,7 +200,7 @@ class ShardedModel:
             )
         frees = cut.zero == 3
         # With zero=3 all parameters are cut, else those that are trained.
-        self._left_out = [one for _, one in held if not (frees or one.parameter.requires_grad)]
+        self._uncut = [one for _, one in held if not (frees or one.parameter.requires_grad)]
         # Hooks of scripts would get gradients of whole parameters before they are summed. Both
         # attributes are private to torch: dicts of hooks by handle. If they were renamed, this
         # raises.
@@ -200,7 +210,7 @@ class ShardedModel:
             if one.parameter._backward_hooks or one.parameter._post_accumulate_grad_hooks
         ]
         if frees and hooked:
-            refuse_hook(hooked[0])
+            refuse_gradient_hook(hooked[0])
         dtype = getattr(torch, cut.params) if cut.params else None
         self.memories = [
             FlatMemory(
@@ -212,39 +222,41 @@ class ShardedModel:
                 meter=meter,
                 home=home,
             )
-            for unit, part in _flat_parts(held, {id(parameter) for parameter in tied}, frozen=frees)
+            for unit, part in _group_parameters(
+                held, {id(parameter) for parameter in tied}, frozen=frees
+            )
         ]
         # Memories come in the order of the forward; gradients of the last are there first.
         self.gradients = ShardGradients(
-            [memory for memory in self.memories if memory.trained],
+            [memory for memory in self.memories if memory.is_trained],
             reducing,
             keeps=cut.zero == 1,
             dtype=getattr(torch, cut.reduce) if cut.reduce else None,
             meter=meter,
         )
         if frees:
-            self._hook(model, units)
+            self._gather_units(model, units)
         self.steps = ShardSteps(self.memories)
-        model.register_forward_pre_hook(self._follow, prepend=True)
+        model.register_forward_pre_hook(self._prepare_forward, prepend=True)
         cut_parameters = [
             one
             for memory in self.memories
-            for one in zip(memory.held, memory.pieces, memory.wholes, strict=True)
+            for one in zip(memory.parameters, memory.pieces, memory.wholes, strict=True)
         ]
         refuse_partial_norms((one.name, tensor) for one, *both in cut_parameters for tensor in both)
         if not frees:
             refuse_idle_clipping(whole for _, _, whole in cut_parameters)
-            clear_pieces_too(model, {id(whole): piece for _, piece, whole in cut_parameters})
+            hook_zero_grad(model, {id(whole): piece for _, piece, whole in cut_parameters})
 
-    def _hook(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
+    def _gather_units(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
         gathered = GatheredModel()
         for name, module in [*units, ("", model)]:
             memories = [memory for memory in self.memories if memory.unit == name]
             unit = GatheredUnit(module, memories, name, model=gathered)
-            self.gradients.observe(unit, memories)
+            self.gradients.watch_passes(unit, memories)
             gathered.units.append(unit)
 
-    def _follow(self, model: nn.Module, args: object) -> None:
+    def _prepare_forward(self, model: nn.Module, args: object) -> None:
         """Refresh whole parameters before a forward, if the strategy has changed their pieces.
 
         Raises `UsageError` if a parameter that was frozen at the cut is trained now, as its
@@ -252,21 +264,24 @@ class ShardedModel:
         """
         for memory in self.memories if not torch.compiler.is_compiling() else ():
             memory.check_memory()
-        for one in self._left_out:
+        for one in self._uncut:
             if one.parameter.requires_grad:
-                refuse_change(one.name, trained=False)
+                refuse_requires_grad_change(one.name, trained=False)
         if self.gradients.replicas_diverge and not in_backward():
-            self.steps.refresh()
+            self.steps.gather_all()
 
     def __deepcopy__(self, memo: object) -> ShardedModel:
         # The hook of a copied model refreshes the original.
         return self
 
-    def pieces(self) -> Iterator[tuple[Held, Parameter, tuple[int, int]]]:
+    def iterate_pieces(self) -> Iterator[tuple[ModelParameter, Parameter, tuple[int, int]]]:
         """Yield each cut parameter, its piece, and the range of its flat elements in that piece."""
         for memory in self.memories:
             yield from zip(
-                memory.held, memory.pieces, memory.layout.pieces(memory.rank), strict=True
+                memory.parameters,
+                memory.pieces,
+                memory.layout.piece_ranges(memory.rank),
+                strict=True,
             )
 
 
@@ -302,7 +317,9 @@ def find_units(model: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str,
             yield name, module
 
 
-def parameters_of(model: nn.Module, units: Sequence[str]) -> Iterator[tuple[str, Held]]:
+def find_unit_parameters(
+    model: nn.Module, units: Sequence[str]
+) -> Iterator[tuple[str, ModelParameter]]:
     """Yield each parameter once, with the name of the innermost unit that it is in.
 
     A parameter that several units use belongs to the root, whose name is "".
@@ -339,19 +356,19 @@ def parameters_of(model: nn.Module, units: Sequence[str]) -> Iterator[tuple[str,
                 "call zero_grad() before run.prepare"
             )
         unit = homes[key].pop() if len(homes[key]) == 1 else ""
-        yield unit, Held(name, parameter, tuple(places[key]))
+        yield unit, ModelParameter(name, parameter, tuple(places[key]))
 
 
-def _flat_parts(
-    held: Sequence[tuple[str, Held]], alone: Container[int], *, frozen: bool
-) -> Iterator[tuple[str, list[Held]]]:
+def _group_parameters(
+    held: Sequence[tuple[str, ModelParameter]], alone: Container[int], *, frozen: bool
+) -> Iterator[tuple[str, list[ModelParameter]]]:
     """Yield groups of parameters that lie in one memory, each with the name of its unit.
 
     Those of a group are in the same unit, and have the same dtype, device and `requires_grad`.
     Without `frozen`, parameters that aren't trained are left out. A parameter whose id is in
     `alone` is a group of its own.
     """
-    parts = dict[tuple[object, ...], list[Held]]()
+    parts = dict[tuple[object, ...], list[ModelParameter]]()
     for unit, one in held:
         parameter = one.parameter
         if (parameter.requires_grad or frozen) and parameter.numel():

@@ -23,11 +23,11 @@ from paceline.parallel.placement import Placement
 from paceline.state.snapshot import MARK
 
 
-def mark(model: nn.Module, place_of: Callable[[Parameter], Placement]) -> None:
+def mark_state_parts(model: nn.Module, place_of: Callable[[Parameter], Placement]) -> None:
     """Mark the states of modules with cut parameters; refuse states of other parts from now on."""
     # Pickle goes through attributes in their order. The guard comes first, so that pickling fails
     # before anything is written.
-    state = {"_paceline_parts": _Parts(), **vars(model)}
+    state = {"_paceline_parts": _PickleGuard(), **vars(model)}
     vars(model).clear()
     vars(model).update(state)
     for place, module in model.named_modules():
@@ -35,16 +35,18 @@ def mark(model: nn.Module, place_of: Callable[[Parameter], Placement]) -> None:
             name: place_of(parameter) for name, parameter in module.named_parameters(recurse=False)
         }
         parts = {
-            name: _digest(placement) for name, placement in placements.items() if placement.axes
+            name: _digest_placement(placement)
+            for name, placement in placements.items()
+            if placement.axes
         }
         if parts:
-            _follow(module, f"{place}." if place else "", parts)
+            _check_marks(module, f"{place}." if place else "", parts)
 
 
-class _Parts:
+class _PickleGuard:
     """An attribute of a cut model that refuses to be pickled with it."""
 
-    def __deepcopy__(self, memo: object) -> _Parts:
+    def __deepcopy__(self, memo: object) -> _PickleGuard:
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -55,7 +57,7 @@ class _Parts:
         )
 
 
-def _follow(module: nn.Module, place: str, parts: dict[str, str]) -> None:
+def _check_marks(module: nn.Module, place: str, parts: dict[str, str]) -> None:
     """Write marks into states of a module, and compare those of states that it loads."""
 
     def write(_: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
@@ -78,7 +80,7 @@ def _follow(module: nn.Module, place: str, parts: dict[str, str]) -> None:
     module.register_load_state_dict_pre_hook(read)
 
 
-def _digest(placement: Placement) -> str:
+def _digest_placement(placement: Placement) -> str:
     return hashlib.sha256(
         repr((placement.shape, placement.local, placement.regions)).encode()
     ).hexdigest()[:16]

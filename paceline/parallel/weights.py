@@ -25,7 +25,7 @@ from paceline.errors import UsageError
 from paceline.formatting import nearest
 from paceline.parallel.initialise import give_memory
 from paceline.parallel.meta import CPU
-from paceline.parallel.placement import Placements, Range, Rectangle, local
+from paceline.parallel.placement import Placements, Range, Rectangle, local_part
 from paceline.state.checksum import checksums
 from paceline.state.versioned import SHOWN
 
@@ -55,10 +55,10 @@ class Weights:
 
 
 @contextlib.contextmanager
-def opened(source: Source) -> Iterator[Weights]:
+def open_weights(source: Source) -> Iterator[Weights]:
     """Open a file of weights, or a state dict. Raises `UsageError` for anything else."""
     if isinstance(source, Mapping):
-        yield _of_dict("the dict", source)
+        yield _open_dict("the dict", source)
         return
     path = Path(source)
     if not path.is_file():
@@ -69,7 +69,9 @@ def opened(source: Source) -> Iterator[Weights]:
     with contextlib.ExitStack() as files:
         try:
             weights = (
-                _of_safetensors(path, files) if path.suffix == ".safetensors" else _of_torch(path)
+                _open_safetensors(path, files)
+                if path.suffix == ".safetensors"
+                else _open_torch(path)
             )
         except (
             OSError,
@@ -83,7 +85,7 @@ def opened(source: Source) -> Iterator[Weights]:
         yield weights
 
 
-def load(
+def load_weights(
     model: nn.Module,
     weights: Weights,
     placements: Placements,
@@ -106,22 +108,24 @@ def load(
         UsageError: Names or shapes are not those of the model; nothing is changed then. Or the file
             turns out to be unreadable.
     """
-    targets = dict(_targets(model))
-    _compare(targets, weights, placements, prefix)
+    targets = dict(_find_targets(model))
+    _check_names(targets, weights, placements, prefix)
     done = set[int]()
     with torch.no_grad():
         for name, target in targets.items():
             if name not in weights.shapes or id(target) in done:
                 continue
             done.add(id(target))
-            placement = placements.of(target, prefix + name)
+            placement = placements.placement_of(target, prefix + name)
             give_memory(target, placement, device)
-            part = local(target)
+            part = local_part(target)
             for region in placement.regions:
-                region.of_local(part).copy_(_part(weights, name, region.logical).view(region.shape))
+                region.view_local(part).copy_(
+                    _read_part(weights, name, region.logical).view(region.shape)
+                )
 
 
-def _part(weights: Weights, name: str, box: Rectangle) -> Tensor:
+def _read_part(weights: Weights, name: str, box: Rectangle) -> Tensor:
     try:
         return weights.read(name, box)
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
@@ -131,7 +135,7 @@ def _part(weights: Weights, name: str, box: Rectangle) -> Tensor:
         ) from error
 
 
-def _targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _find_targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that a model's state dict has, as they lie in the model."""
     yield from model.named_parameters(remove_duplicate=False)
     for path, module in model.named_modules(remove_duplicate=False):
@@ -140,11 +144,12 @@ def _targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}" if path else name, buffer
 
 
-def _compare(
+def _check_names(
     targets: Mapping[str, Tensor], weights: Weights, placements: Placements, prefix: str
 ) -> None:
     shapes = {
-        name: tuple(placements.of(target, prefix + name).shape) for name, target in targets.items()
+        name: tuple(placements.placement_of(target, prefix + name).shape)
+        for name, target in targets.items()
     }
     # Parameters that are found under one of their names; the other names of tied ones may be
     # missing.
@@ -171,17 +176,20 @@ def _compare(
         )
 
 
-def _of_safetensors(path: Path, files: contextlib.ExitStack) -> Weights:
+def _open_safetensors(path: Path, files: contextlib.ExitStack) -> Weights:
     file = files.enter_context(safetensors.safe_open(path, "pt"))
     # `safe_open` is no dict, and can't be iterated.
     slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
     return Weights(
-        path.name, shapes, lambda name, box: slices[name][_index(box)], _digest_of_safetensors(path)
+        path.name,
+        shapes,
+        lambda name, box: slices[name][_slices_of(box)],
+        _digest_safetensors(path),
     )
 
 
-def _digest_of_safetensors(path: Path) -> str:
+def _digest_safetensors(path: Path) -> str:
     """Hash the header, with all names, dtypes and shapes, and pages of each tensor."""
     # The format: 8 bytes with the length of the header, the header in JSON, and the tensors' bytes,
     # at offsets from the header's end.
@@ -190,14 +198,16 @@ def _digest_of_safetensors(path: Path) -> str:
         entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
         begin, pages = file.tell(), hashlib.sha256()
         for first, last in sorted(tuple(entry["data_offsets"]) for entry in entries):
-            for start, stop in _pages(last - first):
+            for start, stop in _choose_pages(last - first):
                 file.seek(begin + first + start)
                 pages.update(file.read(stop - start))
-    return _digest(header, pages.digest())
+    return _hash_facts(header, pages.digest())
 
 
-def _of_torch(path: Path) -> Weights:
-    state = _checked(path.name, torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+def _open_torch(path: Path) -> Weights:
+    state = _check_state(
+        path.name, torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    )
     # torch.save writes a zip archive. Its members' names begin with the name that the file had
     # then.
     with zipfile.ZipFile(path) as archive:
@@ -211,12 +221,12 @@ def _of_torch(path: Path) -> Weights:
     pages = hashlib.sha256()
     for value in state.values():
         memory = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
-        for start, stop in _pages(len(memory)):
+        for start, stop in _choose_pages(len(memory)):
             pages.update(memory[start:stop].numpy().tobytes())
-    return _of_state(path.name, state, stored, pages.digest())
+    return _make_weights(path.name, state, stored, pages.digest())
 
 
-def _pages(size: int) -> list[Range]:
+def _choose_pages(size: int) -> list[Range]:
     """List the ranges of a tensor's bytes that a digest looks at: all of them, or spread pages."""
     if size <= PAGE * PAGES:
         return [(0, size)]
@@ -226,12 +236,12 @@ def _pages(size: int) -> list[Range]:
     ]
 
 
-def _of_dict(name: str, state_dict: object) -> Weights:
-    state = _checked(name, state_dict)
-    return _of_state(name, state, checksums([value.detach() for value in state.values()]))
+def _open_dict(name: str, state_dict: object) -> Weights:
+    state = _check_state(name, state_dict)
+    return _make_weights(name, state, checksums([value.detach() for value in state.values()]))
 
 
-def _checked(name: str, state: object) -> Mapping[str, Tensor]:
+def _check_state(name: str, state: object) -> Mapping[str, Tensor]:
     """Return a value that is a state dict. Raises `UsageError` for anything else."""
     if not isinstance(state, Mapping):
         raise UsageError(
@@ -247,20 +257,20 @@ def _checked(name: str, state: object) -> Mapping[str, Tensor]:
     return state
 
 
-def _of_state(name: str, state: Mapping[str, Tensor], *content: object) -> Weights:
+def _make_weights(name: str, state: Mapping[str, Tensor], *content: object) -> Weights:
     shapes = {key: tuple(value.shape) for key, value in state.items()}
     dtypes = [value.dtype for value in state.values()]
     return Weights(
         name,
         shapes,
-        lambda key, box: state[key].detach()[_index(box)],
-        _digest(shapes, dtypes, *content),
+        lambda key, box: state[key].detach()[_slices_of(box)],
+        _hash_facts(shapes, dtypes, *content),
     )
 
 
-def _index(box: Rectangle) -> tuple[slice, ...]:
+def _slices_of(box: Rectangle) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
-def _digest(*facts: object) -> str:
+def _hash_facts(*facts: object) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from paceline.comm.agreement import Agreement
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.data.loader import ShareLoader
 from paceline.errors import UsageError
 from paceline.record.logged.metric import is_metric

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.errors import UsageError
-from paceline.parallel.clipping import check_finite
+from paceline.parallel.clipping import check_norm_is_finite
 from paceline.prepare.cuts import ModelCuts
 from paceline.workers.axes import RunAxes
 
@@ -53,18 +53,18 @@ def clip(
             continue
         seen.add(id(trained))
         grads.append(trained.grad)
-        placement = cuts.placements.of(trained)
+        placement = cuts.placements.placement_of(trained)
         kind = frozenset(placement.axes) & frozenset(axes.cut)
         if trained.grad.numel() and not placement.copy:  # the largest of no numbers is none
             norms[kind].append(
                 torch.linalg.vector_norm(trained.grad, norm_type, dtype=torch.float64)
             )
     sums = {kind: _joined(mine, norm_type) for kind, mine in norms.items()}
-    groups = {kind: axes.groups.along(*kind) for kind in sums if kind}
+    groups = {kind: axes.groups.group_along(*kind) for kind in sums if kind}
     # all travel at once
     gathers = [group.all_gather(sums[kind], name="run.clip") for kind, group in groups.items()]
     parts = (
-        axes.slice.agreement.wait(
+        axes.slice.agreement.wait_for_some(
             lambda: [part for gather in gathers for part in gather.wait()], "run.clip"
         )
         if gathers
@@ -72,7 +72,7 @@ def clip(
     )
     total = float(_joined([sums[frozenset()], *parts], norm_type))
     if finite:
-        check_finite(total, norm_type)
+        check_norm_is_finite(total, norm_type)
     # so that a norm that is no number reaches the gradients, as torch has it
     if grads and not total + TINY <= max_norm:
         torch._foreach_mul_(grads, max_norm / (total + TINY))

@@ -59,9 +59,9 @@ class ModelCopies:
         for (key, mine), original in zip(
             found.copy.named_parameters(), found.model.parameters(), strict=True
         ):
-            placement = self._placements.of(original)
+            placement = self._placements.placement_of(original)
             if placement.axes and placement.local == tuple(mine.shape):
-                self._placements.add(mine, replace(placement, name=f"{found.name}.{key}"))
+                self._placements.add_placement(mine, replace(placement, name=f"{found.name}.{key}"))
 
     def of(self, model: nn.Module) -> list[nn.Module]:
         """Return the copies of a model."""

@@ -23,9 +23,9 @@ from paceline.formatting import spell
 from paceline.parallel.cut import CutContext, CutGradients, ModelCut
 from paceline.parallel.elementwise import check_elementwise
 from paceline.parallel.placement import Placements
-from paceline.parallel.repoint import begin_sums, refuse_memory, repoint
-from paceline.parallel.sharding.optimizers import takes_one_number
-from paceline.parallel.state_parts import mark
+from paceline.parallel.repoint import refuse_optimizer_state, repoint_optimizer, reset_adagrad_sums
+from paceline.parallel.sharding.optimizers import needs_global_number
+from paceline.parallel.state_parts import mark_state_parts
 from paceline.prepare.copies import ModelCopies, watch_averages
 from paceline.prepare.initial import InitialValues
 from paceline.prepare.sample import sample_batch
@@ -33,7 +33,7 @@ from paceline.sync.base import Slot
 from paceline.workers.axes import RunAxes
 
 if TYPE_CHECKING:
-    from paceline.parallel.pipelining.model import PipelinedModel
+    from paceline.parallel.pipelining.pipelined_model import PipelinedModel
 
 Asked = ModelCut | str | Sequence[ModelCut]
 WHOLE = (Adafactor, Muon)  # optimizers of torch that look at all of a matrix
@@ -139,30 +139,36 @@ class ModelCuts:
         if cuts:
             watch_averages()
         for optimizer, (_, model) in itertools.product(optimizers, models if cuts else ()):
-            refuse_memory(optimizer, model.parameters())
+            refuse_optimizer_state(optimizer, model.parameters())
         for prefix, model in models:
             tied = list[Parameter]()
             for cut in cuts:
                 before = dict(model.named_parameters())
                 for name, parameter in before.items():
-                    self.placements.add(parameter, self.placements.of(parameter, prefix + name))
+                    self.placements.add_placement(
+                        parameter, self.placements.placement_of(parameter, prefix + name)
+                    )
                 context = CutContext(axes.mesh, axes.groups, self.placements, initial.device)
-                context.known, context.record, context.tied = self.trained, self._record, tied
-                context.sample, context.announce = self.sample, axes.slice.announce
+                context.find_trained, context.record_span, context.tied = (
+                    self.trained,
+                    self._record,
+                    tied,
+                )
+                context.make_sample, context.announce = self.sample, axes.slice.announce
                 _apply(cut, model, context, len(models))
-                self._note(before, dict(model.named_parameters()), context.renewed)
+                self._note(before, dict(model.named_parameters()), context.replacements)
                 self._used.add(cut.axis)
                 for parameter in model.parameters() if cut.axis == "shard" else ():
                     self._summed[self.trained(parameter)] = True
-                sources += context.sources
+                sources += context.gradient_sources
                 self.applied += [] if cut in self.applied else [cut]
-                self._endings += context.endings
-                valued += context.valued
+                self._endings += context.close_callbacks
+                valued += context.value_callbacks
                 self._spread += [model] if not cut.axis else []
-                self._followers += context.followers
+                self._followers += context.refresh_callbacks
                 self.pipelines += context.pipelines
             if cuts:
-                mark(model, self.placements.of)
+                mark_state_parts(model, self.placements.placement_of)
         if self._statistics == "sync" and self.pipelines:
             raise UsageError(
                 "batchnorm='sync' can't be had with layers on several workers (pipeline): "
@@ -205,9 +211,9 @@ class ModelCuts:
         Raises `UsageError` for one that can't.
         """
         for optimizer in optimizers if self._renewed else ():
-            repoint(optimizer, self.renewed)
+            repoint_optimizer(optimizer, self.renewed)
         for optimizer in optimizers if self.applied else ():
-            begin_sums(optimizer)
+            reset_adagrad_sums(optimizer)
         self.refuse_whole(optimizers)
 
     def flat(self, optimizer: Optimizer) -> str:
@@ -223,7 +229,7 @@ class ModelCuts:
             (
                 where.name
                 for p in parameters
-                if p.dim() != len((where := self.placements.of(p)).shape)
+                if p.dim() != len((where := self.placements.placement_of(p)).shape)
             ),
             "",
         )
@@ -254,7 +260,7 @@ class ModelCuts:
         for optimizer in optimizers if len(self.placements) else ():
             refuse_one_number(optimizer, self.placements, mesh, dealt)
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
-            for where in map(self.placements.of, stepped):
+            for where in map(self.placements.placement_of, stepped):
                 if any(mesh.extent(axis) > 1 for axis in where.axes if axis != "stage"):
                     check_elementwise(optimizer, where.name)
             if isinstance(optimizer, WHOLE) and any(id(p) in dealt for p in stepped):
@@ -279,7 +285,7 @@ class ModelCuts:
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 placement, optimizer = (
-                    self.placements.of(parameter, slot.name),
+                    self.placements.placement_of(parameter, slot.name),
                     slot.optimizer or owners.get(id(parameter)),
                 )
                 yield slot._replace(
@@ -410,10 +416,10 @@ def refuse_one_number(
     """
     for parameter in (
         (p for group in optimizer.param_groups for p in group["params"])
-        if takes_one_number(optimizer)
+        if needs_global_number(optimizer)
         else ()
     ):
-        along = [name for name in placements.of(parameter).axes if mesh.extent(name) > 1]
+        along = [name for name in placements.placement_of(parameter).axes if mesh.extent(name) > 1]
         if along or id(parameter) in dealt:
             raise UsageError(
                 f"{type(optimizer).__qualname__} takes one number (a norm, a step size) over all "

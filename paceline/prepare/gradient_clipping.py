@@ -18,7 +18,12 @@ from torch.nn import Parameter
 
 from paceline.errors import UsageError
 from paceline.loop.turns import TrainingLoop
-from paceline.parallel.clipping import check_finite, clip_plainly, let_clip, norm_here
+from paceline.parallel.clipping import (
+    check_norm_is_finite,
+    compute_local_norm,
+    register_clipper,
+    unregister_clipper,
+)
 from paceline.prepare import clipping
 from paceline.prepare.cuts import ModelCuts
 from paceline.prepare.remote import RemoteSteps
@@ -42,14 +47,14 @@ class GradientClipping:
         new = [parameter for parameter in parameters if id(parameter) not in self._known]
         if new:
             self._known.update(map(id, new))
-            let_clip(new, self, cut=bool(self._axes.cut))
+            register_clipper(new, self, cut=bool(self._axes.cut))
             parts = [
                 whole
                 for whole in new
                 if isinstance(whole, Parameter) and self._cuts.renewed(whole) is not None
             ]
             self._wholes += map(weakref.ref, parts)
-            self._loop.bound.append(functools.partial(clip_plainly, new))
+            self._loop.bound.append(functools.partial(unregister_clipper, new))
 
     def clip(
         self, parameters: list[Tensor], max_norm: float, norm_type: float, *, finite: bool = False
@@ -68,10 +73,10 @@ class GradientClipping:
                 cuts=self._cuts,
                 axes=self._axes,
             )
-            return self._axes.slice.agreement.attempt(act, "run.clip")
+            return self._axes.slice.agreement.attempt_call(act, "run.clip")
         found = self._remote.clip(parameters, max_norm, norm_type)
         if finite:
-            check_finite(float(found), norm_type)
+            check_norm_is_finite(float(found), norm_type)
         return found
 
     def clip_norm(
@@ -93,7 +98,7 @@ class GradientClipping:
             return own()
         if loop.acting:
             return self.clip(parameters, max_norm, norm_type, finite=finite)
-        return norm_here(
+        return compute_local_norm(
             [parameter.grad for parameter in parameters if parameter.grad is not None], norm_type
         )
 
@@ -118,7 +123,9 @@ class GradientClipping:
         """
         for parameter in parameters:
             where = (
-                self._cuts.placements.of(parameter) if isinstance(parameter, Parameter) else None
+                self._cuts.placements.placement_of(parameter)
+                if isinstance(parameter, Parameter)
+                else None
             )
             along = (
                 [name for name in where.axes if name in self._axes.cut] if where is not None else []

@@ -13,9 +13,9 @@ from torch import nn
 
 from paceline.comm.agreement import Agreement, act_together
 from paceline.errors import UsageError
-from paceline.parallel.initialise import Blueprint, is_unborn
+from paceline.parallel.initialise import Blueprint, has_meta_parameters
 from paceline.parallel.placement import Placements
-from paceline.parallel.weights import Weights, load
+from paceline.parallel.weights import Weights, load_weights
 from paceline.prepare.stored import Source, opened
 
 Init = Callable[[nn.Module], Any] | Source
@@ -33,7 +33,7 @@ def check_asked(init: Init | None, models: Sequence[nn.Module], fresh: Sequence[
 def move(models: Sequence[nn.Module], device: torch.device) -> None:
     """Move models to a GPU; parameters without memory get theirs there."""
     for model in models if device.type == "cuda" else ():
-        if not is_unborn(model):
+        if not has_meta_parameters(model):
             model.to(device)
             continue
         for module in model.modules():
@@ -61,7 +61,7 @@ class InitialValues:
         init = init if models else None
         self._seed, self.device = seed, device
         self._source: Source | None = None if init is None or callable(init) else init
-        unborn = [(prefix, model) for prefix, model in models if is_unborn(model)]
+        unborn = [(prefix, model) for prefix, model in models if has_meta_parameters(model)]
         if callable(init) and not unborn:
             raise UsageError(
                 "init=function gives values to models that were built under pl.meta(), and these "
@@ -90,7 +90,7 @@ class InitialValues:
         `say` is told of checkpoints that can't be used, where an older one is.
         """
         for model, blueprint in self._plans:
-            blueprint.make(model, placements, self._seed, self.device)
+            blueprint.make_parameters(model, placements, self._seed, self.device)
         if self._source is not None:
             self._read(self._source, placements, agreement, say)
         move([model for _, model in self._models], self.device)
@@ -109,7 +109,7 @@ class InitialValues:
             return found[0].digest.encode()
 
         def read() -> bytes:
-            load(model, found[0], placements, prefix=prefix, device=self.device)
+            load_weights(model, found[0], placements, prefix=prefix, device=self.device)
             return b""
 
         with contextlib.ExitStack() as files:

@@ -15,7 +15,7 @@ from torch import nn
 from paceline.errors import UsageError
 from paceline.loop.turns import TrainingLoop
 from paceline.prepare.binding import rebind
-from paceline.record.logged.metric import HOME, is_metric
+from paceline.record.logged.metric import TORCHMETRICS, is_metric
 
 
 def check_logged(values: Mapping[str, Any], prepared: Iterable[nn.Module]) -> None:
@@ -25,7 +25,7 @@ def check_logged(values: Mapping[str, Any], prepared: Iterable[nn.Module]) -> No
     for name, metric in values.items():
         if not is_metric(metric):
             continue
-        if isinstance(metric, sys.modules[HOME].MetricTracker):
+        if isinstance(metric, sys.modules[TORCHMETRICS].MetricTracker):
             raise UsageError(
                 f"run.log({name}=...) got a {type(metric).__qualname__}; "
                 "log the metric that it holds now: tracker[-1]"
@@ -43,7 +43,7 @@ def within(module: nn.Module) -> Iterator[nn.Module]:
     if is_metric(module):
         yield module
     else:
-        for child in module.children() if HOME in sys.modules else ():
+        for child in module.children() if TORCHMETRICS in sys.modules else ():
             yield from within(child)
 
 

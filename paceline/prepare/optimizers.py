@@ -119,7 +119,7 @@ class OptimizerWatch:
             within = (
                 loop.leader is not None and loop.steps >= FIRST and loop.leader.turn is not None
             )
-            if not within or loop.steps + 1 >= self._by_hand.meetings.next:
+            if not within or loop.steps + 1 >= self._by_hand.meetings.next_step:
                 self._by_hand.look(optimizer)
 
     def _meet(

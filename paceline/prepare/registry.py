@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.cluster.mesh import SAMPLED
-from paceline.comm.group import Finished, Op, Work
+from paceline.comm.group_protocol import FinishedWork, Op, Work
 from paceline.comm.sample_queue import SampleQueue
 from paceline.data.balance import WorkerSpeeds
 from paceline.data.loader import ShareLoader, deal
@@ -24,7 +24,7 @@ from paceline.data.rng import SampleOrder
 from paceline.errors import UsageError
 from paceline.loop import forward_turn
 from paceline.loop.turns import TrainingLoop
-from paceline.parallel.batchnorm import desynchronise, synchronise
+from paceline.parallel.batchnorm import desynchronise_batchnorm, synchronise_batchnorm
 from paceline.prepare import checks, hooks, metrics, scaling, tensor_peers
 from paceline.prepare.cuts import ModelCuts
 from paceline.prepare.device import mover
@@ -139,7 +139,7 @@ class Prepared:
         if self._remote is not None:
             checks.check_owner(self.slots, optimizers)
         new = [(prefix, model) for prefix, model in self.models if model in fresh]
-        if self.axes.groups.along(*SAMPLED).size > 1 or self.axes.mesh.extent("stage") > 1:
+        if self.axes.groups.group_along(*SAMPLED).size > 1 or self.axes.mesh.extent("stage") > 1:
             checks.check_embeddings(new)
         unknown = list(
             checks.unknown(self.cuts.slots(checks.slots(self.models, optimizers)), self.slots)
@@ -342,7 +342,7 @@ class Prepared:
         self.subgroups.everyone()
         norms: Any = _WatchedGroup(self)
         for model in models:
-            synchronise(
+            synchronise_batchnorm(
                 model,
                 norms,
                 ghost=lambda: context.step_state.ghost,
@@ -364,7 +364,7 @@ class Prepared:
     def release(self, *, failed: bool) -> None:
         """Make models plain again and close tables, as the run ends on this worker."""
         for _, model in self.models:
-            desynchronise(model)
+            desynchronise_batchnorm(model)
         self.tables.close(failed=failed)
         self.cuts.end()
 
@@ -392,8 +392,8 @@ class _WatchedGroup:
 
         agreement, norms = self._prepared.context.agreement, self._prepared.subgroups.norms
         if agreement.recovery is None and norms is not None:
-            return Finished(
-                agreement.wait(
+            return FinishedWork(
+                agreement.wait_for_some(
                     lambda: norms.all_reduce(x, op=op, name=name, out=out).wait(),
                     name or "BatchNorm",
                 )
@@ -405,5 +405,5 @@ class _WatchedGroup:
                 x.clone() if norms is None else norms.all_reduce(x.clone(), op=op, name=name).wait()
             )
 
-        total = agreement.attempt(act, name or "BatchNorm")
-        return Finished(total if out is None else out.copy_(total))
+        total = agreement.attempt_call(act, name or "BatchNorm")
+        return FinishedWork(total if out is None else out.copy_(total))

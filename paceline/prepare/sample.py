@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.errors import UsageError
-from paceline.parallel.initialise import kept_randomness
+from paceline.parallel.initialise import preserve_randomness
 
 INSTEAD = "say split=[layers of each stage], or split='even'"
 
@@ -38,7 +38,7 @@ def sample_batch(loaders: Sequence[DataLoader[Any]], parts: int) -> tuple[Any, .
             f"has none: {INSTEAD}"
         )
     dataset: Any = loader.dataset
-    with kept_randomness():
+    with preserve_randomness():
         batch = loader.collate_fn(
             [
                 dataset[index]

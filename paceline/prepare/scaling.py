@@ -23,7 +23,7 @@ def bind_scaler(scaler: Any, loop: TrainingLoop, axes: RunAxes) -> None:
     hooks.bind_scaler(scaler, loop)
     if not axes.cut:
         return
-    group = axes.groups.along(*axes.cut)
+    group = axes.groups.group_along(*axes.cut)
 
     def looking(own: Callable[..., Any]) -> Callable[..., Any]:
         def look(self: Any, *args: Any, **options: Any) -> Any:

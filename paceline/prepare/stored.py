@@ -51,7 +51,7 @@ def opened(source: Source, say: Callable[[str], None]) -> Iterator[Weights]:
     if isinstance(source, str | Path) and Path(source).is_dir():
         source = StoredModel(Path(source))
     if not isinstance(source, StoredModel):
-        with weights.opened(source) as found:
+        with weights.open_weights(source) as found:
             yield found
         return
     with contextlib.ExitStack() as files:

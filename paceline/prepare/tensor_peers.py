@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.comm.axis_meter import AxisMeter
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.data import rng
 from paceline.data.serialization import pack, unpack
 from paceline.errors import DataError, UsageError
@@ -43,9 +43,9 @@ def share_randomness(axes: RunAxes) -> None:
     """Let torch, Python and numpy draw on all workers along `stage` and `tensor` what they draw
     on the first of them. Collective.
     """
-    group = axes.groups.along("stage", "tensor")
+    group = axes.groups.group_along("stage", "tensor")
     if group.size > 1:
-        states = group.agree(
+        states = group.gather_bytes(
             pack(rng.shared_state(), what="the state of random generators")
             if group.rank == 0
             else b""
@@ -57,10 +57,10 @@ def compared(move: Callable[[Any], Any] | None, axes: RunAxes) -> Callable[[Any]
     """Return what brings a batch to its device, after some of them have been compared along
     `stage` and `tensor`.
     """
-    group = axes.groups.along("stage", "tensor")
+    group = axes.groups.group_along("stage", "tensor")
     if group.size == 1:
         return move
-    meter = axes.groups.meter("tensor" if axes.mesh.extent("tensor") > 1 else "stage")
+    meter = axes.groups.meter_along("tensor" if axes.mesh.extent("tensor") > 1 else "stage")
     return BatchComparer(group, meter, move, axes.slice.announce)
 
 
@@ -96,7 +96,7 @@ def check_equal(group: Group, batch: Any, what: str, hint: str) -> None:
     """
     found = [
         int.from_bytes(body, "little")
-        for body in group.agree(checksum(batch).to_bytes(4, "little"))
+        for body in group.gather_bytes(checksum(batch).to_bytes(4, "little"))
     ]
     other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
     if other is not None:
@@ -152,5 +152,5 @@ class BatchComparer:
         hint = (
             "read and augment samples by a seed that both have (run.seed), and not by rank or time"
         )
-        with self._meter.exchange("the batches"):
+        with self._meter.measure_exchange("the batches"):
             check_equal(self._group, batch, f"batch {self._seen} of a loader", hint)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.errors import UsageError
 from paceline.loop.turns import TrainingLoop
 from paceline.parallel.placement import Placement
@@ -46,7 +46,7 @@ class WholeParameters:
             )
         if backward.passes or backward.owing:
             self._loop.ready("run.whole")
-        graded, wait = self._loop.acting, self._axes.slice.agreement.wait
+        graded, wait = self._loop.acting, self._axes.slice.agreement.wait_for_some
         wholes = wait(
             lambda: {name: self._gather(name, p, graded=graded) for name, p in parameters.items()},
             "run.whole",
@@ -56,13 +56,13 @@ class WholeParameters:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 self._give(parameter, wholes[name], graded=graded)
-        if any(self._cuts.placements.of(p).is_flat for p in parameters.values()):
+        if any(self._cuts.placements.placement_of(p).is_flat for p in parameters.values()):
             self._cuts.follow()
 
     def _place(self, parameter: Parameter) -> tuple[Parameter, Placement, Group]:
         trained = self._cuts.trained(parameter)
-        placement = self._cuts.placements.of(trained)
-        return trained, placement, self._axes.groups.along(*placement.axes)
+        placement = self._cuts.placements.placement_of(trained)
+        return trained, placement, self._axes.groups.group_along(*placement.axes)
 
     def _gather(self, name: str, parameter: Parameter, *, graded: bool) -> Parameter:
         trained, placement, group = self._place(parameter)
@@ -104,11 +104,11 @@ class WholeParameters:
     def _give(self, parameter: Parameter, whole: Parameter, *, graded: bool) -> None:
         trained, placement, _ = self._place(parameter)
         for one in (trained, *([parameter] if parameter is not trained else [])):
-            one.copy_(self._cuts.placements.of(one).take(whole.detach()))
+            one.copy_(self._cuts.placements.placement_of(one).copy_part(whole.detach()))
         if graded and whole.grad is not None and trained.grad is not None:
-            trained.grad.copy_(placement.take(whole.grad))
+            trained.grad.copy_(placement.copy_part(whole.grad))
         elif graded:
-            trained.grad = None if whole.grad is None else placement.take(whole.grad)
+            trained.grad = None if whole.grad is None else placement.copy_part(whole.grad)
 
 
 def parameters_of(what: nn.Module | Parameter, cuts: ModelCuts) -> dict[str, Parameter]:
@@ -122,7 +122,7 @@ def parameters_of(what: nn.Module | Parameter, cuts: ModelCuts) -> dict[str, Par
             f"run.whole got a {type(what).__qualname__}; give it a parameter, or a module, whose "
             "parameters it takes by name"
         )
-    return {cuts.placements.of(cuts.trained(what)).name or "a parameter": what}
+    return {cuts.placements.placement_of(cuts.trained(what)).name or "a parameter": what}
 
 
 def _put_together(
@@ -132,7 +132,7 @@ def _put_together(
     `places`.
     """
     whole = part.new_empty(placement.shape)
-    mine = [region.of_local(part).reshape(-1) for region in placement.regions]
+    mine = [region.view_local(part).reshape(-1) for region in placement.regions]
     parts = group.all_gather(
         torch.cat([part.new_empty(0), *mine]), name=f"run.whole of {name}"
     ).wait()

@@ -24,7 +24,7 @@ from paceline.status.live_bar import bar_on
 from paceline.status.run_status import RunStatus, line
 
 # Most seconds between two lines, unless the user chose an interval.
-SELDOM: Final = 60.0
+MAX_LINE_INTERVAL: Final = 60.0
 
 
 class Display(Protocol):
@@ -40,7 +40,7 @@ class Display(Protocol):
         """Release the terminal. Calling it twice is harmless."""
 
 
-def choose(place: Place, stream: TextIO | None = None) -> Display:
+def choose_display(place: Place, stream: TextIO | None = None) -> Display:
     """Choose the display of a worker.
 
     Args:
@@ -67,9 +67,9 @@ class PlainLines:
     def __init__(self, stream: TextIO, every: float | None = None) -> None:
         self._stream, self._every = stream, every
 
-    def pause(self, shown_seconds: float) -> float:
+    def pause_seconds(self, shown_seconds: float) -> float:
         """Return the seconds until the next line, after the run was shown for `shown_seconds`."""
-        return min(shown_seconds / 10, SELDOM) if self._every is None else self._every
+        return min(shown_seconds / 10, MAX_LINE_INTERVAL) if self._every is None else self._every
 
     def show(self, status: RunStatus) -> None:
         """Write the status as a line."""
@@ -116,60 +116,60 @@ class TerminalBar:
         # Announcements come from other threads, too.
         self._lock = threading.RLock()
         self._undo = contextlib.ExitStack()
-        self._stand_in()
+        self._replace_streams()
 
     def show(self, status: RunStatus) -> None:
         """Redraw the bar."""
         with self._lock:
             self._bar.follow(status)
-            self._put(self._bar.again())
+            self._write_text(self._bar.again())
 
     def say(self, text: str) -> None:
         """Write a line above the bar."""
-        with self._above(f"{text}\n"):
+        with self._lift_bar(f"{text}\n"):
             self._stream.write(f"{text}\n")
             self._stream.flush()
 
     def close(self) -> None:
         """Leave the bar as it is and give the process its own streams back."""
         with self._lock:
-            self._put(self._bar.leave())
+            self._write_text(self._bar.leave())
         self._undo.close()
 
-    def _put(self, text: str) -> None:
+    def _write_text(self, text: str) -> None:
         """Write a text to the terminal at once."""
         if text:
             self._stream.write(text)
             self._stream.flush()
 
-    def _stand_in(self) -> None:
+    def _replace_streams(self) -> None:
         """Make the standard streams, and the log's streams, write above the bar."""
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if not _is_terminal(stream):
                 continue
-            stream_above = StreamAbove(stream, self._above)
+            stream_above = StreamAboveBar(stream, self._lift_bar)
             setattr(sys, name, stream_above)
-            self._undo.callback(_replace, name, stream_above, stream)
+            self._undo.callback(_restore_stream, name, stream_above, stream)
             # Handlers of the root logger keep a reference to the old stream, and would write into
             # the bar.
             for handler in logging.getLogger().handlers:
                 if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
                     handler.setStream(stream_above)
-                    self._undo.callback(_redirect, handler, stream_above, stream)
+                    self._undo.callback(_restore_handler, handler, stream_above, stream)
 
     @contextlib.contextmanager
-    def _above(self, text: str) -> Iterator[None]:
+    def _lift_bar(self, text: str) -> Iterator[None]:
         """Remove the bar while `text` is written, then draw it again."""
         with self._lock:
-            self._put(self._bar.away())
+            self._write_text(self._bar.away())
             # Before the text is written, because Ctrl-C may interrupt right after it.
             self._bar.wrote(text.encode(errors="replace"))
             yield
-            self._put(self._bar.back())
+            self._write_text(self._bar.back())
 
 
-class StreamAbove:
+class StreamAboveBar:
     """A terminal stream whose text appears above the bar.
 
     A process that was forked from this one has no bar, so there it writes to the stream directly.
@@ -208,14 +208,14 @@ def _is_terminal(stream: Any) -> bool:
     return isatty is not None and bool(isatty())
 
 
-def _replace(name: str, stream_above: StreamAbove, stream: TextIO) -> None:
+def _restore_stream(name: str, stream_above: StreamAboveBar, stream: TextIO) -> None:
     """Put a stream of the process back, unless the script has replaced it again since."""
     if getattr(sys, name) is stream_above:
         setattr(sys, name, stream)
 
 
-def _redirect(
-    handler: logging.StreamHandler[Any], stream_above: StreamAbove, stream: TextIO
+def _restore_handler(
+    handler: logging.StreamHandler[Any], stream_above: StreamAboveBar, stream: TextIO
 ) -> None:
     """Give a log handler its stream back, unless the script has changed it since."""
     if handler.stream is stream_above:

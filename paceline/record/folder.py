@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     from paceline.comm.agreement import Agreement
 
 # Kinds of memory that a worker holds for a model.
-KINDS: Final = ("parameters", "gradients", "optimizer")
+MEMORY_KINDS: Final = ("parameters", "gradients", "optimizer")
 # What each worker would hold of a model; written for `paceline layout`.
-LAYOUT: Final = "layout.json"
-_ASKED: Final = ".name"
-_NUMBERED: Final = re.compile(r"(.+)-(\d+)")
+LAYOUT_FILE: Final = "layout.json"
+_NAME_FILE: Final = ".name"
+_NUMBERED_NAME: Final = re.compile(r"(.+)-(\d+)")
 
 
-def script() -> str:
+def script_name() -> str:
     """Return the name of the script that this process runs."""
     return Path(sys.argv[0]).name if sys.argv else ""
 
 
-def prove(name: str) -> None:
+def check_run_name(name: str) -> None:
     """Raise `UsageError` if a run can't have this name."""
     if (
         not name
@@ -123,7 +123,7 @@ class RunFolder:
         return None
 
     @staticmethod
-    def create(root: Path, name: str | None, *, say: Callable[[str], None]) -> RunFolder:
+    def create_folder(root: Path, name: str | None, *, say: Callable[[str], None]) -> RunFolder:
         """Create the folder of a new run in `root`.
 
         If the name is taken, the folder becomes NAME-2, NAME-3, and so on, and `say` gets a
@@ -138,16 +138,17 @@ class RunFolder:
             UsageError: A run can't have this name, or the folder can't be written.
         """
         wanted = time.strftime("%Y%m%d-%H%M%S") if name is None else name
-        prove(wanted)
+        check_run_name(wanted)
         try:
             root.mkdir(parents=True, exist_ok=True)
-            earlier = _earlier(root, wanted) if name is not None else ()
-            path = _made(root, wanted)
-            if name is not None and _NUMBERED.fullmatch(path.name):
-                (path / _ASKED).write_text(name, encoding="utf-8")
+            earlier = _find_earlier_runs(root, wanted) if name is not None else ()
+            path = _make_numbered_folder(root, wanted)
+            if name is not None and _NUMBERED_NAME.fullmatch(path.name):
+                (path / _NAME_FILE).write_text(name, encoding="utf-8")
         except OSError as error:
             raise UsageError(
-                f"the run's folder {root / wanted} can't be created ({_reason(root, error)}); give "
+                f"the run's folder {root / wanted} can't be created "
+                f"({_explain_failure(root, error)}); give "
                 "another "
                 "place, start(folder=...)"
             ) from error
@@ -156,16 +157,16 @@ class RunFolder:
         return RunFolder(path, earlier, name is not None)
 
     @staticmethod
-    def again(path: Path, name: str | None) -> RunFolder:
+    def reopen_folder(path: Path, name: str | None) -> RunFolder:
         """Return the folder of a run whose job has started again with this name."""
-        earlier = () if name is None else _earlier(path.parent, name)
+        earlier = () if name is None else _find_earlier_runs(path.parent, name)
         # Runs that started after this one are not earlier ones, although they have the same name.
         return RunFolder(
             path, earlier[earlier.index(path) + 1 :] if path in earlier else (), name is not None
         )
 
     @staticmethod
-    def agree(
+    def create_together(
         agreement: Agreement, root: Path, name: str | None, *, say: Callable[[str], None]
     ) -> RunFolder:
         """Let the first worker create the folder for all workers. Collective.
@@ -174,14 +175,14 @@ class RunFolder:
         """
 
         def make() -> bytes:
-            folder = RunFolder.create(root, name, say=say)
+            folder = RunFolder.create_folder(root, name, say=say)
             return bytes(msgpack.packb([str(folder.path), [str(path) for path in folder.earlier]]))
 
-        path, earlier = msgpack.unpackb(agreement.tell("the run's folder", make))
+        path, earlier = msgpack.unpackb(agreement.tell_everyone("the run's folder", make))
         return RunFolder(Path(path), tuple(map(Path, earlier)), name is not None)
 
 
-def _made(root: Path, wanted: str) -> Path:
+def _make_numbered_folder(root: Path, wanted: str) -> Path:
     """Create a new folder in `root`, with a number after its name if the name is taken."""
     for attempt in itertools.count(1):
         # `mkdir` fails if the folder exists, so two runs that start at once never share one.
@@ -192,29 +193,34 @@ def _made(root: Path, wanted: str) -> Path:
     raise AssertionError("numbers never end")
 
 
-def _reason(root: Path, error: OSError) -> str:
+def _explain_failure(root: Path, error: OSError) -> str:
     """Explain why no folder can be created in `root`."""
     if root.is_symlink() and not root.exists():
         return f"{root} is a link to {os.readlink(root)}, which is not there"
     return "Not a directory" if isinstance(error, FileExistsError) else str(error.strerror)
 
 
-def _earlier(root: Path, name: str) -> tuple[Path, ...]:
+def _find_earlier_runs(root: Path, name: str) -> tuple[Path, ...]:
     """List the runs that requested this name, newest first."""
     path_by_number = {1: root / name} if (root / name).is_dir() else {}
     # NAME-2 counts only if NAME was requested. A run that was itself called NAME-2 does not.
     # Folders without the name file count, too.
     for path in root.glob(f"{glob.escape(name)}-*"):
-        match = _NUMBERED.fullmatch(path.name)
-        if match and match[1] == name and path.is_dir() and _asked(path) in (name, None):
+        match = _NUMBERED_NAME.fullmatch(path.name)
+        if (
+            match
+            and match[1] == name
+            and path.is_dir()
+            and _read_requested_name(path) in (name, None)
+        ):
             path_by_number[int(match[2])] = path
     return tuple(path_by_number[suffix] for suffix in sorted(path_by_number, reverse=True))
 
 
-def _asked(path: Path) -> str | None:
+def _read_requested_name(path: Path) -> str | None:
     """Return the name that was requested for a numbered folder; None if that isn't known."""
     try:
-        return (path / _ASKED).read_text(encoding="utf-8")
+        return (path / _NAME_FILE).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return None
 
@@ -295,7 +301,7 @@ class RunSummary:
     # Contents of `Run.results`, which the script fills.
     results: dict[str, Any] = field(default_factory=dict)
 
-    def fields(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, Any]:
         """Return the fields of the file. The fields of `totals` are merged in."""
         # `asdict` would copy everything in the fields.
         fields = dict(vars(self))
@@ -304,29 +310,29 @@ class RunSummary:
 
     def write(self, folder: RunFolder) -> None:
         """Write the file completely or not at all."""
-        write_whole(folder.summary, strict_json(self.fields(), indent=2) + "\n")
+        write_atomically(folder.summary, to_strict_json(self.to_fields(), indent=2) + "\n")
 
 
-def strict_json(value: Any, *, indent: int | None = None) -> str:
+def to_strict_json(value: Any, *, indent: int | None = None) -> str:
     """Write `value` as strict JSON. NaN and infinities become their names, as strings."""
     try:
         return json.dumps(value, indent=indent, allow_nan=False)
     except ValueError:
-        return json.dumps(tame(value), indent=indent)
+        return json.dumps(replace_nonfinite(value), indent=indent)
 
 
-def tame(value: Any) -> Any:
+def replace_nonfinite(value: Any) -> Any:
     """Replace NaN and infinities in `value` by their names, which strict JSON allows."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     if isinstance(value, dict):
-        return {key: tame(item) for key, item in value.items()}
-    return [tame(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: replace_nonfinite(item) for key, item in value.items()}
+    return [replace_nonfinite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write `text` to `path` so that a reader finds either the old content or the new."""
-    temporary = beside(path)
+    temporary = temporary_path(path)
     try:
         with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -339,10 +345,10 @@ def write_whole(path: Path, text: str) -> None:
         # A disk that refuses to write may refuse this, too.
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise unwritten(path, error) from error
+        raise write_error(path, error) from error
 
 
-def beside(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """Return a path next to `path` for a temporary file.
 
     The name can't be guessed, so no one can put a symbolic link there that leads to another file.
@@ -350,7 +356,7 @@ def beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
 
 
-def unwritten(path: Path, error: OSError) -> ResourceError:
+def write_error(path: Path, error: OSError) -> ResourceError:
     """Return the error for a file of a run that can't be written."""
     return ResourceError(
         f"{path} could not be written ({error.strerror}); free some space, or give "

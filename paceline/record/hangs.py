@@ -22,13 +22,13 @@ from paceline.timings import DEFAULTS, HangTimings
 
 # A wait is late if it is longer than all of these: so many times the median and the longest
 # interval between calls, and so many times the longest wait that was reported and then ended well.
-FACTOR, WIDEST = 10.0, 3.0
-BORNE = 2.0
+MEDIAN_FACTOR, LONGEST_FACTOR = 10.0, 3.0
+ENDED_WAIT_FACTOR = 2.0
 # Calls that are needed to learn the usual interval.
-KNOWN = 8
+MIN_KNOWN_CALLS = 8
 
 
-class Waits(Protocol):
+class WaitSource(Protocol):
     """A source of waits for other workers, such as an `Agreement`."""
 
     @property
@@ -52,7 +52,7 @@ class Waits(Protocol):
         ...
 
 
-class WaitUnderWay(NamedTuple):
+class CurrentWait(NamedTuple):
     """Description of the current wait of this worker, and when it began."""
 
     what: str
@@ -78,102 +78,115 @@ class HangDetector:
         deadline: float,
         late_after: float | None = None,
         *,
-        others: Sequence[Waits] = (),
+        others: Sequence[WaitSource] = (),
     ) -> None:
         self._place, self._late_after = place, late_after
-        self._waits: tuple[Waits, ...] = (agreement, *others)
+        self._sources: tuple[WaitSource, ...] = (agreement, *others)
         self._timings = place.timings.hangs
-        self._given_up = giving_up(deadline, timings=self._timings)
+        self._give_up_seconds = give_up_seconds(deadline, timings=self._timings)
         # If views of the membership can change, the thread that receives them receives the
         # launcher's questions, too (`commands.CommandPipe`).
-        self._listens = place.worker is None
+        self._listens_for_questions = place.worker is None
         # Seconds of the longest wait that was reported and then ended well.
-        self._borne = 0.0
-        self._over = threading.Event()
+        self._longest_ended_wait = 0.0
+        self._stopped = threading.Event()
         # Only `paceline run` asks its workers.
         if place.stack_fd is not None:
             events.show(place)
-            threading.Thread(target=self._watch, name="paceline watching", daemon=True).start()
+            threading.Thread(
+                target=self._watch_waits, name="paceline watching", daemon=True
+            ).start()
 
-    def answer(self) -> None:
+    def answer_launcher(self) -> None:
         """Tell the launcher what this worker does."""
-        now, wait = time.monotonic(), self._wait()
-        last_source = max(self._waits, key=lambda each: each.ended[-1] if each.ended else 0.0)
+        now, wait = time.monotonic(), self._current_wait()
+        last_source = max(self._sources, key=lambda each: each.ended[-1] if each.ended else 0.0)
         seconds = now - (last_source.ended[-1] if last_source.ended else now)
         events.where(
             self._place,
-            self._calls,
+            self._ended_calls,
             last_source.what if wait is None else wait.what,
             seconds,
             waits=wait is not None,
         )
 
     @property
-    def _calls(self) -> int:
+    def _ended_calls(self) -> int:
         """Number of calls that have ended, over all sources."""
-        return sum(source.calls for source in self._waits)
+        return sum(source.calls for source in self._sources)
 
-    def _wait(self) -> WaitUnderWay | None:
+    def _current_wait(self) -> CurrentWait | None:
         """Return the innermost current wait; None if this worker doesn't wait."""
         # A call of all workers may contain an exchange along an axis, and axes come last.
-        for source in reversed(self._waits):
+        for source in reversed(self._sources):
             what, since = source.what, source.since
             if since is not None:
-                return WaitUnderWay(what, since)
+                return CurrentWait(what, since)
         return None
 
-    def stop(self) -> None:
+    def stop_watching(self) -> None:
         """Stop watching, as the run is over."""
-        self._over.set()
+        self._stopped.set()
 
     @property
-    def limit(self) -> float:
+    def late_after_seconds(self) -> float:
         """Seconds after which a wait is reported: ten times the usual interval of this run.
 
         Before enough calls are known, it is the time after which the missing worker is given up.
         """
         if self._late_after is not None:
             return self._late_after
-        times_by_source = [list(source.ended) for source in self._waits]
-        end_times = next((times for times in times_by_source if len(times) > KNOWN), [])
+        times_by_source = [list(source.ended) for source in self._sources]
+        end_times = next((times for times in times_by_source if len(times) > MIN_KNOWN_CALLS), [])
         intervals = [after - start for start, after in pairwise(end_times)]
         if not intervals:
-            return self._given_up
+            return self._give_up_seconds
         usual = max(
-            FACTOR * statistics.median(intervals), WIDEST * max(intervals), BORNE * self._borne
+            MEDIAN_FACTOR * statistics.median(intervals),
+            LONGEST_FACTOR * max(intervals),
+            ENDED_WAIT_FACTOR * self._longest_ended_wait,
         )
-        return min(max(self._timings.least, usual), self._given_up)
+        return min(max(self._timings.least, usual), self._give_up_seconds)
 
-    def _watch(self) -> None:
+    def _watch_waits(self) -> None:
         """Report each wait once when it is late, and once more when it is given up."""
         last_report, late_seconds = (-1, 0), 0.0
-        while not self._pause():
-            calls, wait = self._calls, self._wait()
+        while not self._wait_for_next_look():
+            calls, wait = self._ended_calls, self._current_wait()
             # The main thread changes these values without a lock. If a call has ended in between,
             # `wait` may belong to the next call.
-            if wait is None or self._calls != calls:
+            if wait is None or self._ended_calls != calls:
                 continue
             waited = time.monotonic() - wait.since
             # The reported call has ended after all: longer waits are normal in this run.
             if calls > last_report[0]:
-                self._borne, late_seconds = max(self._borne, late_seconds), 0.0
+                self._longest_ended_wait, late_seconds = (
+                    max(self._longest_ended_wait, late_seconds),
+                    0.0,
+                )
             # 0: nothing to report, 1: late, 2: given up.
-            severity = 2 if waited > self._given_up else 1 if waited > self.limit else 0
+            severity = (
+                2
+                if waited > self._give_up_seconds
+                else 1
+                if waited > self.late_after_seconds
+                else 0
+            )
             late_seconds = waited if severity == 1 else 0.0
             if severity and (calls, severity) > last_report:
                 last_report = (calls, severity)
                 events.late(self._place, calls, wait.what, given_up=severity == 2)
 
-    def _pause(self) -> bool:
+    def _wait_for_next_look(self) -> bool:
         """Wait until the next look and answer the launcher. Returns whether the run is over."""
-        if not self._listens or self._place.orders_fd is None:
-            return self._over.wait(self._timings.look)
+        if not self._listens_for_questions or self._place.orders_fd is None:
+            return self._stopped.wait(self._timings.look)
         if commands.asked(self._place.orders_fd, self._timings.look):
-            self.answer()
-        return self._over.is_set()
+            self.answer_launcher()
+        return self._stopped.is_set()
 
 
-def giving_up(deadline: float, *, timings: HangTimings = DEFAULTS.hangs) -> float:
+def give_up_seconds(deadline: float, *, timings: HangTimings = DEFAULTS.hangs) -> float:
     """Return the seconds after which the launcher gives up a missing worker.
 
     This is shortly before `deadline`, at which the workers themselves give up, so the launcher can
@@ -182,11 +195,11 @@ def giving_up(deadline: float, *, timings: HangTimings = DEFAULTS.hangs) -> floa
     return max(deadline / 2, deadline - timings.margin)
 
 
-def check_lateness(
+def check_late_after(
     late_after: float | None, deadline: float, *, timings: HangTimings = DEFAULTS.hangs
 ) -> None:
     """Raise `UsageError` if waits can't be reported after `late_after` seconds."""
-    latest = giving_up(deadline, timings=timings)
+    latest = give_up_seconds(deadline, timings=timings)
     if late_after is not None and not 0 < late_after <= latest:
         raise UsageError(
             f"late_after={late_after:g} can't be honoured: give seconds above 0, and at most "

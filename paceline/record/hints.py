@@ -13,10 +13,10 @@ import sys
 
 from torch.optim import Optimizer
 
-from paceline.comm.group import Traffic
+from paceline.comm.group_protocol import Traffic
 from paceline.loop.turns import TrainingLoop
 from paceline.prepare.registry import Prepared
-from paceline.record.logged.metric import HOME
+from paceline.record.logged.metric import TORCHMETRICS
 from paceline.workers.axes import RunAxes, describe
 
 _PREPARE = "model, optimizer, loader = run.prepare(model, optimizer, loader)"
@@ -30,21 +30,21 @@ class StartupHints:
 
     def __init__(self, prepared: Prepared, loop: TrainingLoop) -> None:
         self._prepared, self._loop = prepared, loop
-        self._said: set[str] = set()
-        self._introduced = False
-        self._before = self._together()
+        self._given_hints: set[str] = set()
+        self._has_introduced = False
+        self._counts_at_begin = self._count_collectives()
 
-    def begin(self) -> None:
+    def begin_watching(self) -> None:
         """Watch the script from here, until `end_watching`."""
-        self._before = self._together()
+        self._counts_at_begin = self._count_collectives()
 
-    def introduce(self, axes: RunAxes, strategy: str) -> None:
+    def introduce_run(self, axes: RunAxes, strategy: str) -> None:
         """Announce in one line what was joined, once a loader tells the global batch."""
         loader = next(
             (loader for loader in self._prepared.loaders if loader.terms.train is not False), None
         )
-        if not self._introduced and loader is not None:
-            self._introduced = True
+        if not self._has_introduced and loader is not None:
+            self._has_introduced = True
             batch = loader.terms.loader.batch_size
             shares = (
                 None
@@ -56,57 +56,59 @@ class StartupHints:
             hosts, workers = axes.cluster(), axes.everyone.group.size
             grid = describe(axes.mesh, hosts) if axes.cut else ""
             self._prepared.context.announce(
-                introduction(workers, len(hosts.hosts), strategy, shares, grid)
+                describe_start(workers, len(hosts.hosts), strategy, shares, grid)
             )
 
     # ---- an optimizer's first step
 
-    def strange(self, optimizer: Optimizer, ours: bool) -> None:
+    def hint_at_foreign_optimizer(self, optimizer: Optimizer, ours: bool) -> None:
         """Hint at an optimizer that steps and wasn't prepared.
 
         `ours` says whether it has parameters of the run.
         """
         if ours:
-            self.ours()
+            self.hint_at_missing_loader()
         elif not (self._prepared.models or self._prepared.optimizers):
-            self._nothing()
+            self._hint_at_nothing_prepared()
         else:
-            self._say(
+            self._say_once(
                 f"the {type(optimizer).__qualname__} steps on parameters that were not given to "
-                f"run.prepare: each of the {self._size} "
+                f"run.prepare: each of the {self._world_size} "
                 "workers trains them for itself; unless that is meant, give their model and it to "
                 "run.prepare"
             )
 
-    def ours(self) -> None:
+    def hint_at_missing_loader(self) -> None:
         """Hint at a missing or unused loader, when an optimizer steps on prepared parameters."""
         training = [loader for loader in self._prepared.loaders if loader.terms.train is not False]
         count = (
-            f"each of the {self._size} workers takes batches of its own, whole, and counts as "
-            f"1/{self._size} of a step"
+            f"each of the {self._world_size} workers takes batches of its own, whole, and counts "
+            "as "
+            f"1/{self._world_size} of a step"
         )
         if not training:
-            self._say(
+            self._say_once(
                 f"no loader was given to run.prepare: {count}; write {_PREPARE}, or see that they "
                 "take different samples"
             )
         elif self._loop.turn is None and not self._loop.steps:
-            self._say(
+            self._say_once(
                 f"an optimizer steps outside of a loop over the prepared loader: {count}; "
                 f"loop over what run.prepare gives back: {_PREPARE}"
             )
         # torchmetrics synchronises over the default process group, which a run that survives losses
         # does not have.
-        if self._prepared.survives and HOME in sys.modules:
-            self._say(
-                f"with --min-workers torch.distributed has no default process group, so {HOME} "
+        if self._prepared.survives and TORCHMETRICS in sys.modules:
+            self._say_once(
+                "with --min-workers torch.distributed has no default process group, so "
+                f"{TORCHMETRICS} "
                 "sees one worker alone: use run.mean and "
                 "run.gather"
             )
 
-    def prepared(self, optimizer: Optimizer) -> None:
+    def hint_at_missing_gradients(self, optimizer: Optimizer) -> None:
         """Hint at parameters without gradients, when a prepared optimizer steps."""
-        self.ours()
+        self.hint_at_missing_loader()
         parameters = [
             parameter for group in optimizer.param_groups for parameter in group["params"]
         ]
@@ -117,7 +119,7 @@ class StartupHints:
             parameter.grad is not None or id(parameter) in model_parameters
             for parameter in parameters
         ):
-            self._say(
+            self._say_once(
                 f"the {type(optimizer).__qualname__} steps, and trains nothing: none of its "
                 f"{len(parameters)} parameters has a gradient, or is in a model that was given to "
                 "run.prepare; make it with the parameters of that model"
@@ -125,19 +127,19 @@ class StartupHints:
 
     # ---- elsewhere
 
-    def had_ghosts(self) -> None:
+    def hint_at_ghost_metrics(self) -> None:
         """Hint at metrics that count ghosts, when some workers had no samples in a step."""
-        if HOME in sys.modules and not self._prepared.metrics:
-            self._say(
+        if TORCHMETRICS in sys.modules and not self._prepared.metrics:
+            self._say_once(
                 "some batches have fewer samples than there are workers, who get the first sample "
-                f"once more (a ghost), and {HOME} is in "
+                f"once more (a ghost), and {TORCHMETRICS} is in "
                 "use: a metric that is given batches of training counts that sample twice, unless "
                 "it was given to run.prepare"
             )
 
-    def added_up(self) -> None:
+    def hint_at_ghost_sums(self) -> None:
         """Hint at sums over a loop in which some workers had no samples."""
-        self._say(
+        self._say_once(
             "run.sum after a loop in which some workers had no samples, and ran on the batch's "
             "first "
             "one (a ghost): if the script added x up in that loop, call run.sum in it instead, or "
@@ -145,52 +147,52 @@ class StartupHints:
             "x * (run.weight > 0), so that ghosts don't count"
         )
 
-    def logged(self) -> None:
+    def hint_at_missing_turns(self) -> None:
         """Hint at a missing loader, when the script logs numbers without one."""
         if not (self._prepared.models or self._prepared.optimizers):
-            self._nothing()
-        self._say(
+            self._hint_at_nothing_prepared()
+        self._say_once(
             "run.log writes a line for each turn of a loader that was given to run.prepare, and "
             "there is none: all is one line"
         )
 
-    def ended(self) -> None:
+    def end_watching(self) -> None:
         """Hint at a script that gave nothing to run.prepare, when an epoch or the run has ended."""
         # A script that has called or sent something itself is distributed on purpose.
         prepared = self._prepared
         if (
             not (prepared.models or prepared.optimizers or prepared.loaders)
-            and self._together() == self._before
+            and self._count_collectives() == self._counts_at_begin
         ):
-            self._nothing()
+            self._hint_at_nothing_prepared()
 
-    def _together(self) -> tuple[int, Traffic]:
+    def _count_collectives(self) -> tuple[int, Traffic]:
         """Return the number of collective calls, and the bytes sent."""
         context = self._prepared.context
         return context.agreement.calls, context.traffic
 
-    def _nothing(self) -> None:
+    def _hint_at_nothing_prepared(self) -> None:
         """Hint at a script that gave nothing but perhaps a loader to run.prepare."""
         loader = "but a loader " if self._prepared.loaders else ""
-        self._say(
+        self._say_once(
             f"nothing {loader}was given to run.prepare: if this script trains, each of the "
-            f"{self._size} workers does it for itself; "
+            f"{self._world_size} workers does it for itself; "
             f"write {_PREPARE}"
         )
 
     @property
-    def _size(self) -> int:
+    def _world_size(self) -> int:
         """Number of workers."""
         return self._prepared.context.group.size
 
-    def _say(self, text: str) -> None:
+    def _say_once(self, text: str) -> None:
         """Announce a hint once, if there are several workers."""
-        if self._size > 1 and text not in self._said:
-            self._said.add(text)
+        if self._world_size > 1 and text not in self._given_hints:
+            self._given_hints.add(text)
             self._prepared.context.announce(text)
 
 
-def introduction(
+def describe_start(
     workers: int, hosts: int, strategy: str, shares: tuple[int, ...] | None, mesh: str = ""
 ) -> str:
     """Describe in one line what was joined.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 # Checkpoints that the history keeps; older ones are forgotten.
-SAVES: Final = 1000
+MAX_SAVES: Final = 1000
 
 
 class RunHistory:
@@ -26,38 +26,38 @@ class RunHistory:
         self.results: dict[str, Any] = {}
         self._followers: list[Callable[[], None]] = []
 
-    def follow(self, follower: Callable[[], None]) -> None:
+    def add_follower(self, follower: Callable[[], None]) -> None:
         """Call `follower` each time something is noted."""
         self._followers.append(follower)
 
-    def note(self, what: str) -> None:
+    def note_event(self, what: str) -> None:
         """Add an event, without announcing it."""
         self.events.append({"time": time.time() - self.began, "what": what})
-        self._noted()
+        self._call_followers()
 
-    def saved(self, name: str, step: int, *, background: bool) -> None:
+    def note_checkpoint(self, name: str, step: int, *, background: bool) -> None:
         """Add a checkpoint that was written, or whose writing began in the `background`.
 
         Only the last `MAX_SAVES` are kept.
         """
         what = f"{name} is being written" if background else f"saved {name}"
         self.saves = [
-            *self.saves[1 - SAVES :],
+            *self.saves[1 - MAX_SAVES :],
             {"time": time.time() - self.began, "what": what, "step": step},
         ]
-        self._noted()
+        self._call_followers()
 
-    def _noted(self) -> None:
+    def _call_followers(self) -> None:
         """Call all followers."""
         for follower in self._followers:
             follower()
 
-    def tell(self, what: str) -> None:
+    def announce_event(self, what: str) -> None:
         """Add an event and announce it."""
-        self.note(what)
+        self.note_event(what)
         self._announce(what)
 
-    def identity(self, name: str) -> str:
+    def make_identity(self, name: str) -> str:
         """Return an identifier of the run called `name`.
 
         It differs from that of every other run. It is the same in all starts of the run's job, and
@@ -65,11 +65,11 @@ class RunHistory:
         """
         return hashlib.sha256(f"{name} {self.seed} {self.began!r}".encode()).hexdigest()[:12]
 
-    def facts(self) -> dict[str, Any]:
+    def collect_facts(self) -> dict[str, Any]:
         """Return the facts that a worker needs when it joins."""
         return {"events": self.events, "saves": self.saves, "began": self.began, "seed": self.seed}
 
-    def learn(self, facts: dict[str, Any]) -> None:
+    def adopt_facts(self, facts: dict[str, Any]) -> None:
         """Take over the `facts` of another worker."""
         self.events, self.saves, self.began, self.seed = (
             facts["events"],

@@ -12,7 +12,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from paceline.record.folder import unwritten, write_whole
+from paceline.record.folder import write_atomically, write_error
 
 
 class JsonLines:
@@ -25,10 +25,10 @@ class JsonLines:
         self._path = path
         self._file: FileIO | None = None
 
-    def append(self, lines: list[str]) -> None:
+    def append_lines(self, lines: list[str]) -> None:
         """Write these lines, all or none."""
         try:
-            file = self._file = self._file or self._open()
+            file = self._file = self._file or self._open_file()
             size_before = os.fstat(file.fileno()).st_size
             # An unbuffered file may write less than it was given, so writing goes on until nothing
             # is left.
@@ -41,9 +41,9 @@ class JsonLines:
                     file.truncate(size_before)
                 raise
         except OSError as error:
-            raise unwritten(self._path, error) from error
+            raise write_error(self._path, error) from error
 
-    def last(self) -> dict[str, Any] | None:
+    def read_last_line(self) -> dict[str, Any] | None:
         """Return the last whole line, and remove what follows it; None if there is no whole line.
 
         The process that wrote the file may have been killed in the middle of a line.
@@ -52,17 +52,17 @@ class JsonLines:
             data = self._path.read_bytes() if self._path.exists() else b""
             lines, last_line = data.split(b"\n")[:-1], None
             while lines and last_line is None:
-                last_line = _read(lines[-1])
+                last_line = _parse_line(lines[-1])
                 lines = lines if last_line is not None else lines[:-1]
             # Whole lines, with their line ends.
             nbytes = sum(len(line) + 1 for line in lines)
             if nbytes < len(data):
                 os.truncate(self._path, nbytes)
         except OSError as error:
-            raise unwritten(self._path, error) from error
+            raise write_error(self._path, error) from error
         return last_line
 
-    def cut(self, step: int) -> list[dict[str, Any]]:
+    def cut_after_step(self, step: int) -> list[dict[str, Any]]:
         """Remove the lines of steps after `step`, and damaged lines; return the remaining lines."""
         self.close()
         if not self._path.exists():
@@ -70,11 +70,11 @@ class JsonLines:
         try:
             lines = self._path.read_bytes().split(b"\n")
         except OSError as error:
-            raise unwritten(self._path, error) from error
+            raise write_error(self._path, error) from error
         remaining = [
-            line for line in map(_read, lines) if line is not None and line["step"] <= step
+            line for line in map(_parse_line, lines) if line is not None and line["step"] <= step
         ]
-        write_whole(self._path, "".join(f"{json.dumps(line)}\n" for line in remaining))
+        write_atomically(self._path, "".join(f"{json.dumps(line)}\n" for line in remaining))
         return remaining
 
     def close(self) -> None:
@@ -83,13 +83,13 @@ class JsonLines:
         if file is not None:
             file.close()
 
-    def _open(self) -> FileIO:
+    def _open_file(self) -> FileIO:
         """Open the file for appending, without a buffer."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         return FileIO(self._path, "ab")
 
 
-def _read(line: bytes) -> dict[str, Any] | None:
+def _parse_line(line: bytes) -> dict[str, Any] | None:
     """Parse a line; None if it isn't a JSON object."""
     with contextlib.suppress(ValueError):
         fields = json.loads(line)

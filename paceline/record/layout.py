@@ -11,8 +11,8 @@ from torch.nn import Parameter
 from paceline.formatting import spell
 from paceline.parallel.placement import Placement
 from paceline.prepare.registry import Prepared
-from paceline.record.folder import KINDS, LAYOUT
-from paceline.record.memory import kept_in_buckets, optimizer_nbytes, predict
+from paceline.record.folder import LAYOUT_FILE, MEMORY_KINDS
+from paceline.record.held_memory import bucket_nbytes, predict_optimizer_nbytes, predict_parameters
 from paceline.workers.axes import RunAxes
 
 
@@ -25,11 +25,14 @@ class ModelLayout:
     def __init__(self, prepared: Prepared, axes: RunAxes, folder: Path) -> None:
         self._prepared, self._axes, self._folder = prepared, axes, folder
 
-    def write(self, *_: object) -> None:
+    def write_and_exit(self, *_: object) -> None:
         """Write the file on the first worker, then exit. Collective."""
-        rows = [_row(*layout) for layout in predict(self._prepared, optimizer_nbytes)]
-        own_totals = {kind: sum(row[kind] or 0 for row in rows) for kind in KINDS}
-        own_totals["gradients"] += kept_in_buckets(self._prepared)
+        rows = [
+            _describe_parameter(*layout)
+            for layout in predict_parameters(self._prepared, predict_optimizer_nbytes)
+        ]
+        own_totals = {kind: sum(row[kind] or 0 for row in rows) for kind in MEMORY_KINDS}
+        own_totals["gradients"] += bucket_nbytes(self._prepared)
         # Workers exchange their totals. The rows are those of the first worker.
         everyone = self._axes.everyone
         totals = [
@@ -45,11 +48,13 @@ class ModelLayout:
                 "rows": rows,
                 "workers": totals,
             }
-            (self._folder / LAYOUT).write_text(json.dumps(layout))
+            (self._folder / LAYOUT_FILE).write_text(json.dumps(layout))
         raise SystemExit(0)
 
 
-def _row(placement: Placement, parameter: Parameter, held: dict[str, int | None]) -> dict[str, Any]:
+def _describe_parameter(
+    placement: Placement, parameter: Parameter, held: dict[str, int | None]
+) -> dict[str, Any]:
     """Describe what this worker holds of a parameter."""
     return {
         "name": placement.name,

@@ -21,15 +21,15 @@ from typing import Any, Final
 from paceline.cluster import machine
 from paceline.cluster.control.progress import birth
 from paceline.formatting import message
-from paceline.record.folder import RunFolder, beside, strict_json
+from paceline.record.folder import RunFolder, temporary_path, to_strict_json
 
 # Events in the file; only the last ones are included.
-EVENTS: Final = 200
+MAX_EVENTS: Final = 200
 # Seconds without a change after which a run whose writer has ended is over. If the run had
 # survived, another worker would have written by then.
-GONE: Final = 5.0
+GONE_SECONDS: Final = 5.0
 # Characters of the error that ended a run.
-_LONGEST: Final = 300
+_MAX_REASON: Final = 300
 
 
 class LiveRecord:
@@ -49,46 +49,55 @@ class LiveRecord:
         facts: Callable[[], dict[str, Any]],
         say: Callable[[str], None],
     ) -> None:
-        self._path, self._writes, self._facts, self._say = folder.live, writes, facts, say
-        self._writer = {"machine": _machine(), "pid": os.getpid(), "born": birth(os.getpid())}
-        self._over = False
+        self._path, self._is_writer, self._collect_facts, self._say = (
+            folder.live,
+            writes,
+            facts,
+            say,
+        )
+        self._writer = {
+            "machine": _process_namespace(),
+            "pid": os.getpid(),
+            "born": birth(os.getpid()),
+        }
+        self._has_ended = False
 
-    def update(self) -> None:
+    def update_file(self) -> None:
         """Write the current state, if this worker is the one that writes."""
-        if not self._over and self._writes():
-            self._put({"state": "running"})
+        if not self._has_ended and self._is_writer():
+            self._write_state({"state": "running"})
 
-    def fail(self, kind: type[BaseException], error: BaseException | None) -> None:
+    def record_failure(self, kind: type[BaseException], error: BaseException | None) -> None:
         """Record that the run ended in an error. The file stays, as there will be no summary."""
-        if not self._over and self._writes():
+        if not self._has_ended and self._is_writer():
             words = " ".join(" ".join(message(error)).split())
-            self._put(
+            self._write_state(
                 {
                     "state": "failed",
-                    "why": f"{kind.__name__}: {words}"[:_LONGEST] if words else kind.__name__,
+                    "why": f"{kind.__name__}: {words}"[:_MAX_REASON] if words else kind.__name__,
                 }
             )
-        self._over = True
+        self._has_ended = True
 
-    def end(self) -> None:
+    def remove_file(self) -> None:
         """Remove the file, because there is a summary now.
 
         Temporary files that killed writers left behind are removed, too.
         """
-        if not self._over and self._writes():
+        if not self._has_ended and self._is_writer():
             for path in (self._path, *self._path.parent.glob(f".{self._path.name}.*")):
                 with contextlib.suppress(OSError):
                     path.unlink(missing_ok=True)
-        self._over = True
+        self._has_ended = True
 
-    def _put(self, state: Mapping[str, Any]) -> None:
+    def _write_state(self, state: Mapping[str, Any]) -> None:
         """Replace the file by the facts so far, with this state."""
-        fields = self._facts()
+        fields = self._collect_facts()
         fields["live"] |= {**state, "time": time.time(), "writer": self._writer}
-        temporary = beside(self._path)
+        temporary = temporary_path(self._path)
         try:
             with temporary.open("x", encoding="utf-8") as file:
-                file.write(strict_json(fields) + "\n")
+                file.write(to_strict_json(fields) + "\n")
             # No fsync: the file need not survive a loss of power.
             temporary.replace(self._path)
         except OSError as error:
@@ -100,14 +109,16 @@ class LiveRecord:
             )
 
 
-def alive(writer: Mapping[str, Any]) -> bool | None:
+def is_writer_alive(writer: Mapping[str, Any]) -> bool | None:
     """Whether the process that wrote a file still runs; None if it is on another machine."""
-    if writer.get("machine") != _machine() or not isinstance(pid := writer.get("pid"), int):
+    if writer.get("machine") != _process_namespace() or not isinstance(
+        pid := writer.get("pid"), int
+    ):
         return None
     return birth(pid) == writer.get("born")
 
 
-def _machine() -> str:
+def _process_namespace() -> str:
     """Return an identifier shared by all processes that can see each other's process ids."""
     # Process ids are valid inside one PID namespace (such as a container) of one booted machine.
     try:

@@ -37,8 +37,8 @@ from paceline.unequal.stragglers.lateness import LatenessTotals
 from paceline.unequal.stragglers.stragglers import StragglerSensor
 
 OnNan = Literal["warn", "stop"]
-_APART = 1.0  # seconds between two drains, roughly
-_MOST = 1000  # steps between two drains, at most
+_DRAIN_INTERVAL = 1.0  # seconds between two drains, roughly
+_MAX_STEPS_AHEAD = 1000  # steps between two drains, at most
 
 
 @dataclass
@@ -85,34 +85,34 @@ class MetricsLog:
     ) -> None:
         if on_nan not in ("warn", "stop"):
             raise UsageError(f"on_nan={on_nan!r} is unknown; possible are 'warn' and 'stop'")
-        self.book, self._on_nan, self._say, self._clock = book, on_nan, say, clock
+        self.writer, self._on_nan, self._say, self._clock = book, on_nan, say, clock
         self._accounts = accounts
-        self._began = clock()
+        self._began_at = clock()
         # Wall time at which this log began, as the history counts events from a wall time.
-        self.opened = time.time()
+        self.opened_at = time.time()
         # Seconds that the run had taken before this log was created.
-        self._earlier = 0.0
-        self._open: dict[int, LoggedValues] = {}  # by step
+        self._earlier_seconds = 0.0
+        self._open_values: dict[int, LoggedValues] = {}  # by step
         self._queue: deque[_LogEntry] = deque()
         # Steps that ended in this log.
-        self._number = 0
+        self._ended_steps = 0
         self._drained = (0, clock())
-        self._ahead = 1
+        self._steps_ahead = 1
         # First loss on this worker that is not a number: number, step, name, "nan" or "inf".
-        self._bad: tuple[int, int, str, str] | None = None
+        self._bad_loss: tuple[int, int, str, str] | None = None
         # The first such loss of all workers, in words.
-        self._reason: str | None = None
+        self._stop_reason: str | None = None
         # Feed of the trackers, on workers that may become the first.
         self.feed = None if book is None else book.feed
-        self.slowness = StragglerSensor(mesh)
+        self.straggler_sensor = StragglerSensor(mesh)
         # Seconds of PARTS of each step in the last flush, by rank.
-        self.flushed: list[list[list[float]]] = []
+        self.flushed_seconds: list[list[list[float]]] = []
         # Lateness of all workers, on a worker that writes.
         self.lateness = LatenessTotals(0) if book is None else book.lateness
         self.total_steps: int | None = None
         self._epoch: tuple[int, int] | None = None
 
-    def expect(self, steps: int | None, epoch: tuple[int, int] | None = None) -> None:
+    def expect_steps(self, steps: int | None, epoch: tuple[int, int] | None = None) -> None:
         """Set the number of steps in all, for the time left, and the current epoch.
 
         `epoch` is the current one, counted from 1, and the number of epochs.
@@ -121,7 +121,7 @@ class MetricsLog:
 
     # ---- while a step is under way: nothing here waits
 
-    def log(self, step: int, values: Mapping[str, Any], weight: float = 1.0) -> None:
+    def add_values(self, step: int, values: Mapping[str, Any], weight: float = 1.0) -> None:
         """Add values to a step. Never waits for a device.
 
         Args:
@@ -132,17 +132,17 @@ class MetricsLog:
             weight: Weight of the numbers in that mean. With weight 0 no number is logged.
         """
         shows, logged = (
-            self.book is not None and not self.book.stands_by,
-            self._open.get(step, LoggedValues()),
+            self.writer is not None and not self.writer.stands_by,
+            self._open_values.get(step, LoggedValues()),
         )
         for name, value in values.items():
-            metric = logged.add(name, value, weight, shows=shows)
-            if metric is not None and self.book is not None:
-                self.book.metrics.know(name, metric)
-        if not logged.empty:
-            self._open[step] = logged
+            metric = logged.add_value(name, value, weight, shows=shows)
+            if metric is not None and self.writer is not None:
+                self.writer.metrics.register_metric(name, metric)
+        if not logged.is_empty:
+            self._open_values[step] = logged
 
-    def step(self, step: int, samples: int, seconds: Mapping[str, float]) -> None:
+    def end_step(self, step: int, samples: int, seconds: Mapping[str, float]) -> None:
         """End a step.
 
         Args:
@@ -152,45 +152,49 @@ class MetricsLog:
                 lateness that were measured, in seconds, and SENT, in bytes.
         """
         for account in self._accounts:
-            self.log(step, account.take())
-        self._number += 1
-        now = self._now()
+            self.add_values(step, account.take())
+        self._ended_steps += 1
+        now = self._run_seconds()
         # Values of other steps were logged after their step had ended. They travel along.
-        for ended in sorted(number for number in self._open if number != step):
-            self._enqueue(_LogEntry(self._number, ended, now, values=self._open.pop(ended)))
+        for ended in sorted(number for number in self._open_values if number != step):
+            self._enqueue_entry(
+                _LogEntry(self._ended_steps, ended, now, values=self._open_values.pop(ended))
+            )
         split = [seconds.get(part, 0.0) for part in PARTS]
         causes = [round(1e6 * seconds.get(cause, 0.0)) for cause in MEASURED]
         sent = [int(seconds.get(where, 0)) for where in SENT]
-        self._enqueue(
+        self._enqueue_entry(
             _LogEntry(
-                self._number,
+                self._ended_steps,
                 step,
                 now,
                 samples,
                 split,
                 causes,
                 sent,
-                self._open.pop(step, LoggedValues()),
+                self._open_values.pop(step, LoggedValues()),
             )
         )
 
-    def fold(self, step: int) -> None:
+    def fold_later_steps(self, step: int) -> None:
         """Move the values of later steps, which have not ended either, to `step`."""
-        for later in sorted(number for number in self._open if number > step):
-            self._open.setdefault(step, LoggedValues()).take_in(self._open.pop(later))
+        for later in sorted(number for number in self._open_values if number > step):
+            self._open_values.setdefault(step, LoggedValues()).add_later_values(
+                self._open_values.pop(later)
+            )
 
-    def undo(self) -> None:
+    def discard_open_steps(self) -> None:
         """Discard the values that were logged since the last step ended."""
-        self._open.clear()
+        self._open_values.clear()
 
-    def place(self, number: int) -> None:
+    def begin_at_step(self, number: int) -> None:
         """Begin at step `number`, because the other workers had finished that many steps."""
-        self._number = number
+        self._ended_steps = number
         self._drained = (number, self._clock())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values of steps that have not ended, for `load_state_dict`."""
-        states = {str(step): values.state() for step, values in self._open.items()}
+        states = {str(step): values.to_state() for step, values in self._open_values.items()}
         media = {step: shown_media for step, (_, shown_media) in states.items() if shown_media}
         return {step: sums for step, (sums, _) in states.items()} | (
             {"media": media} if media else {}
@@ -199,20 +203,20 @@ class MetricsLog:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the values of steps that had not ended."""
         media = state.get("media", {})
-        self._open = {
-            int(step): LoggedValues.load(sums, media.get(step, {}))
+        self._open_values = {
+            int(step): LoggedValues.from_state(sums, media.get(step, {}))
             for step, sums in state.items()
             if step != "media"
         }
 
-    def rewind(self, step: int, seconds: float) -> None:
+    def rewind_to_step(self, step: int, seconds: float) -> None:
         """Go on after `step` of a run that has taken `seconds`.
 
         Lines of later steps are removed.
         """
-        self._earlier = seconds - (self._clock() - self._began)
-        if self.book is not None:
-            self.book.rewind(step)
+        self._earlier_seconds = seconds - (self._clock() - self._began_at)
+        if self.writer is not None:
+            self.writer.rewind_to_step(step)
 
     def hand_over(self, agreement: Agreement) -> None:
         """Send all steps that have ended to the first worker, which writes them. Collective."""
@@ -221,23 +225,23 @@ class MetricsLog:
             agreement.meet("run.save, the log", drained), agreement.origins, agreement.hosts
         )
 
-    def _now(self) -> float:
+    def _run_seconds(self) -> float:
         """Return the seconds that the run has taken, all starts of its job included."""
-        return self._earlier + self._clock() - self._began
+        return self._earlier_seconds + self._clock() - self._began_at
 
     @property
-    def number(self) -> int:
+    def ended_steps(self) -> int:
         """Number of steps that have ended in this log."""
-        return self._number
+        return self._ended_steps
 
     def take_over(self, line: StatusDisplay) -> None:
         """Write to the disk from now on, in place of a lost worker, and display on `line`."""
-        if self.book is not None:
-            self.book.take_over(line)
+        if self.writer is not None:
+            self.writer.take_over(line)
 
-    def _enqueue(self, entry: _LogEntry) -> None:
+    def _enqueue_entry(self, entry: _LogEntry) -> None:
         """Queue an entry for the next drain, and start to copy its numbers to the host."""
-        entry.values.send()
+        entry.values.send_to_host()
         self._queue.append(entry)
 
     # ---- at a meeting of all workers
@@ -253,42 +257,49 @@ class MetricsLog:
         """
         if last:
             # On every worker, whether it has logged something or not, so that `upto` agrees.
-            self._number += 1
-            for step in sorted(self._open):
-                self._enqueue(
-                    _LogEntry(self._number, step, self._now(), values=self._open.pop(step))
+            self._ended_steps += 1
+            for step in sorted(self._open_values):
+                self._enqueue_entry(
+                    _LogEntry(
+                        self._ended_steps,
+                        step,
+                        self._run_seconds(),
+                        values=self._open_values.pop(step),
+                    )
                 )
         records = []
-        while self._queue and (last or waits or self._queue[0].values.done()):
-            records.append(self._record(self._queue.popleft()))
-        upto = self._queue[0].number - 1 if self._queue else self._number
-        self._pace()
-        return bytes(msgpack.packb([upto, self._bad, records]))
+        while self._queue and (last or waits or self._queue[0].values.has_arrived()):
+            records.append(self._make_record(self._queue.popleft()))
+        upto = self._queue[0].number - 1 if self._queue else self._ended_steps
+        self._update_pace()
+        return bytes(msgpack.packb([upto, self._bad_loss, records]))
 
     def steps_ahead(self) -> int:
         """Return the number of steps until the next drain, so that drains are about a second apart.
 
         It at most doubles from one drain to the next.
         """
-        return self._ahead
+        return self._steps_ahead
 
-    def _pace(self) -> None:
+    def _update_pace(self) -> None:
         """Adapt the number of steps between drains to the speed of the last ones."""
         now = self._clock()
         drained_number, drained_at = self._drained
-        steps, seconds = max(self._number - drained_number, 1), max(now - drained_at, 1e-9)
-        self._ahead = max(1, min(int(steps * _APART / seconds), 2 * steps, _MOST))
-        self._drained = (self._number, now)
+        steps, seconds = max(self._ended_steps - drained_number, 1), max(now - drained_at, 1e-9)
+        self._steps_ahead = max(
+            1, min(int(steps * _DRAIN_INTERVAL / seconds), 2 * steps, _MAX_STEPS_AHEAD)
+        )
+        self._drained = (self._ended_steps, now)
 
-    def _record(self, entry: _LogEntry) -> LogRecord:
+    def _make_record(self, entry: _LogEntry) -> LogRecord:
         """Return the record of a queued entry, and note the first loss that is not a number."""
-        means = entry.values.means()
+        means = entry.values.read_sums()
         for name, (total, _) in means.items():
-            if self._bad is None and "loss" in name and not math.isfinite(total):
-                self._bad = (entry.number, entry.step, name, repr(total))
-        if self.book is not None:
-            self.book.show(list(entry.values.shown(entry.step, entry.time)))
-        states = entry.values.packed_states()
+            if self._bad_loss is None and "loss" in name and not math.isfinite(total):
+                self._bad_loss = (entry.number, entry.step, name, repr(total))
+        if self.writer is not None:
+            self.writer.show_media(list(entry.values.read_media(entry.step, entry.time)))
+        states = entry.values.pack_states()
         return LogRecord(
             entry.number,
             entry.step,
@@ -323,16 +334,16 @@ class MetricsLog:
         for upto, bad, records in map(msgpack.unpackb, bodies):
             heads.append((upto, bad))
             logs.append([LogRecord(*record) for record in records])
-        self._judge(heads)
-        self.flushed = [
+        self._announce_bad_loss(heads)
+        self.flushed_seconds = [
             [record.seconds for record in rank_records if record.seconds is not None]
             for rank_records in logs
         ]
-        if self.book is not None:
+        if self.writer is not None:
             drains = [
                 (upto, rank_records) for (upto, _), rank_records in zip(heads, logs, strict=True)
             ]
-            self.book.enter(
+            self.writer.enter_records(
                 drains, self.total_steps, names, hosts, remark=remark, epoch=self._epoch
             )
             causes = [
@@ -340,27 +351,29 @@ class MetricsLog:
                 for rank_records in logs
             ]
             straggler = (
-                self.slowness.take(names or range(len(logs)), self.flushed, hosts, causes)
+                self.straggler_sensor.take(
+                    names or range(len(logs)), self.flushed_seconds, hosts, causes
+                )
                 if hosts
                 else None
             )
             if straggler is not None:
                 self._say(straggler)
-        return self._reason if self._on_nan == "stop" else None
+        return self._stop_reason if self._on_nan == "stop" else None
 
-    def _judge(self, heads: list[tuple[int, Any]]) -> None:
+    def _announce_bad_loss(self, heads: list[tuple[int, Any]]) -> None:
         """Announce the first loss of all workers that is not a number, once."""
         bad_losses = [(bad[0], rank, *bad[1:]) for rank, (_, bad) in enumerate(heads) if bad]
-        if self._reason is not None or not bad_losses:
+        if self._stop_reason is not None or not bad_losses:
             return
         # A rank that is behind may still report an earlier one. All workers have to name the same.
         if min(bad_losses)[0] > min(upto for upto, _ in heads):
             return
         _, rank, step, name, value = min(bad_losses)
-        self._reason = f"{name} was {value} first on rank {rank}, at step {step}"
+        self._stop_reason = f"{name} was {value} first on rank {rank}, at step {step}"
         option = "" if self._on_nan == "stop" else "; start(on_nan='stop') would have stopped"
         self._say(
-            f"{self._reason}. The weights are likely lost from there on: "
+            f"{self._stop_reason}. The weights are likely lost from there on: "
             "lower the learning rate or clip gradients (run.clip), "
             f"and go on from a checkpoint before it{option}"
         )
@@ -374,18 +387,18 @@ class MetricsLog:
 
     def close(self) -> None:
         """Close files and the display, without other workers. Calling it twice is harmless."""
-        if self.book is not None:
-            self.book.close(self.total_steps)
+        if self.writer is not None:
+            self.writer.close(self.total_steps)
 
-    def leave(self) -> None:
+    def close_quietly(self) -> None:
         """Close after an error. A further error is ignored, so that the first one is seen."""
         with contextlib.suppress(PacelineError, OSError):
             self.close()
 
-    def totals(self, *, work: bool = True) -> RunTotals | None:
+    def compute_totals(self, *, work: bool = True) -> RunTotals | None:
         """Return the totals so far (`MetricsWriter.compute_totals`); None if it doesn't write."""
         return (
             None
-            if self.book is None or self.book.stands_by
-            else self.book.totals(self._clock() - self._began, work=work)
+            if self.writer is None or self.writer.stands_by
+            else self.writer.compute_totals(self._clock() - self._began_at, work=work)
         )

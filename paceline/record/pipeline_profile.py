@@ -22,15 +22,20 @@ from typing import Any, Final, NamedTuple
 from paceline.comm.schedule import LinkSpeed
 from paceline.parallel.pipelining.schedule import Action, PipelineSchedule
 from paceline.parallel.pipelining.schedules import make_schedule
-from paceline.parallel.pipelining.simulate import ActionSpan, PipelineTimeline, StageTimes, simulate
+from paceline.parallel.pipelining.simulate import (
+    ActionSpan,
+    PipelineTimeline,
+    StageTimes,
+    simulate_schedule,
+)
 from paceline.parallel.pipelining.split import LayerCost, SplitProblem
 from paceline.record.timeline import ClockOffset
 
 # Nanoseconds. After a shorter wait, the message may have been there before.
-WAITED: Final = 50_000
+MIN_WAIT_NANOSECONDS: Final = 50_000
 # Transfers are known in seconds, and the simulator takes bytes. One second becomes this many bytes,
 # over a link that carries this many bytes per second.
-UNIT: Final = 1e9
+BYTES_PER_SECOND: Final = 1e9
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class StageProfile:
     waited: float
     kept: int
 
-    def dealt(self, kind: str) -> list[float]:
+    def divide_among_layers(self, kind: str) -> list[float]:
         """Divide the seconds of an action among the layers, in proportion to their forwards."""
         total = sum(self.layer_seconds)
         shares = (
@@ -87,7 +92,7 @@ class PipelineProfile:
     idle: tuple[float, ...]  # of each worker
 
     @classmethod
-    def read(cls, fields: Mapping[str, Any]) -> PipelineProfile:
+    def from_fields(cls, fields: Mapping[str, Any]) -> PipelineProfile:
         """Read a profile from the output of `to_fields`.
 
         Raises:
@@ -119,12 +124,12 @@ class PipelineProfile:
             idle=tuple(map(float, fields["idle"])),
         )
 
-    def fields(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, Any]:
         """Return the fields for `summary.json`.
 
         They include the predicted bubble, and the bytes that each worker keeps at most.
         """
-        simulated = self.timeline
+        simulated = self.simulated_timeline
         return {
             **asdict(self),
             "bubble": {"measured": self.bubble, "predicted": simulated.bubble},
@@ -133,17 +138,17 @@ class PipelineProfile:
         }
 
     @cached_property
-    def plan(self) -> PipelineSchedule:
+    def schedule_plan(self) -> PipelineSchedule:
         """The schedule of the run, as a plan of actions."""
         return make_schedule(self.schedule, len(self.ranks), self.micro_batches, self.chunks)
 
     @property
-    def split(self) -> list[int]:
+    def layer_counts(self) -> list[int]:
         """Number of layers of each stage."""
         return [len(stage.layers) for stage in self.stages]
 
     @cached_property
-    def timeline(self) -> PipelineTimeline:
+    def simulated_timeline(self) -> PipelineTimeline:
         """The schedule, simulated with the measured medians."""
         seconds_by_stage = [stage.seconds for stage in self.stages]
         halves = [
@@ -156,67 +161,68 @@ class PipelineProfile:
         times = StageTimes(
             forwards=[each["forward"] for each in seconds_by_stage],
             backwards=backwards,
-            input_backwards=halves[0] if self.plan.split else None,
-            weight_backwards=halves[1] if self.plan.split else None,
+            input_backwards=halves[0] if self.schedule_plan.splits_backward else None,
+            weight_backwards=halves[1] if self.schedule_plan.splits_backward else None,
             kept=[stage.kept for stage in self.stages],
             sends=[each or 0.0 for each in self.sends],
             returns=[each or 0.0 for each in self.returns],
             links=[LinkSpeed(0.0, 1.0)] * len(self.sends),
         )
-        return simulate(self.plan, times)
+        return simulate_schedule(self.schedule_plan, times)
 
     @cached_property
-    def costs(self) -> list[LayerCost]:
+    def layer_costs(self) -> list[LayerCost]:
         """Costs of each layer for a micro-batch, as far as they are known.
 
         A stage's times are divided among its layers in proportion to the layers' forwards.
         """
-        sends, returns = (_known(each) for each in (self.sends, self.returns))
+        sends, returns = (_fill_unknown(each) for each in (self.sends, self.returns))
         layer_costs = list[LayerCost]()
         for stage_index, stage in enumerate(self.stages):
             backward = [
                 sum(each)
                 for each in zip(
-                    *(stage.dealt(kind) for kind in ("backward", "input", "weight")), strict=True
+                    *(stage.divide_among_layers(kind) for kind in ("backward", "input", "weight")),
+                    strict=True,
                 )
             ]
             for name, ahead, back in zip(
-                stage.layers, stage.dealt("forward"), backward, strict=True
+                stage.layers, stage.divide_among_layers("forward"), backward, strict=True
             ):
                 layer_costs.append(
                     LayerCost(
                         name,
                         ahead,
                         back,
-                        sends=round(sends[-1] * UNIT),
-                        returns=round(returns[-1] * UNIT),
+                        sends=round(sends[-1] * BYTES_PER_SECOND),
+                        returns=round(returns[-1] * BYTES_PER_SECOND),
                     )
                 )
             # Only the boundary behind a stage was measured. Other layers get the usual transfer.
             if stage_index < len(self.sends):
                 layer_costs[-1] = replace(
                     layer_costs[-1],
-                    sends=round(sends[stage_index] * UNIT),
-                    returns=round(returns[stage_index] * UNIT),
+                    sends=round(sends[stage_index] * BYTES_PER_SECOND),
+                    returns=round(returns[stage_index] * BYTES_PER_SECOND),
                 )
         return layer_costs
 
-    def problem(self, schedule: PipelineSchedule) -> SplitProblem:
+    def make_split_problem(self, schedule: PipelineSchedule) -> SplitProblem:
         """Return the problem of splitting these layers over the stages of a schedule.
 
         Workers are assumed to be equally fast.
         """
-        links = [LinkSpeed(0.0, UNIT)] * (schedule.stages - 1)
-        return SplitProblem(self.costs, schedule, [1.0] * schedule.ranks, links=links)
+        links = [LinkSpeed(0.0, BYTES_PER_SECOND)] * (schedule.stages - 1)
+        return SplitProblem(self.layer_costs, schedule, [1.0] * schedule.ranks, links=links)
 
 
-def _known(transfers: Sequence[float | None]) -> list[float]:
+def _fill_unknown(transfers: Sequence[float | None]) -> list[float]:
     """Replace unknown transfers by the median of the known ones, and append that median."""
     usual = statistics.median([seconds for seconds in transfers if seconds is not None] or [0.0])
     return [*(usual if seconds is None else seconds for seconds in transfers), usual]
 
 
-class _Times(NamedTuple):
+class _ActionTimes(NamedTuple):
     """Times of an action in nanoseconds on rank 0's clock: it began, had its inputs, ended."""
 
     began: int
@@ -224,12 +230,12 @@ class _Times(NamedTuple):
     ended: int
 
 
-class _Step:
+class _MeasuredStep:
     """One measured step of all workers, on the clock of rank 0."""
 
-    def __init__(self, schedule: PipelineSchedule, rows: Sequence[Sequence[_Times]]) -> None:
+    def __init__(self, schedule: PipelineSchedule, rows: Sequence[Sequence[_ActionTimes]]) -> None:
         self._schedule = schedule
-        self.at = {
+        self.times_by_action = {
             action: time
             for row, times in zip(schedule.rows, rows, strict=True)
             for action, time in zip(row, times, strict=True)
@@ -248,13 +254,13 @@ class _Step:
         """The measured step as a timeline."""
         return PipelineTimeline(self._schedule, self.spans, (), ())
 
-    def transfer(self, source: int, target: int) -> float | None:
+    def fastest_transfer(self, source: int, target: int) -> float | None:
         """Return the seconds of the fastest message between two neighbouring stages.
 
         Only messages that were waited for count, because the arrival of others isn't known.
         """
         transfer_seconds = []
-        for action, time in self.at.items():
+        for action, time in self.times_by_action.items():
             # A weight action receives nothing. Forwards receive from the stage before, backwards
             # from the one after.
             if (
@@ -263,22 +269,24 @@ class _Step:
                 or (action.kind == "forward") != (source < target)
             ):
                 continue
-            sent = self.at.get(Action(action.kind, source, action.micro_batch))
-            if sent is not None and time.ready - time.began > WAITED:
+            sent = self.times_by_action.get(Action(action.kind, source, action.micro_batch))
+            if sent is not None and time.ready - time.began > MIN_WAIT_NANOSECONDS:
                 transfer_seconds.append(max(time.ready - sent.ended, 0) / 1e9)
         return min(transfer_seconds, default=None)
 
-    def waited(self, stage: int) -> float:
+    def sum_waits(self, stage: int) -> float:
         """Return the seconds that a stage waited in this step."""
         return (
             sum(
-                time.ready - time.began for action, time in self.at.items() if action.stage == stage
+                time.ready - time.began
+                for action, time in self.times_by_action.items()
+                if action.stage == stage
             )
             / 1e9
         )
 
 
-def combine(
+def combine_workers(
     workers: Sequence[Mapping[str, Any]], ranks: Sequence[int], offsets: Sequence[ClockOffset]
 ) -> PipelineProfile | None:
     """Combine the measurements of the workers of one pipeline; None if no step was kept.
@@ -309,10 +317,10 @@ def combine(
         if any(len(row) != len(plan) for row, plan in zip(rows, schedule.rows, strict=True)):
             continue
         shifted = [
-            [_Times(*(at - ahead for at in times)) for times in row]
+            [_ActionTimes(*(at - ahead for at in times)) for times in row]
             for row, ahead in zip(rows, clocks_ahead, strict=True)
         ]
-        steps.append(_Step(schedule, shifted))
+        steps.append(_MeasuredStep(schedule, shifted))
     if not steps:
         return None
     timelines = [step.timeline for step in steps]
@@ -323,13 +331,16 @@ def combine(
         micro_batches=micro_batches,
         ranks=tuple(ranks),
         stages=tuple(
-            _stage(workers, schedule, steps, ranks, stage) for stage in range(schedule.stages)
+            _profile_stage(workers, schedule, steps, ranks, stage)
+            for stage in range(schedule.stages)
         ),
         sends=tuple(
-            _median(step.transfer(low, high) for step in steps) for low, high in boundaries
+            _median_of_known(step.fastest_transfer(low, high) for step in steps)
+            for low, high in boundaries
         ),
         returns=tuple(
-            _median(step.transfer(high, low) for step in steps) for low, high in boundaries
+            _median_of_known(step.fastest_transfer(high, low) for step in steps)
+            for low, high in boundaries
         ),
         steps=len(steps),
         step_seconds=statistics.median(each.makespan for each in timelines),
@@ -340,10 +351,10 @@ def combine(
     )
 
 
-def _stage(
+def _profile_stage(
     workers: Sequence[Mapping[str, Any]],
     schedule: PipelineSchedule,
-    steps: Sequence[_Step],
+    steps: Sequence[_MeasuredStep],
     ranks: Sequence[int],
     stage: int,
 ) -> StageProfile:
@@ -353,7 +364,7 @@ def _stage(
     start, stop = worker["bounds"][stage : stage + 2]
     seconds_by_kind: dict[str, list[float]] = {}
     for step in steps:
-        for action, time in step.at.items():
+        for action, time in step.times_by_action.items():
             if action.stage == stage:
                 seconds_by_kind.setdefault(action.kind, []).append((time.ended - time.ready) / 1e9)
     return StageProfile(
@@ -363,12 +374,12 @@ def _stage(
         ),
         rank=ranks[place],
         seconds={kind: statistics.median(seconds) for kind, seconds in seconds_by_kind.items()},
-        waited=statistics.median(step.waited(stage) for step in steps),
+        waited=statistics.median(step.sum_waits(stage) for step in steps),
         kept=int(worker["kept"].get(stage, 0)),
     )
 
 
-def _median(values: Iterable[float | None]) -> float | None:
+def _median_of_known(values: Iterable[float | None]) -> float | None:
     """Return the median of the known values; None if there are none."""
     known_values = [value for value in values if value is not None]
     return statistics.median(known_values) if known_values else None

@@ -14,11 +14,11 @@ class LogMeetings:
     """The step after which workers next meet to hand over their logs (`next_step`)."""
 
     def __init__(self) -> None:
-        self.next = 1
+        self.next_step = 1
 
-    def put(self, step: int) -> None:
+    def meet_after_step(self, step: int) -> None:
         """Let the workers meet after this step."""
-        self.next = step
+        self.next_step = step
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,16 @@ class RunRecords:
     log: MetricsLog
     meetings: LogMeetings
 
-    def facts(self) -> dict[str, Any]:
+    def collect_facts(self) -> dict[str, Any]:
         """Return the facts that a joining worker needs."""
-        return {"flush": self.meetings.next, "log": self.log.number, **self.history.facts()}
+        return {
+            "flush": self.meetings.next_step,
+            "log": self.log.ended_steps,
+            **self.history.collect_facts(),
+        }
 
-    def learn(self, facts: dict[str, Any]) -> None:
+    def adopt_facts(self, facts: dict[str, Any]) -> None:
         """Continue where the other workers are."""
-        self.meetings.put(facts["flush"])
-        self.history.learn(facts)
-        self.log.place(facts["log"])
+        self.meetings.meet_after_step(facts["flush"])
+        self.history.adopt_facts(facts)
+        self.log.begin_at_step(facts["log"])

@@ -14,14 +14,14 @@ from paceline.unequal.stragglers.lateness import RankLateness
 
 # Least seconds between two statuses. Steps arrive about once a second, so a full second would miss
 # every other one.
-EVERY = 0.9
+STATUS_INTERVAL = 0.9
 # Logged values in a status, the loss among them.
-_VALUES = 4
-_BESIDE = 10  # logged values in a line of their own
+_MAX_VALUES = 4
+_MAX_LATE_VALUES = 10  # logged values in a line of their own
 # A late worker is shown if it is late by this share of a step, and by these seconds.
-LATE, LEAST = 0.2, 1e-3
+LATE_SHARE, LATE_SECONDS = 0.2, 1e-3
 # Statuses over which the time left is estimated.
-WINDOW = 30
+ESTIMATE_WINDOW = 30
 
 
 class FinishedStep(NamedTuple):
@@ -76,10 +76,10 @@ class StatusLine:
     def __init__(self, display: Display, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._display, self._clock = display, clock
         self._began = clock()
-        self._last: FinishedStep | None = None
-        self._total: int | None = None
+        self._last_step: FinishedStep | None = None
+        self._total_steps: int | None = None
         self._unshown = False
-        self._next = -float("inf")
+        self._next_status = -float("inf")
         # Sums since the last status.
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._samples = 0
@@ -87,18 +87,18 @@ class StatusLine:
         self._curves: dict[str, ValueCurve] = {}
         self._epoch: tuple[int, int] | None = None
         # Texts at the end of a status.
-        self._late = self._remark = ""
+        self._late_text = self._remark_text = ""
         # Values that were logged after their step had ended, and are not shown yet.
-        self._beside: tuple[int, dict[str, float]] | None = None
-        self._next_beside = -float("inf")
-        self._marks: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._late_values: tuple[int, dict[str, float]] | None = None
+        self._next_late_values = -float("inf")
+        self._marks: deque[tuple[int, float]] = deque(maxlen=ESTIMATE_WINDOW)
 
     def step(self, finished: FinishedStep, total: int | None) -> None:
         """Add the next finished step. `total` is the number of steps, if it is known."""
         for part in PARTS:
             self._seconds[part] += finished.seconds.get(part, 0.0)
         self._samples += finished.samples
-        self._last, self._total, self._unshown = finished, total, True
+        self._last_step, self._total_steps, self._unshown = finished, total, True
         if finished.values:
             name = "loss" if "loss" in finished.values else min(finished.values)
             if name not in self._curves:
@@ -108,13 +108,13 @@ class StatusLine:
     def show(self) -> None:
         """Show the newest step, unless the last status is too recent."""
         now = self._clock()
-        if self._unshown and now >= self._next:
-            self._next = now + (
-                max(EVERY, self._display.pause(now - self._began))
+        if self._unshown and now >= self._next_status:
+            self._next_status = now + (
+                max(STATUS_INTERVAL, self._display.pause_seconds(now - self._began))
                 if isinstance(self._display, PlainLines)
-                else EVERY
+                else STATUS_INTERVAL
             )
-            self._show(self._total)
+            self._show_status(self._total_steps)
 
     def at(self, epoch: tuple[int, int] | None) -> None:
         """Set the epoch that is shown from now on: its number, from 1 on, and the total."""
@@ -125,58 +125,62 @@ class StatusLine:
 
         There is at most one such line in a second. The last one is always shown.
         """
-        earlier = self._beside[1] if self._beside is not None and self._beside[0] == step else {}
-        self._beside = (step, {**earlier, **values})
+        earlier = (
+            self._late_values[1]
+            if self._late_values is not None and self._late_values[0] == step
+            else {}
+        )
+        self._late_values = (step, {**earlier, **values})
         now = self._clock()
-        if now >= self._next_beside:
-            self._next_beside = now + EVERY
-            self._show_beside()
+        if now >= self._next_late_values:
+            self._next_late_values = now + STATUS_INTERVAL
+            self._print_late_values()
 
     def late(self, latest: RankLateness, host: str, step: float) -> None:
         """Set the latest worker, its host, and the mean seconds of a step."""
-        self._late = late_words(latest, host, step)
+        self._late_text = describe_lateness(latest, host, step)
 
     def remark(self, text: str) -> None:
         """Set the text that statuses end with."""
-        self._remark = text
+        self._remark_text = text
 
     def close(self, total: int | None) -> None:
         """Show the last step if it is still unshown, and close. Calling it twice is harmless."""
         if self._unshown:
-            self._show(total)
-        self._show_beside()
+            self._show_status(total)
+        self._print_late_values()
         self._display.close()
 
-    def _show_beside(self) -> None:
+    def _print_late_values(self) -> None:
         """Print the later values, if there are new ones."""
-        late_values, self._beside = self._beside, None
+        late_values, self._late_values = self._late_values, None
         if late_values is not None:
-            self._display.say(beside_words(*late_values))
+            self._display.say(format_late_values(*late_values))
 
-    def _show(self, total: int | None) -> None:
+    def _show_status(self, total: int | None) -> None:
         """Show the newest step with the sums since the last status, and reset the sums."""
-        assert self._last is not None
-        self._marks.append((self._last.step, self._last.time))
-        finished = self._last._replace(samples=self._samples, seconds=self._seconds)
+        assert self._last_step is not None
+        self._marks.append((self._last_step.step, self._last_step.time))
+        finished = self._last_step._replace(samples=self._samples, seconds=self._seconds)
         curve = self._curves.get(
             "loss" if "loss" in finished.values else min(finished.values, default="")
         )
-        seconds_left = time_left(self._marks, total)
+        seconds_left = estimate_time_left(self._marks, total)
         self._display.show(
-            summary(
+            make_status(
                 finished,
                 total,
                 left=seconds_left,
                 epoch=self._epoch,
                 curve=curve,
-                late=self._late,
-                remark=self._remark,
+                late=self._late_text,
+                remark=self._remark_text,
             )
         )
         self._samples, self._seconds, self._unshown = 0, dict.fromkeys(PARTS, 0.0), False
 
 
-def summary(
+def make_status(
     beat: FinishedStep,
     total: int | None,
     *,
@@ -197,7 +201,7 @@ def summary(
         late: Text on the latest worker.
         remark: Text at the end.
     """
-    names = sorted(beat.values, key=lambda name: (name != "loss", name))[:_VALUES]
+    names = sorted(beat.values, key=lambda name: (name != "loss", name))[:_MAX_VALUES]
     step_seconds = sum(beat.seconds.values())
     return RunStatus(
         step=beat.step,
@@ -216,19 +220,19 @@ def summary(
     )
 
 
-def late_words(latest: RankLateness, host: str, step: float) -> str:
+def describe_lateness(latest: RankLateness, host: str, step: float) -> str:
     """Describe how late the latest worker is, and why; empty if it doesn't matter.
 
     `step` is the mean seconds of a step.
     """
     seconds = latest.seconds
-    matters = seconds >= LEAST and seconds >= LATE * step
+    matters = seconds >= LATE_SECONDS and seconds >= LATE_SHARE * step
     return (
         f"rank {latest.rank} on {host} late {seconds / step:.0%}: {latest.cause}" if matters else ""
     )
 
 
-def time_left(marks: Sequence[tuple[int, float]], total: int | None) -> float | None:
+def estimate_time_left(marks: Sequence[tuple[int, float]], total: int | None) -> float | None:
     """Estimate the seconds until step `total`; None if that can't be done.
 
     `marks` are steps, and the seconds at which they had ended, oldest first.
@@ -239,8 +243,11 @@ def time_left(marks: Sequence[tuple[int, float]], total: int | None) -> float | 
     return max(total - last, 0) * (now - began) / (last - first)
 
 
-def beside_words(step: int, values: Mapping[str, float]) -> str:
+def format_late_values(step: int, values: Mapping[str, float]) -> str:
     """Format values that were logged after their step had ended."""
     return "  ".join(
-        [f"step {step}", *(f"{name} {values[name]:.4g}" for name in sorted(values)[:_BESIDE])]
+        [
+            f"step {step}",
+            *(f"{name} {values[name]:.4g}" for name in sorted(values)[:_MAX_LATE_VALUES]),
+        ]
     )

@@ -15,7 +15,7 @@ import msgpack
 from torch import nn
 
 from paceline.cluster.topology import Topology
-from paceline.comm.group import Traffic
+from paceline.comm.group_protocol import Traffic
 from paceline.data.loader import ShareLoader
 from paceline.formatting import counted, spell, spoken
 from paceline.loop.step_clock import AxisTotals
@@ -23,7 +23,7 @@ from paceline.prepare.registry import Prepared
 from paceline.record import timeline
 from paceline.record.folder import RunFolder, RunSummary, RunTotals
 from paceline.record.log import MetricsLog
-from paceline.record.pipeline_profile import PipelineProfile, combine
+from paceline.record.pipeline_profile import PipelineProfile, combine_workers
 from paceline.state.snapshot import raw
 from paceline.sync.base import Strategy
 from paceline.sync.codec_cost import judge
@@ -83,16 +83,18 @@ class GatheredEnds(NamedTuple):
     codecs: list[Any]
 
 
-def conclude(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLog) -> None:
+def write_outcome(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLog) -> None:
     """Write the summary and the trace. Collective.
 
     If the disk refuses, all workers raise.
     """
-    ends = _gather(outcome, axes)
-    axes.everyone.tell("the summary", lambda: _write(outcome, axes, folder, log, ends))
+    ends = _gather_ends(outcome, axes)
+    axes.everyone.tell_everyone(
+        "the summary", lambda: _write_files(outcome, axes, folder, log, ends)
+    )
 
 
-def _gather(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
+def _gather_ends(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
     """Exchange all that only single workers know. Collective."""
     agreement, cluster, context = axes.everyone, outcome.cluster, axes.slice
     bytes_sent = [outcome.sent.within, outcome.sent.between]
@@ -103,13 +105,13 @@ def _gather(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
         )
     ]
     sent, along, memory, untold = ([head[at] for head in heads] for at in range(4))
-    ahead = timeline.compare(agreement, cluster.where())
-    spans = timeline.gather(agreement, context.trace.spans())
-    pipelines = _pipelines(outcome.prepared, axes, ahead)
+    ahead = timeline.compare_clocks(agreement, cluster.where())
+    spans = timeline.gather_spans(agreement, context.trace.spans())
+    pipelines = _combine_pipelines(outcome.prepared, axes, ahead)
     # Replicas must have equal parameters. A rank is compared with the first rank that holds the
     # same part of the model.
     own_digest = outcome.prepared.tables.fingerprint(
-        fingerprint(model for _, model in outcome.prepared.models)
+        hash_parameters(model for _, model in outcome.prepared.models)
     )
     digests = [body.decode() for body in agreement.meet("parameters", own_digest.encode())]
     reference_ranks = [axes.twin(rank) for rank in range(len(digests))]
@@ -143,11 +145,11 @@ def _gather(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
     )
 
 
-def _write(
+def _write_files(
     outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLog, ends: GatheredEnds
 ) -> bytes:
     """Write both files on the first worker."""
-    totals = log.totals()
+    totals = log.compute_totals()
     assert totals is not None, "the first worker keeps the book"
     cluster, context = outcome.cluster, axes.slice
     if ends.different:
@@ -179,14 +181,14 @@ def _write(
         saves=outcome.saves,
         checkpoints=outcome.checkpoints,
         servers=outcome.servers,
-        loader=dealt(outcome.prepared.loaders),
+        loader=describe_dealing(outcome.prepared.loaders),
         mesh=dict(axes.mesh.axes) if axes.cut else {},
         places=[axes.mesh.coordinates(rank) for rank in range(axes.mesh.size)] if axes.cut else [],
-        axes=_by_axis(ends.along, axes, steps),
+        axes=_sum_by_axis(ends.along, axes, steps),
         memory=ends.memory,
-        log_began=log.opened - outcome.began,
+        log_began=log.opened_at - outcome.began,
         untold=ends.untold,
-        pipelines=[profile.fields() for profile in ends.pipelines],
+        pipelines=[profile.to_fields() for profile in ends.pipelines],
         route=axes.replicas.route,
         links=outcome.links,
         settings=outcome.settings,
@@ -194,23 +196,23 @@ def _write(
     )
     summary.write(folder)
     if log.feed is not None:
-        log.feed.conclude(summary.fields())
+        log.feed.report_summary(summary.to_fields())
     # Without spans (trace="off") there is no trace file.
     if any(ends.spans.values()):
         mesh = axes.mesh if axes.cut else None
-        spans = timeline.mark_late(ends.spans, log.lateness.recent())
-        events = timeline.merge(
+        spans = timeline.add_late_spans(ends.spans, log.lateness.recent())
+        events = timeline.make_trace_events(
             spans, names=cluster.names(), offsets=ends.ahead, servers=outcome.served, mesh=mesh
         )
-        timeline.write(folder.trace, events, offsets=ends.ahead)
+        timeline.write_trace(folder.trace, events, offsets=ends.ahead)
     # A run in the temporary folder is removed by the tool that started it, so its path is useless.
     is_temporary = folder.path.is_absolute() and folder.path.is_relative_to(tempfile.gettempdir())
     if totals.steps and not is_temporary:
-        context.announce(told(folder.path, totals))
+        context.announce(describe_result(folder.path, totals))
     return b""
 
 
-def told(path: Path, totals: RunTotals) -> str:
+def describe_result(path: Path, totals: RunTotals) -> str:
     """Describe in one line where the run's folder is, its result, and how to learn more."""
     loss = "" if totals.final_loss is None else f", loss {totals.final_loss:.4g}"
     duration = f"{totals.seconds:.1f} s" if totals.seconds < 60 else spoken(totals.seconds)
@@ -220,7 +222,7 @@ def told(path: Path, totals: RunTotals) -> str:
     )
 
 
-def _by_axis(
+def _sum_by_axis(
     along: Sequence[Mapping[str, Sequence[float]]], axes: RunAxes, steps: int
 ) -> dict[str, dict[str, float]]:
     """Return the exchange of a step along each axis.
@@ -239,11 +241,11 @@ def _by_axis(
     return totals_by_axis
 
 
-def _pipelines(
+def _combine_pipelines(
     prepared: Prepared, axes: RunAxes, ahead: Sequence[timeline.ClockOffset]
 ) -> list[PipelineProfile]:
     """Return the profile of each pipeline: of each model, and of each replica. Collective."""
-    own_profiles = [pipeline.profile() for _, pipeline in prepared.cuts.pipelines]
+    own_profiles = [pipeline.make_profile() for _, pipeline in prepared.cuts.pipelines]
     if not own_profiles:
         return []
     bodies = axes.everyone.meet("pipelines", msgpack.packb(own_profiles))
@@ -251,11 +253,11 @@ def _pipelines(
     combined = []
     for at, ranks in itertools.product(range(len(own_profiles)), axes.mesh.groups(["stage"])):
         profiles = [profiles_by_rank[rank][at] for rank in ranks]
-        combined.append(combine(profiles, ranks, [ahead[rank] for rank in ranks]))
+        combined.append(combine_workers(profiles, ranks, [ahead[rank] for rank in ranks]))
     return [profile for profile in combined if profile is not None]
 
 
-def dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any] | None:
+def describe_dealing(loaders: Iterable[ShareLoader]) -> dict[str, Any] | None:
     """Describe how the first training loader is dealt; None if there is none."""
     terms = next(
         (
@@ -274,7 +276,7 @@ def dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any] | None:
     }
 
 
-def fingerprint(models: Iterable[nn.Module]) -> str:
+def hash_parameters(models: Iterable[nn.Module]) -> str:
     """Return the SHA-256 of the names and the bits of all parameters."""
     digest = hashlib.sha256()
     for model in models:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgpack
 
 from paceline.cluster.mesh import Mesh
-from paceline.record.folder import write_whole
+from paceline.record.folder import write_atomically
 from paceline.trace import Served, Span
 from paceline.unequal.stragglers.lateness import RankLateness
 
@@ -33,22 +33,22 @@ from paceline.unequal.stragglers.lateness import RankLateness
 if TYPE_CHECKING:
     from paceline.comm.agreement import Agreement
 
-KINDS: Final = (
+SPAN_KINDS: Final = (
     *("step", "late", "compute", "collection", "exchange", "wait", "data", "bucket"),
     *("tensor", "stage", "shard"),
     *("within", "between"),
 )  # rows in order
 # Kinds of spans of strategies, which exchange along the axis `data`.
-OF_STRATEGIES: Final = ("exchange", "bucket")
+STRATEGY_KINDS: Final = ("exchange", "bucket")
 # Process number of the first server in the picture, above all ranks.
-SERVERS: Final = 1 << 20
+FIRST_SERVER: Final = 1 << 20
 # A rank is drawn as late from these seconds, and from this share of a turn.
-LATE_LEAST, LATE_SHARE = 1e-3, 0.1
+MIN_LATE_SECONDS, MIN_LATE_SHARE = 1e-3, 0.1
 # Meetings at which clocks are compared.
-_MEETINGS = 16
+_CLOCK_MEETINGS = 16
 
 # Clock of one rank just before and just after a meeting of all ranks, in nanoseconds.
-Meeting = tuple[int, int]
+ClockMeeting = tuple[int, int]
 
 
 class ClockOffset(NamedTuple):
@@ -61,7 +61,9 @@ class ClockOffset(NamedTuple):
     within: int = 0
 
 
-def offsets(meetings: Sequence[Sequence[Meeting]], hosts: Sequence[int]) -> list[ClockOffset]:
+def estimate_offsets(
+    meetings: Sequence[Sequence[ClockMeeting]], hosts: Sequence[int]
+) -> list[ClockOffset]:
     """Estimate the offset of each rank's clock from meetings that all ranks took part in.
 
     No rank leaves a meeting before all ranks have entered it. So for ranks r and s: before_s <=
@@ -89,26 +91,28 @@ def offsets(meetings: Sequence[Sequence[Meeting]], hosts: Sequence[int]) -> list
             lowest.append(bounds[host][0])
             highest.append(bounds[host][1])
         bounds[host] = max(lowest), min(highest)
-    return [ClockOffset() if host == hosts[0] else _middle(*bounds[host]) for host in hosts]
+    return [
+        ClockOffset() if host == hosts[0] else _middle_of_bounds(*bounds[host]) for host in hosts
+    ]
 
 
-def _middle(low: int, high: int) -> ClockOffset:
+def _middle_of_bounds(low: int, high: int) -> ClockOffset:
     """Return the offset in the middle of these bounds."""
     return ClockOffset((low + high) // 2, -((low - high) // 2))
 
 
-def compare(
+def compare_clocks(
     agreement: Agreement, hosts: Sequence[int], *, clock: Callable[[], int] = time.perf_counter_ns
 ) -> list[ClockOffset]:
     """Estimate the offsets of all ranks; takes no time on a single host. Collective."""
     if len(set(hosts)) == 1:
         return [ClockOffset()] * len(hosts)
     own_meetings = []
-    for _ in range(_MEETINGS):
+    for _ in range(_CLOCK_MEETINGS):
         entered = clock()
         agreement.meet("comparing clocks")
         own_meetings.append((entered, clock()))
-    return offsets(
+    return estimate_offsets(
         [
             msgpack.unpackb(body)
             for body in agreement.meet("compared clocks", msgpack.packb(own_meetings))
@@ -117,7 +121,7 @@ def compare(
     )
 
 
-def gather(agreement: Agreement, spans: Sequence[Span]) -> dict[int, list[Span]]:
+def gather_spans(agreement: Agreement, spans: Sequence[Span]) -> dict[int, list[Span]]:
     """Return the spans of every rank. Collective."""
     bodies = agreement.meet("the timeline", msgpack.packb([list(span) for span in spans]))
     return {
@@ -125,7 +129,7 @@ def gather(agreement: Agreement, spans: Sequence[Span]) -> dict[int, list[Span]]
     }
 
 
-def mark_late(
+def add_late_spans(
     spans: Mapping[int, Sequence[Span]], late: Mapping[int, Sequence[RankLateness]]
 ) -> dict[int, list[Span]]:
     """Return the spans of each rank, with a further one for each turn in which it was late.
@@ -137,7 +141,7 @@ def mark_late(
     for rank, rank_spans in spans.items():
         turns = {span.step: span for span in rank_spans if span.kind == "step"}
         for turn in turns.values():
-            least = max(LATE_LEAST * 1e9, LATE_SHARE * (turn.end - turn.start))
+            least = max(MIN_LATE_SECONDS * 1e9, MIN_LATE_SHARE * (turn.end - turn.start))
             marked[rank] += [
                 Span(
                     lateness.cause,
@@ -153,7 +157,7 @@ def mark_late(
     return marked
 
 
-def merge(
+def make_trace_events(
     spans: Mapping[int, Sequence[Span]],
     *,
     names: Sequence[str] = (),
@@ -183,10 +187,10 @@ def merge(
             if mesh is None
             else (f" ({mesh.place(rank)})", "data" * (mesh.extent("data") > 1))
         )
-        yield from _process(rank, name + place, rank_spans, shift[rank] + origin, axis)
-    for process_number, server in enumerate(servers, SERVERS):
+        yield from _make_process_events(rank, name + place, rank_spans, shift[rank] + origin, axis)
+    for process_number, server in enumerate(servers, FIRST_SERVER):
         zero = server.ahead + origin
-        yield from _process(process_number, server.name, server.spans, zero)
+        yield from _make_process_events(process_number, server.name, server.spans, zero)
         for moment, count in server.waiting:
             yield {
                 "ph": "C",
@@ -198,14 +202,14 @@ def merge(
             }
 
 
-def _process(
+def _make_process_events(
     process_number: int, name: str, spans: Sequence[Span], zero: int, axis: str = ""
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of one process.
 
     `axis` is the axis along which strategies exchange, if a model is cut.
     """
-    yield _named("process", process_number, 0, name)
+    yield _name_event("process", process_number, 0, name)
     yield {
         "ph": "M",
         "name": "process_sort_index",
@@ -213,8 +217,8 @@ def _process(
         "tid": 0,
         "args": {"sort_index": process_number},
     }
-    for row, (title, lane) in enumerate(_rows(spans)):
-        yield _named("thread", process_number, row, title)
+    for row, (title, lane) in enumerate(_assign_rows(spans)):
+        yield _name_event("thread", process_number, row, title)
         yield {
             "ph": "M",
             "name": "thread_sort_index",
@@ -223,7 +227,7 @@ def _process(
             "args": {"sort_index": row},
         }
         for span in lane:
-            along = span.axis or (axis if span.kind in OF_STRATEGIES else "")
+            along = span.axis or (axis if span.kind in STRATEGY_KINDS else "")
             yield {
                 "ph": "X",
                 "name": span.name,
@@ -236,7 +240,7 @@ def _process(
             }
 
 
-def write(
+def write_trace(
     path: Path, events: Iterator[dict[str, Any]], *, offsets: Sequence[ClockOffset] = ()
 ) -> None:
     """Write the events as a trace for Perfetto and chrome://tracing.
@@ -249,28 +253,30 @@ def write(
         "clock_within_us": [each.within / 1000 for each in offsets],
     }
     about = json.dumps(clocks)
-    write_whole(
+    write_atomically(
         path, f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": [\n{lines}\n]}}\n'
     )
 
 
-def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+def _name_event(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     """Return the event that names a process or a thread."""
     return {"ph": "M", "name": f"{what}_name", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _rows(spans: Sequence[Span]) -> Iterator[tuple[str, list[Span]]]:
+def _assign_rows(spans: Sequence[Span]) -> Iterator[tuple[str, list[Span]]]:
     """Yield the rows of the picture with their titles, kinds in the order of `SPAN_KINDS`."""
     kinds = sorted(
         {span.kind for span in spans},
-        key=lambda kind: (KINDS.index(kind) if kind in KINDS else len(KINDS), kind),
+        key=lambda kind: (SPAN_KINDS.index(kind) if kind in SPAN_KINDS else len(SPAN_KINDS), kind),
     )
     for kind in kinds:
-        for row_number, lane in enumerate(_lanes([span for span in spans if span.kind == kind]), 1):
+        for row_number, lane in enumerate(
+            _split_into_lanes([span for span in spans if span.kind == kind]), 1
+        ):
             yield kind if row_number == 1 else f"{kind} {row_number}", lane
 
 
-def _lanes(spans: Sequence[Span]) -> list[list[Span]]:
+def _split_into_lanes(spans: Sequence[Span]) -> list[list[Span]]:
     """Sort spans into rows so that any two in a row are apart, or one contains the other.
 
     The viewer can draw only such spans in one row.

@@ -23,34 +23,38 @@ class TotalSteps:
     ) -> None:
         self._given, self._tell = given, tell
         self._epochs = 0
-        self._known, self._epoch = given, 0
-        self._leading: list[ShareLoader] = []
-        self._say(given)
+        self._total_steps, self._epoch = given, 0
+        self._leading_loaders: list[ShareLoader] = []
+        self._report_total(given)
 
-    def begin(self, epochs: int, loaders: Sequence[ShareLoader]) -> None:
+    def begin_training(self, epochs: int, loaders: Sequence[ShareLoader]) -> None:
         """Begin a training of several epochs, led by some of these loaders."""
-        self._epochs, self._epoch, self._leading = epochs, 0, []
+        self._epochs, self._epoch, self._leading_loaders = epochs, 0, []
         training_loaders = [loader for loader in loaders if loader.terms.train is not False]
         if len(training_loaders) == 1:
-            self.led(training_loaders[0])
+            self.add_leading_loader(training_loaders[0])
         elif self._given is None:
-            self._say(None)
+            self._report_total(None)
 
-    def led(self, loader: ShareLoader) -> None:
+    def add_leading_loader(self, loader: ShareLoader) -> None:
         """Note that a turn of this loader is a step. Called at each turn."""
-        if loader in self._leading or self._given is not None or not self._epochs:
+        if loader in self._leading_loaders or self._given is not None or not self._epochs:
             return
-        self._leading.append(loader)
-        lengths = [length for leading in self._leading if (length := leading.length) is not None]
+        self._leading_loaders.append(loader)
+        lengths = [
+            length for leading in self._leading_loaders if (length := leading.length) is not None
+        ]
         # A loader without a known length makes the total unknown.
-        self._say(self._epochs * sum(lengths) if len(lengths) == len(self._leading) else None)
+        self._report_total(
+            self._epochs * sum(lengths) if len(lengths) == len(self._leading_loaders) else None
+        )
 
-    def epoch_begins(self, number: int) -> None:
+    def begin_epoch(self, number: int) -> None:
         """Set the current epoch, counted from 0."""
         self._epoch = number + 1
-        self._say(self._known)
+        self._report_total(self._total_steps)
 
-    def _say(self, steps: int | None) -> None:
+    def _report_total(self, steps: int | None) -> None:
         """Report the total and the epoch."""
-        self._known = steps
+        self._total_steps = steps
         self._tell(steps, (self._epoch, self._epochs) if self._epoch else None)

@@ -259,7 +259,7 @@ class ReplicaComparer:
         look = self._mirrored.look(more)
         if not suspicious(agreement.meet("comparing replicas", look.head())):
             return
-        verdict = agreement.repeat(lambda: self._judge(look))
+        verdict = agreement.repeat_until_settled(lambda: self._judge(look))
         if not verdict.found:
             return  # it was a worker that has died since
         text = f"replicas differ after step {steps}: {verdict.text}"

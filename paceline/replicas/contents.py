@@ -32,7 +32,7 @@ from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from paceline.parallel.batchnorm import is_synchronous
+from paceline.parallel.batchnorm import is_synchronised
 from paceline.state.checksum import checksums
 from paceline.state.snapshot import Snapshot, pack
 from paceline.sync.base import Slot
@@ -245,7 +245,7 @@ def _statistic(module: nn.Module, name: str) -> bool:
 
 def _summed(module: nn.Module, name: str) -> bool:
     """Whether this buffer is a statistic of the batches of all workers."""
-    return _statistic(module, name) and is_synchronous(module)
+    return _statistic(module, name) and is_synchronised(module)
 
 
 def form(value: Any) -> str:

@@ -33,7 +33,7 @@ NEAR: Final = 1e-3  # relative difference of what replicas compute alike
 class NextMeeting(Protocol):
     """Schedule of meetings of all workers. `next`: the step after which they meet anyway."""
 
-    next: int
+    next_step: int
 
 
 class ManualGradients:
@@ -96,7 +96,7 @@ class ManualGradients:
     def _due(self) -> bool:
         loop = self._loop
         if loop.led is not None:
-            return loop.steps < FIRST or loop.steps + 1 >= self.meetings.next
+            return loop.steps < FIRST or loop.steps + 1 >= self.meetings.next_step
         self._calls += 1
         return not loop.transaction.recovers and (self._calls <= FIRST or self._calls % OFTEN == 0)
 

@@ -238,7 +238,7 @@ class RunTables:
         """
         if not self.kept:
             return digest
-        packed = self._context.agreement.tell(
+        packed = self._context.agreement.tell_everyone(
             "sparse tables",
             lambda: msgpack.packb([kept.lookup.facts()["digest"] for kept in self.kept]),
         )
@@ -290,7 +290,9 @@ class RunTables:
         return (
             []
             if found is None
-            else self._context.agreement.lasting(lambda: found.wires.facts(self._context.deadline))
+            else self._context.agreement.retry_after_losses(
+                lambda: found.wires.facts(self._context.deadline)
+            )
         )
 
     def served(self) -> list[Served]:

@@ -25,7 +25,7 @@ from paceline.cluster.launcher.worker import ending
 from paceline.cluster.secret import missing
 from paceline.cluster.store import address
 from paceline.comm.agreement import Agreement
-from paceline.comm.rpc import keys
+from paceline.comm.rpc import derive_rpc_keys
 from paceline.errors import PacelineError, ResourceError, WorkerLost
 from paceline.servers.process.endpoints import ServerEndpoints
 from paceline.workers.groups import WorkerContext
@@ -76,7 +76,7 @@ class ServerStarter:
         self._folders: list[str] = []
         self._watchers: list[Callable[[PacelineError], None]] = []
         self._closing = False
-        self.next = 0  # number
+        self.next_step = 0  # number
 
     def begin(self, asked: int | None, copies: int = 1) -> ServerEndpoints:
         """Start servers, each in several `copies`, dealt to hosts in turn; return where all of them
@@ -99,7 +99,7 @@ class ServerStarter:
             raise missing(f"{self._what} listens on {hosts} hosts, and this job has no secret")
         shown = secrets.token_hex(32) if secret is None else ""
         facts = json.loads(
-            self._agreement.tell(
+            self._agreement.tell_everyone(
                 "servers begin", lambda: json.dumps([secrets.token_hex(8), shown]).encode()
             )
         )
@@ -123,7 +123,7 @@ class ServerStarter:
                     StartedServer(number, number % count, host, name, tuple(addresses))
                 )
         self._known.sort()
-        self.next = count * copies
+        self.next_step = count * copies
         self._watch([number for number, _ in begun])
         return self._endpoints()
 
@@ -138,7 +138,7 @@ class ServerStarter:
                 each.addresses[-1 if here else 0] for each, here in zip(known, near, strict=True)
             ),
             names=tuple(each.name for each in known),
-            keys=keys(bytes.fromhex(self._secret), self._job),
+            keys=derive_rpc_keys(bytes.fromhex(self._secret), self._job),
             watch=self._watchers.append,
             close=self.close,
             numbers=tuple(each.number for each in known),
@@ -240,12 +240,12 @@ class ServerStarter:
         return [
             self._job,
             self._secret if self._worker_context.place.secret is None else "",
-            self.next,
+            self.next_step,
             self._known,
         ]
 
     def join(self, info: Any) -> ServerEndpoints:
-        self._job, shown, self.next, known = info
+        self._job, shown, self.next_step, known = info
         own = self._worker_context.place.secret
         self._secret = shown if own is None else own.hex()
         self._known = [_known(each) for each in known]
@@ -256,7 +256,7 @@ class ServerStarter:
         return self._endpoints()
 
     def spawn(self, shard: int, *, mine: bool) -> int:
-        number, self.next = self.next, self.next + 1
+        number, self.next_step = self.next_step, self.next_step + 1
         if mine:
             self._beginning[number] = shard, self._start()
         return number

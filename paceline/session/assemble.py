@@ -45,12 +45,12 @@ from paceline.prepare.optimizers import OptimizerWatch
 from paceline.prepare.registry import Prepared
 from paceline.record.folder import RunFolder
 from paceline.record.hangs import HangDetector
+from paceline.record.held_memory import MemoryWatch
 from paceline.record.hints import StartupHints
 from paceline.record.history import RunHistory
 from paceline.record.layout import ModelLayout
 from paceline.record.live import LiveRecord
 from paceline.record.log import MetricsLog
-from paceline.record.memory import MemoryWatch
 from paceline.record.run_records import LogMeetings, RunRecords
 from paceline.record.total_steps import TotalSteps
 from paceline.replicas.compare import Comparison, ReplicaComparer, check_comparison
@@ -157,7 +157,7 @@ class _Assembly:
             collectives.seed(axes.everyone, seed, arguments), began, context.announce
         )
         cuts = ModelCuts(
-            axes, self.history.seed, worker.place.cut, self.history.note, self._rounds_parts
+            axes, self.history.seed, worker.place.cut, self.history.note_event, self._rounds_parts
         )
         self.prepared = Prepared(
             axes,
@@ -246,14 +246,16 @@ class _Assembly:
         )
         self.tally = StepCount(lambda: loop.steps, waits=self.view.waits)
         by_hand = ManualGradients(loop, self.records.meetings, self.axes.twin)
-        self.watch = OptimizerWatch(prepared, loop, by_hand, self.tally, self.hints.strange)
+        self.watch = OptimizerWatch(
+            prepared, loop, by_hand, self.tally, self.hints.hint_at_foreign_optimizer
+        )
         self.memory = MemoryWatch(prepared, self.abilities.remote)
         self.links = LinkWatch(loop, self.axes, self.strategy, history, survives=self.elastic)
 
     def _conclude(self, comparison: Comparison) -> None:
         """Build what says how far the run is, and what ends it."""
         view, log, prepared, history = self.view, self.log, self.prepared, self.history
-        book = log.book
+        book = log.writer
         conclusion = RunConclusion(
             self.strategy,
             self.axes,
@@ -274,9 +276,9 @@ class _Assembly:
             conclusion.so_far,
             self.context.announce,
         )
-        self.context.follow(history.note)
-        history.follow(self.live.update)
-        self.live.update()
+        self.context.follow(history.note_event)
+        history.add_follower(self.live.update_file)
+        self.live.update_file()
         self.ending = RunEnding(
             conclusion,
             self.watch,
@@ -291,7 +293,7 @@ class _Assembly:
             prepared,
             self.sync,
             self.abilities.replicated,
-            event=history.note,
+            event=history.note_event,
             # which only those would call that have this part
             conclude=(lambda: None) if self.axes.cut else conclusion.write,
         )
@@ -309,7 +311,7 @@ class _Assembly:
             collector.step_ended,
             *(() if survival is None else (survival.step_ended,)),
         )
-        plan, policy = TotalSteps(total_steps, log.expect), PolicyCheck(self.joined.straggler)
+        plan, policy = TotalSteps(total_steps, log.expect_steps), PolicyCheck(self.joined.straggler)
         observer, place = self.abilities.observer, self.view.worker.place
         restart = () if place.job_start is None else (self.resumption.training_begins,)
         unlimited = place.most_steps is None and place.most_seconds is None
@@ -317,7 +319,7 @@ class _Assembly:
         instead = (
             ()
             if place.layout is None
-            else (ModelLayout(self.prepared, self.axes, Path(place.layout)).write,)
+            else (ModelLayout(self.prepared, self.axes, Path(place.layout)).write_and_exit,)
         )
 
         def begin_comparing() -> None:
@@ -332,28 +334,28 @@ class _Assembly:
                     begin_comparing,
                 ),
                 epoch_began=(collector.part, self.follower.epoch_began, self.progress.loop_began),
-                lead_taken=(policy.led, plan.led),
+                lead_taken=(policy.led, plan.add_leading_loader),
                 first_step=(
                     *instead,
                     self.prepared.cuts.check_used,
-                    self.memory.predict,
-                    self.hints.prepared,
+                    self.memory.predict_optimizer,
+                    self.hints.hint_at_missing_gradients,
                 ),
                 stepped=() if observer is None else (observer.stepped,),
-                doubled=(self.memory.measure,),
+                doubled=(self.memory.measure_held,),
                 committed=() if body is None else (body.buddies.committed,),
                 step_ended=(
-                    log.step,
+                    log.end_step,
                     comparer.step_ended,
                     self.follower.step_ended,
                     *limit,
                     *ended,
                 ),
-                ghost_ended=(self.hints.had_ghosts,),
-                went_back=(log.fold,),
+                ghost_ended=(self.hints.hint_at_ghost_metrics,),
+                went_back=(log.fold_later_steps,),
             )
         )
-        self.hints.begin()
+        self.hints.begin_watching()
         self.watch.begin()
         return Run(
             RunParts(
@@ -384,7 +386,9 @@ class _Assembly:
         worker, context, own, prepared = self.view.worker, self.context, self.own, self.prepared
         place, watching = worker.place, self.joined.watching
         assert place.worker is not None and place.orders_fd is not None
-        orders = CommandPipe(place.orders_fd, *(() if watching is None else (watching.answer,)))
+        orders = CommandPipe(
+            place.orders_fd, *(() if watching is None else (watching.answer_launcher,))
+        )
         members = first_members(worker)
         leaving = Departure(
             place.worker,

@@ -22,8 +22,8 @@ import torch
 from paceline.cluster import machine, network
 from paceline.cluster.discover import timings
 from paceline.cluster.topology import Device, DeviceSpeed, HostLink, Interface, Topology
-from paceline.comm.group import Group
-from paceline.comm.pairs import Pairs, pairs
+from paceline.comm.group_protocol import Group
+from paceline.comm.pairs import Pairs, connect_pairs
 from paceline.errors import UsageError
 from paceline.session.run import Run, parts_of
 from paceline.unequal.probe import compute, rounds
@@ -90,7 +90,7 @@ def measure(
             f"{asked[other]}; give all the same"
         )
     known = _described(topology, group.gather_objects(_facts(), name="probe.machines"))
-    connected = pairs(group, hostnames=known.names())
+    connected = connect_pairs(group, hostnames=known.names())
     try:
         found = _Probe(group, known, device, dtypes, connected)
         devices = group.gather_objects(asdict(found.computed()), name="probe.devices")

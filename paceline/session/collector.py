@@ -86,12 +86,12 @@ class LogCollector:
 
     def step_ended(self, step: int, *_: Any) -> None:
         """Collect logs after a step, if it is time."""
-        if step < self._meetings.next:
+        if step < self._meetings.next_step:
             return
         self._prepared.check_known()
         if self._loop.apart:
             self._post()
-            self._meetings.put(step + self._log.steps_ahead())
+            self._meetings.meet_after_step(step + self._log.steps_ahead())
         else:
             self._meet()
 
@@ -103,17 +103,17 @@ class LogCollector:
             [self._log.drain(), self.asked, self._log.steps_ahead(), name, news, work]
         )
         answers = [msgpack.unpackb(a) for a in agreement.meet("run.log", me)]
-        self._meetings.put(self._loop.steps + answers[0][2])
+        self._meetings.meet_after_step(self._loop.steps + answers[0][2])
         if recovery is not None:
             recovery.hear([answer[4] for answer in answers])
         names = [a[3] for a in answers]
         reason = self._log.absorb(
             [a[0] for a in answers], names, agreement.hosts, self._links.remark
         )
-        self._links.take(names, self._log.flushed)
+        self._links.take(names, self._log.flushed_seconds)
         if self._eviction is not None:
             self._eviction.take(
-                names, self._log.slowness.judgement, agreement.hosts, agreement.group.rank
+                names, self._log.straggler_sensor.judgement, agreement.hosts, agreement.group.rank
             )
         self._say(reason)
         if reason is not None or any(a[1] for a in answers):
@@ -122,11 +122,11 @@ class LogCollector:
                 if loader.terms.training:
                     loader.finish()
         self._follower.take([answer[5] for answer in answers])
-        self._live.update()
+        self._live.update_file()
 
     def _say(self, reason: str | None) -> None:
         if reason is not None and not self.stopping:
-            self._history.note(f"stopped: {reason}")
+            self._history.note_event(f"stopped: {reason}")
             self._prepared.context.announce(f"stopping: {reason}")
 
     # ---- not in lockstep
@@ -153,13 +153,13 @@ class LogCollector:
                 assert self.sample_queue is not None
                 self.sample_queue.post(b"", stop=True)
         if letters:
-            self._live.update()
+            self._live.update_file()
 
     def part(self) -> None:
         """Begin an epoch in which workers are not in lockstep."""
         if self.sample_queue is not None:
             self._loop.part()
-            self._everyone.lockstep.part(self._come_together)
+            self._everyone.lockstep.leave_lockstep(self._come_together)
 
     def between(self, recovery: Recovery) -> None:
         """Pause all workers between two turns where one waits to be let in, or others are waited
@@ -173,14 +173,14 @@ class LogCollector:
             if recovery.waited or recovery.short:
                 sample_queue.pause()
             return
-        agreement.lockstep.come_together()
+        agreement.lockstep.resume_lockstep()
         recovery.note(min(self._line_up("the middle of an epoch", recovery.orders.latest)))
         if recovery.short and not recovery.pending:
             text = (
                 f"{self._everyone.group.size} workers are left, and more are needed: "
                 "waiting for others"
             )
-            self._history.tell(text)
+            self._history.announce_event(text)
             recovery.wait()
         if recovery.pending:
             recovery.admit(loop.abilities.converge)
@@ -194,7 +194,7 @@ class LogCollector:
                 "do together (run.mean, gather, barrier, save, an evaluation) can't be done there: "
                 "do it between epochs"
             )
-        agreement.lockstep.come_together()
+        agreement.lockstep.resume_lockstep()
         loop.end_broken()
         self._line_up("the end of an epoch")
         loop.abilities.converge()
@@ -206,14 +206,16 @@ class LogCollector:
         """
         loop = self._loop
         self._post()
-        answers = self._everyone.meet(where, msgpack.packb([loop.steps, self._log.number, mine]))
+        answers = self._everyone.meet(
+            where, msgpack.packb([loop.steps, self._log.ended_steps, mine])
+        )
         assert self.sample_queue is not None
         self._read(self.sample_queue.post(b""))
         steps, numbers, theirs = zip(*map(msgpack.unpackb, answers), strict=True)
         loop.come_together(max(steps))
-        self._log.place(max(numbers))
+        self._log.begin_at_step(max(numbers))
         self._known.clear()
-        self._meetings.put(max(steps) + 1)
+        self._meetings.meet_after_step(max(steps) + 1)
         return list(theirs)
 
 

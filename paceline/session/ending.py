@@ -16,15 +16,15 @@ from paceline.formatting import spell
 from paceline.loop.turns import TrainingLoop
 from paceline.prepare.optimizers import OptimizerWatch
 from paceline.prepare.registry import Prepared
-from paceline.record.folder import RunFolder, script
+from paceline.record.folder import RunFolder, script_name
 from paceline.record.hangs import HangDetector
+from paceline.record.held_memory import MemoryWatch
 from paceline.record.hints import StartupHints
 from paceline.record.history import RunHistory
-from paceline.record.live import EVENTS, LiveRecord
+from paceline.record.live import MAX_EVENTS, LiveRecord
 from paceline.record.log import MetricsLog
-from paceline.record.memory import MemoryWatch
-from paceline.record.outcome.settings import settings
-from paceline.record.summary import RunOutcome, conclude, dealt
+from paceline.record.outcome.settings import collect_settings
+from paceline.record.summary import RunOutcome, describe_dealing, write_outcome
 from paceline.sync.abilities import Abilities
 from paceline.sync.base import Strategy
 from paceline.unequal.probe.link_watch import LinkWatch
@@ -55,7 +55,7 @@ class RunConclusion:
 
         To be asked of the worker that writes.
         """
-        totals, book = self.log.totals(work=False), self.log.book
+        totals, book = self.log.compute_totals(work=False), self.log.writer
         assert totals is not None and book is not None, "the first worker keeps the book"
         cluster, everyone = self.view.cluster, self.axes.everyone
         fields = {name: value for name, value in vars(totals).items() if name != "rank_work"}
@@ -78,9 +78,9 @@ class RunConclusion:
             "hosts": len(cluster.hosts),
             **fields,
             "checkpoints": self.saving.tally(),
-            "events": self.history.events[-EVENTS:],
-            "saves": self.history.saves[-EVENTS:],
-            "loader": dealt(self.prepared.loaders),
+            "events": self.history.events[-MAX_EVENTS:],
+            "saves": self.history.saves[-MAX_EVENTS:],
+            "loader": describe_dealing(self.prepared.loaders),
             "mesh": dict(mesh.axes) if self.axes.cut else {},
             "places": [mesh.coordinates(rank) for rank in range(mesh.size)]
             if self.axes.cut
@@ -88,7 +88,7 @@ class RunConclusion:
             "links": self.links.found,
             "live": {
                 "began": self.history.began,
-                "script": script(),
+                "script": script_name(),
                 "step": self.loop.steps,
                 "total_steps": self.log.total_steps,
                 "cluster": [
@@ -120,9 +120,9 @@ class RunConclusion:
             self.prepared,
             self.loop.sent,
             self.loop.axes,
-            self.memory.facts(),
+            self.memory.collect_facts(),
             self.loop.clock.interruptions.untold,
-            history.note,
+            history.note_event,
             history.events,
             history.saves,
             history.began,
@@ -131,11 +131,13 @@ class RunConclusion:
             served,
             history.results,
             self.links.found,
-            settings(self.view.worker.place, self.view.worker.device, history.seed, self.prepared)
+            collect_settings(
+                self.view.worker.place, self.view.worker.device, history.seed, self.prepared
+            )
             if self.view.is_first
             else {},
         )
-        conclude(outcome, self.axes, self.folder, self.log)
+        write_outcome(outcome, self.axes, self.folder, self.log)
 
 
 class RunEnding:
@@ -188,13 +190,13 @@ class RunEnding:
         if self._ended:
             return
         self.closed = True
-        self._hints.ended()
+        self._hints.end_watching()
         try:
             self._loop.finish()
             self._prepared.cuts.level_ties()
             self._conclusion.write()
-            self._context.agreement.tell("the end of the run", self._saving.last)
-            self._live.end()
+            self._context.agreement.tell_everyone("the end of the run", self._saving.last)
+            self._live.remove_file()
         except BaseException as error:
             self._leave(type(error), error)
             raise
@@ -230,20 +232,20 @@ class RunEnding:
 
     def _leave(self, kind: type[BaseException], error: BaseException | None) -> None:
         axes = self._conclusion.axes
-        self._context.agreement.locate(error, axes.everyone if axes.cut else None)
+        self._context.agreement.add_whereabouts(error, axes.everyone if axes.cut else None)
         if self._world is not None:
-            self._world.explain(error)
+            self._world.explain_error(error)
         self._loop.explain(error)
         events.report_failure(self._view.worker.place, kind, error)
-        self._live.fail(kind, error)
-        self._log.leave()
+        self._live.record_failure(kind, error)
+        self._log.close_quietly()
         self.free(failed=True)
         self._release(failed=True)
 
     def _release(self, *, failed: bool) -> None:
         """Close trackers, once they have taken in the rest of the run."""
         if self._log.feed is not None:
-            self._log.feed.close(failed=failed)
+            self._log.feed.close_trackers(failed=failed)
 
     def free(self, *, failed: bool) -> None:
         """Give everything back that the run has taken; the script's objects are plain ones
@@ -251,7 +253,7 @@ class RunEnding:
         """
         self.closed = True
         if self._watching is not None:
-            self._watching.stop()
+            self._watching.stop_watching()
         self._watch.end()
         self._loop.backward.unwatch()
         self._loop.release()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.parallel.containers import tree_map
-from paceline.parallel.pipelining.batches import Share
+from paceline.parallel.pipelining.batches import BatchShare
 from paceline.parallel.tensor.vocab import VocabLogits
 from paceline.prepare.cuts import ModelCuts
 from paceline.prepare.device import mover
@@ -49,7 +49,7 @@ class ModelInference:
         self._calls += 1
         if self._calls == 1:
             self._cuts.check_used()
-        group = self._axes.groups.along("stage", "tensor")
+        group = self._axes.groups.group_along("stage", "tensor")
         if group.size > 1 and (self._calls <= EARLY or self._calls % OFTEN == 0):
             hint = "give both the same, as each of them has a part of the model"
             check_equal(
@@ -64,8 +64,8 @@ class ModelInference:
             stages = self._cuts.pipeline_of(model)
             if stages is not None:
                 self._cuts.level_ties()
-                return stages.forward(
-                    Share(tuple(args), options, None, None), lambda out: tree_map(_whole, out)
+                return stages.run_forward(
+                    BatchShare(tuple(args), options, None, None), lambda out: tree_map(_whole, out)
                 )
             return tree_map(_whole, model(*args, **options))
 

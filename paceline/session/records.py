@@ -11,7 +11,7 @@ import msgpack
 
 from paceline.cluster.control import events
 from paceline.formatting import spell
-from paceline.record.call_status import display
+from paceline.record.call_status import make_status_display
 from paceline.record.folder import RunFolder
 from paceline.record.history import RunHistory
 from paceline.record.log import MetricsLog, OnNan
@@ -63,7 +63,7 @@ class Records:
             events.writes(worker.place, str(folder.path.absolute()))
         mesh, accounts = self._axes.mesh if self._axes.cut else None, self._axes.slice.accounts
         return folder, MetricsLog(
-            book, on_nan=self._on_nan, say=history.tell, accounts=accounts, mesh=mesh
+            book, on_nan=self._on_nan, say=history.announce_event, accounts=accounts, mesh=mesh
         )
 
     def _folder(self) -> RunFolder:
@@ -78,8 +78,10 @@ class Records:
             if place.rank == 0:  # other hosts need not have it
                 # that of `pl.load` goes when a start fails
                 Path(start.folder).mkdir(parents=True, exist_ok=True)
-            return RunFolder.again(Path(start.folder), name)
-        return RunFolder.agree(self._axes.everyone, self._root, name, say=self._worker.say)
+            return RunFolder.reopen_folder(Path(start.folder), name)
+        return RunFolder.create_together(
+            self._axes.everyone, self._root, name, say=self._worker.say
+        )
 
     def _go_on(self, history: RunHistory) -> None:
         """Have the history begin with the first start of the job, and say why that and others
@@ -89,7 +91,9 @@ class Records:
         if start is not None and start.events:
             began = history.began if start.folder is None else start.began
             told = [{"time": max(when - began, 0.0), "what": what} for when, what in start.events]
-            history.learn({**history.facts(), "events": told + history.events, "began": began})
+            history.adopt_facts(
+                {**history.collect_facts(), "events": told + history.events, "began": began}
+            )
 
     def _feed(self, folder: RunFolder, history: RunHistory) -> TrackerFeed:
         """Begin in all trackers on the first worker, and tell all when the run began there.
@@ -119,14 +123,14 @@ class Records:
             return feed
 
         def begin() -> bytes:
-            feed.begin()
+            feed.begin_trackers()
             return bytes(msgpack.packb(history.began))
 
-        history.learn(
+        history.adopt_facts(
             {
-                **history.facts(),
+                **history.collect_facts(),
                 "began": msgpack.unpackb(
-                    self._axes.everyone.tell("where the run is reported to", begin)
+                    self._axes.everyone.tell_everyone("where the run is reported to", begin)
                 ),
             }
         )
@@ -138,7 +142,7 @@ class Records:
         """
         place = self._worker.place
         if place.rank == 0 and not place.joining:
-            return MetricsWriter(folder, display(place), adds=adds, feed=feed)
+            return MetricsWriter(folder, make_status_display(place), adds=adds, feed=feed)
         return (
             None
             if place.worker is None

@@ -19,7 +19,7 @@ from paceline.checkpoint.files.manifest import Best
 from paceline.checkpoint.saving import SaveRequest
 from paceline.cluster.control import events
 from paceline.cluster.mesh import Mesh
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.data.costs import Cost
 from paceline.data.shares import AskedShares
 from paceline.data.spec import Loss as Reduction
@@ -295,7 +295,7 @@ class Run:
         options = {"loss": loss, "weigh": weigh, "shares": shares}
         more = {"batchnorm": batchnorm, "cut": cut, "init": init, "cost": cost, "shard": shard}
         ready = self._prepared.prepare(objects, {**options, **more, "train": train, "pad": pad})
-        self._hints.introduce(self._axes, spell(self._parts.strategy))
+        self._hints.introduce_run(self._axes, spell(self._parts.strategy))
         return ready[0] if len(ready) == 1 else tuple(ready)
 
     def keep(self, name: str, thing: Stateful) -> None:
@@ -331,7 +331,7 @@ class Run:
         """
         self._resumption.epochs_begin()
         self._loop.begin_training()
-        self._plan.begin(count, self._prepared.loaders)
+        self._plan.begin_training(count, self._prepared.loaders)
         if not self._progress.enter():
             return
         while self._progress.epoch < count:
@@ -340,13 +340,13 @@ class Run:
             if not joined and self._collector.stop_agreed():
                 return
             self._progress.begin()
-            self._plan.epoch_begins(self._progress.epoch)
-            self._hints.begin()
+            self._plan.begin_epoch(self._progress.epoch)
+            self._hints.begin_watching()
             yield self._progress.epoch
             self._loop.end_broken()
             self._progress.end()
             self._resumption.epoch_ended()
-            self._hints.ended()
+            self._hints.end_watching()
 
     def forward(self, model: nn.Module, *inputs: Any, **options: Any) -> Any:
         """Run a model on `inputs` and return all of what it gives, without gradients, however it is
@@ -398,7 +398,7 @@ class Run:
 
         >>> run.event("the learning rate was halved")
         """
-        self._history.note(what)
+        self._history.note_event(what)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Add up backward passes inside of the block on their own worker; the first one outside
@@ -464,12 +464,12 @@ class Run:
         the summary, as `logged`.
         """
         if not self._prepared.loaders:
-            self._hints.logged()
+            self._hints.hint_at_missing_turns()
         if not self._loop.transaction.failed:
             check_logged(values, self._prepared.metrics)
             # that of a ghost is 0, too: ignored
             weight = self.weight if self._axes.counted else 0.0
-            self._log.log(self.steps + (self._loop.led is not None), values, weight)
+            self._log.add_values(self.steps + (self._loop.led is not None), values, weight)
 
     def print(self, *values: Any, **options: Any) -> None:
         """Call `print` on the first worker alone.
@@ -490,7 +490,7 @@ class Run:
         >>> accuracy = run.mean((model(x).argmax(1) == y).double().mean())
         """
         weight = float(self.weight if weight is None else weight)
-        return self._agreement.attempt(
+        return self._agreement.attempt_call(
             lambda: collectives.mean(self._agreement, self._context.group, x, weight)
         )
 
@@ -510,13 +510,13 @@ class Run:
         """
         turn = self._loop.turn
         if turn is None and self._loop.had_ghosts:
-            self._hints.added_up()
+            self._hints.hint_at_ghost_sums()
         agreement, group, ghost = (
             self._agreement,
             self._context.group,
             turn is not None and turn.ghost,
         )
-        return agreement.attempt(lambda: collectives.add_up(agreement, group, x, ghost=ghost))
+        return agreement.attempt_call(lambda: collectives.add_up(agreement, group, x, ghost=ghost))
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows (dim 0) of all workers; inside a loop over a loader in data set order,

@@ -22,15 +22,15 @@ from paceline.cluster.mesh import choose
 from paceline.cluster.store import connect, hosts
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.comm.agreement import Agreement
-from paceline.comm.axes import Sender
+from paceline.comm.axis_groups import Sender
 from paceline.comm.native.default_group import DefaultProcessGroup
 from paceline.elastic.replicate import check
 from paceline.errors import UsageError
 from paceline.formatting import unknown
 from paceline.notation import strategy as read
 from paceline.prepare import cuts
-from paceline.record.folder import script
-from paceline.record.hangs import HangDetector, check_lateness
+from paceline.record.folder import script_name
+from paceline.record.hangs import HangDetector, check_late_after
 from paceline.record.log import OnNan
 from paceline.record.trackers import catalogue
 from paceline.record.trackers.tracker import Tracker
@@ -179,7 +179,7 @@ def _seconds(place: Place, deadline: float, late_after: float | None) -> float:
     Raises `UsageError` where that is before somebody counts as late.
     """
     seconds = deadline if place.deadline is None else place.deadline
-    check_lateness(late_after, seconds, timings=place.timings.hangs)
+    check_late_after(late_after, seconds, timings=place.timings.hangs)
     return seconds
 
 
@@ -219,8 +219,9 @@ def _refuse_another_import() -> None:
     # inherited
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SystemExit(
-            f"paceline: a process that {script()} has spawned (a reader of a DataLoader?) imports "
-            f"{script()} again, and came to pl.start: "
+            f"paceline: a process that {script_name()} has spawned (a reader of a DataLoader?) "
+            "imports "
+            f"{script_name()} again, and came to pl.start: "
             'put what the script does behind `if __name__ == "__main__":`'
         )
 
@@ -313,7 +314,7 @@ def _join(
     watching = HangDetector(
         worker.place, divided.slice.agreement, worker.deadline, late_after, others=divided.waits
     )
-    undo.callback(watching.stop)
+    undo.callback(watching.stop_watching)
     quota = ProcessorQuota(len(worker.cluster.of(worker.place.rank).ranks))
     return Joined(view, divided, watching, default, quota, policy)
 
@@ -364,10 +365,10 @@ def _trackers(place: Place, asked: Any) -> list[Tracker]:
     """Return the trackers that the command line, or else the script, asks for; none where
     nothing is trained.
     """
-    specs = catalogue.read(place.report_to if place.report_to is not None else asked)
+    specs = catalogue.parse_trackers(place.report_to if place.report_to is not None else asked)
     if place.rank == 0 or place.worker is not None:
-        catalogue.check_installed(specs)
-    return [] if place.layout is not None else catalogue.make(specs)
+        catalogue.check_trackers_installed(specs)
+    return [] if place.layout is not None else catalogue.make_trackers(specs)
 
 
 def _mesh(place: Place, asked: str | None) -> str | None:

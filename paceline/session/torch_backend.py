@@ -13,12 +13,12 @@ from paceline.cluster import network, store_client
 from paceline.cluster.discover import Place, discover
 from paceline.cluster.machine import cores
 from paceline.cluster.store import Store, address, hosts
-from paceline.comm.backend.issue import Members
+from paceline.comm.backend.issue import GroupMembers
 from paceline.comm.backend.process_group import GroupBackend
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.comm.native import sockets
 from paceline.comm.native.default_group import DefaultProcessGroup
-from paceline.comm.native.group import TorchGroup
+from paceline.comm.native.torch_group import TorchGroup
 from paceline.errors import DeadlineExceeded, PlaceError, WorkerLost
 from paceline.workers.groups import WorkerContext, everyone
 
@@ -43,7 +43,7 @@ def create(options: Any, chosen: Any = None) -> GroupBackend:
     store = Store(options.store, place.secret, path=NAME, deadline=seconds)
     store_client.limit(options.store, seconds)
 
-    def meet() -> Members:
+    def meet() -> GroupMembers:
         try:
             cluster = hosts(store, place)
         except DeadlineExceeded as error:
@@ -65,7 +65,7 @@ def create(options: Any, chosen: Any = None) -> GroupBackend:
         )
         # the workers of this host, of which the group may have some
         beside = max(place.local_size, len(cluster.of(rank).ranks))
-        return Members(everyone(worker), worker.cluster.names(), cores() / beside)
+        return GroupMembers(everyone(worker), worker.cluster.names(), cores() / beside)
 
     names = tuple(options.global_ranks_in_group) or tuple(range(size))
     return GroupBackend(
@@ -87,7 +87,7 @@ def _pairs(
     here = [f"here/{name}" for name in names]
     store.put(here[place.rank], True)
     try:
-        return sockets.connect_plainly(
+        return sockets.connect_gloo_unwatched(
             address(place), store.sub("pairs").torch, place.rank, place.size, seconds, lazy=lazy
         )
     except RuntimeError as error:

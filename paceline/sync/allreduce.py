@@ -31,14 +31,14 @@ from paceline.codec.coding import Coding, exact
 from paceline.comm.bucket_layout import (
     Bucket,
     BucketShape,
-    build,
-    cut,
-    put,
-    scaled,
-    sparse,
-    stretches,
+    build_buckets,
+    cut_runs,
+    find_small_stretches,
+    make_sparse_gradient,
+    put_scaled,
+    scale_in_place,
 )
-from paceline.comm.group import Work
+from paceline.comm.group_protocol import Work
 from paceline.errors import Mismatch, UsageError
 from paceline.formatting import spell
 from paceline.sync.base import Slot, check_strategy
@@ -174,7 +174,7 @@ class AllReduceSync:
         self._slots = list(slots)
         self._kinds = [None if self._coded is None else self._coded.kind(slot) for slot in slots]
         self._shapes = [
-            BucketShape.of(slot.parameter)._replace(kind=_kind(slot, kind))
+            BucketShape.of_parameter(slot.parameter)._replace(kind=_kind(slot, kind))
             for slot, kind in zip(slots, self._kinds, strict=True)
         ]
         self._flags = bytearray(len(slots))
@@ -190,10 +190,13 @@ class AllReduceSync:
             *(n for n in order if n not in sparse),
             *(n for n in reversed(range(len(self._slots))) if n not in seen),
         ]
-        runs = cut(self._shapes, whole, self._limit, int(min(FIRST_MB * 1e6, self._limit)))
-        self._buckets = build(self._shapes, runs, self._empty)
+        runs = cut_runs(self._shapes, whole, self._limit, int(min(FIRST_MB * 1e6, self._limit)))
+        self._buckets = build_buckets(self._shapes, runs, self._empty)
         self._smalls = [
-            (sum(view.numel() < LARGE for view in bucket.views), stretches(bucket, LARGE))
+            (
+                sum(view.numel() < LARGE for view in bucket.views),
+                find_small_stretches(bucket, LARGE),
+            )
             for bucket in self._buckets
         ]
         self._home = [None] * len(self._slots)
@@ -238,7 +241,7 @@ class AllReduceSync:
         self._flags[number] |= USED
         if not self._writing:
             if not self._buckets:
-                value = scaled(grad, scale)
+                value = scale_in_place(grad, scale)
                 self._held[number] = self._held[number].add_(value) if again else value
                 if not again:
                     self._order.append(number)
@@ -246,11 +249,11 @@ class AllReduceSync:
             self._write()
         home = self._home[number]
         if again or home is None:
-            self._once_more(number, scaled(grad, scale))
+            self._once_more(number, scale_in_place(grad, scale))
             return
         index, view = home
         if grad.numel() >= LARGE:
-            put(view, grad, scale)
+            put_scaled(view, grad, scale)
         else:
             self._small[index].append((view, grad, scale))
         self._missing[index] -= 1
@@ -299,7 +302,7 @@ class AllReduceSync:
         torch._foreach_copy_(views, grads)
         if scales.count(scales[0]) != len(scales):
             for view, grad, scale in small:
-                put(view, grad, scale)
+                put_scaled(view, grad, scale)
         elif scales[0] == 0.0:
             torch._foreach_zero_(views)
         elif scales[0] != 1.0 and len(small) == self._smalls[index][0]:
@@ -328,7 +331,7 @@ class AllReduceSync:
         value = (
             grad * scale
             if scale
-            else sparse(grad._indices()[:, :0], grad._values()[:0], grad.shape)
+            else make_sparse_gradient(grad._indices()[:, :0], grad._values()[:0], grad.shape)
         )
         self._flags[number] |= SPARSE
         self._sparse[number] = self._sparse[number].add_(value) if number in self._sparse else value
@@ -447,7 +450,9 @@ class AllReduceSync:
         mine = self._sparse.pop(number, None)
         if mine is None:
             nothing = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-            mine = sparse(nothing, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape)
+            mine = make_sparse_gradient(
+                nothing, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape
+            )
         mine = mine.coalesce()
         indices = self._context.group.all_gather(
             mine.indices().t().contiguous(), name=f"sparse {number} indices"
@@ -455,7 +460,9 @@ class AllReduceSync:
         values = self._context.group.all_gather(
             mine.values(), name=f"sparse {number} values"
         ).wait()
-        return sparse(torch.cat(indices).t(), torch.cat(values), parameter.shape).coalesce()
+        return make_sparse_gradient(
+            torch.cat(indices).t(), torch.cat(values), parameter.shape
+        ).coalesce()
 
     # ---- the rest of the life of a strategy
 

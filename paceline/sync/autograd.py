@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
 
-from paceline.comm.bucket_layout import added
+from paceline.comm.bucket_layout import add_gradients
 from paceline.errors import UsageError
 from paceline.sync.abilities import Abilities
 from paceline.sync.base import GradientSource, Slot, Sync
@@ -65,7 +65,7 @@ class ParameterHook:
         if self.carry is None:
             self.parameter.grad, self.prior, self.shown = self.prior, None, None
             return
-        shown = self.carry if self.prior is None else added(self.carry.clone(), self.prior)
+        shown = self.carry if self.prior is None else add_gradients(self.carry.clone(), self.prior)
         self.parameter.grad = self.shown = shown
         self.version = shown._version
 
@@ -281,9 +281,9 @@ class GradientTracker(JoiningTracker):
         total = (
             grad
             if hook.carry is None
-            else added(hook.carry, grad)
+            else add_gradients(hook.carry, grad)
             if keeps
-            else added(grad, hook.carry)
+            else add_gradients(grad, hook.carry)
         )
         hook.carry = total if keeps else None
         if not keeps:
@@ -353,7 +353,7 @@ class GradientTracker(JoiningTracker):
             hook.parameter.grad = before.add_(mean)
             return
         if before is not None:
-            mean = added(mean, before)
+            mean = add_gradients(mean, before)
         try:
             hook.parameter.grad = mean
         except RuntimeError as error:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Size, Tensor
 
 from paceline.codec.codec import Codec, Wire
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.sync.codec_cost import BucketTrip, ExactRate, ExchangeCost, exposed, sent_by, timed
 
 SKIPPED, MEASURED = 4, 8  # steps before the measurement, and in it

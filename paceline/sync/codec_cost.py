@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.codec.codec import Sum, Way
-from paceline.comm.group import Group, Work
+from paceline.comm.group_protocol import Group, Work
 
 SMALL, LARGE = 4 << 10, 256 << 10  # elements of the sums that a link is measured with
 QUICK = 5e-3  # seconds below which a sum tells little of the link, so that a larger one is taken

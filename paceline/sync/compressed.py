@@ -32,8 +32,8 @@ from paceline.codec.codec import (
 )
 from paceline.codec.coding import NARROWED, Coding, seeded
 from paceline.comm.bucket_layout import Bucket, BucketShape
-from paceline.comm.group import Group, Traffic, Work
-from paceline.comm.hierarchy.coded import CodedAllReduce
+from paceline.comm.group_protocol import Group, Traffic, Work
+from paceline.comm.hierarchy.coded_all_reduce import CodedAllReduce
 from paceline.sync.base import Slot
 from paceline.sync.codec_auto import GAIN, ExactSteps, attempt, predict
 from paceline.sync.codec_cost import (
@@ -126,7 +126,7 @@ class CompressedExchange:
         self._buckets = buckets
         self._kinds = [kinds[bucket.members[0]] for bucket in buckets]
         self._shapes = [
-            [Size(shapes[number].lying) for number in bucket.members] for bucket in buckets
+            [Size(shapes[number].size_in_memory) for number in bucket.members] for bucket in buckets
         ]
         self._layout = [
             [[names[number], shapes[number].numel] for number in bucket.members]
@@ -138,11 +138,11 @@ class CompressedExchange:
             if kind is not None
         ]
         self._every = max(1, sum(flat.numel() for flat in coded) // SAMPLE)
-        beside = self._relay.beside
+        beside = self._relay.leaders_beside
         if coded and self.account.rate is None and beside is not None:
             before = beside.traffic + Traffic()
             self.account.rate = measure(beside, coded[0].device)
-            self._context.probe_traffic.count(beside.traffic - before)
+            self._context.probe_traffic.add_sent(beside.traffic - before)
         self._take(self._taken)
         self._states = relaid(self._states, self._layout, kept)
 
@@ -160,7 +160,7 @@ class CompressedExchange:
             self._codecs.append(codec)
             self._states.append(
                 codec.init(sizes, bucket.flat.device)
-                if codec is not None and self._relay.leads
+                if codec is not None and self._relay.is_leader
                 else {}
             )
 
@@ -214,7 +214,7 @@ class CompressedExchange:
                 ],
             )
             return
-        rate, beside, left = self.account.rate, self._relay.beside, dict(begun)
+        rate, beside, left = self.account.rate, self._relay.leaders_beside, dict(begun)
         trips = [self._trips.pop(index) for index in sorted(left) if index in self._trips]
         if not trips or rate is None or beside is None:
             return
@@ -222,7 +222,7 @@ class CompressedExchange:
             [left[trip.index] * 1e-9 for trip in trips],
             [ExchangeCost(0.0, rate.seconds(4 * trip.numel), 0.0) for trip in trips],
         )
-        before, self._crossed = self._crossed, self._relay.crossed
+        before, self._crossed = self._crossed, self._relay.coded_bytes
         self.account.add(
             CodecTurn(
                 sent=self._crossed - before,
@@ -249,7 +249,7 @@ class CompressedExchange:
             del self._next[index]
         if self._taken is None and self._record is not None and self._record.over():
             record = self._record
-            self._context.agreement.attempt(lambda: self._choose(record))
+            self._context.agreement.attempt_call(lambda: self._choose(record))
 
     def _choose(self, record: ExactSteps) -> None:
         """Choose the option with the largest predicted gain, if that is enough. Collective."""
@@ -257,7 +257,7 @@ class CompressedExchange:
             (n for n, kind in enumerate(self._kinds) if kind is not None),
             key=lambda n: self._buckets[n].flat.numel(),
         )
-        kind, rate, beside = self._kinds[largest], self.account.rate, self._relay.beside
+        kind, rate, beside = self._kinds[largest], self.account.rate, self._relay.leaders_beside
         mine = None
         if rate is not None and beside is not None and kind is not None:
             sizes, before = (
@@ -268,7 +268,7 @@ class CompressedExchange:
             mine = [
                 predict(record, attempt(codec, flat, shapes, beside), sizes, rate) for codec in kind
             ]
-            self._context.probe_traffic.count(beside.traffic - before)
+            self._context.probe_traffic.add_sent(beside.traffic - before)
         found = [
             msgpack.unpackb(body)
             for body in self._context.agreement.meet("codec", msgpack.packb([record.step, mine]))
@@ -338,7 +338,7 @@ class CompressedExchange:
         New leaders begin with empty ones.
         """
         states, following = found
-        if self._relay.leads and any(states):
+        if self._relay.is_leader and any(states):
             self._states = [
                 mine if mine else new for mine, new in zip(states, self._states, strict=True)
             ]
@@ -363,7 +363,7 @@ class CompressedExchange:
         """
         states = (
             [self._next.get(index, state) for index, state in enumerate(self._states)]
-            if self._relay.leads
+            if self._relay.is_leader
             else []
         )
         return {"codec": self._name(self._taken), "layout": self._layout, "states": states}
@@ -371,7 +371,7 @@ class CompressedExchange:
     @property
     def has_unreplicated_state(self) -> bool:
         """Whether this worker alone has any residuals."""
-        return self._relay.leads and any(map(keeps, self._states))
+        return self._relay.is_leader and any(map(keeps, self._states))
 
     def unreplicated_state(self) -> dict[str, Any] | None:
         """Return the residuals that this worker alone has, or None if the codec keeps none."""
@@ -386,7 +386,7 @@ class CompressedExchange:
         mine. Returns False if they don't fit.
         """
         found, mine = state["residuals"], [residuals(state) for state in self._states]
-        if not self._relay.leads or len(found) != len(mine) or not all(map(alike, mine, found)):
+        if not self._relay.is_leader or len(found) != len(mine) or not all(map(alike, mine, found)):
             return False
         for index in (index for index in range(len(found)) if index not in stale):
             self._states[index] = merge([self._states[index], found[index]])
@@ -412,7 +412,7 @@ class CompressedExchange:
                 f"codec={self._name(self._taken)}: what that had kept is dropped"
             )
             return
-        place = self._relay.place
+        place = self._relay.leaders
         if place is None or not kept:
             return
         kept, gone = adopted(kept, found[0].get("layout", self._layout), self._states, self._layout)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from paceline.comm.agreement import Agreement
-from paceline.comm.axes import Sender
+from paceline.comm.axis_groups import Sender
 from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.cancellation import CancelScope
-from paceline.comm.group import Group, Traffic
+from paceline.comm.group_protocol import Group, Traffic
 from paceline.errors import UsageError
 from paceline.sync.codec_cost import CodecAccount
 from paceline.sync.route_choice import RouteChoice, RouteFacts

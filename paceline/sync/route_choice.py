@@ -19,11 +19,11 @@ from paceline.comm.schedule import (
     LinkSpeed,
     Schedule,
     ScheduleNetwork,
-    fractions,
-    owners,
-    ring,
-    seconds,
-    uneven,
+    build_owners,
+    build_ring,
+    build_uneven,
+    owned_fractions,
+    predict_seconds,
 )
 
 # bytes a second of a link, from which on processors take longer for an exchange than it does
@@ -87,7 +87,7 @@ def choose(hosts: Sequence[int], facts: RouteFacts) -> RouteChoice:
     gain = _gain(rates, facts.latency)
     if gain >= WORTH:
         # chunks of a hierarchy follow each other, so links are busy all the time
-        across = uneven(rates, 1 if several else None)
+        across = build_uneven(rates, 1 if several else None)
         words = (
             f"links carry {_span(rates)}, so slow ones get less to carry: {gain:.2f} times as fast "
             "as even chunks"
@@ -95,7 +95,7 @@ def choose(hosts: Sequence[int], facts: RouteFacts) -> RouteChoice:
         why = (
             f"exchanges between hosts go in uneven chunks (via='uneven'): {words} ({facts.source})"
         )
-        return RouteChoice("uneven", why, tuple(fractions(rates)), across)
+        return RouteChoice("uneven", why, tuple(owned_fractions(rates)), across)
     each = (
         f"links carry {_span(rates)}, with {facts.cores:.2g} cores for each worker ({facts.source})"
     )
@@ -118,7 +118,7 @@ def by_rates(hosts: Sequence[int], facts: RouteFacts) -> RouteChoice:
     return RouteChoice(
         "uneven",
         f"chunks are in proportion to links that carry {_span(rates)} ({facts.source})",
-        tuple(fractions(rates)),
+        tuple(owned_fractions(rates)),
     )
 
 
@@ -150,8 +150,11 @@ def _gain(rates: Sequence[float], latency: float) -> float:
         return 1.0
     links = [LinkSpeed(latency, rate) for rate in rates]
     network = ScheduleNetwork(range(count), links[0], links[0], links)
-    even = min(seconds(other, BUCKET, network) for other in (ring(count), owners(count)))
-    return even / seconds(uneven(rates), BUCKET, network)
+    even = min(
+        predict_seconds(other, BUCKET, network)
+        for other in (build_ring(count), build_owners(count))
+    )
+    return even / predict_seconds(build_uneven(rates), BUCKET, network)
 
 
 def _span(rates: Sequence[float]) -> str:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from paceline.comm.collectives import ScheduleQueue
-from paceline.comm.group import Group, UncheckedAllReduce, Work
-from paceline.comm.hierarchy.group import HostsGroup
-from paceline.comm.schedule import SCHEDULES, Schedule, ScheduleName, build
-from paceline.comm.shm.memory import fresh
+from paceline.comm.group_protocol import Group, UncheckedAllReduce, Work
+from paceline.comm.hierarchy.hosts_group import HostsGroup
+from paceline.comm.schedule import SCHEDULES, Schedule, ScheduleName, build_schedule
+from paceline.comm.shm.shared_segment import empty_on_cpu
 from paceline.errors import ResourceError, UsageError
 from paceline.formatting import unknown
 from paceline.sync.context import SyncContext
@@ -69,7 +69,7 @@ class GroupReducer:
             return torch.empty(numel, dtype=dtype)
 
     def beside(self, numel: int, dtype: torch.dtype) -> Tensor:
-        flat = fresh((numel,), dtype)
+        flat = empty_on_cpu((numel,), dtype)
         stand_in = getattr(self._group, "stand_in", None)
         if stand_in is not None:
             stand_in(flat)
@@ -136,7 +136,7 @@ def _auto(context: SyncContext) -> Reducer:
             return AcrossReducer(group, choice.across, context.announce)
         return ScheduledReducer(
             group,
-            build("uneven", context.hosts, context.route_facts.of(context.hosts)),
+            build_schedule("uneven", context.hosts, context.route_facts.of(context.hosts)),
             context.announce,
         )
     return GroupReducer(
@@ -157,10 +157,10 @@ def _by(name: str) -> Callable[[SyncContext], Reducer]:
     def make(context: SyncContext) -> Reducer:
         hosts, facts = context.hosts or (0,) * context.group.size, context.route_facts
         if name != "uneven" or facts is None or len(set(hosts)) == 1:
-            return ScheduledReducer(context.group, build(name, hosts), context.announce)
+            return ScheduledReducer(context.group, build_schedule(name, hosts), context.announce)
         context.choose_route(by_rates(hosts, facts))
         return ScheduledReducer(
-            context.group, build(name, hosts, facts.of(hosts)), context.announce
+            context.group, build_schedule(name, hosts, facts.of(hosts)), context.announce
         )
 
     return make

@@ -95,7 +95,9 @@ class PlainTransaction:
 
     def exchange(self, act: Callable[[], Addends]) -> Addends:
         return (
-            self._agreement.attempt(act, "backward") if self._sync.exchanges_in_backward else act()
+            self._agreement.attempt_call(act, "backward")
+            if self._sync.exchanges_in_backward
+            else act()
         )
 
     def stepping(self, *, remote: bool) -> None:
@@ -104,10 +106,14 @@ class PlainTransaction:
     def step(
         self, act: Callable[[], T], what: str, *, last: bool = False, apart: bool = False
     ) -> T | None:
-        return self._agreement.wait(act, what) if apart else self._agreement.attempt(act, what)
+        return (
+            self._agreement.wait_for_some(act, what)
+            if apart
+            else self._agreement.attempt_call(act, what)
+        )
 
     def collective(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
-        return self._agreement.attempt(act)
+        return self._agreement.attempt_call(act)
 
     def rollback(self) -> None:
         raise AssertionError("a turn has failed in a run that a lost worker ends")

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from paceline.cluster.mesh import SAMPLED, Mesh
 from paceline.cluster.topology import Topology
 from paceline.comm.agreement import Agreement, SliceAgreement
-from paceline.comm.axes import AxisGroups, Sender
+from paceline.comm.axis_groups import AxisGroups, Sender
 from paceline.comm.axis_meter import AxisMeter
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.errors import UsageError
 from paceline.sync.context import SyncContext
 
@@ -71,7 +71,7 @@ class RunAxes:
         groups = AxisGroups(mesh, group, made.append, context.trace)
         context = dataclasses.replace(context, meters=groups.meters)
         divided = _Division(context, groups, cluster)
-        part, replicas = groups.along(*SAMPLED), groups.along("data")
+        part, replicas = groups.group_along(*SAMPLED), groups.group_along("data")
         dealt = (
             divided.context(part, SAMPLED, lambda: _slice_agreement(part, context, cluster))
             if part is not group
@@ -82,7 +82,7 @@ class RunAxes:
             if replicas is not part
             else dealt
         )
-        sharers = groups.along("shard") if mesh.extent("shard") > 1 else None
+        sharers = groups.group_along("shard") if mesh.extent("shard") > 1 else None
         trained = dataclasses.replace(trained, cut_axes=mesh.cut, sharers=sharers)
         if part is not group:
             made.append(group)  # it is closed with the others, and what it sends counts
@@ -107,7 +107,7 @@ class RunAxes:
             for each in (self.everyone, self.replicas.agreement)
             if each is not self.slice.agreement
         }
-        return (*agreements.values(), *(self.groups.meter(axis) for axis in self.cut))
+        return (*agreements.values(), *(self.groups.meter_along(axis) for axis in self.cut))
 
     @functools.cached_property
     def counted(self) -> bool:
@@ -166,7 +166,7 @@ class _Division:
         assert self.whole.native is not None
         everyone = self.whole.native()
         self.whole.extra_groups.append(everyone)
-        return AxisGroups(self.groups.mesh, everyone).along(*axes)
+        return AxisGroups(self.groups.mesh, everyone).group_along(*axes)
 
 
 def members(group: Group) -> list[int]:

@@ -19,11 +19,11 @@ from paceline.cluster.discover import Place
 from paceline.cluster.store import Store, address
 from paceline.cluster.topology import Topology
 from paceline.comm.cancellation import CancelScope
-from paceline.comm.group import Group
-from paceline.comm.hierarchy.group import HostsGroup
-from paceline.comm.native.group import TorchGroup
-from paceline.comm.shm.group import SharedGroup
+from paceline.comm.group_protocol import Group
+from paceline.comm.hierarchy.hosts_group import HostsGroup
+from paceline.comm.native.torch_group import TorchGroup
 from paceline.comm.shm.segment import ORDERED_STORES
+from paceline.comm.shm.shared_group import SharedGroup
 from paceline.comm.solo import SoloGroup
 from paceline.errors import ResourceError, UsageError
 from paceline.sync.context import SyncContext
@@ -198,7 +198,7 @@ class Subgroups:
         way. Collective at first.
         """
         if self.norms is None:
-            self.norms = self._context.group.sub(range(self._context.group.size))
+            self.norms = self._context.group.make_subgroup(range(self._context.group.size))
             assert self.norms is not None
             self._context.extra_groups.append(self.norms)
         return self.norms
@@ -221,9 +221,9 @@ def within_host(group: Group, cluster: Topology) -> Group:
     Collective.
     """
     if isinstance(group, HostsGroup):
-        found = group.inner.sub(range(group.inner.size))
+        found = group.inner.make_subgroup(range(group.inner.size))
     else:
-        subs = [group.sub(host.ranks) for host in cluster.hosts]
+        subs = [group.make_subgroup(host.ranks) for host in cluster.hosts]
         found = next(sub for sub in subs if sub is not None)
     assert found is not None
     return found
@@ -304,7 +304,7 @@ def _over_hosts(worker_context: WorkerContext) -> Group:
         )
         return flat
     leaders = [host.ranks[0] for host in cluster.hosts]
-    outer = flat.sub(leaders)
+    outer = flat.make_subgroup(leaders)
     return HostsGroup(
         inner,
         outer,

@@ -11,7 +11,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.apps.gpt import GPT, MEDIUM, SMALL, GPTShape, next_token_loss
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.parallel.initialise import Blueprint
 from paceline.parallel.placement import Placements
 from paceline.parallel.tensor.vocab import VocabLogits
@@ -91,7 +91,7 @@ def test_each_module_draws_its_own_weights_and_no_more_than_a_block_is_made_at_a
     for unit in blueprint._units:
         blocks = {node.name.split(".")[1] for node in unit.nodes if node.name.startswith("blocks.")}
         assert len(blocks) <= 1, "the blocks are made with the embeddings"
-    blueprint.make(model, Placements(), 1)
+    blueprint.make_parameters(model, Placements(), 1)
     plain = GPT(SMALL).state_dict()
     for name, value in model.state_dict().items():
         if name.endswith("weight") and value.dim() > 1:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from paceline.apps.unet import UNet, UNetShape
-from paceline.parallel.pipelining.chain import trace_layers
+from paceline.parallel.pipelining.layer_graph import trace_layers
 from tests.harness.layered_models import backward_parts, run_parts
 from tests.harness.models import fill
 
@@ -71,7 +71,7 @@ def test_layers_are_called_in_the_order_of_their_names() -> None:
                 torch.equal(p.grad, q.grad)
                 for p, q in zip(model.parameters(), whole.parameters(), strict=True)
             )  # type: ignore[arg-type]
-    assert {"enter", "down_0"} < set(trace_layers(model, ", ".join(LAYERS)).part(3, 4).takes)
+    assert {"enter", "down_0"} < set(trace_layers(model, ", ".join(LAYERS)).make_part(3, 4).takes)
 
 
 def test_nothing_is_special_about_the_edges() -> None:

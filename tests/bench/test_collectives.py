@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.bench.collectives import Timing, measure, parse_ways, words
-from paceline.comm.group import Finished, Group
+from paceline.comm.group_protocol import FinishedWork, Group
 from paceline.comm.schedule import SCHEDULES
 from paceline.errors import PacelineError, UsageError
 from tests.harness.thread_groups import spawn
@@ -27,7 +27,7 @@ def test_every_way_is_measured_and_right() -> None:
 
 def test_a_wrong_result_is_found() -> None:
     def body(group: Group) -> None:
-        measure(lambda x: Finished(x.mul_(2)), torch.empty(8), group, 1e-4)
+        measure(lambda x: FinishedWork(x.mul_(2)), torch.empty(8), group, 1e-4)
 
     with pytest.raises(PacelineError, match="the exchange is broken"):
         spawn(2, body)

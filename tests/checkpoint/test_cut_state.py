@@ -15,8 +15,8 @@ def state() -> tuple[Versioned, Placements, nn.Module]:
     model = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(4, 4), nn.Linear(4, 2, bias=False))
     model[2].weight = model[0].weight
     placements = Placements()
-    placements.add(
-        model[0].weight, Placement.whole("0.weight", (4, 4)).narrow(0, [(2, 4)], "tensor")
+    placements.add_placement(
+        model[0].weight, Placement.whole("0.weight", (4, 4)).cut_dim(0, [(2, 4)], "tensor")
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for parameter in model.parameters():
@@ -58,6 +58,8 @@ def test_strides_of_a_part_are_not_those_of_the_whole() -> None:
     model.weight = nn.Parameter(torch.ones(4, 2).t())
     versioned = Versioned(model=model)
     assert "stride" in str(versioned.snapshot().tree)
-    placements.add(model.weight, Placement.whole("weight", (4, 4)).narrow(0, [(0, 2)], "tensor"))
+    placements.add_placement(
+        model.weight, Placement.whole("weight", (4, 4)).cut_dim(0, [(0, 2)], "tensor")
+    )
     rest, _ = split(versioned.snapshot(), {"model": model}, placements, lambda placement: True)
     assert "stride" not in str(rest.tree)

@@ -12,14 +12,14 @@ from paceline.parallel.placement import Placement, Placements
 
 MESH = Mesh((("data", 2), ("shard", 2), ("tensor", 2)), tuple(range(8)))
 WHOLE = Placement.whole("w", (8, 4))
-ROWS = WHOLE.narrow(0, [(0, 4)], "tensor")
-FLAT = ROWS.piece(0, 8, "shard")
+ROWS = WHOLE.cut_dim(0, [(0, 4)], "tensor")
+FLAT = ROWS.cut_flat(0, 8, "shard")
 
 
 def layouts(*placements: Placement, mesh: Mesh = MESH) -> list[StateLayout]:
     kept = Placements()
     for placement in placements:
-        kept.add(torch.empty(0), placement)
+        kept.add_placement(torch.empty(0), placement)
     return [StateLayout(mesh, rank, kept) for rank in range(mesh.size)]
 
 
@@ -30,7 +30,7 @@ def writing(placement: Placement) -> list[int]:
 def test_the_first_of_those_that_hold_the_same_writes() -> None:
     assert writing(WHOLE) == [0]
     assert writing(ROWS) == [0, 1]
-    assert writing(WHOLE.piece(0, 16, "shard")) == [0, 2]
+    assert writing(WHOLE.cut_flat(0, 16, "shard")) == [0, 2]
     assert writing(FLAT) == [0, 1, 2, 3]
 
 

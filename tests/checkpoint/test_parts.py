@@ -23,9 +23,9 @@ from paceline.checkpoint.saving import CheckpointSaver, SaveRequest
 from paceline.checkpoint.state import WorkerState
 from paceline.cluster.mesh import Mesh
 from paceline.comm.agreement import Agreement
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.errors import CheckpointError
-from paceline.parallel.placement import Placement, Placements, chunk
+from paceline.parallel.placement import Placement, Placements, chunk_range
 from paceline.record.history import RunHistory
 from paceline.session.run import Run
 from paceline.state.versioned import Randomness, Versioned, WorkerGenerator
@@ -95,20 +95,20 @@ def cut(model: nn.Module, optimizer: torch.optim.Optimizer, grid: Mesh, rank: in
     for number, (name, parameter) in enumerate(model.named_parameters()):
         placement, size = Placement.whole(name, parameter.shape), grid.extent("tensor")
         if size > 1 and parameter.shape[0] % size == 0 and not name.startswith("2."):
-            placement = placement.narrow(
-                0, [chunk(parameter.shape[0], at["tensor"], size)], "tensor"
+            placement = placement.cut_dim(
+                0, [chunk_range(parameter.shape[0], at["tensor"], size)], "tensor"
             )
         if grid.extent("shard") > 1:
-            placement = placement.piece(
-                *chunk(placement.numel, at["shard"], grid.extent("shard")), "shard"
+            placement = placement.cut_flat(
+                *chunk_range(placement.numel, at["shard"], grid.extent("shard")), "shard"
             )
         if placement.axes:
             for key, value in states["state"].get(number, {}).items():
                 states["state"][number][key] = (
-                    placement.take(value) if value.shape == parameter.shape else value
+                    placement.copy_part(value) if value.shape == parameter.shape else value
                 )
-            parameter.data = placement.take(parameter.data)
-            placements.add(parameter, placement)
+            parameter.data = placement.copy_part(parameter.data)
+            placements.add_placement(parameter, placement)
     optimizer.load_state_dict(states)
     return placements
 

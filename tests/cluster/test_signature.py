@@ -161,7 +161,7 @@ class TestGroups:
         base = HashStore()
         base.set("g/listen/0", json.dumps(["198.51.100.7", [1]]))
         with pytest.raises(SecretError):
-            GroupSockets("127.0.0.1", 1).announce(self.sealed(base), 1, 2, 5.0)
+            GroupSockets("127.0.0.1", 1).announce_listeners(self.sealed(base), 1, 2, 5.0)
 
     def test_whom_a_connection_leads_to_is_signed(self) -> None:
         base = HashStore()
@@ -169,7 +169,7 @@ class TestGroups:
         wires = GroupSockets("127.0.0.1", 1)
         wires._rank, wires._size = 1, 2
         with pytest.raises(SecretError):
-            wires.trace(self.sealed(base), 5.0)
+            wires.trace_connections(self.sealed(base), 5.0)
 
     def test_waits_that_nobody_has_signed_are_none(self) -> None:
         base = HashStore()
@@ -177,12 +177,15 @@ class TestGroups:
         Waitposts(self.sealed(base), 1, 3)
         Waitposts(self.sealed(base, b"t" * 32), 2, 3)
         base.set("g/wait/1", json.dumps(["calls", 0, "barrier", {}]))
-        assert one._look(RankWait("agree", 0, "agree", {"agree": 1})) == {} and one.others == {}
+        assert (
+            one._look_at_others(RankWait("agree", 0, "agree", {"agree": 1})) == {}
+            and one.others == {}
+        )
         self.sealed(base).put("wait/1", RankWait("calls", 0, "barrier", {"calls": 1}))
-        assert len(one._look(RankWait("agree", 0, "agree", {"agree": 1}))) == 2
+        assert len(one._look_at_others(RankWait("agree", 0, "agree", {"agree": 1}))) == 2
 
     def test_a_verdict_that_nobody_has_signed_does_not_count(self) -> None:
         base = HashStore()
         base.set("g/verdict", json.dumps(["ViewChanged", "a stranger says so", [1]]))
         mine = GroupEnd("WorkerLost", "rank 2 is gone", (2,))
-        assert Waitposts(self.sealed(base), 0, 1).verdict(mine) == mine
+        assert Waitposts(self.sealed(base), 0, 1).decide_end(mine) == mine

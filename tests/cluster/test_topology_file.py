@@ -10,7 +10,7 @@ import pytest
 from paceline.cluster.topology import Device, DeviceSpeed, HostLink, HostRanks, Interface, Topology
 from paceline.cluster.topology_file import check_target, dump, load, read, write
 from paceline.errors import PacelineError, UsageError
-from paceline.observe.cluster import describe
+from paceline.observe.cluster_report import describe_cluster
 from paceline.unequal.probe.cluster_file import ClusterFile
 from tests.harness.strangers import made_up
 
@@ -96,7 +96,7 @@ def test_a_measured_cluster_that_is_made_up_is_used_or_refused() -> None:
     for text in made_up(json.loads(dump(MEASURED)), 1000):
         try:
             found = load(text)
-            describe(found)
+            describe_cluster(found)
             found.speeds()
             ClusterFile(found, "x.json").check(MEASURED)
             ClusterFile(found, "x.json").facts(MEASURED)

@@ -30,7 +30,7 @@ from paceline.codec.coding import Coding, compose, exact
 from paceline.codec.dense import bfloat16, half, int4, int8, sign
 from paceline.codec.powersgd import powersgd
 from paceline.codec.sparse import randomk, topk
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.errors import UsageError
 from tests.harness.thread_groups import spawn
 

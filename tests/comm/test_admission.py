@@ -11,13 +11,13 @@ import torch
 
 from paceline.cluster import network
 from paceline.comm import admission
-from paceline.comm.rpc import FRAME, RpcClient, RpcMessage, keys
+from paceline.comm.rpc import FRAME, RpcClient, RpcMessage, derive_rpc_keys
 from paceline.comm.wire_format import MalformedMessage
 from paceline.timings import DEFAULTS, ServerTimings
 from tests.harness import strangers
 from tests.harness.rpc_servers import SECONDS, Server, echo
 
-KEYS = keys(b"a secret of this job", "job 1")
+KEYS = derive_rpc_keys(b"a secret of this job", "job 1")
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)  # ZMTP 3.1
 
 
@@ -74,7 +74,7 @@ def test_who_is_let_in_stays_in_whoever_comes(server: Server) -> None:
     caller.call("k", seconds=SECONDS)
     with strangers.held_open(point(server), 300):
         assert answers(server)
-    assert caller.call("k", seconds=SECONDS).kind == "echo" and not caller.gone
+    assert caller.call("k", seconds=SECONDS).kind == "echo" and not caller.is_gone
     caller.close()
 
 
@@ -88,7 +88,7 @@ def test_who_is_pushed_out_before_it_is_let_in_tries_again() -> None:
             alert=SECONDS,
         )
         for _ in range(4):  # by the last one it has heard of the others
-            assert not caller.gone
+            assert not caller.is_gone
             listening.accept()[0].close()
         caller.close()
 
@@ -102,15 +102,17 @@ def test_tensors_travel_in_frames(server: Server, nbytes: int) -> None:
         torch.equal(one, other) for one, other in zip(found.tensors, (x, x[:1]), strict=True)
     )
     assert (
-        max(memoryview(frame).nbytes for frame in RpcMessage("k", 1, tensors=(x,)).dump(FRAME))
+        max(memoryview(frame).nbytes for frame in RpcMessage("k", 1, tensors=(x,)).to_frames(FRAME))
         <= FRAME
     )
     caller.close()
 
 
 def test_a_frame_too_few() -> None:
-    frames = RpcMessage("k", 1, tensors=(torch.zeros(3 * FRAME, dtype=torch.uint8),)).dump(FRAME)
+    frames = RpcMessage("k", 1, tensors=(torch.zeros(3 * FRAME, dtype=torch.uint8),)).to_frames(
+        FRAME
+    )
     assert len(frames) == 4
     for wrong in (frames[:-1], [*frames, b""], [*frames[:-1], frames[-1][:-1]]):
         with pytest.raises(MalformedMessage):
-            RpcMessage.load(wrong, b"", FRAME)
+            RpcMessage.from_frames(wrong, b"", FRAME)

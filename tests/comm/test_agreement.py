@@ -45,7 +45,7 @@ def agreement(*outcomes: CallResult[Any] | None) -> tuple[Agreement, list[Paceli
 def test_a_call_is_made_again_until_it_succeeds() -> None:
     one, told = agreement(None, None)
     act = Flaky(2)
-    assert one.attempt(act) == 42
+    assert one.attempt_call(act) == 42
     assert act.made == 3 and [type(error) for error in told] == [WorkerLost, ViewChanged]
     assert one.calls == 1 and one.last == 42
 
@@ -53,14 +53,14 @@ def test_a_call_is_made_again_until_it_succeeds() -> None:
 def test_what_others_got_is_taken() -> None:
     one, _ = agreement(CallResult(7))
     act = Flaky(1)
-    assert one.attempt(act) == 7
+    assert one.attempt_call(act) == 7
     assert act.made == 1 and one.calls == 1 and one.last == 7
 
 
 def test_a_call_that_cannot_be_had_again_is_void() -> None:
     one, _ = agreement(None)
     with pytest.raises(CallDiscarded):
-        one.settle(Flaky(1))
+        one.settle_call(Flaky(1))
     assert one.calls == 0  # who comes to it later, when it is void, leaves it out
 
 
@@ -82,13 +82,13 @@ def test_when_others_have_it_so_have_i() -> None:
         raise WorkerLost("gone")
 
     one._meet = lost  # type: ignore[method-assign]
-    assert one.settle(act) == "mine" and given == ["mine"] and one.last is None
+    assert one.settle_call(act) == "mine" and given == ["mine"] and one.last is None
 
 
 def test_it_is_repeated_after_it_was_void() -> None:
     one, _ = agreement(None, None)
     act, voided = Flaky(2), []
-    assert one.repeat(act, lambda: voided.append(act.made)) == 42
+    assert one.repeat_until_settled(act, lambda: voided.append(act.made)) == 42
     assert voided == [1, 2] and one.calls == 1  # who comes to it after a loss makes it once
 
 
@@ -98,9 +98,9 @@ def test_calls_within_a_call_are_part_of_it() -> None:
 
     def outer() -> int:
         one.meet("something")
-        return one.attempt(act)
+        return one.attempt_call(act)
 
-    assert one.attempt(outer) == 42 and act.made == 2 and one.calls == 1 and len(told) == 1
+    assert one.attempt_call(outer) == 42 and act.made == 2 and one.calls == 1 and len(told) == 1
 
 
 def test_other_errors_are_not_survived() -> None:
@@ -110,16 +110,16 @@ def test_other_errors_are_not_survived() -> None:
         raise Mismatch("different calls")
 
     with pytest.raises(Mismatch):
-        one.attempt(act)
+        one.attempt_call(act)
     assert not told and one.calls == 0
 
 
 def test_without_recovery_a_loss_raises() -> None:
     one = Agreement(spawn(1, lambda group: group)[0])
     with pytest.raises(WorkerLost):
-        one.attempt(Flaky(1))
+        one.attempt_call(Flaky(1))
     with pytest.raises(WorkerLost):
-        one.settle(Flaky(1))
+        one.settle_call(Flaky(1))
 
 
 @pytest.mark.parametrize("survives", [True, False])
@@ -136,10 +136,10 @@ def test_a_call_under_way_is_seen_from_outside(survives: bool) -> None:
         return 42
 
     assert (
-        one.settle(lambda: one.attempt(look, "inside"), "backward") == 42
-        and one.attempt(look) == 42
+        one.settle_call(lambda: one.attempt_call(look, "inside"), "backward") == 42
+        and one.attempt_call(look) == 42
     )
-    assert one.wait(look, "shares of a stream") == 42
+    assert one.wait_for_some(look, "shares of a stream") == 42
     seen.append((one.calls, one.since, one.what, len(one.ended)))
     stream = "shares of a stream of step 0"
     assert seen == [
@@ -161,7 +161,7 @@ def test_the_first_does_not_wait_while_it_makes_what_it_tells() -> None:
             waits.append(one.since is None)
             return b"x"
 
-        assert one.tell("run.save", make) == b"x" and one.since is None
+        assert one.tell_everyone("run.save", make) == b"x" and one.since is None
         return waits
 
     assert spawn(2, body) == [[True], []]
@@ -170,27 +170,27 @@ def test_the_first_does_not_wait_while_it_makes_what_it_tells() -> None:
 def test_a_call_that_fails_is_over() -> None:
     one, _ = agreement()
     one.recovery = None
-    for call in (one.attempt, one.settle, lambda act: one.wait(act, "x")):
+    for call in (one.attempt_call, one.settle_call, lambda act: one.wait_for_some(act, "x")):
         with pytest.raises(WorkerLost):
             call(Flaky(1))
         assert one.since is None and one.calls == 0
-    assert one.attempt(lambda: one.since) is not None
+    assert one.attempt_call(lambda: one.since) is not None
 
 
 def test_what_is_no_call_of_all_is_begun_anew_after_each_loss() -> None:
     one, told = agreement(None, None)
     act = Flaky(2)
-    assert one.lasting(act) == 42 and act.made == 3 and len(told) == 2 and one.calls == 0
+    assert one.retry_after_losses(act) == 42 and act.made == 3 and len(told) == 2 and one.calls == 0
     one.recovery = None
     with pytest.raises(WorkerLost):
-        one.lasting(Flaky(1))
+        one.retry_after_losses(Flaky(1))
 
 
 def test_inside_a_call_of_all_it_is_that_call_which_is_begun_anew() -> None:
     one, told = agreement(None)
     act = Flaky(1)
     assert (
-        one.attempt(lambda: one.lasting(act)) == 42
+        one.attempt_call(lambda: one.retry_after_losses(act)) == 42
         and act.made == 2
         and len(told) == 1
         and one.calls == 1
@@ -200,15 +200,17 @@ def test_inside_a_call_of_all_it_is_that_call_which_is_begun_anew() -> None:
 def test_a_slice_meets_by_itself_and_is_told_what_the_first_of_all_tells() -> None:
     def body(group: ThreadGroup) -> Any:
         everyone = Agreement(group)
-        parts = [part for ranks in ([0, 2], [1, 3]) if (part := group.sub(ranks)) is not None]
+        parts = [
+            part for ranks in ([0, 2], [1, 3]) if (part := group.make_subgroup(ranks)) is not None
+        ]
         mine = SliceAgreement(parts[0], everyone, step=lambda: 0, hosts=("a", "b"))
         met = mine.meet("here", bytes([group.rank]))
-        told = mine.tell("there", lambda: bytes([100 + group.rank]))
+        told = mine.tell_everyone("there", lambda: bytes([100 + group.rank]))
         return (
             list(b"".join(met)),
             list(told),
-            list(b"".join(mine.compare("all", bytes([group.rank])))),
-            mine.alone,
+            list(b"".join(mine.gather_alike("all", bytes([group.rank])))),
+            mine.is_alone,
         )
 
     assert spawn(4, body) == [
@@ -237,9 +239,9 @@ def test_all_raise_what_one_fails_with() -> None:
 def test_a_slice_of_one_worker_is_not_alone() -> None:
     def body(group: ThreadGroup) -> Any:
         everyone = Agreement(group)
-        parts = [part for ranks in ([0], [1]) if (part := group.sub(ranks)) is not None]
+        parts = [part for ranks in ([0], [1]) if (part := group.make_subgroup(ranks)) is not None]
         mine = SliceAgreement(parts[0], everyone, step=lambda: 0, hosts=("a",))
-        return mine.alone, list(mine.tell("there", lambda: bytes([100 + group.rank])))
+        return mine.is_alone, list(mine.tell_everyone("there", lambda: bytes([100 + group.rank])))
 
     assert spawn(2, body) == [(False, [100])] * 2
 
@@ -247,7 +249,9 @@ def test_a_slice_of_one_worker_is_not_alone() -> None:
 def test_workers_of_a_slice_are_called_by_their_numbers_among_all() -> None:
     def body(group: ThreadGroup) -> None:
         everyone = Agreement(group)
-        parts = [part for ranks in ([0, 2], [1, 3]) if (part := group.sub(ranks)) is not None]
+        parts = [
+            part for ranks in ([0, 2], [1, 3]) if (part := group.make_subgroup(ranks)) is not None
+        ]
         mine = SliceAgreement(parts[0], everyone, step=lambda: 7, hosts=("a", "b"))
         mine.meet("run.mean" if group.rank < 2 or group.rank == 2 else "run.gather")
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from paceline.comm.axis_meter import AxisMeter
-from paceline.comm.group import Finished, Traffic
+from paceline.comm.group_protocol import FinishedWork, Traffic
 from paceline.trace import Trace
 from tests.harness.jobs import PATIENCE
 from tests.harness.thread_groups import ThreadGroup, spawn
 
 
-class Slow(Finished):
+class Slow(FinishedWork):
     """An exchange that ends when it is let go."""
 
     def __init__(self, result: str) -> None:
@@ -39,7 +39,7 @@ def test_an_exchange_shows_itself_while_it_lasts_and_is_measured() -> None:
     trace.step = 7
     assert (meter.since, meter.seconds) == (None, 0.0)
     before = time.monotonic()
-    with meter.exchange("output of up"):
+    with meter.measure_exchange("output of up"):
         assert (
             meter.what == "output of up along `tensor` of step 7"
             and before <= (meter.since or 0.0) <= time.monotonic()
@@ -53,7 +53,7 @@ def test_of_an_exchange_on_its_way_the_wait_counts_alone() -> None:
     trace, work, found = Trace(), Slow("sum"), list[str]()
     meter, begun = AxisMeter("shard", trace), time.perf_counter_ns()
     waiting = threading.Thread(
-        target=lambda: found.append(meter.wait(work, "the gradients", begun))
+        target=lambda: found.append(meter.wait_measured(work, "the gradients", begun))
     )
     waiting.start()
     assert (
@@ -79,23 +79,23 @@ def test_one_that_has_come_costs_nothing() -> None:
     trace, work = Trace(), Slow("sum")
     work.go.set()
     meter = AxisMeter("shard", trace)
-    assert meter.wait(work, "the gradients", time.perf_counter_ns()) == "sum"
+    assert meter.wait_measured(work, "the gradients", time.perf_counter_ns()) == "sum"
     assert meter.seconds == 0.0 and [span.kind for span in trace.spans()] == ["shard"]
 
 
 def test_a_wait_that_fails_is_over() -> None:
     meter = AxisMeter("tensor")
-    with pytest.raises(ValueError, match="broken"), meter.exchange("a sum"):
+    with pytest.raises(ValueError, match="broken"), meter.measure_exchange("a sum"):
         raise ValueError("broken")
     assert meter.since is None
 
 
 def test_bytes_are_those_of_its_groups_each_once() -> None:
     def body(group: ThreadGroup) -> Traffic:
-        meter, other = AxisMeter("shard"), group.sub([0, 1])
+        meter, other = AxisMeter("shard"), group.make_subgroup([0, 1])
         assert other is not None
         for each in (group, other, group):
-            meter.add(each)
+            meter.add_sender(each)
         group.all_reduce(torch.ones(4), name="a").wait()
         other.all_gather(torch.ones(2 + 0 * group.rank), name="b").wait()
         return meter.traffic
@@ -106,7 +106,7 @@ def test_bytes_are_those_of_its_groups_each_once() -> None:
 def test_a_wait_that_is_given_up_counts_though_the_exchange_goes_on() -> None:
     trace = Trace()
     meter = AxisMeter("shard", trace)
-    with meter.standing("the gradients"):
+    with meter.measure_wait("the gradients"):
         assert meter.since is not None
     (still,) = trace.spans()
     assert (still.kind, still.axis, meter.since, meter.calls) == ("exchange", "shard", None, 0)

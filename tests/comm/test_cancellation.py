@@ -10,8 +10,8 @@ import torch
 
 from paceline.cluster.store import Store
 from paceline.comm.cancellation import CancelScope
-from paceline.comm.native.group import TorchGroup
-from paceline.comm.shm.group import SharedGroup
+from paceline.comm.native.torch_group import TorchGroup
+from paceline.comm.shm.shared_group import SharedGroup
 from paceline.errors import PacelineError, ViewChanged
 from tests.harness.processes import fork
 
@@ -19,10 +19,10 @@ from tests.harness.processes import fork
 def test_it_trips_once_and_late_comers_at_once() -> None:
     told: list[PacelineError] = []
     cancel_scope, error = CancelScope(), ViewChanged("others")
-    cancel_scope.add(told.append)
+    cancel_scope.register_end(told.append)
     cancel_scope.trip(error)
     cancel_scope.trip(ViewChanged("again"))
-    cancel_scope.add(told.append)
+    cancel_scope.register_end(told.append)
     assert told == [error, error] and cancel_scope.error is error
 
 
@@ -35,7 +35,7 @@ def _waits(rank: int, size: int, store: Store, kind: str) -> None:
             store.torch, rank, size, deadline=60.0, cancel_scope=cancel_scope
         )
     )
-    sub = group.sub(range(size))
+    sub = group.make_subgroup(range(size))
     assert sub is not None
     group.all_reduce(torch.ones(3)).wait()
     waiting = group if kind == "shared" else sub  # groups within end, too
@@ -46,7 +46,7 @@ def _waits(rank: int, size: int, store: Store, kind: str) -> None:
         0.3, lambda: cancel_scope.trip(ViewChanged("the workers are others now"))
     ).start()
     with pytest.raises(ViewChanged, match="others now"):
-        waiting.agree(b"")
+        waiting.gather_bytes(b"")
     with pytest.raises(ViewChanged, match="others now"):
         group.all_reduce(torch.ones(3)).wait()
     group.close()

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.comm import collectives, reduction, schedule
-from paceline.comm.group import OPS, pieces
-from paceline.comm.schedule import SCHEDULES, build
+from paceline.comm import collectives, reduction_rules, schedule
+from paceline.comm.group_protocol import OPS, piece_bounds
+from paceline.comm.schedule import SCHEDULES, build_schedule
 from paceline.errors import DeadlineExceeded, Mismatch, UsageError
 from tests.harness.thread_groups import ThreadGroup, spawn
 
@@ -32,7 +32,7 @@ def jitter(seed: int) -> Callable[[int], None]:
 
 
 def wanted(size: int, numel: int, dtype: torch.dtype, op: str) -> torch.Tensor:
-    return reduction.reduce(op, [mine(rank, numel, dtype) for rank in range(size)])
+    return reduction_rules.reduce_parts(op, [mine(rank, numel, dtype) for rank in range(size)])
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -41,9 +41,11 @@ def test_every_schedule_gives_the_sum(name: str, size: int) -> None:
     hosts = [rank % 2 for rank in range(size)]
 
     def body(group: ThreadGroup) -> list[torch.Tensor]:
-        run = build(name, hosts)
+        run = build_schedule(name, hosts)
         return [
-            collectives.all_reduce(group, mine(group.rank, numel, torch.float64), run).wait()
+            collectives.all_reduce_by_schedule(
+                group, mine(group.rank, numel, torch.float64), run
+            ).wait()
             for numel in (0, 1, 3, 101)
         ]
 
@@ -67,14 +69,16 @@ def test_any_operation_on_any_placement(
     name: str, hosts: list[int], numel: int, op: str, dtype: torch.dtype
 ) -> None:
     try:
-        reduction.admit(op, dtype)
+        reduction_rules.check_operation(op, dtype)
     except UsageError:
         return
     size = len(hosts)
 
     def body(group: ThreadGroup) -> torch.Tensor:
         x = mine(group.rank, numel, dtype)
-        return collectives.all_reduce(group, x, build(name, hosts), op, out=x).wait()  # type: ignore[arg-type]
+        return collectives.all_reduce_by_schedule(
+            group, x, build_schedule(name, hosts), op, out=x
+        ).wait()  # type: ignore[arg-type]
 
     results = spawn(size, body)
     assert all(torch.equal(result, results[0]) for result in results[1:])
@@ -89,8 +93,10 @@ def test_halves_are_rounded_once(name: str, dtype: torch.dtype) -> None:
     exact = torch.tensor([4100.0]).to(dtype).item()
 
     def body(group: ThreadGroup) -> torch.Tensor:
-        return collectives.all_reduce(
-            group, torch.full((11,), values[group.rank], dtype=dtype), build(name, [0, 1, 0, 2, 1])
+        return collectives.all_reduce_by_schedule(
+            group,
+            torch.full((11,), values[group.rank], dtype=dtype),
+            build_schedule(name, [0, 1, 0, 2, 1]),
         ).wait()
 
     assert all(bool((result == exact).all()) for result in spawn(5, body))
@@ -101,13 +107,18 @@ def test_out_views_and_strides() -> None:
         x = torch.arange(12.0).reshape(3, 4).t() + group.rank
         before = x.clone()
         out = torch.zeros(3, 4).t()
-        assert collectives.all_reduce(group, x, schedule.ring(3), out=out).wait() is out
+        assert (
+            collectives.all_reduce_by_schedule(group, x, schedule.build_ring(3), out=out).wait()
+            is out
+        )
         assert torch.equal(x, before) and torch.equal(
             out, torch.arange(12.0).reshape(3, 4).t() * 3 + 3
         )
         leaf = torch.ones(5, requires_grad=True)
         assert (
-            collectives.all_reduce(group, leaf, schedule.tree(3), "mean").wait().tolist()
+            collectives.all_reduce_by_schedule(group, leaf, schedule.build_tree(3), "mean")
+            .wait()
+            .tolist()
             == [1.0] * 5
         )
 
@@ -119,7 +130,7 @@ def test_several_at_once_end_in_any_order() -> None:
         lane = collectives.ScheduleQueue(group)
         works = []
         for k in range(4):
-            works.append(lane.all_reduce(torch.full((4,), float(k)), schedule.ring(3)))
+            works.append(lane.all_reduce(torch.full((4,), float(k)), schedule.build_ring(3)))
             if group.rank == 1:
                 works[0].done()  # pushes its rounds ahead of the others'
         last_first = reversed(works) if group.rank == 2 else works
@@ -137,7 +148,7 @@ def test_a_late_rank_is_named_and_the_wait_can_be_taken_up_again() -> None:
         lane = collectives.ScheduleQueue(group)
         if group.rank == 1:
             assert missed.wait(60)
-        work = lane.all_reduce(torch.ones(2), schedule.ring(2))
+        work = lane.all_reduce(torch.ones(2), schedule.build_ring(2))
         if group.rank == 0:
             with pytest.raises(DeadlineExceeded) as caught:
                 work.wait(0.05)
@@ -151,16 +162,20 @@ def test_a_late_rank_is_named_and_the_wait_can_be_taken_up_again() -> None:
 def test_mismatches_and_bad_arguments_raise_on_all() -> None:
     def body(group: ThreadGroup) -> None:
         with pytest.raises(Mismatch, match=r"rank 0 at .*\[3\].*; rank 1 at .*\[4\]"):
-            collectives.all_reduce(group, torch.ones(3 + group.rank), schedule.ring(2))
+            collectives.all_reduce_by_schedule(
+                group, torch.ones(3 + group.rank), schedule.build_ring(2)
+            )
         with pytest.raises(Mismatch, match=r"ring.*tree"):
-            collectives.all_reduce(
-                group, torch.ones(3), schedule.tree(2) if group.rank else schedule.ring(2)
+            collectives.all_reduce_by_schedule(
+                group,
+                torch.ones(3),
+                schedule.build_tree(2) if group.rank else schedule.build_ring(2),
             )
         with pytest.raises(UsageError, match="schedule of 3 ranks"):
-            collectives.all_reduce(group, torch.ones(3), schedule.ring(3))
+            collectives.all_reduce_by_schedule(group, torch.ones(3), schedule.build_ring(3))
         with pytest.raises(UsageError, match="mean"):
-            collectives.all_reduce(
-                group, torch.ones(3, dtype=torch.int32), schedule.ring(2), "mean"
+            collectives.all_reduce_by_schedule(
+                group, torch.ones(3, dtype=torch.int32), schedule.build_ring(2), "mean"
             )
 
     spawn(2, body)
@@ -171,16 +186,16 @@ def test_collectives_made_of_exchanges(size: int) -> None:
     def body(group: ThreadGroup) -> None:
         rank = group.rank
         x = mine(rank, 23, torch.bfloat16)
-        start, stop = pieces(23, size)[rank]
+        start, stop = piece_bounds(23, size)[rank]
         assert torch.equal(
-            collectives.reduce_scatter(group, x, "mean").wait(),
+            collectives.reduce_scatter_by_exchange(group, x, "mean").wait(),
             wanted(size, 23, torch.bfloat16, "mean")[start:stop],
         )
-        rows = collectives.all_gather(
+        rows = collectives.all_gather_by_exchange(
             group, torch.full((rank, 2), rank), [(r, 2) for r in range(size)]
         ).wait()
         assert [row.tolist() for row in rows] == [[[r, r]] * r for r in range(size)]
-        dealt = collectives.all_to_all(
+        dealt = collectives.all_to_all_by_exchange(
             group, [torch.full((to, 1), rank * 10 + to) for to in range(size)], [(rank, 1)] * size
         ).wait()
         assert [part.flatten().tolist() for part in dealt] == [
@@ -194,7 +209,9 @@ def test_traffic_is_that_of_the_schedule() -> None:
     hosts = [0, 1, 0, 1]
 
     def body(group: ThreadGroup) -> tuple[int, int]:
-        collectives.all_reduce(group, torch.ones(100), build("hierarchical", hosts)).wait()
+        collectives.all_reduce_by_schedule(
+            group, torch.ones(100), build_schedule("hierarchical", hosts)
+        ).wait()
         return group.traffic.within, group.traffic.between
 
     sent = spawn(4, body, hosts=hosts)

@@ -30,7 +30,7 @@ from paceline.comm.rpc import (
     RpcKeys,
     RpcMessage,
     RpcServer,
-    keys,
+    derive_rpc_keys,
 )
 from paceline.comm.wire_format import DTYPES
 from paceline.errors import DeadlineExceeded, Mismatch, ViewChanged
@@ -101,12 +101,17 @@ class TestKeys:
 
     def test_each_job_and_role_has_its_own(self) -> None:
         found = {
-            key for job in ("a", "b") for pair in keys(b"one secret of all", job) for key in pair
+            key
+            for job in ("a", "b")
+            for pair in derive_rpc_keys(b"one secret of all", job)
+            for key in pair
         }
-        assert len(found) == 8 and keys(b"one secret of all", "a") == keys(
+        assert len(found) == 8 and derive_rpc_keys(b"one secret of all", "a") == derive_rpc_keys(
             b"one secret of all", "a"
         )
-        assert keys(b"another secret!!", "a") != keys(b"one secret of all", "a")
+        assert derive_rpc_keys(b"another secret!!", "a") != derive_rpc_keys(
+            b"one secret of all", "a"
+        )
 
 
 class TestArriving:
@@ -140,7 +145,7 @@ class TestArriving:
     @pytest.mark.parametrize("name", DTYPES)
     def test_every_dtype(self, name: str) -> None:
         x = torch.arange(6).view(2, 3).to(DTYPES[name])
-        (found,) = RpcMessage.load(RpcMessage("k", 1, tensors=(x,)).dump()).tensors
+        (found,) = RpcMessage.from_frames(RpcMessage("k", 1, tensors=(x,)).to_frames()).tensors
         assert found.dtype == x.dtype and torch.equal(found, x)
 
     @pytest.mark.parametrize("name", DTYPES)
@@ -149,11 +154,13 @@ class TestArriving:
         no multiple of 16.
         """
         x = torch.arange(5).to(DTYPES[name])
-        head, body = RpcMessage("push", 1, tensors=(x,)).dump()
+        head, body = RpcMessage("push", 1, tensors=(x,)).to_frames()
         room = bytearray(64 + x.nbytes)
         for start in range(16):
             room[start : start + x.nbytes] = body
-            (found,) = RpcMessage.load([head, memoryview(room)[start : start + x.nbytes]]).tensors
+            (found,) = RpcMessage.from_frames(
+                [head, memoryview(room)[start : start + x.nbytes]]
+            ).tensors
             assert found.data_ptr() % x.itemsize == 0 and torch.equal(found, x)
 
     def test_many_in_flight_by_many(self, serve: Any, call: Any) -> None:
@@ -172,7 +179,7 @@ class TestArriving:
                     for i in range(10)
                 ]
                 for i in reversed(range(10)):
-                    found = caller.wait(numbers[i], SECONDS)
+                    found = caller.wait_for_answer(numbers[i], SECONDS)
                     if found.body["n"] != [sender, turn, i] or not bool(
                         (found.tensors[0] == i).all()
                     ):
@@ -200,7 +207,7 @@ class TestArriving:
                 sent += 1
         assert sent < 4 * WAITING
         go.set()
-        assert caller.wait(sent, SECONDS).kind == "echo"
+        assert caller.wait_for_answer(sent, SECONDS).kind == "echo"
 
     @pytest.mark.parametrize("where", ["tcp", "ipc"])
     def test_answers_wait_for_who_reads_late(self, serve: Any, call: Any, where: str) -> None:
@@ -219,7 +226,7 @@ class TestArriving:
         ]
         time.sleep(0.2)
         for number in numbers:
-            assert torch.equal(caller.wait(number, SECONDS).tensors[0], x)
+            assert torch.equal(caller.wait_for_answer(number, SECONDS).tensors[0], x)
 
 
 class TestWaiting:
@@ -240,7 +247,7 @@ class TestWaiting:
 
     def test_a_wait_is_ended_from_elsewhere(self, serve: Any, call: Any) -> None:
         caller = call(serve(lambda receiver, message: None))
-        threading.Timer(0.1, lambda: caller.end(ViewChanged("others now"))).start()
+        threading.Timer(0.1, lambda: caller.end_waits(ViewChanged("others now"))).start()
         with pytest.raises(ViewChanged):
             caller.call("k", seconds=60)
         with pytest.raises(ViewChanged):
@@ -252,7 +259,7 @@ class TestWaiting:
             call(server).call("push", seconds=SECONDS)
         assert (
             server.said == ["push of 3 was refused: there is no unit 7"]
-            and server.receiver.refused == 1
+            and server.receiver.refused_count == 1
         )
 
     def test_an_answer_to_somebody_who_is_gone(self, serve: Any, call: Any) -> None:
@@ -282,11 +289,11 @@ class TestStrangers:
 
     def test_another_secret(self, serve: Any, call: Any) -> None:
         server = serve()
-        self.refused(server, keys(b"another secret!!", "job 1"))
+        self.refused(server, derive_rpc_keys(b"another secret!!", "job 1"))
         assert call(server).call("k", seconds=SECONDS).kind == "echo"
 
     def test_another_job(self, serve: Any) -> None:
-        self.refused(serve(), keys(b"a secret of this job", "job 2"))
+        self.refused(serve(), derive_rpc_keys(b"a secret of this job", "job 2"))
 
     def test_the_right_key_of_the_server_and_a_wrong_one_of_ones_own(
         self, serve: Any, call: Any
@@ -304,7 +311,7 @@ class TestStrangers:
         server, bare = serve(), zmq.Context.instance().socket(zmq.DEALER)
         bare.linger = 0
         bare.connect(server.receiver.addresses[0])
-        bare.send_multipart(RpcMessage("k", 1).dump())
+        bare.send_multipart(RpcMessage("k", 1).to_frames())
         assert not bare.poll(400) and not server.heard
         bare.close()
 
@@ -313,9 +320,9 @@ class TestStrangers:
     ) -> None:
         class Gone:
             def __init__(self, *_: Any) -> None: ...
-            def watch(self, *_: Any) -> None: ...
+            def watch_listener(self, *_: Any) -> None: ...
             def start(self) -> None: ...
-            def leave(self) -> None: ...
+            def close_unstarted(self) -> None: ...
             def join(self) -> None: ...
 
         monkeypatch.setattr("paceline.comm.rpc.ConnectionGuard", Gone)
@@ -381,10 +388,12 @@ class TestRubbish:
     @pytest.mark.parametrize("name", BAD)
     def test_is_refused(self, name: str) -> None:
         with pytest.raises(MalformedMessage):
-            RpcMessage.load(BAD[name])
+            RpcMessage.from_frames(BAD[name])
 
     def test_a_header_that_is_good(self) -> None:
-        found = RpcMessage.load([head(forms=[["float32", [1, 1]]], body=nested(6)["a"]), b"0000"])
+        found = RpcMessage.from_frames(
+            [head(forms=[["float32", [1, 1]]], body=nested(6)["a"]), b"0000"]
+        )
         assert found.tensors[0].shape == (1, 1)
 
     def test_the_server_lives(self, serve: Any, call: Any) -> None:
@@ -392,7 +401,7 @@ class TestRubbish:
         bad, good = plain(server), call(server)
         for frames in BAD.values():
             bad.send_multipart(frames or [b""])
-        until(lambda: server.receiver.refused >= len(BAD))
+        until(lambda: server.receiver.refused_count >= len(BAD))
         assert good.call("k", seconds=SECONDS).kind == "echo" and len(server.heard) == 1
         assert len(server.said) == RpcServer.LOUD and "not shown" in server.said[-1]
         bad.close()
@@ -401,8 +410,8 @@ class TestRubbish:
         server = serve()
         bad = plain(server)
         for number in (1, 2, 2, 1, 3):
-            bad.send_multipart(RpcMessage("k", number, 9).dump())
-        until(lambda: len(server.heard) == 3 and server.receiver.refused == 2)
+            bad.send_multipart(RpcMessage("k", number, 9).to_frames())
+        until(lambda: len(server.heard) == 3 and server.receiver.refused_count == 2)
         assert [message.number for message in server.heard] == [1, 2, 3]
         assert "number 2 of 9 has come before" in server.said[0]
         bad.close()
@@ -412,8 +421,8 @@ class TestRubbish:
         server = serve()
         bad = plain(server)
         for number, sender in ((1, 9), (2, 8), (3, 9), (4, 7)):
-            bad.send_multipart(RpcMessage("k", number, sender).dump())
-        until(lambda: len(server.heard) == 2 and server.receiver.refused == 2)
+            bad.send_multipart(RpcMessage("k", number, sender).to_frames())
+        until(lambda: len(server.heard) == 2 and server.receiver.refused_count == 2)
         assert [message.sender for message in server.heard] == [
             9,
             9,
@@ -429,7 +438,7 @@ class TestRubbish:
         )
         deaf, good = plain(server, room=1), call(server)
         for number in range(1, 200):
-            deaf.send_multipart(RpcMessage("k", number, 9).dump())
+            deaf.send_multipart(RpcMessage("k", number, 9).to_frames())
         until(
             lambda: any(
                 "an answer to 9 was dropped: it has not read 20 others" in said
@@ -444,7 +453,7 @@ class TestRubbish:
         caller = call(server, sender=1)
         caller.send("k", tensors=[torch.zeros(1 << 19)], seconds=SECONDS)
         with pytest.raises(DeadlineExceeded):
-            caller.wait(1, 0.5)
+            caller.wait_for_answer(1, 0.5)
         assert not server.heard and call(server, sender=2).call("k", seconds=SECONDS).kind == "echo"
 
     def test_garbage_on_the_port(self, serve: Any, call: Any) -> None:
@@ -482,17 +491,17 @@ def test_mangled_messages(serve: Any, call: Any, count: int) -> None:
     bad = plain(server)
 
     def heard(sent: int) -> None:
-        until(lambda: len(server.heard) + server.receiver.refused >= sent)
+        until(lambda: len(server.heard) + server.receiver.refused_count >= sent)
 
     for number in range(1, count + 1):
         whole = RpcMessage(
             "push", number, 5, 1, 1, {"unit": 3, "part": 0.5}, (torch.arange(4.0),)
-        ).dump()
+        ).to_frames()
         bad.send_multipart(mangled(chance, [bytes(frame) for frame in whole]))
         if number % 100 == 0:
             heard(number)
     heard(count)
-    assert server.receiver.refused > count // 2
+    assert server.receiver.refused_count > count // 2
     for message in server.heard:
         assert all(isinstance(x, Tensor) for x in message.tensors) and isinstance(
             message.body, dict

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.comm.group import OPS, Group
+from paceline.comm.group_protocol import OPS, Group
 from paceline.comm.solo import SoloGroup
 from paceline.errors import Mismatch, UsageError
 
@@ -21,7 +21,7 @@ def test_what_a_group_is(group: Group) -> None:
         5,
         0,
     )
-    sub = group.sub([0])
+    sub = group.make_subgroup([0])
     assert sub is not None and sub.global_rank(0) == 5 and sub.view == 3
     group.abort()
     group.close()
@@ -49,7 +49,7 @@ def test_messages_to_oneself(group: Group) -> None:
     a, b = torch.zeros(2), torch.ones(2)
     group.exchange([(0, a), (0, b)], [(0, b), (0, a)]).wait()
     assert a.tolist() == [1, 1] and b.tolist() == [0, 0]
-    assert group.agree(b"x") == [b"x"] and group.gather_objects({"a": (1, None)}) == [
+    assert group.gather_bytes(b"x") == [b"x"] and group.gather_objects({"a": (1, None)}) == [
         {"a": [1, None]}
     ]
     assert group.empty((2, 0, 3), torch.int8).shape == (2, 0, 3)
@@ -66,8 +66,8 @@ def test_what_would_raise_with_others_raises_alone(group: Group) -> None:
         lambda: group.broadcast(torch.ones(2), root=1),
         lambda: group.all_to_all([]),
         lambda: group.exchange([(1, torch.ones(2))], []),
-        lambda: group.sub([1]),
-        lambda: group.sub([]),
+        lambda: group.make_subgroup([1]),
+        lambda: group.make_subgroup([]),
         lambda: group.gather_objects({1, 2}),
     ):
         with pytest.raises(UsageError):

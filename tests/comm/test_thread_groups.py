@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paceline.comm.group import pieces
+from paceline.comm.group_protocol import piece_bounds
 from paceline.errors import DeadlineExceeded, Mismatch, UsageError, ViewChanged, WorkerLost
 from tests.harness.thread_groups import ThreadGroup, spawn
 
@@ -83,7 +83,7 @@ def test_the_other_collectives() -> None:
         assert [part.flatten().tolist() for part in dealt] == [
             [r * 10 + rank] * rank for r in range(size)
         ]
-        start, stop = pieces(7, size)[rank]
+        start, stop = piece_bounds(7, size)[rank]
         assert group.reduce_scatter(torch.arange(7) + rank).wait().tolist() == [
             i * size + 3 for i in range(start, stop)
         ]
@@ -91,7 +91,7 @@ def test_the_other_collectives() -> None:
         assert group.gather_objects({"rank": rank, "x": [None, 1.5]}) == [
             {"rank": r, "x": [None, 1.5]} for r in range(size)
         ]
-        assert group.agree(bytes([rank] * rank)) == [bytes([r] * r) for r in range(size)]
+        assert group.gather_bytes(bytes([rank] * rank)) == [bytes([r] * r) for r in range(size)]
         assert group.empty((2, 3), torch.float16).shape == (2, 3)
 
     for seed in range(3):
@@ -106,7 +106,7 @@ def test_exchange_and_subgroups() -> None:
             [((rank + 1) % size, torch.tensor([rank, 1.0]))], [((rank - 1) % size, inbox)]
         ).wait()
         assert inbox.tolist() == [(rank - 1) % size, 1.0]
-        odd = group.sub([3, 1])
+        odd = group.make_subgroup([3, 1])
         assert (odd is None) == (rank % 2 == 0)
         if odd is not None:
             assert odd.global_rank(odd.rank) == rank and odd.rank == (0 if rank == 3 else 1)
@@ -121,9 +121,9 @@ def test_agree_works_beside_pending_operations() -> None:
         if group.rank == 0:
             work = group.all_reduce(torch.ones(2))
             assert not work.done()
-            assert len(group.agree(b"0")) == 2
+            assert len(group.gather_bytes(b"0")) == 2
         else:
-            group.agree(b"1")
+            group.gather_bytes(b"1")
             work = group.all_reduce(torch.ones(2))
         assert work.wait().tolist() == [2, 2] and work.done() and work.exception() is None
 
@@ -211,7 +211,7 @@ def test_bad_arguments_raise_on_every_rank(call: object, names: str) -> None:
 def test_ranks_that_wait_for_each_other_are_found_before_the_deadline() -> None:
     def body(group: ThreadGroup) -> None:
         with pytest.raises(Mismatch, match=r"rank 0 at agree; rank 1 at barrier"):
-            group.agree(b"") if group.rank == 0 else group.barrier().wait()
+            group.gather_bytes(b"") if group.rank == 0 else group.barrier().wait()
 
     spawn(2, body)
 
@@ -268,7 +268,7 @@ def test_the_first_error_is_raised_and_ends_the_others() -> None:
     def body(group: ThreadGroup) -> None:
         if group.rank == 1:
             raise KeyError("mine")
-        group.sub([0, 2]) and group.barrier().wait()
+        group.make_subgroup([0, 2]) and group.barrier().wait()
 
     with pytest.raises(KeyError, match="mine"):
         spawn(3, body)

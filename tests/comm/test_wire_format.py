@@ -9,20 +9,27 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.comm.wire_format import DTYPES, MalformedMessage, TensorForm, cut, read, tensor
+from paceline.comm.wire_format import (
+    DTYPES,
+    MalformedMessage,
+    TensorForm,
+    assemble_tensor,
+    cut_frames,
+    read_form,
+)
 
 
 def frames(x: torch.Tensor, frame: int | None) -> list[memoryview]:
-    return cut(memoryview(x.reshape(-1).view(torch.uint8).numpy().tobytes()), frame)
+    return cut_frames(memoryview(x.reshape(-1).view(torch.uint8).numpy().tobytes()), frame)
 
 
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("frame", [None, 1, 7, 1 << 16])
 def test_every_dtype_comes_back(name: str, frame: int | None) -> None:
     x = torch.arange(12).reshape(3, 4).to(DTYPES[name])
-    form = read([name, [3, 4]])
+    form = read_form([name, [3, 4]])
     assert form.nbytes == x.nbytes
-    back = tensor(form, frames(x, frame))
+    back = assemble_tensor(form, frames(x, frame))
     assert back.dtype == x.dtype and torch.equal(back, x)
 
 
@@ -30,14 +37,15 @@ def test_every_dtype_comes_back(name: str, frame: int | None) -> None:
 def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
     x = torch.ones(shape)
     assert torch.equal(
-        tensor(read(["float32", list(shape)]), frames(x, None) if x.numel() else []), x
+        assemble_tensor(read_form(["float32", list(shape)]), frames(x, None) if x.numel() else []),
+        x,
     )
 
 
 def test_frames_have_at_most_so_many_bytes() -> None:
-    assert [len(part) for part in cut(memoryview(bytes(10)), 4)] == [4, 4, 2]
-    assert [len(part) for part in cut(memoryview(bytes(10)), None)] == [10]
-    assert [len(part) for part in cut(memoryview(b""), 4)] == [0]
+    assert [len(part) for part in cut_frames(memoryview(bytes(10)), 4)] == [4, 4, 2]
+    assert [len(part) for part in cut_frames(memoryview(bytes(10)), None)] == [10]
+    assert [len(part) for part in cut_frames(memoryview(b""), 4)] == [0]
 
 
 @pytest.mark.parametrize(
@@ -57,10 +65,10 @@ def test_frames_have_at_most_so_many_bytes() -> None:
 )
 def test_forms_that_no_tensor_has(form: Any) -> None:
     with pytest.raises(MalformedMessage, match="a tensor in its header"):
-        read(form)
+        read_form(form)
 
 
 def test_too_few_or_too_many_bytes_are_refused() -> None:
     for nbytes in (11, 13, 0):
         with pytest.raises(MalformedMessage, match="needs 12 bytes"):
-            tensor(TensorForm("float32", (3,)), [memoryview(bytes(nbytes))])
+            assemble_tensor(TensorForm("float32", (3,)), [memoryview(bytes(nbytes))])

@@ -54,7 +54,7 @@ def test_an_address_that_is_none(
 def test_a_port_in_use(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with WatchAddress.parse("0", "--watch").listen() as taken:
+    with WatchAddress.parse_address("0", "--watch").open_socket() as taken:
         port = taken.getsockname()[1]
         said = call(monkeypatch, capsys, *words, str(port), "train.py")
     assert (

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from paceline.comm.agreement import Agreement
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.data.loader import deal
 from tests.harness.thread_groups import spawn
 

@@ -113,7 +113,7 @@ class Training:
         before = self.buddies._names
         names = tuple(self.buddies._names[rank] for rank in ranks)
         layout = self.run._own.sync.join_info()
-        group = context.group.sub(ranks)
+        group = context.group.make_subgroup(ranks)
         if group is None:
             return ""
         context.leave()
@@ -444,7 +444,7 @@ def test_a_loss_while_another_is_survived_changes_nothing(strategy: Strategy) ->
     def body(each: Training, second: Sequence[SecondLoss]) -> Any:
         each.steps(5)
         context, sync = each.run._context, each.run._own.sync
-        pair, times = context.group.sub((0, 1)), 0
+        pair, times = context.group.make_subgroup((0, 1)), 0
         if pair is None:
             return None
         left = Topology(each.run._view.cluster.hosts[:2])
@@ -459,7 +459,7 @@ def test_a_loss_while_another_is_survived_changes_nothing(strategy: Strategy) ->
                 sync.regroup(context)  # type: ignore[attr-defined]
                 each.buddies.regroup(NAMES[:2])
 
-            group = pair.sub((0, 1))
+            group = pair.make_subgroup((0, 1))
             assert isinstance(group, ThreadGroup)
             times += loss.go_on(group, regroup)
             if not loss.came:

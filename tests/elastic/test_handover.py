@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.elastic.handover import hand_over_result, hand_over_state
 from paceline.elastic.recover import RecoveryPlan
 from paceline.errors import Mismatch

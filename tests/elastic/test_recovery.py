@@ -282,7 +282,7 @@ def test_other_strategies_go_on(job: Jobs, sync: str) -> None:
 
 
 FORMING = """
-from paceline.comm.shm.group import SharedGroup
+from paceline.comm.shm.shared_group import SharedGroup
 empty = SharedGroup.empty
 def dying(group, *given):
     die(run.rank == 1 and group.size == 3, "while new groups are formed")
@@ -323,7 +323,7 @@ def test_another_dies_while_new_groups_are_formed(job: Jobs) -> None:
 # rank 1 only in its next call.
 AHEAD = """
 from paceline.comm.cancellation import CancelScope
-from paceline.comm.shm.group import SharedGroup
+from paceline.comm.shm.shared_group import SharedGroup
 from paceline.comm.shm.waiting import RankWaiter
 agree, wait, trip, me, inside = SharedGroup.agree, RankWaiter.wait, CancelScope.trip, run.rank, []
 def until(mark):

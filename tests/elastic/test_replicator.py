@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm.group import Work
+from paceline.comm.group_protocol import Work
 from paceline.elastic import replicator as carrying
 from paceline.elastic.replicate import FORM, CopyShelf
 from paceline.elastic.replicator import Replicator
@@ -186,7 +186,7 @@ def test_a_worker_of_another_version_neither_sends_to_us_nor_gets_anything() -> 
 
         def agree(self, payload: bytes) -> list[bytes]:
             found = msgpack.unpackb(payload)
-            return self._group.agree(
+            return self._group.gather_bytes(
                 msgpack.packb([2, *found[1:]])
                 if found[:1] == [FORM] and self._group.rank == 0
                 else payload

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.cluster.store import Store
-from paceline.comm.backend.issue import Members
+from paceline.comm.backend.issue import GroupMembers
 from paceline.comm.backend.process_group import GroupBackend
-from paceline.comm.group import Group
-from paceline.comm.shm.group import SharedGroup
+from paceline.comm.group_protocol import Group
+from paceline.comm.shm.shared_group import SharedGroup
 from tests.harness.processes import threads
 from tests.harness.thread_groups import spawn
 
@@ -32,7 +32,7 @@ def backend(group: Group, *, cores: float = math.inf) -> GroupBackend:
     return GroupBackend(
         group.rank,
         range(group.size),
-        lambda: Members(group, hosts, cores),
+        lambda: GroupMembers(group, hosts, cores),
         dist.HashStore(),
         pairs=None,
     )
@@ -44,7 +44,9 @@ def meet(group: GroupBackend) -> None:
     """
     group.barrier().wait()
     end = time.monotonic() + PATIENCE
-    while not group._issuer._direct:  # until its thread has noted that nothing is left to it
+    while (
+        not group._issuer._begins_directly
+    ):  # until its thread has noted that nothing is left to it
         assert time.monotonic() < end
         os.sched_yield()
 

@@ -112,10 +112,10 @@ def together(case: Case, name: str, folder: Path) -> None:
 
 
 def _silent() -> None:
-    from paceline.comm.group import Finished
+    from paceline.comm.group_protocol import FinishedWork
     from paceline.sync.routes import GroupReducer
 
-    GroupReducer.all_reduce = lambda self, flat, name, **_: Finished(flat)  # type: ignore[method-assign, assignment]
+    GroupReducer.all_reduce = lambda self, flat, name, **_: FinishedWork(flat)  # type: ignore[method-assign, assignment]
 
 
 def _unweighted() -> None:

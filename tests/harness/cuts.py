@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.formatting import spell
 from paceline.parallel.cut import CutContext, GradientSink
 
@@ -72,18 +72,19 @@ class columns:
     __repr__ = spell
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
-        group, whole = context.groups.along(self.axis), model.get_submodule(self.name)
+        group, whole = context.groups.group_along(self.axis), model.get_submodule(self.name)
         length = whole.weight.shape[0] // group.size
         rows = [(group.rank * length, (group.rank + 1) * length)]
         found = {
-            key: context.placements.of(parameter).narrow(0, rows, self.axis)
+            key: context.placements.placement_of(parameter).cut_dim(0, rows, self.axis)
             for key, parameter in whole.named_parameters()
         }
         cut = ColumnsOfLinear(
-            *(found[key].take(getattr(whole, key).detach()) for key in ("weight", "bias")), group
+            *(found[key].copy_part(getattr(whole, key).detach()) for key in ("weight", "bias")),
+            group,
         )
         for key, placement in found.items():
-            context.renew(getattr(whole, key), getattr(cut, key), placement)
+            context.replace_parameter(getattr(whole, key), getattr(cut, key), placement)
         setattr(model, self.name, cut)
 
 
@@ -117,8 +118,8 @@ class summed:
     __repr__ = spell
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
-        group, weights = context.groups.along(self.axis), _Weights()
-        context.sources.append(weights)
+        group, weights = context.groups.group_along(self.axis), _Weights()
+        context.gradient_sources.append(weights)
 
         def add_up(grad: Tensor) -> Tensor:
             assert weights.sink is not None

@@ -21,7 +21,7 @@ def finished(
     steps = steps or [parts or QUIET] * 100
     count = len(steps)
     parts = {part: sum(step[part] for step in steps) / count for part in QUIET}
-    folder = RunFolder.create(tmp_path, "run", say=lambda text: None)
+    folder = RunFolder.create_folder(tmp_path, "run", say=lambda text: None)
     whole = count * sum(parts.values())
     fields: dict[str, Any] = {
         "sync": "AllReduce()",

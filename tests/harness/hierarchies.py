@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.cluster.store import Store
-from paceline.comm.group import Group
-from paceline.comm.hierarchy.group import HostsGroup
-from paceline.comm.native.group import TorchGroup
-from paceline.comm.shm.group import SharedGroup
+from paceline.comm.group_protocol import Group
+from paceline.comm.hierarchy.hosts_group import HostsGroup
+from paceline.comm.native.torch_group import TorchGroup
+from paceline.comm.shm.shared_group import SharedGroup
 from tests.harness.thread_groups import ThreadGroup
 
 
@@ -20,10 +20,10 @@ def made(
     mine, inner = hosts[group.rank], None
     for host in sorted(set(hosts)):
         ranks = [rank for rank, other in enumerate(hosts) if other == host]
-        found = group.sub(ranks)
+        found = group.make_subgroup(ranks)
         inner = found if host == mine else inner
     leaders = sorted(hosts.index(host) for host in set(hosts))
-    outer = group.sub(leaders)
+    outer = group.make_subgroup(leaders)
     assert inner is not None
     return HostsGroup(inner, None if outer is None else wrap(outer), group, hosts, deadline=60)
 
@@ -39,7 +39,7 @@ def networked(
     )
     return HostsGroup(
         inner,
-        flat.sub(sorted(hosts.index(host) for host in set(hosts))),
+        flat.make_subgroup(sorted(hosts.index(host) for host in set(hosts))),
         flat,
         hosts,
         deadline=deadline,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from paceline.parallel.pipelining.chain import LayerGraph
+from paceline.parallel.pipelining.layer_graph import LayerGraph
 
 
 class Looped(nn.Module):
@@ -180,12 +180,12 @@ def run_parts(
     """Run the parts of a model as stages do, each on tensors that know of no other; return what
     the model returns, and a backward.
     """
-    values = graph.bind(args, kwargs or {})
+    values = graph.bind_inputs(args, kwargs or {})
     records = []
     for start, stop in zip(starts, [*starts[1:], len(graph.layers)], strict=True):
-        part = graph.part(start, stop)
+        part = graph.make_part(start, stop)
         taken = {name: tree_map_only(Tensor, _alone, values[name]) for name in part.takes}
-        values = part.run(taken)
+        values = part.run_stage(taken)
         assert tuple(values) == part.gives
         records.append((taken, values))
     return next(iter(values.values())), records

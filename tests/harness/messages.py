@@ -106,12 +106,12 @@ def received(message: Message) -> Message:
     body, tensors = message.pack()
     frames = [
         memoryview(frame)
-        for frame in RpcMessage("x", 1, body=body, tensors=tuple(tensors)).dump(FRAME)
+        for frame in RpcMessage("x", 1, body=body, tensors=tuple(tensors)).to_frames(FRAME)
     ]
     frames = [
         memoryview(bytes(frame.cast("B"))) if frame.nbytes else memoryview(b"") for frame in frames
     ]
-    came = RpcMessage.load(frames, frame=FRAME)
+    came = RpcMessage.from_frames(frames, frame=FRAME)
     return type(message).unpack(came.body, came.tensors)
 
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from paceline.comm.native.group import TorchGroup
+from paceline.comm.native.torch_group import TorchGroup
 
 CONTEXT = multiprocessing.get_context("forkserver")
 BODIES = [
-    "tests.comm.native.test_group",
-    "tests.comm.hierarchy.test_group",
-    "tests.comm.p2p.test_network",
+    "tests.comm.native.test_torch_group",
+    "tests.comm.hierarchy.test_hosts_group",
+    "tests.comm.p2p.test_network_way",
 ]
 COMPARED = ["torch.distributed.tensor"]  # what `torch.testing` loads to compare
 # each process would load it by itself

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.comm.schedule import LinkSpeed
 from paceline.parallel.pipelining.schedules import make_schedule
-from paceline.parallel.pipelining.simulate import StageTimes, simulate
+from paceline.parallel.pipelining.simulate import StageTimes, simulate_schedule
 
 
 def measured(
@@ -36,7 +36,7 @@ def measured(
         sends=[transfer] * (stages - 1),
         links=[LinkSpeed(0.0, 1.0)] * (stages - 1),
     )
-    found = simulate(schedule, times)
+    found = simulate_schedule(schedule, times)
     counts = list(layers or [1] * stages)
     bounds = [sum(counts[:stage]) for stage in range(stages + 1)]
     each = layer_seconds or [
@@ -53,7 +53,7 @@ def measured(
             [round(1e9 * moment) + shift for moment in (began, span.start, span.end)]
             for began, span in zip(begins, row, strict=False)
         ]
-        held = schedule.held(rank)
+        held = schedule.stages_of_rank(rank)
         workers.append(
             {
                 "schedule": name,

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from paceline.comm.rpc import RpcMessage, RpcServer, keys
+from paceline.comm.rpc import RpcMessage, RpcServer, derive_rpc_keys
 from tests.harness.jobs import PATIENCE
 
-KEYS = keys(b"a secret of this job", "job 1")
+KEYS = derive_rpc_keys(b"a secret of this job", "job 1")
 SECONDS = PATIENCE
 
 

@@ -23,8 +23,8 @@ from paceline.cluster.discover import JobStart, Place
 from paceline.cluster.mesh import lay_out, read
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.comm.agreement import Agreement
-from paceline.comm.group import Group
-from paceline.comm.rpc import RpcServer, keys
+from paceline.comm.group_protocol import Group
+from paceline.comm.rpc import RpcServer, derive_rpc_keys
 from paceline.comm.solo import SoloGroup
 from paceline.formatting import spell
 from paceline.record.folder import RunFolder
@@ -108,9 +108,9 @@ def make(
     def open_records(history: RunHistory, adds: bool) -> tuple[RunFolder, MetricsLog]:
         again = start is not None and start.folder is not None
         kept = (
-            RunFolder.again(Path(folder) / "test", "test")
+            RunFolder.reopen_folder(Path(folder) / "test", "test")
             if again
-            else RunFolder.agree(agreement, Path(folder), "test", say=say)
+            else RunFolder.create_together(agreement, Path(folder), "test", say=say)
         )
         feed = TrackerFeed(
             list(trackers),
@@ -121,10 +121,12 @@ def make(
             again=again,
             timings=DEFAULTS.trackers,
         )
-        agreement.tell("where the run is reported to", lambda: feed.begin() or b"")
+        agreement.tell_everyone(
+            "where the run is reported to", lambda: feed.begin_trackers() or b""
+        )
         book = MetricsWriter(kept, adds=adds, feed=feed) if group.rank == 0 else None
         return kept, MetricsLog(
-            book, on_nan=on_nan, say=history.tell, accounts=context.accounts, clock=clock
+            book, on_nan=on_nan, say=history.announce_event, accounts=context.accounts, clock=clock
         )
 
     view = CurrentView(around)
@@ -146,7 +148,7 @@ def make(
 
 def serving(agreement: Agreement, hosts: int) -> Callable[[int | None, int], ServerEndpoints]:
     """What starts servers, as threads."""
-    found, over, threads = keys(b"0123456789abcdef", "tests"), threading.Event(), []
+    found, over, threads = derive_rpc_keys(b"0123456789abcdef", "tests"), threading.Event(), []
 
     def begin(count: int) -> bytes:
         addresses = []
@@ -163,7 +165,9 @@ def serving(agreement: Agreement, hosts: int) -> Callable[[int | None, int], Ser
 
     def servers(asked: int | None, copies: int) -> ServerEndpoints:
         count = asked or hosts
-        addresses = tuple(json.loads(agreement.tell("servers begin", lambda: begin(count))))
+        addresses = tuple(
+            json.loads(agreement.tell_everyone("servers begin", lambda: begin(count)))
+        )
         return ServerEndpoints(
             addresses,
             tuple(f"server {number} on here" for number in range(count)),

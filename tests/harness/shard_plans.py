@@ -22,7 +22,7 @@ SECONDS = PATIENCE  # in which a server under test answers
 
 
 def plan(rows: int = 4, ways: Any = ()) -> ShardPlan:
-    shapes = [BucketShape.of(torch.empty(size)) for size in ((rows, 3), (5,))]
+    shapes = [BucketShape.of_parameter(torch.empty(size)) for size in ((rows, 3), (5,))]
     pieces = [
         RowRange(number, 0, shape.size[0], shape, True) for number, shape in enumerate(shapes)
     ]

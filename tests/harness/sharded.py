@@ -18,10 +18,10 @@ from paceline.cluster.mesh import SAMPLED, lay_out
 from paceline.cluster.store import Store
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.comm.agreement import Agreement
-from paceline.comm.axes import AxisGroups
-from paceline.comm.group import Group
-from paceline.comm.native.group import TorchGroup
-from paceline.comm.shm.group import SharedGroup
+from paceline.comm.axis_groups import AxisGroups
+from paceline.comm.group_protocol import Group
+from paceline.comm.native.torch_group import TorchGroup
+from paceline.comm.shm.shared_group import SharedGroup
 from paceline.errors import UsageError
 from paceline.parallel.cut import CutContext, ModelCut
 from paceline.parallel.placement import Placements
@@ -98,9 +98,9 @@ def trainee(
         ),
         group,
     )
-    size, rank = axes.along(*SAMPLED).size, axes.mesh.index(group.rank, SAMPLED)
+    size, rank = axes.group_along(*SAMPLED).size, axes.mesh.index(group.rank, SAMPLED)
     state = StepState(scale=1 / size)
-    outer = axes.along("data")
+    outer = axes.group_along("data")
     context = SyncContext(
         outer, Agreement(outer, step=lambda: state.step), state, announce=lambda text: None
     )
@@ -113,13 +113,13 @@ def trainee(
         if each is not None and axes.mesh.extent(each.axis) > 1:
             each.apply(model, around)
     slots = [
-        Slot(name, around.renewed.get(p, p), opt)
+        Slot(name, around.replacements.get(p, p), opt)
         for name, p in model.named_parameters()
         if p.requires_grad
     ]
     for one in opt.param_groups:
-        one["params"] = [around.renewed.get(p, p) for p in one["params"]]
-    for source in around.sources:
+        one["params"] = [around.replacements.get(p, p) for p in one["params"]]
+    for source in around.gradient_sources:
         tracker.follow(source)
     if group.size > 1:
         tracker.watch(slots)
@@ -129,7 +129,10 @@ def trainee(
 def values(one: Trainee) -> Tensor:
     """All parameters, whole, in the order of the model."""
     return put_together(
-        one.model, one.cut.groups.everyone, one.cut.placements, lambda p: one.cut.renewed.get(p, p)
+        one.model,
+        one.cut.groups.everyone,
+        one.cut.placements,
+        lambda p: one.cut.replacements.get(p, p),
     )
 
 
@@ -142,10 +145,13 @@ def put_together(
     found = []
     for name, parameter in model.named_parameters():
         part = trained(parameter)
-        placement = placements.of(part, name)
+        placement = placements.placement_of(part, name)
         logical = torch.full(placement.shape, torch.nan, dtype=torch.float64)
         regions = (
-            [[r.logical, r.of_local(part.detach()).reshape(-1).tolist()] for r in placement.regions]
+            [
+                [r.logical, r.view_local(part.detach()).reshape(-1).tolist()]
+                for r in placement.regions
+            ]
             if placement.axes
             else []
         )
@@ -275,7 +281,7 @@ class Kept:
 def alone_with(group: ThreadGroup, build: Build, cut: shard) -> tuple[nn.Module, ShardedModel]:
     model = build()
     every = range(group.size)
-    gathering, reducing = group.sub(every), group.sub(every)
+    gathering, reducing = group.make_subgroup(every), group.make_subgroup(every)
     assert gathering is not None and reducing is not None
     return model, ShardedModel(model, cut, gathering, reducing)
 

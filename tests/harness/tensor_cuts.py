@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from paceline.apps.gpt import GPT, GPTShape
 from paceline.cluster.mesh import Mesh
-from paceline.comm.axes import AxisGroups
-from paceline.comm.group import Group
+from paceline.comm.axis_groups import AxisGroups
+from paceline.comm.group_protocol import Group
 from paceline.parallel.cut import CutContext
 from paceline.parallel.placement import Placements
-from paceline.parallel.tensor.cut import tensor
 from paceline.parallel.tensor.styles import Style, column, row, sequence, vocab
+from paceline.parallel.tensor.tensor_cut import tensor
 from tests.harness.jobs import PATIENCE
 from tests.harness.thread_groups import spawn
 
@@ -113,7 +113,8 @@ def cut_training(
         assert [id(p) for p in mine.parameters()] == [id(p) for p in parameters]
         losses, _ = train(mine, data, optimizer, loss)
         return losses, [
-            (context.placements.of(p, name), p.detach()) for name, p in mine.named_parameters()
+            (context.placements.placement_of(p, name), p.detach())
+            for name, p in mine.named_parameters()
         ]
 
     found = spawn(size, body, deadline=PATIENCE)
@@ -132,11 +133,11 @@ def whole(parts: Sequence[Sequence[tuple[Any, Tensor]]]) -> dict[str, Tensor]:
             )
             there = seen.setdefault(placement.name, torch.zeros(placement.shape, dtype=torch.bool))
             for region in placement.regions:
-                part, known = region.of_logical(into), region.of_logical(there)
-                assert torch.equal(part[known], region.of_local(local)[known]), (
+                part, known = region.view_logical(into), region.view_logical(there)
+                assert torch.equal(part[known], region.view_local(local)[known]), (
                     f"{placement.name} differs between ranks"
                 )
-                part.copy_(region.of_local(local))
+                part.copy_(region.view_local(local))
                 known.fill_(True)
     assert all(bool(there.all()) for there in seen.values())
     return found

@@ -24,11 +24,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from paceline.comm import fingerprint, reduction
+from paceline.comm import fingerprint, reduction_rules
 from paceline.comm.fingerprint import CallFingerprint
-from paceline.comm.group import Op, Traffic, Work, as_begun, begun, pieces
-from paceline.comm.traffic import TrafficMeter
-from paceline.comm.waitgraph import GRACE, RankWait, apart, describe, late
+from paceline.comm.group_protocol import (
+    Op,
+    Traffic,
+    Work,
+    needs_inference_mode,
+    piece_bounds,
+    resume_mode,
+)
+from paceline.comm.traffic_meter import TrafficMeter
+from paceline.comm.waitgraph import GRACE, RankWait, describe_late, find_stuck, make_stuck_error
 from paceline.errors import (
     DeadlineExceeded,
     Mismatch,
@@ -58,8 +65,8 @@ class _ThreadCall:
         """Do the work of the call, once all parts are there."""
         parts = [self.parts[rank] for rank in range(len(self.names))]
         try:
-            fingerprint.compare([(str(call), call.flaw) for call, _ in parts], self.names)
-            with as_begun(self.inference):
+            fingerprint.check_calls_agree([(str(call), call.flaw) for call, _ in parts], self.names)
+            with resume_mode(self.inference):
                 self.results = finish([data for _, data in parts])
         except (PacelineError, RuntimeError) as error:
             self.error = error
@@ -175,9 +182,9 @@ class _ThreadWork:
         segment.waits[rank] = RankWait(
             self._channel, self._slot.number, str(self._call), dict(segment.made[rank])
         )
-        stuck = apart(segment.waits) if waited > GRACE else {}
+        stuck = find_stuck(segment.waits) if waited > GRACE else {}
         if stuck:
-            segment.fail(describe(stuck, self._group.names))
+            segment.fail(make_stuck_error(stuck, self._group.names))
 
     def _late(self, seconds: float) -> DeadlineExceeded:
         segment = self._group.segment
@@ -187,7 +194,7 @@ class _ThreadWork:
             for rank in range(segment.size)
             if rank not in self._slot.parts
         }
-        return DeadlineExceeded(late(str(self._call), seconds, absent), tuple(absent))
+        return DeadlineExceeded(describe_late(str(self._call), seconds, absent), tuple(absent))
 
 
 class ThreadGroup:
@@ -230,7 +237,7 @@ class ThreadGroup:
         channel: str = "calls",
     ) -> Work[Any]:
         self.pause()
-        inference = begun(*(x for x in tree_leaves(data) if isinstance(x, Tensor)))
+        inference = needs_inference_mode(*(x for x in tree_leaves(data) if isinstance(x, Tensor)))
         return _ThreadWork(
             self,
             channel,
@@ -246,9 +253,9 @@ class ThreadGroup:
         tag: int = 0,
     ) -> Work[None]:
         for to, x in sends:
-            self._meter.sent(to, x.numel() * x.element_size())
+            self._meter.count_sent(to, x.numel() * x.element_size())
         return self._post(
-            fingerprint.exchanging(sends, recvs, tag, self.size), (sends, recvs), _deliver
+            fingerprint.exchange_call(sends, recvs, tag, self.size), (sends, recvs), _deliver
         )
 
     def exchange_agreed(
@@ -260,9 +267,9 @@ class ThreadGroup:
     ) -> Work[None]:
         """Exchange on a channel of its own for each `tag`."""
         for to, x in sends:
-            self._meter.sent(to, x.numel() * x.element_size())
+            self._meter.count_sent(to, x.numel() * x.element_size())
         return self._post(
-            fingerprint.exchanging(sends, recvs, tag, self.size),
+            fingerprint.exchange_call(sends, recvs, tag, self.size),
             (sends, recvs),
             _deliver,
             f"exchange {tag}",
@@ -271,9 +278,9 @@ class ThreadGroup:
     def all_reduce(
         self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None
     ) -> Work[Tensor]:
-        self._meter.ring(x.numel() * x.element_size())
+        self._meter.count_ring(x.numel() * x.element_size())
         return self._post(
-            fingerprint.reducing("all_reduce", x, op, name, out),
+            fingerprint.reduction_call("all_reduce", x, op, name, out),
             (x, out),
             lambda parts: _reduced(op, parts),
         )
@@ -284,30 +291,32 @@ class ThreadGroup:
         """Reduce on a channel of its own, for layouts agreed before: safe beside calls made by
         other threads of this rank.
         """
-        self._meter.ring(x.numel() * x.element_size())
-        call = fingerprint.reducing("all_reduce_agreed", x, op, None, out)
+        self._meter.count_ring(x.numel() * x.element_size())
+        call = fingerprint.reduction_call("all_reduce_agreed", x, op, None, out)
         return self._post(call, (x, out), lambda parts: _reduced(op, parts), "agreed")
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
-        self._meter.ring(x.numel() * x.element_size(), laps=1)
+        self._meter.count_ring(x.numel() * x.element_size(), laps=1)
 
         def finish(xs: list[Tensor]) -> list[Tensor]:
-            reduction.admit(op, xs[0].dtype)
-            total = reduction.reduce(op, xs).flatten()
-            return [total[start:stop].clone() for start, stop in pieces(total.numel(), len(xs))]
+            reduction_rules.check_operation(op, xs[0].dtype)
+            total = reduction_rules.reduce_parts(op, xs).flatten()
+            return [
+                total[start:stop].clone() for start, stop in piece_bounds(total.numel(), len(xs))
+            ]
 
-        return self._post(fingerprint.reducing("reduce_scatter", x, op, name), x, finish)
+        return self._post(fingerprint.reduction_call("reduce_scatter", x, op, name), x, finish)
 
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
-        self._meter.everyone(x.numel() * x.element_size())
+        self._meter.count_to_all(x.numel() * x.element_size())
         finish: Callable[[list[Tensor]], list[Any]] = lambda xs: [  # noqa: E731
             [_copy(part) for part in xs] for _ in xs
         ]
-        return self._post(fingerprint.rows("all_gather", x, name), x, finish)
+        return self._post(fingerprint.rows_call("all_gather", x, name), x, finish)
 
     def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
         if self.rank == root:
-            self._meter.everyone(x.numel() * x.element_size())
+            self._meter.count_to_all(x.numel() * x.element_size())
 
         def finish(xs: list[Tensor]) -> list[Tensor]:
             for rank, part in enumerate(xs):
@@ -315,45 +324,45 @@ class ThreadGroup:
                     part.detach().copy_(xs[root].detach())
             return xs
 
-        return self._post(fingerprint.rooted(x, root, self.size, name), x, finish)
+        return self._post(fingerprint.broadcast_call(x, root, self.size, name), x, finish)
 
     def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
         for to, x in enumerate(xs[: self.size]):
-            self._meter.sent(to, x.numel() * x.element_size())
+            self._meter.count_sent(to, x.numel() * x.element_size())
         finish: Callable[[list[Sequence[Tensor]]], list[Any]] = lambda rows: [  # noqa: E731
             [_copy(row[to]) for row in rows] for to in range(len(rows))
         ]
-        return self._post(fingerprint.dealing(xs, self.size, name), list(xs), finish)
+        return self._post(fingerprint.all_to_all_call(xs, self.size, name), list(xs), finish)
 
     def barrier(self, *, name: str | None = None) -> Work[None]:
         return self._post(CallFingerprint("barrier", name), None, lambda parts: parts)
 
     def gather_objects(self, obj: Any, *, name: str | None = None) -> list[Any]:
-        text, call = fingerprint.objects(obj, name)
+        text, call = fingerprint.objects_call(obj, name)
         everyones: list[str] = self._post(call, text, lambda texts: [texts] * len(texts)).wait()
         return [json.loads(text) for text in everyones]
 
-    def agree(self, payload: bytes) -> list[bytes]:
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
         payloads: list[bytes] = self._post(
             CallFingerprint("agree"), bytes(payload), lambda parts: [parts] * len(parts), "agree"
         ).wait()
         return list(payloads)
 
-    def sub(self, ranks: Sequence[int]) -> ThreadGroup | None:
+    def make_subgroup(self, ranks: Sequence[int]) -> ThreadGroup | None:
         def finish(parts: list[None]) -> list[_ThreadBoard]:
             return [
                 _ThreadBoard([self.names[rank] for rank in ranks], self.segment.deadline)
             ] * len(parts)
 
         segment: _ThreadBoard = self._post(
-            fingerprint.choosing(ranks, self.size), None, finish
+            fingerprint.subgroup_call(ranks, self.size), None, finish
         ).wait()
         if self.rank not in ranks:
             return None
         child = ThreadGroup(
             segment,
             list(ranks).index(self.rank),
-            hosts=self._meter.choose(ranks),
+            hosts=self._meter.select_hosts(ranks),
             delay=self._delay,
         )
         self._children.append(child)
@@ -400,9 +409,9 @@ class ThreadGroup:
             group.segment.leave(group.rank, why)
 
     def abort(self) -> None:
-        self.end(ViewChanged(f"the group was aborted by rank {self.names[self.rank]}"))
+        self.end_everywhere(ViewChanged(f"the group was aborted by rank {self.names[self.rank]}"))
 
-    def end(self, error: PacelineError) -> PacelineError:
+    def end_everywhere(self, error: PacelineError) -> PacelineError:
         """End everything under way, on all ranks, with `error`, or with that of the rank that
         was first; return that.
         """
@@ -497,8 +506,8 @@ def _join(
 
 
 def _reduced(op: str, parts: list[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
-    reduction.admit(op, parts[0][0].dtype)
-    total = reduction.reduce(op, [x for x, _ in parts])
+    reduction_rules.check_operation(op, parts[0][0].dtype)
+    total = reduction_rules.reduce_parts(op, [x for x, _ in parts])
     return [total.clone() if out is None else out.copy_(total) for _, out in parts]
 
 
@@ -525,8 +534,8 @@ def _deliver(
 
 def _matching(source: int, to: int, sent: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
     """Return True; raise Mismatch if what `source` sends is not what `to` expects."""
-    left = [fingerprint.parcel(x) for x in sent]
-    right = [fingerprint.parcel(x) for x in wanted]
+    left = [fingerprint.describe_message(x) for x in sent]
+    right = [fingerprint.describe_message(x) for x in wanted]
     if left != right:
         sends, expects = ", ".join(left) or "nothing", ", ".join(right) or "nothing"
         raise Mismatch(

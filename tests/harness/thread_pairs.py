@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.group import Finished, Traffic, Work
-from paceline.comm.p2p.inbox import PairInbox, ReceiveTerms, ReceiveWork
-from paceline.comm.p2p.message import PairMessage, copied, pack, unpack
-from paceline.comm.traffic import TrafficMeter
+from paceline.comm.group_protocol import FinishedWork, Traffic, Work
+from paceline.comm.p2p.pair_inbox import PairInbox, ReceiveTerms, ReceiveWork
+from paceline.comm.p2p.pair_message import PairMessage, copy_to_cpu, pack_header, unpack_header
+from paceline.comm.traffic_meter import TrafficMeter
 from paceline.errors import PacelineError, UsageError, ViewChanged, WorkerLost
 from tests.harness.thread_groups import ThreadGroup
 
@@ -26,7 +26,7 @@ class _Exchange:
 
     def notify(self) -> None:
         for inbox in self.inboxes:
-            inbox.notify()
+            inbox.wake_waiters()
 
 
 class _ThreadLink:
@@ -36,12 +36,12 @@ class _ThreadLink:
         self.name, self.host = group.names[source], f"host {group.hosts[source]}"
         self._group, self._exchange, self._source = group, exchange, source
 
-    def look(self, *, last: bool = False) -> None: ...
+    def look_for_messages(self, *, last: bool = False) -> None: ...
 
-    def rest(self, work: ReceiveWork, seconds: float) -> None:
-        self._exchange.inboxes[self._group.rank].rest(work, seconds)
+    def rest_until(self, work: ReceiveWork, seconds: float) -> None:
+        self._exchange.inboxes[self._group.rank].wait_for_change(work, seconds)
 
-    def gone(self) -> PacelineError | None:
+    def find_loss(self) -> PacelineError | None:
         if self._source in self._exchange.left:
             return WorkerLost(f"rank {self.name} has closed its end", (self.name,))
         if self._source in self._group.segment.left:
@@ -79,11 +79,13 @@ class ThreadPairs:
     ) -> Work[None]:
         self._check(to)
         self._group.pause()
-        text = pack(lane, head, tensors)
-        copies = tuple(copied(x) for x in tensors)
-        self._meter.sent(to, len(text) + sum(x.nbytes for x in copies))
-        self._exchange.inboxes[to].put(self.rank, lane, PairMessage(unpack(text).head, copies))
-        return Finished()
+        text = pack_header(lane, head, tensors)
+        copies = tuple(copy_to_cpu(x) for x in tensors)
+        self._meter.count_sent(to, len(text) + sum(x.nbytes for x in copies))
+        self._exchange.inboxes[to].put_message(
+            self.rank, lane, PairMessage(unpack_header(text).head, copies)
+        )
+        return FinishedWork()
 
     def receive(self, source: int, lane: int, *, what: str = "") -> Work[PairMessage]:
         self._check(source)
@@ -93,7 +95,7 @@ class ThreadPairs:
             what or f"a message on lane {lane}",
             self._terms,
         )
-        self._exchange.inboxes[self.rank].ask(source, lane, work)
+        self._exchange.inboxes[self.rank].request_message(source, lane, work)
         return work
 
     def _check(self, rank: int) -> None:

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline as pl
 from paceline.record.logged.media import MediaItem
 from paceline.record.trackers.tracker import (
-    TrackedEnd,
     TrackedEvent,
     TrackedRun,
     TrackedStep,
+    TrackedSummary,
     Tracker,
 )
 from paceline.session.run import Run
@@ -91,7 +91,7 @@ def rows(folder: Path) -> dict[int, dict[str, float]]:
     """
     found: dict[int, dict[str, float]] = {}
     for line in lines(folder):
-        found.setdefault(line["step"], {}).update(TrackedStep.of(line, ()).scalars())
+        found.setdefault(line["step"], {}).update(TrackedStep.from_line(line, ()).to_scalars())
     return found
 
 
@@ -112,25 +112,25 @@ class Notes:
             raise self.fails
         self.told.append(what[0] if len(what) == 1 else what)
 
-    def begin(self, run: TrackedRun) -> str:
+    def begin_run(self, run: TrackedRun) -> str:
         self._note("begin", run)
         return "here"
 
-    def steps(self, steps: Iterable[TrackedStep]) -> None:
+    def log_steps(self, steps: Iterable[TrackedStep]) -> None:
         for step in steps:
             self._note("step", step.step)
 
-    def media(self, items: Iterable[MediaItem]) -> None:
+    def log_media(self, items: Iterable[MediaItem]) -> None:
         for item in items:
             self._note("media", item.step, item.name)
 
-    def event(self, event: TrackedEvent) -> None:
+    def log_event(self, event: TrackedEvent) -> None:
         self._note("event", event.what)
 
-    def rewind(self, step: int) -> None:
+    def rewind_to_step(self, step: int) -> None:
         self._note("rewind", step)
 
-    def conclude(self, end: TrackedEnd) -> None:
+    def log_summary(self, end: TrackedSummary) -> None:
         self._note("end", end)
 
     def close(self, *, failed: bool) -> None:

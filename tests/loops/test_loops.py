@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD
 
 from paceline.errors import PacelineError
-from paceline.record.logged.values import RESERVED
+from paceline.record.logged.values import RESERVED_FIELDS
 from paceline.servers.worker.strategy import ParameterServer
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
@@ -90,7 +90,7 @@ def logged(path: Path) -> dict[int, dict[str, float]]:
     found: dict[int, dict[str, float]] = {}
     for line in (path / "metrics.jsonl").read_text().splitlines():
         values = json.loads(line)
-        mine = {name: float(value) for name, value in values.items() if name not in RESERVED}
+        mine = {name: float(value) for name, value in values.items() if name not in RESERVED_FIELDS}
         found.setdefault(values["step"], {}).update(mine)
     return {step: values for step, values in found.items() if values}
 

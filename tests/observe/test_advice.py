@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.observe.advice import quiet, remarks
-from paceline.observe.facts import read
+from paceline.observe.advice import collect_remarks, explain_no_advice
+from paceline.observe.facts import read_facts
 from paceline.record.folder import RunFolder
 from paceline.unequal.stragglers.causes import CAUSES
 from tests.harness.finished_runs import QUIET, finished
@@ -30,7 +30,7 @@ LINK = {
 def gains(
     tmp_path: Path, parts: dict[str, float] = QUIET, **changes: Any
 ) -> list[tuple[float | None, bool, str]]:
-    found = remarks(read(RunFolder(finished(tmp_path, parts, **changes))))
+    found = collect_remarks(read_facts(RunFolder(finished(tmp_path, parts, **changes))))
     assert all(remark.words for remark in found)
     return [
         (None if remark.gain is None else round(remark.gain, 3), remark.most, remark.of)
@@ -97,5 +97,7 @@ def test_links(
 
 
 def test_no_advice_has_its_reason(tmp_path: Path) -> None:
-    facts = read(RunFolder(finished(tmp_path)))
-    assert remarks(facts) == [] and quiet(facts).startswith("Nothing stands out")
+    facts = read_facts(RunFolder(finished(tmp_path)))
+    assert collect_remarks(facts) == [] and explain_no_advice(facts).startswith(
+        "Nothing stands out"
+    )

@@ -10,7 +10,7 @@ import pytest
 
 from paceline import cli
 from paceline.errors import UsageError
-from paceline.observe.choosing import choose
+from paceline.observe.choosing import choose_run
 
 
 @pytest.fixture(autouse=True)
@@ -30,20 +30,20 @@ def test_the_newest() -> None:
     for name, at in (("a", 1000), ("c", 3000), ("b", 2000)):
         begun(name, at)
     Path("runs", "later").mkdir()
-    assert choose(None) == Path("runs/c")
+    assert choose_run(None) == Path("runs/c")
 
 
 def test_none_at_all(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=rf"there are no runs in {tmp_path}/runs: say which folder you mean"
     ):
-        choose(None)
+        choose_run(None)
 
 
 def test_by_folder_or_by_name() -> None:
     begun("a", 1000)
     begun("b", 1000, root="elsewhere")
-    assert [choose(Path(asked)) for asked in ("runs/a", "a", "elsewhere/b")] == [
+    assert [choose_run(Path(asked)) for asked in ("runs/a", "a", "elsewhere/b")] == [
         Path("runs/a"),
         Path("runs/a"),
         Path("elsewhere/b"),

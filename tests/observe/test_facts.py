@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from paceline.errors import PacelineError, UsageError
-from paceline.observe.page.data import page_data
-from paceline.observe.report import LISTED, report
-from paceline.record.folder import KINDS
+from paceline.observe.page.data import make_page_data
+from paceline.observe.report import MAX_EVENTS, format_report
+from paceline.record.folder import MEMORY_KINDS
 from tests.harness.finished_runs import finished
 from tests.harness.strangers import made_up
 
 
 def summary() -> dict[str, Any]:
     """The fields of a summary that has everything."""
-    bytes_of = dict.fromkeys(KINDS, 7)
+    bytes_of = dict.fromkeys(MEMORY_KINDS, 7)
     served = {
         "name": "s",
         "busy_seconds": 1.0,
@@ -65,13 +65,13 @@ def test_a_summary_that_is_made_up_is_told_or_refused(tmp_path: Path) -> None:
     )
     good = json.loads((folder / "summary.json").read_text()) | summary()
     (folder / "summary.json").write_text(json.dumps(good))
-    assert "data 0" in report(folder) and page_data(folder)["ranks"] == [
+    assert "data 0" in format_report(folder) and make_page_data(folder)["ranks"] == [
         "rank 0 (data 0)",
         "rank 1 (data 1)",
     ]
     for text in made_up(good, 1000):
         (folder / "summary.json").write_text(text)
-        for read in (report, page_data):
+        for read in (format_report, make_page_data):
             try:
                 found = read(folder)
             except PacelineError:
@@ -92,22 +92,25 @@ def test_a_summary_of_more_than_can_be_is_refused(tmp_path: Path, fields: dict[s
     (folder / "summary.json").write_text(
         json.dumps(json.loads((folder / "summary.json").read_text()) | fields)
     )
-    for read in (report, page_data):
+    for read in (format_report, make_page_data):
         with pytest.raises(UsageError, match="is damaged"):
             read(folder)
 
 
 def test_many_events_are_told_in_short(tmp_path: Path) -> None:
     folder = finished(
-        tmp_path, events=[{"time": float(at), "what": f"event {at}"} for at in range(LISTED + 5)]
+        tmp_path,
+        events=[{"time": float(at), "what": f"event {at}"} for at in range(MAX_EVENTS + 5)],
     )
     assert (
-        "event 4\n" not in report(folder)
-        and f"event {LISTED + 4}" in report(folder)
-        and f"the last {LISTED} of {LISTED + 5}" in report(folder)
+        "event 4\n" not in format_report(folder)
+        and f"event {MAX_EVENTS + 4}" in format_report(folder)
+        and f"the last {MAX_EVENTS} of {MAX_EVENTS + 5}" in format_report(folder)
     )
 
 
 def test_what_moves_the_cursor_of_a_terminal_is_written_out(tmp_path: Path) -> None:
-    text = report(finished(tmp_path, events=[{"time": 1.0, "what": "\x1b]0;title\x07 and \x9b2J"}]))
+    text = format_report(
+        finished(tmp_path, events=[{"time": 1.0, "what": "\x1b]0;title\x07 and \x9b2J"}])
+    )
     assert r"\x1b]0;title\x07 and \x9b2J" in text and text.replace("\n", "").isprintable()

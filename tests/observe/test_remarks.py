@@ -6,6 +6,6 @@ from paceline.observe.remarks import Remark
 
 
 def test_gains_in_words() -> None:
-    assert Remark("x").saves == ""
-    assert Remark("x", 0.123).saves == "saves about 12% of a step"
-    assert Remark("x", 0.4, most=True, of="run").saves == "saves at most 40% of the run"
+    assert Remark("x").saving_in_words == ""
+    assert Remark("x", 0.123).saving_in_words == "saves about 12% of a step"
+    assert Remark("x", 0.4, most=True, of="run").saving_in_words == "saves at most 40% of the run"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import UsageError
-from paceline.observe.report import report
+from paceline.observe.report import format_report
 from paceline.record.folder import RunFolder, RunSummary, RunTotals
 from paceline.record.live import LiveRecord
 from paceline.record.log import MetricsLog
@@ -26,7 +26,7 @@ def split(**parts: float) -> dict[str, float]:
 
 
 def test_a_quiet_run(tmp_path: Path) -> None:
-    assert report(finished(tmp_path)) == (
+    assert format_report(finished(tmp_path)) == (
         "run: AllReduce(), 2 workers on 1 host, 100 steps of 6,400 samples in all in 0:10; "
         "final loss 1.234\n"
         "\n"
@@ -88,7 +88,7 @@ def test_a_quiet_run(tmp_path: Path) -> None:
 )
 def test_checkpoints(tmp_path: Path, counted: tuple[Any, ...], words: str, advice: str) -> None:
     saved = dict(zip(("count", "stall_seconds", "write_seconds", "best"), counted, strict=False))
-    text = report(finished(tmp_path, seconds=10.0, checkpoints=saved))
+    text = format_report(finished(tmp_path, seconds=10.0, checkpoints=saved))
     assert words in text
     assert advice in text if advice else "Nothing stands out" in text
 
@@ -116,7 +116,7 @@ def test_checkpoints(tmp_path: Path, counted: tuple[Any, ...], words: str, advic
     ],
 )
 def test_an_exposed_exchange(tmp_path: Path, sync: str, hosts: int, words: str) -> None:
-    text = report(
+    text = format_report(
         finished(
             tmp_path,
             split(exchange=0.04),
@@ -151,7 +151,7 @@ def along(data: float, tensor: float, between: float = 0.0) -> dict[str, dict[st
 
 
 def test_axes_of_a_cut_model(tmp_path: Path) -> None:
-    text = report(finished(tmp_path, axes=along(0.003, 0.02), **MESH))
+    text = format_report(finished(tmp_path, axes=along(0.003, 0.02), **MESH))
     assert text.startswith("run: AllReduce(), mesh data=2, tensor=2, 4 workers on 1 host, ")
     assert (
         "Along the axes of the mesh, waits for others included; bytes are those of all workers in "
@@ -181,7 +181,7 @@ def test_axes_of_a_cut_model(tmp_path: Path) -> None:
 def test_an_exposed_exchange_has_the_advice_of_its_axis(
     tmp_path: Path, axes: dict[str, dict[str, float]], words: str
 ) -> None:
-    text = report(finished(tmp_path, split(exchange=0.04), axes=axes, **MESH))
+    text = format_report(finished(tmp_path, split(exchange=0.04), axes=axes, **MESH))
     assert words in text and text.count("Exchange takes") == 1
 
 
@@ -200,7 +200,7 @@ def test_what_workers_hold(tmp_path: Path) -> None:
         holding(2 * 10**6, None, 10**8),
         *[holding(10**6, 2 * 10**6, 4 * 10**8)] * 2,
     ]
-    text = report(finished(tmp_path, memory=memory[:2], workers=2))
+    text = format_report(finished(tmp_path, memory=memory[:2], workers=2))
     assert (
         "Held by each worker from step to step (in brackets what was predicted, where that is "
         "something else):\n"
@@ -208,17 +208,19 @@ def test_what_workers_hold(tmp_path: Path) -> None:
         "  rank 0           1.0 MB     1.0 MB     2.0 MB         300.0 MB\n"
         "  rank 1  2.0 MB (1.0 MB)     2.0 MB     4.0 MB         100.0 MB\n"
     ) in text
-    text = report(finished(tmp_path / "other", memory=memory, **MESH))
+    text = format_report(finished(tmp_path / "other", memory=memory, **MESH))
     assert (
         "  ranks 0, 2, 3  " in text
         and "  rank 1 (data 1, tensor 0)  " in text
         and " 400.0 MB\n" in text
     )
-    text = report(
+    text = format_report(
         finished(tmp_path / "third", memory=[memory[0], memory[1], memory[0], memory[1]], **MESH)
     )
     assert "  ranks 0, 2 (data 0)  " in text and "  ranks 1, 3 (data 1)  " in text
-    assert "  all workers  " in report(finished(tmp_path / "all", memory=memory[2:], workers=2))
+    assert "  all workers  " in format_report(
+        finished(tmp_path / "all", memory=memory[2:], workers=2)
+    )
 
 
 def works(*seconds: float, late: tuple[float, ...]) -> list[dict[str, float]]:
@@ -227,7 +229,7 @@ def works(*seconds: float, late: tuple[float, ...]) -> list[dict[str, float]]:
 
 def test_a_slow_worker_is_named_with_shares_that_fit(tmp_path: Path) -> None:
     work = works(0.05, 0.1, 0.06, late=(0.0, 0.97, 0.3))
-    text = report(finished(tmp_path, split(wait=0.03), work=work, workers=3))
+    text = format_report(finished(tmp_path, split(wait=0.03), work=work, workers=3))
     assert (
         "Waiting for slower workers takes 30% of a step. The slowest is rank 1, with 100.0 ms of "
         "own work" in text
@@ -239,7 +241,7 @@ def test_a_slow_worker_is_named_with_shares_that_fit(tmp_path: Path) -> None:
 def test_a_slow_worker_of_a_mesh_has_its_place_and_shares_go_by_samples(tmp_path: Path) -> None:
     """Ranks 0 and 2 have the same samples, and so have 1 and 3."""
     work = works(0.05, 0.1, 0.06, 0.05, late=(0.0, 0.97, 0.3, 0.0))
-    text = report(finished(tmp_path, split(wait=0.03), work=work, **MESH))
+    text = format_report(finished(tmp_path, split(wait=0.03), work=work, **MESH))
     assert (
         "The slowest is rank 1 (data 1, tensor 0), with" in text
         and "prepare(..., shares='auto'), or shares=[1, 0.6]" in text
@@ -254,7 +256,7 @@ LATE = [
 
 def test_who_was_late_and_why(tmp_path: Path) -> None:
     work = works(0.05, 0.1, late=(0.0, 1.0))
-    text = report(finished(tmp_path, split(wait=0.03), work=work, late=LATE))
+    text = format_report(finished(tmp_path, split(wait=0.03), work=work, late=LATE))
     assert (
         "How much later than usual each worker was in a mean step, and why:\n"
         "             late  compute  data loading  stolen processor\n"
@@ -269,27 +271,31 @@ def test_who_was_late_and_why(tmp_path: Path) -> None:
 
 
 def test_what_could_not_be_told_apart_is_said(tmp_path: Path) -> None:
-    text = report(finished(tmp_path, split(wait=0.03), late=LATE, untold=["stolen"]))
+    text = format_report(finished(tmp_path, split(wait=0.03), late=LATE, untold=["stolen"]))
     assert "Not told apart on this machine: stolen processor." in text
 
 
 def test_those_who_were_hardly_late_have_no_table(tmp_path: Path) -> None:
-    assert "later than usual" not in report(finished(tmp_path, late=[LATE[0], LATE[0]]))
+    assert "later than usual" not in format_report(finished(tmp_path, late=[LATE[0], LATE[0]]))
 
 
 def test_shares_that_are_unequal_already_are_gone_on_from(tmp_path: Path) -> None:
     work, loader = works(0.05, 0.1, late=(0.0, 1.0)), {"num_workers": 0, "shares": [48, 16]}
-    text = report(finished(tmp_path, split(wait=0.03), work=work, loader=loader))
+    text = format_report(finished(tmp_path, split(wait=0.03), work=work, loader=loader))
     assert "the shares are 48, 16 now, and by speed they would be shares=[1, 0.17]" in text
 
 
 def test_a_worker_that_is_slower_only_now_and_then_gets_no_shares(tmp_path: Path) -> None:
-    text = report(finished(tmp_path, split(wait=0.03), work=works(0.05, 0.1, late=(0.2, 0.6))))
+    text = format_report(
+        finished(tmp_path, split(wait=0.03), work=works(0.05, 0.1, late=(0.2, 0.6)))
+    )
     assert "no worker is the slowest throughout" in text and "shares" not in text
 
 
 def test_waiting_without_a_slowest(tmp_path: Path) -> None:
-    text = report(finished(tmp_path, split(wait=0.03), work=works(0.07, 0.07, late=(0.1, 0.1))))
+    text = format_report(
+        finished(tmp_path, split(wait=0.03), work=works(0.07, 0.07, late=(0.1, 0.1)))
+    )
     assert "no worker is the slowest throughout" in text
     assert "trace.json" in text
 
@@ -297,7 +303,7 @@ def test_waiting_without_a_slowest(tmp_path: Path) -> None:
 def test_slow_data(tmp_path: Path) -> None:
     assert (
         "waited for during 25% of a step. Where cores are left, let others prepare it: "
-        "DataLoader(..., num_workers=2" in report(finished(tmp_path, split(data=0.025)))
+        "DataLoader(..., num_workers=2" in format_report(finished(tmp_path, split(data=0.025)))
     )
 
 
@@ -324,7 +330,9 @@ def test_readers_that_there_are_already_are_not_advised(
     tmp_path: Path, readers: int, seconds: float, words: str
 ) -> None:
     parts = {"compute": 2 * seconds, "exchange": 0.0, "wait": 0.0, "data": seconds}
-    text = report(finished(tmp_path, parts, loader={"num_workers": readers, "shares": [32, 32]}))
+    text = format_report(
+        finished(tmp_path, parts, loader={"num_workers": readers, "shares": [32, 32]})
+    )
     assert words in text and "num_workers=2 or more" not in text
 
 
@@ -344,12 +352,12 @@ def some(often: int, parts: dict[str, float]) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("part", LARGE)
 def test_what_lasts_gets_advice(tmp_path: Path, part: str) -> None:
-    assert "What to do about it" in report(finished(tmp_path, LARGE[part], work=SLOWER))
+    assert "What to do about it" in format_report(finished(tmp_path, LARGE[part], work=SLOWER))
 
 
 @pytest.mark.parametrize("part", LARGE)
 def test_few_steps_get_no_advice(tmp_path: Path, part: str) -> None:
-    text = report(finished(tmp_path, steps=[LARGE[part]] * 10, work=SLOWER))
+    text = format_report(finished(tmp_path, steps=[LARGE[part]] * 10, work=SLOWER))
     assert "10 steps are too few to tell a rule from chance: from 25 on there is advice." in text
     assert "shares=" not in text and "What to do" not in text
 
@@ -359,9 +367,9 @@ def test_what_comes_and_goes_gets_no_advice(tmp_path: Path, part: str) -> None:
     steps = some(6, LARGE[part])
     # on the mean it is large
     assert sum(step[part] for step in steps) > 0.15 * sum(sum(step.values()) for step in steps)
-    text = report(finished(tmp_path, steps=steps, work=SLOWER))
+    text = format_report(finished(tmp_path, steps=steps, work=SLOWER))
     assert "What to do" not in text and ("stands out" in text or "comes and goes" in text)
-    assert "What to do" in report(
+    assert "What to do" in format_report(
         finished(tmp_path / "more", steps=some(9, LARGE[part]), work=SLOWER)
     )
 
@@ -370,33 +378,35 @@ def test_what_comes_and_goes_gets_no_advice(tmp_path: Path, part: str) -> None:
 def test_the_first_steps_are_no_advice(tmp_path: Path, part: str) -> None:
     steps = [{name: 20 * seconds for name, seconds in LARGE[part].items()}] * 5 + [QUIET] * 40
     assert sum(step[part] for step in steps) > 0.2 * sum(sum(step.values()) for step in steps)
-    assert "What to do" not in report(finished(tmp_path, steps=steps, work=SLOWER))
+    assert "What to do" not in format_report(finished(tmp_path, steps=steps, work=SLOWER))
 
 
 @pytest.mark.parametrize("part", LARGE)
 def test_what_is_short_gets_no_advice(tmp_path: Path, part: str) -> None:
     """A step of 1.2 ms, a third of which is not compute, as that of examples/train.py."""
     parts = {"compute": 0.0008, "exchange": 0.0, "wait": 0.0, "data": 0.0} | {part: 0.0004}
-    assert "Nothing to gain for sure" in report(
+    assert "Nothing to gain for sure" in format_report(
         finished(tmp_path, parts, work=works(0.0006, 0.0012, late=(0.0, 1.0)))
     )
 
 
 def test_a_short_stop_for_a_checkpoint_is_no_advice(tmp_path: Path) -> None:
     saved = {"count": 2, "stall_seconds": 0.4, "write_seconds": 0.4}
-    assert "What to do" not in report(finished(tmp_path, seconds=5.0, checkpoints=saved))
+    assert "What to do" not in format_report(finished(tmp_path, seconds=5.0, checkpoints=saved))
 
 
 def test_saving_in_the_background_is_not_advised_where_it_is_done(tmp_path: Path) -> None:
     saved = {"count": 4, "stall_seconds": 2.0, "write_seconds": 1.8, "background": 4}
-    text = report(finished(tmp_path, seconds=10.0, checkpoints=saved))
+    text = format_report(finished(tmp_path, seconds=10.0, checkpoints=saved))
     assert "save less often" in text and "background=True" not in text
 
 
 def test_busy_servers_get_advice_after_enough_steps_only(tmp_path: Path) -> None:
     server = {"busy_seconds": 9.0, "bytes": 1, "bytes_sent": 1, "memory_bytes": 1, "put_off": 0}
-    assert "--servers N" in report(finished(tmp_path / "long", seconds=10.0, servers=[server]))
-    assert "--servers N" not in report(
+    assert "--servers N" in format_report(
+        finished(tmp_path / "long", seconds=10.0, servers=[server])
+    )
+    assert "--servers N" not in format_report(
         finished(tmp_path / "short", seconds=10.0, steps=[QUIET] * 10, servers=[server])
     )
 
@@ -404,18 +414,22 @@ def test_busy_servers_get_advice_after_enough_steps_only(tmp_path: Path) -> None
 def test_without_the_time_of_each_step_there_is_no_advice(tmp_path: Path) -> None:
     folder = finished(tmp_path, LARGE["data"])
     (folder / "metrics.jsonl").unlink()
-    assert "metrics.jsonl is missing" in report(folder)
+    assert "metrics.jsonl is missing" in format_report(folder)
 
 
 def test_time_outside_of_steps(tmp_path: Path) -> None:
-    assert "Outside of steps: 0:10, 50% of the run" in report(finished(tmp_path, seconds=20.0))
-    assert "Only 8% of the run was spent in steps" in report(finished(tmp_path, seconds=120.0))
-    assert "Only" not in report(finished(tmp_path, seconds=20.0))
-    assert "Outside" not in report(finished(tmp_path))
+    assert "Outside of steps: 0:10, 50% of the run" in format_report(
+        finished(tmp_path, seconds=20.0)
+    )
+    assert "Only 8% of the run was spent in steps" in format_report(
+        finished(tmp_path, seconds=120.0)
+    )
+    assert "Only" not in format_report(finished(tmp_path, seconds=20.0))
+    assert "Outside" not in format_report(finished(tmp_path))
 
 
 def test_events(tmp_path: Path) -> None:
-    text = report(
+    text = format_report(
         finished(
             tmp_path,
             events=[
@@ -428,12 +442,12 @@ def test_events(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
-    assert "final loss nan" in report(finished(tmp_path, loss=float("nan")))
-    assert "loss" not in report(finished(tmp_path, loss=None))
+    assert "final loss nan" in format_report(finished(tmp_path, loss=float("nan")))
+    assert "loss" not in format_report(finished(tmp_path, loss=None))
 
 
 def test_one_worker_sends_nothing(tmp_path: Path) -> None:
-    text = report(finished(tmp_path, workers=1))
+    text = format_report(finished(tmp_path, workers=1))
     assert "sent" not in text
     assert "mean over steps:" in text
 
@@ -443,11 +457,11 @@ def test_one_worker_sends_nothing(tmp_path: Path) -> None:
 
 
 def unfinished(tmp_path: Path, steps: int = 3) -> RunFolder:
-    folder = RunFolder.create(tmp_path, "run", say=lambda text: None)
+    folder = RunFolder.create_folder(tmp_path, "run", say=lambda text: None)
     log = MetricsLog(MetricsWriter(folder), say=lambda text: None)
     for step in range(1, steps + 1):
-        log.log(step, {"loss": float(step)})
-        log.step(step, 10, split(data=0.03))
+        log.add_values(step, {"loss": float(step)})
+        log.end_step(step, 10, split(data=0.03))
     log.absorb([log.drain()])
     log.close()
     return folder
@@ -457,7 +471,7 @@ def test_a_run_that_has_not_ended(tmp_path: Path) -> None:
     folder = unfinished(tmp_path, 30)
     with folder.metrics.open("a") as file:
         file.write('{"step": 31, "lo')  # being written
-    text = report(folder.path)
+    text = format_report(folder.path)
     assert text.startswith(
         "run has not ended (no summary.json): it is still running, or was broken off. So far: "
         "30 steps of 300 samples"
@@ -489,49 +503,49 @@ def test_how_a_run_without_a_summary_stands(
     folder = unfinished(tmp_path, 30)
     record = LiveRecord(folder, lambda: True, lambda: facts(live={"step": 27}), print)
     if change is None:
-        record.fail(ValueError, ValueError("no"))
+        record.record_failure(ValueError, ValueError("no"))
     else:
-        record.update()
+        record.update_file()
         found = json.loads(folder.live.read_text())
         found["live"]["writer"] |= change
         found["live"] |= {"time": 0.0} | ({"step": "x"} if "step" in change else {})
         folder.live.write_text(json.dumps(found))
-    assert report(folder.path).startswith(words)
+    assert format_report(folder.path).startswith(words)
 
 
 def test_what_a_codec_gained_is_told(tmp_path: Path) -> None:
     words = "int8() sent 1 MB a step where exact sums would have sent 4 MB; it paid."
-    assert f"in a step.\n\n{words}\n\nNothing" in report(
+    assert f"in a step.\n\n{words}\n\nNothing" in format_report(
         finished(tmp_path, codecs=[{"words": words}])
     )
 
 
 def test_a_run_without_steps(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, "run", say=lambda text: None)
-    assert report(folder.path).endswith(
+    folder = RunFolder.create_folder(tmp_path, "run", say=lambda text: None)
+    assert format_report(folder.path).endswith(
         "No step was finished, so there is nothing to tell about time."
     )
     folder.metrics.write_text("")
-    assert "No step was finished" in report(folder.path)
+    assert "No step was finished" in format_report(folder.path)
     totals = RunTotals(0, 0, 1.0, None, None, split(compute=0.0), [])
     RunSummary(
         "AllReduce()", 1, 1, totals, {"within": 0.0, "between": 0.0}, [], "00", {}, []
     ).write(folder)
-    assert "No step was finished" in report(folder.path)
+    assert "No step was finished" in format_report(folder.path)
 
 
 def test_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"there is no run folder .*rnu; .* holds no runs"):
-        report(tmp_path / "rnu")
+        format_report(tmp_path / "rnu")
     unfinished(tmp_path)
     with pytest.raises(UsageError, match=r"there is no run folder .*rnu; runs in .*: run$"):
-        report(tmp_path / "rnu")
+        format_report(tmp_path / "rnu")
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     folder = unfinished(tmp_path)
     with pytest.raises(UsageError, match=r"metrics\.jsonl is a file: give the folder of a run"):
-        report(folder.metrics)
+        format_report(folder.metrics)
 
 
 def test_a_folder_of_something_else(tmp_path: Path) -> None:
@@ -540,7 +554,7 @@ def test_a_folder_of_something_else(tmp_path: Path) -> None:
         UsageError,
         match=r"is not a run folder: it has neither .* it holds the runs run: name one of them",
     ):
-        report(tmp_path)
+        format_report(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -556,17 +570,17 @@ def test_a_damaged_summary(tmp_path: Path, text: str, words: str) -> None:
     folder = unfinished(tmp_path)
     folder.summary.write_text(text)
     with pytest.raises(UsageError, match=rf"summary\.json {words}"):
-        report(folder.path)
+        format_report(folder.path)
 
 
 def test_damaged_metrics(tmp_path: Path) -> None:
     folder = unfinished(tmp_path)
     folder.metrics.write_text("nonsense\n" + folder.metrics.read_text())
     with pytest.raises(UsageError, match=r"metrics\.jsonl is damaged in line 1"):
-        report(folder.path)
+        format_report(folder.path)
     folder.metrics.write_text(json.dumps({"step": 1, "seconds": 3}) + "\n")
     with pytest.raises(UsageError, match="is not of this version"):
-        report(folder.path)
+        format_report(folder.path)
 
 
 @pytest.mark.jobs

@@ -15,9 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.errors import UsageError
-from paceline.parallel.batchnorm import desynchronise, is_synchronous, synchronise
+from paceline.parallel.batchnorm import (
+    desynchronise_batchnorm,
+    is_synchronised,
+    synchronise_batchnorm,
+)
 from tests.harness.compiling import COMPILES
 from tests.harness.thread_groups import spawn
 
@@ -69,7 +73,7 @@ def together(
     def body(group: Group) -> tuple[Any, ...]:
         model, mine = make(), slice(starts[group.rank], starts[group.rank] + shares[group.rank])
         ghost, scale = shares[group.rank] == 0, shares[group.rank] / sum(shares)
-        synchronise(model, group, ghost=lambda: ghost, scale=lambda: scale)
+        synchronise_batchnorm(model, group, ghost=lambda: ghost, scale=lambda: scale)
         outputs, slopes = [], []
         for x, aim in zip(xs, aims, strict=True):
             x, aim = (
@@ -206,7 +210,7 @@ def test_float32_statistics_far_from_zero() -> None:
 
     def body(group: Group) -> Tensor:
         layer = nn.BatchNorm1d(2, momentum=1.0)
-        synchronise(layer, group, ghost=lambda: False, scale=lambda: 0.5)
+        synchronise_batchnorm(layer, group, ghost=lambda: False, scale=lambda: 0.5)
         layer(x.chunk(2)[group.rank])
         return layer.running_var
 
@@ -223,7 +227,7 @@ def test_channels_last_is_kept() -> None:
 
     def body(group: Group) -> tuple[bool, bool]:
         layer = nn.BatchNorm2d(3)
-        synchronise(layer, group, ghost=lambda: False, scale=lambda: 0.5)
+        synchronise_batchnorm(layer, group, ghost=lambda: False, scale=lambda: 0.5)
         x = torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last).requires_grad_()
         y = layer(x)
         y.square().sum().backward()
@@ -244,7 +248,7 @@ def test_losses_that_are_sums_have_scale_one() -> None:
     def body(group: Group) -> Tensor:
         mine = slice(0, 6) if group.rank == 0 else slice(6, 8)
         layer = prepared(nn.BatchNorm1d(3)).double()
-        synchronise(layer, group, ghost=lambda: False, scale=lambda: 1.0)
+        synchronise_batchnorm(layer, group, ghost=lambda: False, scale=lambda: 1.0)
         part = x[mine].clone().requires_grad_()
         (layer(part) * aim[mine]).tanh().sum().backward()
         assert part.grad is not None
@@ -257,7 +261,7 @@ def test_frozen_parameters_and_inputs_without_gradient() -> None:
     def body(group: Group) -> tuple[bool, bool]:
         layer = nn.BatchNorm1d(3).requires_grad_(False)
         layer.bias.requires_grad_(True)
-        synchronise(layer, group, ghost=lambda: False, scale=lambda: 0.5)
+        synchronise_batchnorm(layer, group, ghost=lambda: False, scale=lambda: 0.5)
         layer(batch((4, 3), torch.float32, group.rank)).square().sum().backward()
         with torch.no_grad():
             layer(batch((4, 3), torch.float32, group.rank))
@@ -272,7 +276,7 @@ def test_workers_that_come_late_change_nothing() -> None:
 
     def body(group: Group) -> Tensor:
         layer = nn.BatchNorm1d(3).double()
-        synchronise(layer, group, ghost=lambda: False, scale=lambda: 0.25)
+        synchronise_batchnorm(layer, group, ghost=lambda: False, scale=lambda: 0.25)
         for turn in range(10):
             time.sleep(0.001 * ((group.rank * 7 + turn * 3) % 4))
             y = layer(x.chunk(4)[group.rank])
@@ -284,7 +288,7 @@ def test_workers_that_come_late_change_nothing() -> None:
 def test_one_value_in_the_whole_batch_raises_as_torch_does() -> None:
     def body(group: Group) -> str:
         layer = nn.BatchNorm1d(3)
-        synchronise(layer, group, ghost=lambda: group.rank > 0, scale=lambda: 1.0)
+        synchronise_batchnorm(layer, group, ghost=lambda: group.rank > 0, scale=lambda: 1.0)
         with pytest.raises(
             ValueError, match="Expected more than 1 value per channel when training, got 1"
         ):
@@ -305,7 +309,7 @@ def test_empty_share_instead_of_a_ghost() -> None:
 
     def body(group: Group) -> tuple[Tensor, Tensor]:
         layer = nn.BatchNorm1d(3).double()
-        synchronise(layer, group, ghost=lambda: False, scale=lambda: 1.0 - group.rank)
+        synchronise_batchnorm(layer, group, ghost=lambda: False, scale=lambda: 1.0 - group.rank)
         part = (x if group.rank == 0 else x[:0]).clone().requires_grad_()
         y = layer(part)
         y.sum().backward()
@@ -320,7 +324,7 @@ def test_empty_share_instead_of_a_ghost() -> None:
 def test_weight_zero_with_samples_raises() -> None:
     def body(group: Group) -> None:
         layer = nn.BatchNorm1d(3)
-        synchronise(layer, group, ghost=lambda: False, scale=lambda: 0.0)
+        synchronise_batchnorm(layer, group, ghost=lambda: False, scale=lambda: 0.0)
         with pytest.raises(UsageError, match="weight 0"):
             layer(torch.randn(4, 3))
 
@@ -330,7 +334,7 @@ def test_weight_zero_with_samples_raises() -> None:
 def test_create_graph_raises() -> None:
     def body(group: Group) -> None:
         layer = nn.BatchNorm1d(3)
-        synchronise(layer, group, ghost=lambda: False, scale=lambda: 0.5)
+        synchronise_batchnorm(layer, group, ghost=lambda: False, scale=lambda: 0.5)
         x = torch.randn(4, 3, requires_grad=True)
         with pytest.raises(UsageError, match="create_graph=True"):
             torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
@@ -345,7 +349,7 @@ def test_checkpointing_recomputes_with_the_same_statistics() -> None:
 
     def body(group: Group, reentrant: bool | None) -> Tensor:
         layer = prepared(nn.BatchNorm1d(3)).double()
-        synchronise(layer, group, ghost=lambda: False, scale=lambda: 0.5)
+        synchronise_batchnorm(layer, group, ghost=lambda: False, scale=lambda: 0.5)
         part = x.chunk(2)[group.rank].clone().requires_grad_()
         y = (
             layer(part)
@@ -383,7 +387,7 @@ def test_a_subclass_keeps_what_its_forward_does() -> None:
 def test_a_class_that_does_not_compute_by_batch_norm_raises() -> None:
     def body(group: Group) -> None:
         layer = Handmade(3)
-        synchronise(layer, group, ghost=lambda: False, scale=lambda: 0.5)
+        synchronise_batchnorm(layer, group, ghost=lambda: False, scale=lambda: 0.5)
         with pytest.raises(UsageError, match="Handmade"):
             layer(torch.randn(4, 3))
 
@@ -395,7 +399,7 @@ def test_a_forward_replaced_on_the_instance_raises() -> None:
         model = nn.Sequential(nn.BatchNorm1d(3))
         model[0].forward = lambda x: x
         with pytest.raises(UsageError, match="'0'"):
-            synchronise(model, group, ghost=lambda: False, scale=lambda: 0.5)
+            synchronise_batchnorm(model, group, ghost=lambda: False, scale=lambda: 0.5)
 
     spawn(2, body)
 
@@ -411,17 +415,17 @@ def test_layers_stay_the_users_own() -> None:
         layer, keys = model[1], list(model.state_dict())
         heard: list[str] = []
         layer.register_forward_hook(lambda *_: heard.append("hook"))
-        assert synchronise(model, group, ghost=lambda: False, scale=lambda: 0.5) == 2
+        assert synchronise_batchnorm(model, group, ghost=lambda: False, scale=lambda: 0.5) == 2
         # again: a new group, not a second wrapping
-        assert synchronise(model, group, ghost=lambda: False, scale=lambda: 0.5) == 2
+        assert synchronise_batchnorm(model, group, ghost=lambda: False, scale=lambda: 0.5) == 2
         assert (
             model[1] is layer and type(layer) is nn.BatchNorm1d and list(model.state_dict()) == keys
         )
-        assert is_synchronous(layer) and not is_synchronous(model[0])
+        assert is_synchronised(layer) and not is_synchronised(model[0])
         layer(torch.randn(2, 3))
         assert heard == ["hook"]
-        assert desynchronise(model) == 2 and desynchronise(model) == 0
-        assert "forward" not in layer.__dict__ and not is_synchronous(layer)
+        assert desynchronise_batchnorm(model) == 2 and desynchronise_batchnorm(model) == 0
+        assert "forward" not in layer.__dict__ and not is_synchronised(layer)
         layer(torch.randn(2 + group.rank, 3))  # local again
 
     spawn(2, body)
@@ -430,7 +434,7 @@ def test_layers_stay_the_users_own() -> None:
 def test_group_of_one_leaves_the_layers_alone() -> None:
     def body(group: Group) -> None:
         layer = nn.BatchNorm1d(3)
-        assert synchronise(layer, group, ghost=lambda: False, scale=lambda: 1.0) == 1
+        assert synchronise_batchnorm(layer, group, ghost=lambda: False, scale=lambda: 1.0) == 1
         assert "forward" not in layer.__dict__
         with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
             layer(torch.randn(1, 3))
@@ -445,7 +449,9 @@ def test_a_deepcopy_exchanges_where_it_is_asked_to() -> None:
 
     def body(group: Group) -> nn.Module:
         layer, asked = nn.BatchNorm1d(3).double(), [False]
-        synchronise(layer, group, ghost=lambda: False, scale=lambda: 0.5, copies=lambda: asked[0])
+        synchronise_batchnorm(
+            layer, group, ghost=lambda: False, scale=lambda: 0.5, copies=lambda: asked[0]
+        )
         if group.rank == 0:  # alone: nobody else would come to an exchange
             torch.testing.assert_close(copy.deepcopy(layer)(x), nn.BatchNorm1d(3).double()(x))
             torch.testing.assert_close(
@@ -467,9 +473,9 @@ def test_a_deepcopy_is_plain_once_its_original_is() -> None:
 
     def body(group: Group) -> None:
         layer = nn.BatchNorm1d(3).double()
-        synchronise(layer, group, ghost=lambda: False, scale=lambda: 0.5)
+        synchronise_batchnorm(layer, group, ghost=lambda: False, scale=lambda: 0.5)
         twin = copy.deepcopy(layer)
-        desynchronise(layer)
+        desynchronise_batchnorm(layer)
         if group.rank == 0:
             torch.testing.assert_close(twin(x), nn.BatchNorm1d(3).double()(x))
 
@@ -479,16 +485,16 @@ def test_a_deepcopy_is_plain_once_its_original_is() -> None:
 def test_an_unpickled_model_is_plain_and_can_be_synchronised_again() -> None:
     def body(group: Group) -> None:
         model = nn.Sequential(nn.BatchNorm1d(3))
-        synchronise(model, group, ghost=lambda: False, scale=lambda: 0.5)
+        synchronise_batchnorm(model, group, ghost=lambda: False, scale=lambda: 0.5)
         file = io.BytesIO()
         torch.save(model, file)
         file.seek(0)
         twin = torch.load(file, weights_only=False)
-        assert type(twin[0]) is nn.BatchNorm1d and not is_synchronous(twin[0])
+        assert type(twin[0]) is nn.BatchNorm1d and not is_synchronised(twin[0])
         assert twin[0].forward.__self__ is twin[0]
         twin(torch.randn(3 + group.rank, 3))
-        assert synchronise(twin, group, ghost=lambda: False, scale=lambda: 0.5) == 1
-        assert is_synchronous(twin[0])
+        assert synchronise_batchnorm(twin, group, ghost=lambda: False, scale=lambda: 0.5) == 1
+        assert is_synchronised(twin[0])
 
     spawn(2, body)
 
@@ -496,7 +502,7 @@ def test_an_unpickled_model_is_plain_and_can_be_synchronised_again() -> None:
 def test_lazy_layers() -> None:
     def body(group: Group) -> Tensor:
         model = nn.Sequential(nn.LazyBatchNorm1d(dtype=torch.float64))
-        synchronise(model, group, ghost=lambda: False, scale=lambda: 0.5)
+        synchronise_batchnorm(model, group, ghost=lambda: False, scale=lambda: 0.5)
         y = model(batch((8, 3)).chunk(2)[group.rank])
         assert type(model[0]) is nn.BatchNorm1d
         return y
@@ -516,7 +522,7 @@ def test_under_compile_it_is_a_graph_break_and_right() -> None:
 
     def body(group: Group) -> Tensor:
         layer = prepared(nn.BatchNorm1d(3)).double()
-        synchronise(layer, group, ghost=lambda: False, scale=lambda: 1.0)
+        synchronise_batchnorm(layer, group, ghost=lambda: False, scale=lambda: 1.0)
         inside = nn.Sequential(nn.Hardtanh(-99, 99), layer, nn.Tanh())
         model = torch.compile(inside, backend="eager") if group.rank == 0 else inside
         part = x.chunk(2)[group.rank].clone().requires_grad_()
@@ -536,9 +542,9 @@ def test_on_cuda_with_a_group_that_answers_for_the_others() -> None:
         rank, size = 0, 2
 
         def all_reduce(self, x: Tensor, *, op: str, name: str, out: Tensor) -> Any:
-            from paceline.comm.group import Finished
+            from paceline.comm.group_protocol import FinishedWork
 
-            return Finished(out.copy_(x * 2))
+            return FinishedWork(out.copy_(x * 2))
 
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float16, 4e-3)):
         plain, layer = (
@@ -547,7 +553,7 @@ def test_on_cuda_with_a_group_that_answers_for_the_others() -> None:
             .to(torch.float64 if dtype == torch.float64 else torch.float32)
             for _ in range(2)
         )
-        synchronise(layer, Twice(), ghost=lambda: False, scale=lambda: 0.5)  # type: ignore[arg-type]
+        synchronise_batchnorm(layer, Twice(), ghost=lambda: False, scale=lambda: 0.5)  # type: ignore[arg-type]
         x = batch((8, 3, 4, 2), dtype).cuda()
         a, b = torch.cat([x, x]).requires_grad_(), x.clone().requires_grad_()
         y, z = plain(a), layer(b)

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
-from paceline.parallel.clipping import check_finite, clip_plainly, let_clip, norm_here
+from paceline.parallel.clipping import (
+    check_norm_is_finite,
+    compute_local_norm,
+    register_clipper,
+    unregister_clipper,
+)
 
 
 class Noted:
@@ -52,7 +57,7 @@ def weights(count: int = 2) -> list[nn.Parameter]:
 
 def test_the_clipper_of_any_of_the_parameters_is_asked() -> None:
     mine, noted = weights(), Noted()
-    let_clip(mine[:1], noted)
+    register_clipper(mine[:1], noted)
     assert float(clip_grad_norm_((p for p in mine), 1.0, norm_type=float("inf"))) == 3.0
     clip_grad_value_(mine, clip_value=0.5)
     clip_grads_with_norm_(mine, 1.0, torch.tensor(10.0))
@@ -68,7 +73,7 @@ def test_the_clipper_of_any_of_the_parameters_is_asked() -> None:
 
 def test_the_clipper_hears_whether_the_norm_has_to_be_finite() -> None:
     mine, noted = weights(), Noted()
-    let_clip(mine, noted)
+    register_clipper(mine, noted)
     clip_grad_norm_(mine, 1.0, 2.0, True)
     clip_grad_norm_(mine, 1.0, error_if_nonfinite=True)
     assert [asked for asked in noted.asked if "finite" in asked] == [(2, 1.0, 2.0, "finite")] * 2
@@ -80,13 +85,13 @@ def test_the_clipper_hears_whether_the_norm_has_to_be_finite() -> None:
                 r"it cannot"
             ),
         ):
-            check_finite(norm, 2.0)
+            check_norm_is_finite(norm, 2.0)
 
 
 def test_the_norm_of_parameters_of_which_some_are_cut_is_checked() -> None:
     mine, others, noted = weights(), weights(), Noted()
-    let_clip(others, noted)
-    let_clip(mine, noted, cut=True)
+    register_clipper(others, noted)
+    register_clipper(mine, noted, cut=True)
     for grads in (
         [p.grad for p in others],
         [mine[0].grad, others[0].grad],
@@ -96,10 +101,12 @@ def test_the_norm_of_parameters_of_which_some_are_cut_is_checked() -> None:
     assert noted.asked == [("norm", 1), ("norm", 2)]
     assert (
         mine[0].grad is not None
-        and float(get_total_norm(mine[0].grad)) == float(norm_here([mine[0].grad], 2.0)) > 4
+        and float(get_total_norm(mine[0].grad))
+        == float(compute_local_norm([mine[0].grad], 2.0))
+        > 4
     )
     assert noted.asked == [("norm", 1), ("norm", 2), ("norm", 1)]
-    clip_plainly(mine)
+    unregister_clipper(mine)
     assert (
         float(get_total_norm([p.grad for p in mine if p.grad is not None])) == pytest.approx(6.0)
         and len(noted.asked) == 3
@@ -108,7 +115,7 @@ def test_the_norm_of_parameters_of_which_some_are_cut_is_checked() -> None:
 
 def test_calls_without_gradients_are_checked() -> None:
     mine, noted = weights(), Noted()
-    let_clip(mine, noted, cut=True)
+    register_clipper(mine, noted, cut=True)
     assert float(get_total_norm([])) == 0
     with pytest.warns(UserWarning, match="empty generator"):
         assert float(clip_grad_norm_([], 1.0)) == 0
@@ -127,7 +134,7 @@ def test_calls_without_gradients_are_checked() -> None:
 
 def test_other_parameters_are_clipped_by_torch() -> None:
     mine, others, noted = weights(), weights(), Noted()
-    let_clip(mine, noted)
+    register_clipper(mine, noted)
     assert float(clip_grad_norm_(others, 1.0)) == pytest.approx(6.0)
     clip_grad_value_(others[0], 0.1)
     assert (
@@ -141,11 +148,11 @@ def test_other_parameters_are_clipped_by_torch() -> None:
 
 def test_torch_clips_again_afterwards() -> None:
     mine, noted = weights(), Noted()
-    let_clip(mine, noted)
-    clip_plainly(mine)
-    clip_plainly(mine)
+    register_clipper(mine, noted)
+    unregister_clipper(mine)
+    unregister_clipper(mine)
     clip_grad_norm_(mine, 1.0)
     assert noted.asked == []
-    let_clip(mine, Noted())  # which nobody keeps
+    register_clipper(mine, Noted())  # which nobody keeps
     gc.collect()
     clip_grad_norm_(mine, 1.0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.parallel.containers import hidden_tensors, tree_leaves, tree_map, tree_map_only
+from paceline.parallel.containers import find_hidden_tensors, tree_leaves, tree_map, tree_map_only
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,6 @@ def test_a_container_that_holds_itself() -> None:
 
 def test_tensors_in_attributes_of_other_objects() -> None:
     normal = torch.distributions.Independent(torch.distributions.Normal(X, 1.0), 1)
-    assert [x.tolist() for x in hidden_tensors({"a": [normal]})] == [[1.0, 1.0], [1.0, 1.0]]
+    assert [x.tolist() for x in find_hidden_tensors({"a": [normal]})] == [[1.0, 1.0], [1.0, 1.0]]
     assert not any(isinstance(leaf, Tensor) for leaf in tree_leaves(normal))
-    assert list(hidden_tensors([X, torch.nn.Linear(2, 2), Tensor, lambda: X, 3])) == []
+    assert list(find_hidden_tensors([X, torch.nn.Linear(2, 2), Tensor, lambda: X, 3])) == []

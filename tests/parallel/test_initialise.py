@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.parallel import initialise
-from paceline.parallel.initialise import Blueprint, is_unborn
+from paceline.parallel.initialise import Blueprint, has_meta_parameters
 from paceline.parallel.meta import meta
-from paceline.parallel.placement import Placement, Placements, chunk
+from paceline.parallel.placement import Placement, Placements, chunk_range
 
 
 class Tied(nn.Module):
@@ -52,8 +52,8 @@ def values(
     seed: int = 1, make: Callable[[], nn.Module] = build, init: Any = None
 ) -> dict[str, Tensor]:
     model = unborn(make)
-    Blueprint(model, init).make(model, Placements(), seed)
-    assert not is_unborn(model)
+    Blueprint(model, init).make_parameters(model, Placements(), seed)
+    assert not has_meta_parameters(model)
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
@@ -106,7 +106,7 @@ def test_objects_stay_the_same() -> None:
     model = unborn()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
-    Blueprint(model).make(model, Placements(), 1)
+    Blueprint(model).make_parameters(model, Placements(), 1)
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
     start = model[0].weight.detach().clone()
     model[0](torch.ones(1, 6)).sum().backward()
@@ -123,29 +123,31 @@ def test_each_worker_keeps_its_part(flat: bool) -> None:
         blueprint = Blueprint(model, prefix="model1.")
         reference = unborn()
         expected = Blueprint(reference, prefix="model1.")
-        expected.make(reference, Placements(), 1)
+        expected.make_parameters(reference, Placements(), 1)
         for module in model.modules():
             for parameter in list(module._parameters.values()):
                 if parameter is None or "axis" in parameter.__dict__:
                     continue
                 path = next(path for path, p in model.named_parameters() if p is parameter)
                 at = Placement.whole("model1." + path, parameter.shape)
-                start, stop = chunk(parameter.numel() if flat else parameter.shape[0], rank, size)
+                start, stop = chunk_range(
+                    parameter.numel() if flat else parameter.shape[0], rank, size
+                )
                 at = (
-                    at.piece(start, stop, "shard")
+                    at.cut_flat(start, stop, "shard")
                     if flat
-                    else at.narrow(0, [(start, stop)], "tensor")
+                    else at.cut_dim(0, [(start, stop)], "tensor")
                 )
                 new = nn.Parameter(torch.empty(at.local, device="cpu" if flat else "meta"))
                 torch.utils.swap_tensors(parameter, new)
                 parameter.__dict__["axis"] = True
-                placements.add(parameter, at)
-        blueprint.make(model, placements, 1)
+                placements.add_placement(parameter, at)
+        blueprint.make_parameters(model, placements, 1)
         wanted = dict(reference.named_parameters())
         for name, parameter in model.named_parameters():
-            assert torch.equal(parameter, placements.of(parameter).take(wanted[name].detach())), (
-                name
-            )
+            assert torch.equal(
+                parameter, placements.placement_of(parameter).copy_part(wanted[name].detach())
+            ), name
     assert not torch.equal(whole["0.weight"], wanted["0.weight"]), (
         "two models of a run begin differently"
     )
@@ -153,7 +155,7 @@ def test_each_worker_keeps_its_part(flat: bool) -> None:
 
 def test_one_module_is_whole_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     model = unborn(lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(20))))
-    now, most, real = [0], [0], initialise._real
+    now, most, real = [0], [0], initialise._make_real
 
     def counted(stand_in: nn.Parameter) -> nn.Parameter:
         made = real(stand_in)
@@ -163,13 +165,13 @@ def test_one_module_is_whole_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         weakref.finalize(made.untyped_storage(), lambda: now.__setitem__(0, now[0] - nbytes))
         return made
 
-    monkeypatch.setattr(initialise, "_real", counted)
+    monkeypatch.setattr(initialise, "_make_real", counted)
     blueprint, placements = Blueprint(model), Placements()
     for name, parameter in model.named_parameters():
-        at = Placement.whole(name, parameter.shape).narrow(0, [(0, 1)], "tensor")
+        at = Placement.whole(name, parameter.shape).cut_dim(0, [(0, 1)], "tensor")
         torch.utils.swap_tensors(parameter, nn.Parameter(torch.empty(at.local, device="meta")))
-        placements.add(parameter, at)
-    blueprint.make(model, placements, 1)
+        placements.add_placement(parameter, at)
+    blueprint.make_parameters(model, placements, 1)
     assert most[0] <= 2 * 4 * (16 * 16 + 16) < 20 * 4 * (16 * 16 + 16), (
         "of a module and the next one"
     )
@@ -177,8 +179,8 @@ def test_one_module_is_whole_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_tied_parameter_is_that_of_its_first_module() -> None:
     one, other = unborn(Tied), unborn(lambda: Tied(reverse=True))
-    Blueprint(one).make(one, Placements(), 1)
-    Blueprint(other).make(other, Placements(), 1)
+    Blueprint(one).make_parameters(one, Placements(), 1)
+    Blueprint(other).make_parameters(other, Placements(), 1)
     assert one.head.weight is one.embedding.weight and other.head.weight is other.embedding.weight
     assert float(one.head.weight.detach().abs().max()) > 1, "as an embedding begins"
     assert float(other.head.weight.detach().abs().max()) <= 0.5, "as a linear layer begins"
@@ -265,7 +267,7 @@ def test_values_by_a_function_of_a_module() -> None:
 def test_what_nobody_makes_is_named(make: Callable[[], nn.Module], init: Any, why: str) -> None:
     model = unborn(make)
     with pytest.raises(UsageError, match=why):
-        Blueprint(model, init).make(model, Placements(), 1)
+        Blueprint(model, init).make_parameters(model, Placements(), 1)
 
 
 class ByNumbers(nn.Module):
@@ -314,7 +316,7 @@ def test_what_a_reset_that_needs_numbers_skips_is_named(
 ) -> None:
     model = unborn(make)
     with pytest.raises(UsageError, match=why):
-        Blueprint(model).make(model, Placements(), 1)
+        Blueprint(model).make_parameters(model, Placements(), 1)
 
 
 def test_values_given_after_the_block_are_not_lost_silently() -> None:
@@ -339,7 +341,7 @@ def test_buffers_without_memory_are_named() -> None:
 def test_a_model_that_has_memory_stays_as_it_is() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Scale())
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    Blueprint(model).make(model, Placements(), 1)
+    Blueprint(model).make_parameters(model, Placements(), 1)
     assert same(model.state_dict(), before)
 
 
@@ -349,5 +351,5 @@ def test_only_what_has_no_memory_is_made() -> None:
     kept = model[0].weight.detach().clone()
     with meta():
         model.append(nn.Linear(2, 3))
-    Blueprint(model).make(model, Placements(), 1)
+    Blueprint(model).make_parameters(model, Placements(), 1)
     assert torch.equal(model[0].weight, kept) and not model[1].weight.is_meta

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.parallel.meta import WriteLog, birth, meta
+from paceline.parallel.meta import WriteLog, birth_of, meta
 
 
 def test_parameters_have_no_memory_and_buffers_do() -> None:
@@ -33,9 +33,9 @@ def test_what_was_frozen_tied_or_of_another_dtype_stays_so() -> None:
         model[2].weight = model[0].weight
     assert model[2].weight is model[0].weight and not model[0].weight.requires_grad
     assert model[1].weight.dtype == torch.bfloat16
-    known = birth(model[2].weight)
+    known = birth_of(model[2].weight)
     assert known is not None and known.module() is model[0]
-    assert birth(copy.deepcopy(model[0].weight)) is None and birth(torch.ones(1)) is None
+    assert birth_of(copy.deepcopy(model[0].weight)) is None and birth_of(torch.ones(1)) is None
 
 
 def test_other_threads_build_as_always() -> None:
@@ -63,9 +63,15 @@ def test_writes_are_noted_whatever_they_go_through() -> None:
         x[1:].zero_()
         y + 1
         torch.add(x, 1, out=y)
-    assert sorted(log.of(x)) == ["aten.normal_.default 0.0 0.02", "aten.zero_.default "]
-    assert len(log.of(y)) == 1
+    assert sorted(log.calls_writing_to(x)) == [
+        "aten.normal_.default 0.0 0.02",
+        "aten.zero_.default ",
+    ]
+    assert len(log.calls_writing_to(y)) == 1
     with log:
         copy_of_it = x.double()
         real = torch.ones(2).zero_()
-    assert log.of(copy_of_it) == log.of(x) and log.of(real) == set()
+    assert (
+        log.calls_writing_to(copy_of_it) == log.calls_writing_to(x)
+        and log.calls_writing_to(real) == set()
+    )

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from paceline.errors import UsageError
 from paceline.parallel import placement as module
-from paceline.parallel.placement import Placement, Placements, Region, chunk, local
+from paceline.parallel.placement import Placement, Placements, Region, chunk_range, local_part
 
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)
 
@@ -25,12 +25,12 @@ def numbered(shape: tuple[int, ...]) -> Tensor:
 def fused(placement: Placement, dim: int, index: int, count: int, parts: int) -> Placement:
     """Cut each of some fused parts of a dimension by itself."""
     size = placement.local[dim] // parts
-    return placement.narrow(
+    return placement.cut_dim(
         dim,
         [
             (part * size + a, part * size + b)
             for part in range(parts)
-            for a, b in [chunk(size, index, count)]
+            for a, b in [chunk_range(size, index, count)]
         ],
         "tensor",
     )
@@ -43,12 +43,14 @@ def put_together(shape: tuple[int, ...], parts: list[Placement]) -> tuple[Tensor
     wanted = numbered(shape)
     whole, counts = torch.full(shape, -1), torch.zeros(shape, dtype=torch.int64)
     for placement in parts:
-        mine = placement.take(wanted)
+        mine = placement.copy_part(wanted)
         assert mine.shape == placement.local and mine.numel() == placement.numel
-        assert sum(region.of_local(mine).numel() for region in placement.regions) == placement.numel
+        assert (
+            sum(region.view_local(mine).numel() for region in placement.regions) == placement.numel
+        )
         for region in placement.regions:
-            region.of_logical(whole).copy_(region.of_local(mine))
-            region.of_logical(counts).add_(1)
+            region.view_logical(whole).copy_(region.view_local(mine))
+            region.view_logical(counts).add_(1)
     return whole, counts
 
 
@@ -64,10 +66,10 @@ def test_all_parts_of_all_cuts_make_up_the_whole(
     for index in range(count):
         cut = fused(Placement.whole("w", shape), dim, index, count, parts)
         for piece in range(pieces):
-            start, stop = chunk(cut.numel, piece, pieces)
-            rows = chunk(cut.local[0], piece, pieces)
+            start, stop = chunk_range(cut.numel, piece, pieces)
+            rows = chunk_range(cut.local[0], piece, pieces)
             found.append(
-                cut.piece(start, stop, "shard") if flat else cut.narrow(0, [rows], "shard")
+                cut.cut_flat(start, stop, "shard") if flat else cut.cut_dim(0, [rows], "shard")
             )
     whole, counts = put_together(shape, found)
     assert torch.equal(whole, numbered(shape)) and bool((counts == 1).all())
@@ -80,8 +82,8 @@ def test_a_flat_piece_is_what_a_view_of_the_tensor_shows(
     size = numbered(shape).numel()
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
-    piece = Placement.whole("w", shape).piece(start, stop, "shard")
-    assert torch.equal(piece.take(numbered(shape)), numbered(shape).flatten()[start:stop])
+    piece = Placement.whole("w", shape).cut_flat(start, stop, "shard")
+    assert torch.equal(piece.copy_part(numbered(shape)), numbered(shape).flatten()[start:stop])
     assert len(piece.regions) <= 2 * len(shape) - 1
 
 
@@ -90,9 +92,11 @@ def test_a_piece_of_a_large_tensor_is_found_without_looking_at_its_elements(
 ) -> None:
     looks = []
     monkeypatch.setattr(
-        module, "_runs", lambda *given, find=module._runs: looks.append(given) or find(*given)
+        module,
+        "_find_runs",
+        lambda *given, find=module._find_runs: looks.append(given) or find(*given),
     )
-    piece = Placement.whole("w", (1 << 20, 1 << 10, 1 << 10)).piece(
+    piece = Placement.whole("w", (1 << 20, 1 << 10, 1 << 10)).cut_flat(
         (1 << 38) + 5, (1 << 38) + (1 << 30), "shard"
     )
     assert (
@@ -108,7 +112,7 @@ def test_the_drawing() -> None:
     assert rank1.regions == tuple(
         Region(((row, row + 1), (0, 4)), ((at, at + 1), (0, 4))) for at, row in enumerate((1, 3, 5))
     )
-    piece = rank1.piece(2, 7, "shard")
+    piece = rank1.cut_flat(2, 7, "shard")
     assert piece.regions == (
         Region(((1, 2), (2, 4)), ((0, 2),)),
         Region(((3, 4), (0, 3)), ((2, 5),)),
@@ -120,36 +124,38 @@ def test_scalars_have_one_piece() -> None:
     scalar = Placement.whole("scale", ())
     assert (
         scalar.is_whole
-        and scalar.piece(0, 1, "shard").numel == 1
-        and scalar.piece(1, 1, "shard").regions == ()
+        and scalar.cut_flat(0, 1, "shard").numel == 1
+        and scalar.cut_flat(1, 1, "shard").regions == ()
     )
-    assert scalar.piece(0, 1, "shard").take(torch.tensor(3.0)).tolist() == [3.0]
+    assert scalar.cut_flat(0, 1, "shard").copy_part(torch.tensor(3.0)).tolist() == [3.0]
 
 
 def test_pieces_are_not_cut_again() -> None:
-    piece = Placement.whole("w", (4, 4)).piece(2, 9, "shard")
+    piece = Placement.whole("w", (4, 4)).cut_flat(2, 9, "shard")
     assert piece.is_flat and not piece.is_whole
     with pytest.raises(UsageError, match=r"w is cut into flat pieces already.*tensor\(\) first"):
-        piece.narrow(0, [(0, 1)], "tensor")
+        piece.cut_dim(0, [(0, 1)], "tensor")
     with pytest.raises(UsageError, match="once"):
-        piece.piece(0, 1, "shard")
+        piece.cut_flat(0, 1, "shard")
 
 
 def test_placements_follow_a_parameter_that_is_replaced() -> None:
     placements, old, new = Placements(), Parameter(torch.zeros(4, 2)), Parameter(torch.zeros(2, 2))
-    assert placements.of(old, "w") == Placement.whole("w", (4, 2))
-    placements.add(old, Placement.whole("w", (4, 2)))
-    half = placements.of(old).narrow(0, [(2, 4)], "tensor")
-    placements.add(old, whole_of_old := placements.of(old, "w"))
-    placements.move(old, new, half)
-    assert placements.of(old) is whole_of_old and [*placements] == [half], (
+    assert placements.placement_of(old, "w") == Placement.whole("w", (4, 2))
+    placements.add_placement(old, Placement.whole("w", (4, 2)))
+    half = placements.placement_of(old).cut_dim(0, [(2, 4)], "tensor")
+    placements.add_placement(old, whole_of_old := placements.placement_of(old, "w"))
+    placements.replace_tensor(old, new, half)
+    assert placements.placement_of(old) is whole_of_old and [*placements] == [half], (
         "the old one is where it was, and counts no more"
     )
-    assert placements.of(new) == half and list(placements) == [half] and len(placements) == 1
+    assert (
+        placements.placement_of(new) == half and list(placements) == [half] and len(placements) == 1
+    )
     assert [parameter is new for parameter, _ in placements.parameters()] == [True]
 
 
 def test_the_local_part_is_in_the_same_memory() -> None:
     plain = Parameter(torch.zeros(3))
-    local(plain).add_(1)
-    assert plain.tolist() == [1.0, 1.0, 1.0] and type(local(plain)) is Tensor
+    local_part(plain).add_(1)
+    assert plain.tolist() == [1.0, 1.0, 1.0] and type(local_part(plain)) is Tensor

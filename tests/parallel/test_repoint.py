@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim.lr_scheduler import StepLR
 
 from paceline.errors import UsageError
-from paceline.parallel.repoint import begin_sums, repoint
+from paceline.parallel.repoint import repoint_optimizer, reset_adagrad_sums
 
 
 def cut(*olds: Parameter) -> dict[int, Parameter]:
@@ -24,7 +24,7 @@ def test_order_groups_and_options_stay_and_schedulers_go_on() -> None:
         [{"params": [one, two], "lr": 0.5}, {"params": [three], "weight_decay": 0.0}], lr=0.1
     )
     scheduler, new = StepLR(optimizer, 1, gamma=0.1), cut(one, three)
-    repoint(optimizer, lambda p: new.get(id(p)))
+    repoint_optimizer(optimizer, lambda p: new.get(id(p)))
     first, second = optimizer.param_groups
     assert [id(p) for p in first["params"]] == [id(new[id(one)]), id(two)]
     assert [id(p) for p in second["params"]] == [id(new[id(three)])]
@@ -46,9 +46,9 @@ def test_one_that_has_stepped_is_refused_as_it_is() -> None:
     with pytest.raises(
         UsageError, match="the AdamW remembers something of parameters that are cut now"
     ):
-        repoint(optimizer, lambda p: new.get(id(p)))
+        repoint_optimizer(optimizer, lambda p: new.get(id(p)))
     assert optimizer.param_groups[0]["params"][1] is model.bias
-    repoint(optimizer, lambda p: None)  # nothing of what it remembers leaves
+    repoint_optimizer(optimizer, lambda p: None)  # nothing of what it remembers leaves
 
 
 def test_an_adagrad_begins_with_sums_of_parts() -> None:
@@ -58,8 +58,8 @@ def test_an_adagrad_begins_with_sums_of_parts() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.5, initial_accumulator_value=0.25)
     new = cut(model.weight)
-    repoint(optimizer, lambda p: new.get(id(p)))
-    begin_sums(optimizer)
+    repoint_optimizer(optimizer, lambda p: new.get(id(p)))
+    reset_adagrad_sums(optimizer)
     part = new[id(model.weight)]
     assert (
         torch.equal(optimizer.state[part]["sum"], torch.full((1, 3), 0.25))
@@ -70,4 +70,4 @@ def test_an_adagrad_begins_with_sums_of_parts() -> None:
     assert torch.allclose(part, before - 0.5 / 1.25**0.5)
     again = cut(part)
     with pytest.raises(UsageError, match="the Adagrad remembers something"):
-        repoint(optimizer, lambda p: again.get(id(p)))
+        repoint_optimizer(optimizer, lambda p: again.get(id(p)))

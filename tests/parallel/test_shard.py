@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import paceline as pl
 from paceline.apps.gpt import next_token_loss
 from paceline.codec.dense import int8
-from paceline.comm.hierarchy import group as hierarchy
+from paceline.comm.hierarchy import hosts_group as hierarchy
 from paceline.errors import Mismatch, UsageError
-from paceline.parallel.shard import find_units, parameters_of, shard
+from paceline.parallel.shard import find_unit_parameters, find_units, shard
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.localsgd.strategy import LocalSGD
 from tests.harness.models import fill
@@ -238,7 +238,7 @@ def test_patterns() -> None:
 def test_tied_parameters_belong_to_one_unit() -> None:
     homes = {
         held.name: (unit, len(held.places))
-        for unit, held in parameters_of(gpt(), ["tokens", "head", "blocks.0"])
+        for unit, held in find_unit_parameters(gpt(), ["tokens", "head", "blocks.0"])
     }
     assert (
         homes["tokens.weight"] == ("", 2)

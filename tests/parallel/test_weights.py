@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.parallel.meta import meta
-from paceline.parallel.placement import Placement, Placements, chunk
-from paceline.parallel.weights import load, opened
+from paceline.parallel.placement import Placement, Placements, chunk_range
+from paceline.parallel.weights import load_weights, open_weights
 
 
 def build() -> nn.Module:
@@ -58,17 +58,17 @@ def test_each_worker_gets_its_part(tmp_path: Path, kind: str, unborn: bool) -> N
         kept, placements = model[0].weight, Placements()
         at = (
             Placement.whole("m.0.weight", (6, 4))
-            .narrow(0, [chunk(6, rank, 2)], "tensor")
-            .piece(2, 9, "shard")
+            .cut_dim(0, [chunk_range(6, rank, 2)], "tensor")
+            .cut_flat(2, 9, "shard")
         )
         torch.utils.swap_tensors(
             kept, nn.Parameter(torch.empty(at.local, device="meta" if unborn else "cpu"))
         )
-        placements.add(kept, at)
-        with opened(source) as weights:
-            load(model, weights, placements, prefix="m.")
+        placements.add_placement(kept, at)
+        with open_weights(source) as weights:
+            load_weights(model, weights, placements, prefix="m.")
         assert model[0].weight is kept and model[2].weight is kept
-        assert torch.equal(kept.detach(), at.take(state["0.weight"]))
+        assert torch.equal(kept.detach(), at.copy_part(state["0.weight"]))
         assert torch.equal(model[1].weight.detach(), state["1.weight"])
         assert torch.equal(model[1].running_var, state["1.running_var"])
         assert torch.equal(model[1].num_batches_tracked, state["1.num_batches_tracked"])
@@ -76,7 +76,7 @@ def test_each_worker_gets_its_part(tmp_path: Path, kind: str, unborn: bool) -> N
 
 def test_files_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = stored(tmp_path, "safetensors", {"weight": torch.arange(24.0).view(6, 4)})
-    with opened(path) as weights:
+    with open_weights(path) as weights:
         assert torch.equal(
             weights.read("weight", ((2, 4), (1, 3))), torch.arange(24.0).view(6, 4)[2:4, 1:3]
         )
@@ -87,13 +87,13 @@ def test_the_digest_tells_workers_apart(tmp_path: Path) -> None:
     other["1.weight"][0] += 1
     digests = []
     for source in (one, filled(), other):
-        with opened(source) as weights:
+        with open_weights(source) as weights:
             digests.append(weights.digest)
     assert digests[0] == digests[1] != digests[2]
 
 
 def digest_of(source: Any) -> str:
-    with opened(source) as weights:
+    with open_weights(source) as weights:
         return weights.digest
 
 
@@ -141,7 +141,7 @@ def test_a_file_of_torch_counts_as_a_whole(tmp_path: Path) -> None:
 
 def test_errors_of_the_block_are_not_those_of_the_file(tmp_path: Path) -> None:
     path = stored(tmp_path, "safetensors", {"weight": torch.ones(2)})
-    with pytest.raises(RuntimeError, match=r"^mine$"), opened(path):
+    with pytest.raises(RuntimeError, match=r"^mine$"), open_weights(path):
         raise RuntimeError("mine")
 
 
@@ -175,10 +175,10 @@ def test_weights_of_another_model_change_nothing(
     before = {name: value.clone() for name, value in model.state_dict().items()}
     change(state)
     with (
-        opened(state) as weights,
+        open_weights(state) as weights,
         pytest.raises(UsageError, match=rf"the dict has weights of another model: .*{why}"),
     ):
-        load(model, weights, Placements())
+        load_weights(model, weights, Placements())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -203,5 +203,5 @@ def test_what_is_no_file_of_weights(tmp_path: Path) -> None:
         (tmp_path / "pickle.pt", r"pickle.pt can't be read as weights"),
     ]
     for source, why in wrong:
-        with pytest.raises(UsageError, match=why), opened(source):
+        with pytest.raises(UsageError, match=why), open_weights(source):
             pass

@@ -50,13 +50,13 @@ class half:
                 old = module.weight
                 rows = old.shape[0] // 2
                 new = Parameter(old.detach()[:rows].clone())
-                placement = context.placements.of(old).narrow(0, [(0, rows)], self.axis)
+                placement = context.placements.placement_of(old).cut_dim(0, [(0, rows)], self.axis)
                 if self.piece:
-                    context.renew(old, new, placement)
+                    context.replace_parameter(old, new, placement)
                 else:
-                    context.placements.move(old, new, placement)
+                    context.placements.replace_tensor(old, new, placement)
                     module.weight = new
-        context.endings.append(self.end)
+        context.close_callbacks.append(self.end)
 
     def end(self) -> None:
         self.ended += 1
@@ -301,7 +301,7 @@ def test_one_after_the_other_and_optimizers_follow() -> None:
     pieces = optimizer.param_groups[0]["params"]
     assert [tuple(piece.shape) for piece in pieces] == [(2, 2), (1, 8)]
     assert [tuple(layer.weight.shape) for layer in model] == [(4, 2), (2, 8)]
-    assert [(p.name, p.axes, p.local) for p in map(made.placements.of, pieces)] == [
+    assert [(p.name, p.axes, p.local) for p in map(made.placements.placement_of, pieces)] == [
         ("m.0.weight", ("tensor", "shard"), (2, 2)),
         ("m.1.weight", ("tensor", "shard"), (1, 8)),
     ]

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.cluster.control.calls import CallChannel, channel
 from paceline.cluster.discover import CallPlace, Place
-from paceline.record.call_status import StatusRelay, StatusReports, display
+from paceline.record.call_status import StatusRelay, StatusReports, make_status_display
 from paceline.record.status_line import FinishedStep, StatusLine
 from paceline.unequal.stragglers.lateness import RankLateness
 from tests.harness.clocks import Clock
@@ -67,7 +67,7 @@ def pair() -> tuple[CallChannel, CallChannel]:
 def drain(mine: CallChannel, relay: StatusRelay) -> None:
     while (message := mine.receive()) is not None:
         assert message.kind == "status"
-        relay.show(message.fields)
+        relay.show_report(message.fields)
 
 
 def test_two_a_second_that_add_up_and_the_last_in_any_case() -> None:
@@ -155,9 +155,9 @@ def test_many_values() -> None:
 
 def test_where_a_worker_shows_it() -> None:
     mine, theirs = channel()
-    assert isinstance(display(Place()), StatusLine)
+    assert isinstance(make_status_display(Place()), StatusLine)
     with theirs:
-        reports = display(replace(Place(), call=CallPlace(0, theirs.fileno(), 0)))
+        reports = make_status_display(replace(Place(), call=CallPlace(0, theirs.fileno(), 0)))
         reports.step(beat(1), 2)
         reports.show()
         message = mine.receive()

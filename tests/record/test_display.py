@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster.discover import Place
-from paceline.record.display import LauncherBar, PlainLines, TerminalBar, choose
+from paceline.record.display import LauncherBar, PlainLines, TerminalBar, choose_display
 from paceline.status.run_status import RunStatus
 from tests.harness.jobs import wait_for
 from tests.harness.terminal_screen import Terminal
@@ -34,14 +34,16 @@ def standing_in(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def test_which_display() -> None:
-    bar = choose(Place(bar=True), Terminal())
+    bar = choose_display(Place(bar=True), Terminal())
     bar.close()  # where these tests run on a terminal it has taken its streams
     assert isinstance(bar, TerminalBar)
-    assert isinstance(choose(Place(bar=True), io.StringIO()), PlainLines)
+    assert isinstance(choose_display(Place(bar=True), io.StringIO()), PlainLines)
     # dumb, or in a CI, or beside the workers of torchrun
-    assert isinstance(choose(Place(), Terminal()), PlainLines)
-    assert isinstance(choose(Place(report_fd=9, launcher="paceline"), Terminal()), PlainLines)
-    assert isinstance(choose(Place(bar=True, report_fd=9), io.StringIO()), LauncherBar)
+    assert isinstance(choose_display(Place(), Terminal()), PlainLines)
+    assert isinstance(
+        choose_display(Place(report_fd=9, launcher="paceline"), Terminal()), PlainLines
+    )
+    assert isinstance(choose_display(Place(bar=True, report_fd=9), io.StringIO()), LauncherBar)
 
 
 def test_plain_lines() -> None:
@@ -89,7 +91,7 @@ def test_an_interrupt_behind_a_text_leaves_its_line_whole(monkeypatch: pytest.Mo
     bar = TerminalBar(terminal)
     bar.show(RunStatus(1, 9))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(bar, "_put", terminal.screen.feed)  # the bar itself is drawn as ever
+        patch.setattr(bar, "_write_text", terminal.screen.feed)  # the bar itself is drawn as ever
         patch.setattr(terminal, "write", interrupted)
         print("loading", end="")
     bar.close()
@@ -122,7 +124,7 @@ def test_a_script_may_have_any_stream_of_its_own(
     bar.close()
     assert sys.stdout is mine and "step 1/9" in terminal.screen.text()[0]
     monkeypatch.setattr(sys, "stderr", mine)
-    assert isinstance(choose(Place(bar=True)), PlainLines)
+    assert isinstance(choose_display(Place(bar=True)), PlainLines)
 
 
 def test_other_streams_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,13 @@ import pytest
 
 from paceline.comm.agreement import Agreement
 from paceline.errors import PacelineError, ResourceError, UsageError
-from paceline.record.folder import RunFolder, RunSummary, RunTotals, strict_json, write_whole
+from paceline.record.folder import (
+    RunFolder,
+    RunSummary,
+    RunTotals,
+    to_strict_json,
+    write_atomically,
+)
 from tests.harness.thread_groups import ThreadGroup, spawn
 
 
@@ -24,7 +30,9 @@ def silent(text: str) -> None:
 
 def test_a_name_that_is_taken_is_numbered_and_said(tmp_path: Path) -> None:
     said: list[str] = []
-    folders = [RunFolder.create(tmp_path / "runs", "a[1]", say=said.append) for _ in range(3)]
+    folders = [
+        RunFolder.create_folder(tmp_path / "runs", "a[1]", say=said.append) for _ in range(3)
+    ]
     assert [folder.name for folder in folders] == ["a[1]", "a[1]-2", "a[1]-3"]
     assert said == [
         "there is a run a[1] already: this one is a[1]-2",
@@ -40,23 +48,28 @@ def test_other_runs_are_not_earlier_ones(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     (tmp_path / "run-3").write_text("a file")
     assert [
-        path.name for path in RunFolder.create(tmp_path, "run", say=lambda text: None).earlier
+        path.name
+        for path in RunFolder.create_folder(tmp_path, "run", say=lambda text: None).earlier
     ] == ["run-2", "run"]
-    assert RunFolder.create(tmp_path, "ru", say=silent).earlier == ()
+    assert RunFolder.create_folder(tmp_path, "ru", say=silent).earlier == ()
 
 
 def test_a_run_that_was_called_by_a_number_is_no_earlier_run_of_another(tmp_path: Path) -> None:
     """As in a search for a learning rate: runs lr-1 and lr-2, and then one called lr, which is
     not to resume from them.
     """
-    first, second = (RunFolder.create(tmp_path, f"lr-{number}", say=silent) for number in (1, 2))
-    plain = RunFolder.create(tmp_path, "lr", say=silent)
+    first, second = (
+        RunFolder.create_folder(tmp_path, f"lr-{number}", say=silent) for number in (1, 2)
+    )
+    plain = RunFolder.create_folder(tmp_path, "lr", say=silent)
     assert plain.earlier == ()
-    third = RunFolder.create(tmp_path, "lr", say=lambda text: None)
+    third = RunFolder.create_folder(tmp_path, "lr", say=lambda text: None)
     assert (third.name, third.earlier) == ("lr-3", (plain.path,))
-    assert RunFolder.again(third.path, "lr").earlier == (plain.path,)
-    assert RunFolder.create(tmp_path, "lr-2", say=lambda text: None).earlier == (second.path,)
-    assert RunFolder.create(tmp_path, "lr", say=lambda text: None).earlier == (
+    assert RunFolder.reopen_folder(third.path, "lr").earlier == (plain.path,)
+    assert RunFolder.create_folder(tmp_path, "lr-2", say=lambda text: None).earlier == (
+        second.path,
+    )
+    assert RunFolder.create_folder(tmp_path, "lr", say=lambda text: None).earlier == (
         third.path,
         plain.path,
     )
@@ -64,7 +77,7 @@ def test_a_run_that_was_called_by_a_number_is_no_earlier_run_of_another(tmp_path
 
 
 def test_without_a_name_it_is_the_time(tmp_path: Path) -> None:
-    names = {RunFolder.create(tmp_path, None, say=silent).name for _ in range(5)}
+    names = {RunFolder.create_folder(tmp_path, None, say=silent).name for _ in range(5)}
     assert len(names) == 5
     assert all(name.startswith("20") for name in names)
 
@@ -75,7 +88,7 @@ def test_without_a_name_it_is_the_time(tmp_path: Path) -> None:
 )
 def test_names_that_are_none(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="can't be called"):
-        RunFolder.create(tmp_path, name, say=silent)
+        RunFolder.create_folder(tmp_path, name, say=silent)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -85,7 +98,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
         UsageError,
         match=r"can't be created \(Not a directory\); give another place, start\(folder=\.\.\.\)",
     ):
-        RunFolder.create(tmp_path / "runs", "a", say=silent)
+        RunFolder.create_folder(tmp_path / "runs", "a", say=silent)
 
 
 def dangling(path: Path) -> None:
@@ -114,18 +127,18 @@ def test_a_place_where_no_folder_can_be_made(
     with pytest.raises(
         UsageError, match=rf"can't be created \({why}\); give another place, start\(folder=\.\.\.\)"
     ):
-        RunFolder.create(tmp_path / "runs", name, say=silent)
+        RunFolder.create_folder(tmp_path / "runs", name, say=silent)
 
 
 def test_a_run_that_is_a_dangling_link_is_taken(tmp_path: Path) -> None:
     dangling(tmp_path / "a")
     said: list[str] = []
-    assert RunFolder.create(tmp_path, "a", say=said.append).name == "a-2" and len(said) == 1
+    assert RunFolder.create_folder(tmp_path, "a", say=said.append).name == "a-2" and len(said) == 1
 
 
 def test_all_workers_have_the_same_folder(tmp_path: Path) -> None:
     def body(group: ThreadGroup) -> RunFolder:
-        return RunFolder.agree(Agreement(group), tmp_path, "a", say=silent)
+        return RunFolder.create_together(Agreement(group), tmp_path, "a", say=silent)
 
     folders = spawn(3, body)
     assert {folder.path for folder in folders} == {tmp_path / "a"}
@@ -135,7 +148,7 @@ def test_all_workers_have_the_same_folder(tmp_path: Path) -> None:
 def test_all_workers_hear_of_a_failure(tmp_path: Path) -> None:
     def body(group: ThreadGroup) -> str:
         with pytest.raises(PacelineError, match="can't be called 'a/b'") as caught:
-            RunFolder.agree(Agreement(group), tmp_path, "a/b", say=silent)
+            RunFolder.create_together(Agreement(group), tmp_path, "a/b", say=silent)
         return type(caught.value).__name__
 
     # the launcher knows the second for an echo
@@ -160,7 +173,7 @@ def summary(**changes: Any) -> RunSummary:
 
 
 def test_the_summary_has_every_field(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, "a", say=silent)
+    folder = RunFolder.create_folder(tmp_path, "a", say=silent)
     summary().write(folder)
     found = json.loads(folder.summary.read_text())
     assert list(found) == [
@@ -212,7 +225,7 @@ def refuse(constant: str) -> None:
 
 @pytest.mark.parametrize(("loss", "written"), [(math.nan, "nan"), (math.inf, "inf"), (None, None)])
 def test_a_loss_that_is_no_number_is_still_json(tmp_path: Path, loss: float, written: str) -> None:
-    folder = RunFolder.create(tmp_path, "a", say=silent)
+    folder = RunFolder.create_folder(tmp_path, "a", say=silent)
     summary(loss=loss).write(folder)
     assert json.loads(folder.summary.read_text(), parse_constant=refuse)["final_loss"] == written
 
@@ -221,7 +234,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "x.json"
-    write_whole(path, "old")
+    write_atomically(path, "old")
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -231,7 +244,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
         ResourceError,
         match=r"x\.json could not be written \(No space left on device\); free some space",
     ):
-        write_whole(path, "new")
+        write_atomically(path, "new")
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.json"]
 
@@ -242,7 +255,7 @@ def test_a_link_that_lies_beside_a_file_leads_nowhere(tmp_path: Path) -> None:
     private.write_text("precious")
     for name in ("x.json", f".x.json.{os.getpid()}"):
         (tmp_path / name).symlink_to(private)
-    write_whole(tmp_path / "x.json", "new")
+    write_atomically(tmp_path / "x.json", "new")
     assert (
         private.read_text() == "precious"
         and (tmp_path / "x.json").read_text() == "new"
@@ -261,22 +274,22 @@ def test_where_nothing_can_be_removed_either_it_says_why(
     with pytest.raises(
         ResourceError, match=r"x\.json could not be written \(Read-only file system\)"
     ):
-        write_whole(tmp_path / "x.json", "new")
+        write_atomically(tmp_path / "x.json", "new")
 
 
 def test_the_folder_of_a_job_that_starts_again(tmp_path: Path) -> None:
     first, second, third = (
-        RunFolder.create(tmp_path, "run", say=lambda text: None) for _ in range(3)
+        RunFolder.create_folder(tmp_path, "run", say=lambda text: None) for _ in range(3)
     )
-    assert RunFolder.again(second.path, "run") == second and second.earlier == (first.path,)
-    assert RunFolder.again(third.path, "run") == third
-    assert RunFolder.again(third.path, None) == RunFolder(third.path, (), named=False)
+    assert RunFolder.reopen_folder(second.path, "run") == second and second.earlier == (first.path,)
+    assert RunFolder.reopen_folder(third.path, "run") == third
+    assert RunFolder.reopen_folder(third.path, None) == RunFolder(third.path, (), named=False)
 
 
 def test_json_is_strict() -> None:
     plain = {"a": [1, 2.5, None], "b": {"c": (True, "d")}}
-    assert strict_json(plain) == '{"a": [1, 2.5, null], "b": {"c": [true, "d"]}}'
-    found = strict_json({**plain, "e": ({"f": -math.inf}, math.nan)}, indent=1)
+    assert to_strict_json(plain) == '{"a": [1, 2.5, null], "b": {"c": [true, "d"]}}'
+    found = to_strict_json({**plain, "e": ({"f": -math.inf}, math.nan)}, indent=1)
     assert json.loads(found, parse_constant=pytest.fail) == {
         "a": [1, 2.5, None],
         "b": {"c": [True, "d"]},

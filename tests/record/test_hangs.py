@@ -26,7 +26,7 @@ from paceline.comm.agreement import Agreement
 from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.solo import SoloGroup
 from paceline.errors import UsageError
-from paceline.record.hangs import HangDetector, check_lateness
+from paceline.record.hangs import HangDetector, check_late_after
 from paceline.session.run import Run
 from paceline.timings import DEFAULTS, HangTimings, Timings
 from tests.harness import short_timings
@@ -235,7 +235,7 @@ def test_a_time_that_can_not_be_honoured_is_refused() -> None:
         pl.start(late_after=200)
     with pytest.raises(UsageError, match="late_after=0 "):
         pl.start(late_after=0)
-    check_lateness(3.0, deadline=6.0)  # half of a short deadline
+    check_late_after(3.0, deadline=6.0)  # half of a short deadline
 
 
 class Worker:
@@ -294,7 +294,7 @@ def worker() -> Iterator[type[Worker]]:
     before = signal.getsignal(commands.STACK)
     yield Made
     for each in made:
-        each.watching.stop()
+        each.watching.stop_watching()
     for thread in [each for each in threading.enumerate() if each.name == "paceline watching"]:
         thread.join(60)
     for each in made:
@@ -307,28 +307,28 @@ class TestTheLimit:
     def test_is_ten_times_what_is_usual_and_five_seconds_at_least(self, worker):
         found = worker(120.0)
         found.called(*[0.1] * 20)
-        assert found.watching.limit == 5.0
+        assert found.watching.late_after_seconds == 5.0
         found.called(*[1.0] * 40)
-        assert found.watching.limit == pytest.approx(10.0)
+        assert found.watching.late_after_seconds == pytest.approx(10.0)
 
     def test_is_three_times_the_longest(self, worker):
         found = worker(120.0)
         found.called(*[0.1] * 20, 9.0, *[0.1] * 20)
-        assert found.watching.limit == pytest.approx(27.0)
+        assert found.watching.late_after_seconds == pytest.approx(27.0)
         found.called(*[0.1] * 64)
-        assert found.watching.limit == 5.0
+        assert found.watching.late_after_seconds == 5.0
 
     def test_is_short_enough_for_the_deadline(self, worker):
         found = worker(120.0)
-        assert found.watching.limit == 116.0  # nothing is known yet
+        assert found.watching.late_after_seconds == 116.0  # nothing is known yet
         found.called(*[20.0] * 20)
-        assert found.watching.limit == 116.0
-        assert worker(6.0).watching.limit == 3.0
+        assert found.watching.late_after_seconds == 116.0
+        assert worker(6.0).watching.late_after_seconds == 3.0
 
     def test_is_what_was_asked_for(self, worker):
         found = worker(120.0, 2.0)
         found.called(*[1.0] * 20)
-        assert found.watching.limit == 2.0
+        assert found.watching.late_after_seconds == 2.0
 
 
 class TestWatching:
@@ -345,8 +345,8 @@ class TestWatching:
         other = worker(120.0, 0.3, number=7)
         os.write(other.orders, commands.ASK)
         assert other.report()["event"] == "shows"
-        assert other.agreement.attempt(other.report)["event"] == "late"
-        other.agreement.attempt(other.watching.answer)
+        assert other.agreement.attempt_call(other.report)["event"] == "late"
+        other.agreement.attempt_call(other.watching.answer_launcher)
         where = other.report()
         assert (where["event"], where["call"], where["waits"]) == ("where", 1, True)
 
@@ -355,7 +355,7 @@ class TestWatching:
         found = worker(120.0, 0.3)
         assert found.report()["event"] == "shows"
         found.agreement.meet("run.mean")
-        with found.meter.exchange("output of up"):
+        with found.meter.measure_exchange("output of up"):
             late = found.report()
             assert (late["event"], late["call"], late["what"]) == (
                 "late",
@@ -369,7 +369,7 @@ class TestWatching:
                 "output of up along `tensor` of step 0",
                 True,
             )
-        with found.meter.exchange("output of down"):  # of the same step, which is one call
+        with found.meter.measure_exchange("output of down"):  # of the same step, which is one call
             pass
         os.write(found.orders, commands.ASK)
         where = found.report()
@@ -398,14 +398,14 @@ class TestWatching:
             assert late[0]["what"] == "backward of step 3"
 
         found.agreement.meet("run.mean")
-        found.agreement.settle(wait, "backward")
+        found.agreement.settle_call(wait, "backward")
         os.write(found.orders, commands.ASK)
         assert found.report()["call"] == 2  # nothing more was told
 
     def test_tells_of_a_wait_for_some_of_the_others(self, worker):
         found = worker(2.0, 0.3)
         found.report()
-        late = found.agreement.wait(found.report, "shares of a stream")
+        late = found.agreement.wait_for_some(found.report, "shares of a stream")
         assert (late["event"], late["what"]) == ("late", "shares of a stream of step 3")
 
     def test_bears_again_what_it_has_borne(self, worker):
@@ -415,9 +415,11 @@ class TestWatching:
         found = worker(120.0, timings=Timings(hangs=HangTimings(least=0.2)))
         found.report()
         found.called(*[0.001] * 64)
-        found.agreement.attempt(found.report)  # comes to its end as soon as it was told of
+        found.agreement.attempt_call(found.report)  # comes to its end as soon as it was told of
         found.called(*[0.001] * 65)
-        found.agreement.attempt(lambda: wait_for(lambda: found.watching.limit >= 0.4))
+        found.agreement.attempt_call(
+            lambda: wait_for(lambda: found.watching.late_after_seconds >= 0.4)
+        )
 
 
 def test_layers_and_streams_that_wait_for_others_are_seen() -> None:

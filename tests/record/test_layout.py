@@ -15,9 +15,9 @@ from torch import nn
 
 from paceline.cluster.mesh import read
 from paceline.parallel.shard import shard
-from paceline.parallel.tensor.cut import tensor
 from paceline.parallel.tensor.styles import column, row
-from paceline.record.folder import LAYOUT
+from paceline.parallel.tensor.tensor_cut import tensor
+from paceline.record.folder import LAYOUT_FILE
 from paceline.record.layout import ModelLayout
 from paceline.session.run import Run
 from tests.harness.jobs import Ended, Jobs
@@ -39,7 +39,7 @@ def layout_and_truth(
     optimizer = kind(model.parameters(), **options)
     model, optimizer, loader = run.prepare(model, optimizer, batches(24, 8), cut=cuts)
     with pytest.raises(SystemExit) as ended:
-        ModelLayout(run._prepared, run._axes, folder).write()
+        ModelLayout(run._prepared, run._axes, folder).write_and_exit()
     # which has one from the beginning
     assert ended.value.code == 0 and (kind is torch.optim.Adagrad) == bool(optimizer.state)
     for x, y in loader:
@@ -56,7 +56,7 @@ def layout_and_truth(
         nbytes(value) for state in optimizer.state.values() for value in state.values()
     )
     run.barrier()
-    return json.loads((folder / LAYOUT).read_text()), held
+    return json.loads((folder / LAYOUT_FILE).read_text()), held
 
 
 SGD, MOMENTUM, ADAMW, ADAGRAD = (

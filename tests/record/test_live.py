@@ -19,7 +19,7 @@ from torch import nn
 
 from paceline.cluster.control.progress import birth
 from paceline.record.folder import RunFolder
-from paceline.record.live import EVENTS, LiveRecord, alive
+from paceline.record.live import MAX_EVENTS, LiveRecord, is_writer_alive
 from paceline.session.run import Run
 from paceline.trace import PARTS
 from tests.harness.runs import batches, workers
@@ -183,11 +183,11 @@ def test_a_folder_that_lets_nothing_in_ends_no_run(tmp_path: Path) -> None:
 
 def test_only_the_worker_that_writes_does(tmp_path: Path) -> None:
     other = record(tmp_path, writes=False)
-    other.update()
-    other.fail(ValueError, None)
+    other.update_file()
+    other.record_failure(ValueError, None)
     assert list(tmp_path.iterdir()) == []
-    record(tmp_path).update()
-    other.end()
+    record(tmp_path).update_file()
+    other.remove_file()
     assert [path.name for path in tmp_path.iterdir()] == ["live.json"]
 
 
@@ -201,24 +201,24 @@ def test_another_worker_goes_on_with_it(tmp_path: Path) -> None:
     )
     for rank in range(2):
         first_writes = rank == 0
-        first.update(), second.update()
+        first.update_file(), second.update_file()
         assert read(tmp_path)["live"]["rank"] == rank
     (tmp_path / ".live.json.77").touch()  # of a worker that was killed while it wrote
-    first.end()
+    first.remove_file()
     assert (tmp_path / "live.json").exists()
-    second.end()
+    second.remove_file()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_follows_the_end(tmp_path: Path) -> None:
     live = record(tmp_path)
-    live.end()
-    live.update()
-    live.fail(ValueError, None)
+    live.remove_file()
+    live.update_file()
+    live.record_failure(ValueError, None)
     assert list(tmp_path.iterdir()) == []
     live = record(tmp_path)
-    live.fail(KeyboardInterrupt, KeyboardInterrupt())
-    live.update()
+    live.record_failure(KeyboardInterrupt, KeyboardInterrupt())
+    live.update_file()
     assert (read(tmp_path)["live"]["state"], read(tmp_path)["live"]["why"]) == (
         "failed",
         "KeyboardInterrupt",
@@ -228,14 +228,14 @@ def test_nothing_follows_the_end(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     live = record(tmp_path, said=said)
-    live.update()
+    live.update_file()
     before = (tmp_path / "live.json").read_text()
 
     def full(self: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    live.update()
+    live.update_file()
     assert (tmp_path / "live.json").read_text() == before and len(list(tmp_path.iterdir())) == 1
     assert said == [
         (
@@ -247,10 +247,10 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_last_events_alone_are_told(tmp_path: Path) -> None:
     def body(run: Run) -> None:
-        for number in range(EVENTS + 5):
+        for number in range(MAX_EVENTS + 5):
             run.event(str(number))
         assert [event["what"] for event in read(tmp_path / "test")["events"]] == [
-            str(number) for number in range(5, EVENTS + 5)
+            str(number) for number in range(5, MAX_EVENTS + 5)
         ]
 
     workers(1, body, folder=tmp_path)
@@ -260,22 +260,22 @@ def test_a_link_that_lies_beside_it_leads_nowhere(tmp_path: Path) -> None:
     live, private = record(tmp_path), tmp_path / "private"
     private.write_text("precious")
     (tmp_path / f".live.json.{os.getpid()}").symlink_to(private)
-    live.update()
+    live.update_file()
     assert (
         private.read_text() == "precious" and read(tmp_path)["live"]["writer"]["pid"] == os.getpid()
     )
 
 
 def test_who_writes_is_seen_to_live_or_not(tmp_path: Path) -> None:
-    record(tmp_path).update()
+    record(tmp_path).update_file()
     writer = read(tmp_path)["live"]["writer"]
-    assert writer["pid"] == os.getpid() and alive(writer) is True
-    assert alive({**writer, "born": 1}) is False  # another process has its number by now
+    assert writer["pid"] == os.getpid() and is_writer_alive(writer) is True
+    assert is_writer_alive({**writer, "born": 1}) is False  # another process has its number by now
     gone = subprocess.Popen([sys.executable, "-c", ""])
     born = birth(gone.pid)
     gone.wait()
-    assert alive({**writer, "pid": gone.pid, "born": born}) is False
-    assert alive({**writer, "machine": "another"}) is None and alive({}) is None
+    assert is_writer_alive({**writer, "pid": gone.pid, "born": born}) is False
+    assert is_writer_alive({**writer, "machine": "another"}) is None and is_writer_alive({}) is None
 
 
 def test_who_was_late_is_not_told_of_others_that_have_its_rank_by_now(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_who_was_late_is_not_told_of_others_that_have_its_rank_by_now(tmp_path: 
             if run.rank == 0 and step == 3:
                 conclusion, agreement = run._ending._conclusion, run._agreement
                 assert conclusion.so_far()["live"]["late"] is not None
-                book = conclusion.log.book
+                book = conclusion.log.writer
                 assert book is not None and book.latest is not None
                 # as one that was lost: nobody has this rank any more
                 late = book.latest.late._replace(rank=7)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 from paceline.record.folder import RunTotals
-from paceline.record.summary import told
+from paceline.record.summary import describe_result
 
 
 @pytest.fixture(autouse=True)
@@ -78,4 +78,4 @@ def test_nothing_of_a_folder_that_goes_with_who_made_it(capsys: pytest.CaptureFi
     ],
 )
 def test_in_words(name: str, steps: int, loss: float | None, seconds: float, line: str) -> None:
-    assert told(Path(name), RunTotals(steps, steps, seconds, None, loss, {}, [])) == line
+    assert describe_result(Path(name), RunTotals(steps, steps, seconds, None, loss, {}, [])) == line

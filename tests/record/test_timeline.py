@@ -12,7 +12,15 @@ import pytest
 
 from paceline.cluster.mesh import Mesh
 from paceline.comm.agreement import Agreement
-from paceline.record.timeline import ClockOffset, compare, gather, mark_late, merge, offsets, write
+from paceline.record.timeline import (
+    ClockOffset,
+    add_late_spans,
+    compare_clocks,
+    estimate_offsets,
+    gather_spans,
+    make_trace_events,
+    write_trace,
+)
 from paceline.trace import Served, Span
 from paceline.unequal.stragglers.lateness import RankLateness
 from tests.harness.thread_groups import ThreadGroup, spawn
@@ -43,7 +51,7 @@ def meet(truth: list[int], rounds: int, slack: int, seed: int) -> list[list[tupl
 @pytest.mark.parametrize("seed", range(5))
 def test_offsets_are_found(seed: int) -> None:
     truth = [0, 5 * 10**12, 0, -3 * 10**9]
-    found = offsets(meet(truth, rounds=16, slack=100_000, seed=seed), hosts=[0, 1, 0, 2])
+    found = estimate_offsets(meet(truth, rounds=16, slack=100_000, seed=seed), hosts=[0, 1, 0, 2])
     assert found[0] == found[2] == ClockOffset(0, 0)
     assert all(abs(one.ahead - other) < 60_000 for one, other in zip(found, truth, strict=True))
     assert all(
@@ -56,24 +64,24 @@ def test_offsets_from_ping_pong() -> None:
     mine = [(0, 100), (1000, 1010), (2000, 2400)]  # sent, received
     theirs = [(580, 580), (1505, 1505), (2530, 2530)]  # answered
     # the fastest: 1505 - (1000 + 1010) / 2
-    assert offsets([mine, theirs], hosts=[0, 1]) == [(0, 0), (500, 5)]
+    assert estimate_offsets([mine, theirs], hosts=[0, 1]) == [(0, 0), (500, 5)]
 
 
 def test_more_ranks_of_a_host_narrow_its_offset() -> None:
     loose, tight = [(-500, 500)], [(1000, 1010)]
-    assert offsets([[(0, 10)], [(995, 1520)], tight], hosts=[0, 1, 1]) == [
+    assert estimate_offsets([[(0, 10)], [(995, 1520)], tight], hosts=[0, 1, 1]) == [
         (0, 0),
         (1000, 10),
         (1000, 10),
     ]
-    assert offsets([[(0, 10)], loose], hosts=[0, 0]) == [(0, 0), (0, 0)]
+    assert estimate_offsets([[(0, 10)], loose], hosts=[0, 0]) == [(0, 0), (0, 0)]
 
 
 def test_clocks_are_compared_in_a_group() -> None:
     ahead = [0, 7 * 10**9, 7 * 10**9]
 
     def body(group: ThreadGroup) -> list[ClockOffset]:
-        return compare(
+        return compare_clocks(
             Agreement(group), [0, 1, 1], clock=lambda: time.perf_counter_ns() + ahead[group.rank]
         )
 
@@ -83,19 +91,24 @@ def test_clocks_are_compared_in_a_group() -> None:
         abs(found.ahead - true) <= found.within
         for found, true in zip(results[0], ahead, strict=True)
     )
-    assert spawn(2, lambda group: compare(Agreement(group), [0, 0])) == [[ClockOffset()] * 2] * 2
+    assert (
+        spawn(2, lambda group: compare_clocks(Agreement(group), [0, 0]))
+        == [[ClockOffset()] * 2] * 2
+    )
 
 
 def test_spans_are_gathered() -> None:
     results = spawn(
         2,
-        lambda group: gather(Agreement(group), [span("x", "data", group.rank, 5, 3)] * group.rank),
+        lambda group: gather_spans(
+            Agreement(group), [span("x", "data", group.rank, 5, 3)] * group.rank
+        ),
     )
     assert results[0] == results[1] == {0: [], 1: [Span("x", "data", 1, 5, 3)]}
 
 
 def events(*arguments: Any, **options: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    found = list(merge(*arguments, **options))
+    found = list(make_trace_events(*arguments, **options))
     return [event for event in found if event["ph"] == "X"], [
         event for event in found if event["ph"] == "M"
     ]
@@ -200,14 +213,14 @@ def test_rows_never_hold_spans_that_cross() -> None:
 
 
 def test_the_file_is_whole_json(tmp_path: Path) -> None:
-    write(
+    write_trace(
         tmp_path / "trace.json",
-        merge({0: [span('a "quoted" name', "data", 1, 2)], 1: []}, names=["ü", "B"]),
+        make_trace_events({0: [span('a "quoted" name', "data", 1, 2)], 1: []}, names=["ü", "B"]),
     )
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert trace["displayTimeUnit"] == "ms"
     assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == 1
-    write(tmp_path / "trace.json", merge({}))
+    write_trace(tmp_path / "trace.json", make_trace_events({}))
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
 
@@ -222,7 +235,9 @@ def test_servers_are_beside_the_ranks() -> None:
             [(10**9 + 6_000, 2)],
         )
     ]
-    events = list(merge({0: [span("turn", "step", 4_000, 9_000)]}, names=["A"], servers=served))
+    events = list(
+        make_trace_events({0: [span("turn", "step", 4_000, 9_000)]}, names=["A"], servers=served)
+    )
     (name,) = [
         event
         for event in events
@@ -250,7 +265,7 @@ def test_who_was_late_is_drawn_at_the_end_of_its_turns_with_the_cause() -> None:
         1: [RankLateness(1, {"stolen": 0.02, "reading": 0.001})],
         2: [RankLateness(0, {"compute": 0.005}), RankLateness(1, {"compute": 0.02})],
     }
-    found = mark_late(spans, late)
+    found = add_late_spans(spans, late)
     assert found[0] == spans[0]  # 5 ms of 100 are not worth it
     assert found[1][3:] == [
         span("stolen processor", "late", 79 * ms, 100 * ms),

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline as pl
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.errors import ReplicasDiffer, UsageError
 from paceline.replicas import compare
 from paceline.replicas.compare import Comparison, differences
@@ -64,10 +64,14 @@ def flip(tensor: Tensor, bit: int) -> None:
 
 Injury = Callable[[nn.Module, torch.optim.Optimizer], None]
 STATE = {
-    "exp_avg of into.weight": lambda model, opt: opt.state[model.into.weight]["exp_avg"],
+    "exp_avg of into.weight": lambda model, opt: opt.state[model.prepare_column_input.weight][
+        "exp_avg"
+    ],
     "exp_avg_sq of out.bias": lambda model, opt: opt.state[model.out.bias]["exp_avg_sq"],
-    "step of into.bias": lambda model, opt: opt.state[model.into.bias]["step"].reshape(1),
-    "into.weight": lambda model, opt: model.into.weight,
+    "step of into.bias": lambda model, opt: opt.state[model.prepare_column_input.bias][
+        "step"
+    ].reshape(1),
+    "into.weight": lambda model, opt: model.prepare_column_input.weight,
     "scale": lambda model, opt: model.scale,
     "norm.running_var": lambda model, opt: model.norm.running_var,
     "mask": lambda model, opt: model.mask.t(),

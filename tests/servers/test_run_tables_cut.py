@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from paceline.errors import UsageError
 from paceline.parallel.shard import shard
-from paceline.parallel.tensor.cut import tensor
 from paceline.parallel.tensor.styles import column
+from paceline.parallel.tensor.tensor_cut import tensor
 from paceline.servers.tables.embedding import SparseEmbedding
 from paceline.session.run import Run
 from tests.harness.runs import alone, distance, workers

@@ -7,7 +7,7 @@ import torch
 
 from paceline.cluster import topology_file
 from paceline.cluster.topology import HostLink, HostRanks, Topology
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.errors import UsageError
 from paceline.session import cluster_probe
 from paceline.session.cluster_probe import measure

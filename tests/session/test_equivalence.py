@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 import paceline as pl
 from paceline.cluster.store import Store
 from paceline.comm.schedule import SCHEDULES
-from paceline.comm.shm.group import SharedGroup
+from paceline.comm.shm.shared_group import SharedGroup
 from paceline.comm.solo import SoloGroup
 from paceline.errors import ReplicasDiffer
 from paceline.session.run import Run

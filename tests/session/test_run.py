@@ -864,7 +864,9 @@ def test_a_run_without_a_name_has_nothing_to_resume(tmp_path: Path) -> None:
     saved = checkpoint.save(tmp_path / "other" / "checkpoints", pack({}), 7)
 
     def body(run: Run) -> bool:
-        run._resumption._folder = RunFolder.agree(run._context.agreement, tmp_path, None, say=print)
+        run._resumption._folder = RunFolder.create_together(
+            run._context.agreement, tmp_path, None, say=print
+        )
         ready(run)
         return run.resume()
 

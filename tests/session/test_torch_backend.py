@@ -74,10 +74,10 @@ def test_a_host_is_crowded_when_its_workers_compute_on_all_cores(
     monkeypatch.setattr(torch_backend, "cores", lambda: have)
 
     def body(group: GroupBackend, rank: int) -> bool:
-        before = group._issuer.crowded()
+        before = group._issuer.is_crowded()
         meet(group)
         assert not before
-        return group._issuer.crowded()
+        return group._issuer.is_crowded()
 
     torch.set_num_threads(1)
     assert on_threads(3, body) == [crowded] * 3

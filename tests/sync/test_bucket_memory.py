@@ -19,10 +19,10 @@ from paceline.cluster.store import Store
 from paceline.codec.codec import error_feedback
 from paceline.codec.dense import int8
 from paceline.codec.sparse import topk
-from paceline.comm.bucket_layout import Bucket, BucketShape, build
-from paceline.comm.group import Group
-from paceline.comm.hierarchy.group import HostsGroup
-from paceline.comm.shm.group import SharedGroup
+from paceline.comm.bucket_layout import Bucket, BucketShape, build_buckets
+from paceline.comm.group_protocol import Group
+from paceline.comm.hierarchy.hosts_group import HostsGroup
+from paceline.comm.shm.shared_group import SharedGroup
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce, AllReduceSync
 from paceline.sync.bucket_memory import BucketCopies, BucketCopy
@@ -297,8 +297,8 @@ def bucket(
     *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32
 ) -> tuple[Bucket, list[nn.Parameter]]:
     parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
-    (found,) = build(
-        [BucketShape.of(p) for p in parameters],
+    (found,) = build_buckets(
+        [BucketShape.of_parameter(p) for p in parameters],
         [range(len(shapes))],
         lambda n, dtype, device: torch.empty(n, dtype=dtype),
     )
@@ -421,7 +421,7 @@ def test_over_two_hosts() -> None:
     def body(rank: int, size: int, store: Store) -> tuple[bool, list[float]]:
         flat = SharedGroup.from_store(store, rank, size, deadline=60)
         inner = SharedGroup.from_store(store.sub(f"host{rank // 2}"), rank % 2, 2, deadline=60)
-        group = HostsGroup(inner, flat.sub([0, 2]), flat, (0, 0, 1, 1), deadline=60)
+        group = HostsGroup(inner, flat.make_subgroup([0, 2]), flat, (0, 0, 1, 1), deadline=60)
         return shared(group, {1, 2}, (0, 0, 1, 1))
 
     wanted = alone(trained)

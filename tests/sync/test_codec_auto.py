@@ -12,7 +12,7 @@ from paceline.codec.auto import auto
 from paceline.codec.codec import error_feedback, gathered
 from paceline.codec.dense import half, int8
 from paceline.codec.sparse import topk
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.errors import UsageError
 from paceline.notation import parse, text
 from paceline.session.run import Run

@@ -13,7 +13,7 @@ import torch
 from paceline.codec.codec import error_feedback
 from paceline.codec.dense import int4, int8
 from paceline.codec.sparse import topk
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.codec_cost import ExactRate, ExchangeCost, exposed, judge, measure, off, sampled
 from paceline.sync.gossip.strategy import Gossip

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.agreement import Agreement
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.errors import UsageError
 from paceline.prepare.abilities import resolve
 from paceline.sync.allreduce import AllReduce

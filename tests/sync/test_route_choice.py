@@ -48,7 +48,7 @@ def test_the_slowest_link_decides_what_is_fast() -> None:
 
 def test_uneven_chunks_are_taken_where_links_differ_and_they_pay() -> None:
     choice = choose(FOUR, RouteFacts(UNEVEN, 1e-4, 8.0))
-    assert choice.way == "uneven" and choice.across == schedule.uneven(UNEVEN)
+    assert choice.way == "uneven" and choice.across == schedule.build_uneven(UNEVEN)
     assert math.isclose(sum(choice.parts), 1) and len(choice.parts) == 4 and choice.parts[3] == 0
     assert "links carry 100 Mbit/s to 1 Gbit/s" in choice.why and "1.33 times" in choice.why
     assert choose((0, 1, 2), RouteFacts((1e8, 1e8, 1e8), 1e-4, 8.0)).way == "auto"

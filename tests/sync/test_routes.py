@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.comm.agreement import Agreement
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.errors import UsageError
 from paceline.sync.context import SyncContext
 from paceline.sync.route_choice import ALIKE, FAST, RouteFacts

@@ -20,11 +20,11 @@ import paceline as pl
 from paceline.cluster.mesh import Mesh, lay_out
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.comm.agreement import Agreement
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.errors import UsageError
 from paceline.parallel.shard import shard
-from paceline.parallel.tensor.cut import tensor
 from paceline.parallel.tensor.styles import column, row
+from paceline.parallel.tensor.tensor_cut import tensor
 from paceline.session.run import Run
 from paceline.sync.context import SyncContext
 from paceline.workers.axes import RunAxes
@@ -39,9 +39,9 @@ ONE_HOST = Topology((HostRanks("here", (0, 1), "127.0.0.1"),))
 
 def whole(run: Run, model: nn.Module) -> Tensor:
     """All parameters as one vector, cut ones put together."""
-    group, found = run._axes.groups.along("tensor"), []
+    group, found = run._axes.groups.group_along("tensor"), []
     for parameter in model.parameters():
-        axes = run._prepared.cuts.placements.of(parameter).axes
+        axes = run._prepared.cuts.placements.placement_of(parameter).axes
         parts = (
             group.all_gather(parameter.detach().contiguous(), name="parameter").wait()
             if "tensor" in axes

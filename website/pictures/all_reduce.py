@@ -7,7 +7,7 @@ green once it is the whole sum.
 from __future__ import annotations
 
 from paceline.bench.pictures import hosts
-from paceline.comm.schedule import Schedule, build
+from paceline.comm.schedule import Schedule, build_schedule
 from paceline.formatting import counted
 from website.pictures.svg import Drawing
 
@@ -35,7 +35,7 @@ def pictures() -> dict[str, str]:
 def picture(name: str, numbers: str) -> str:
     """Draw one schedule; `numbers` are those that `paceline bench collectives --draw` takes."""
     placed = hosts(numbers, numbers)
-    schedule = build(name, placed)
+    schedule = build_schedule(name, placed)
     drawing = Drawing(
         f"{name}: {counted(schedule.size, 'rank')}, {counted(len(schedule.rounds), 'round')}"
     )

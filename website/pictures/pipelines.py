@@ -6,7 +6,11 @@ from __future__ import annotations
 
 from paceline.parallel.pipelining.schedule import Kind
 from paceline.parallel.pipelining.schedules import SCHEDULES, make_schedule
-from paceline.parallel.pipelining.simulate import PipelineTimeline, even_times, simulate
+from paceline.parallel.pipelining.simulate import (
+    PipelineTimeline,
+    make_even_times,
+    simulate_schedule,
+)
 from website.pictures.svg import Drawing
 
 RANKS, MICRO_BATCHES = 4, 8
@@ -34,7 +38,9 @@ def picture() -> str:
     top = _legend(drawing)
     for name in SCHEDULES:
         schedule = make_schedule(name, RANKS, MICRO_BATCHES, None)
-        top = _timeline(drawing, simulate(schedule, even_times(schedule, 1.0, 2.0, 0.0)), top)
+        top = _timeline(
+            drawing, simulate_schedule(schedule, make_even_times(schedule, 1.0, 2.0, 0.0)), top
+        )
     return drawing.text()
 
 
@@ -54,7 +60,7 @@ def _timeline(drawing: Drawing, timeline: PipelineTimeline, top: float) -> float
     """Draw one schedule; return where the next begins."""
     schedule = timeline.schedule
     drawing.say(4, top, schedule.name, "ink bold")
-    kept = f"{max(timeline.kept):.3g}"
+    kept = f"{max(timeline.kept_micro_batches):.3g}"
     drawing.say(
         112,
         top,
@@ -68,7 +74,7 @@ def _timeline(drawing: Drawing, timeline: PipelineTimeline, top: float) -> float
         for span in spans:
             look, number = LOOKS[span.action.kind]
             x, width = LEFT + UNIT * span.start, UNIT * (span.end - span.start)
-            second = schedule.held(rank).index(span.action.stage)
+            second = schedule.stages_of_rank(rank).index(span.action.stage)
             drawing.box(x + 0.5, y, width - 1, ROW - 2, look, part=0.55 if second else 1.0)
             drawing.say(
                 x + width / 2,

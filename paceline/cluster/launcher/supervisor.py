@@ -40,18 +40,18 @@ class RunWatcher(Protocol):
     It raises nothing once they have begun.
     """
 
-    def begin(self) -> None:
+    def begin_serving(self) -> None:
         """Begin, as the first worker will be one of this host.
 
         Raises `UsageError` where that can't be.
         """
         ...
 
-    def follow(self, folder: Path) -> None:
+    def follow_run(self, folder: Path) -> None:
         """Show the run in this folder, which a worker of this host writes from now on."""
         ...
 
-    def tell(self, words: str) -> None:
+    def show_line(self, words: str) -> None:
         """Show this line, too."""
         ...
 
@@ -397,7 +397,7 @@ class Supervisor:
 def _begin(tasks: Sequence[WorkerCommand], watcher: RunWatcher | None) -> None:
     """Have the run watched from this host, if its first worker is one of these."""
     if watcher is not None and any(task.rank == 0 and not task.joining for task in tasks):
-        watcher.begin()
+        watcher.begin_serving()
 
 
 def _read_out(workers: Sequence[WorkerProcess], bar: JobBar) -> None:
@@ -419,7 +419,7 @@ def _show(
         folder = Path(str(record["folder"]))
         end.follow(folder)
         if watcher is not None:
-            watcher.follow(folder)
+            watcher.follow_run(folder)
     bar.follow(workers)
 
 
@@ -444,7 +444,7 @@ def _flush(
 
 def _tell(watcher: RunWatcher | None, *words: str) -> None:
     if watcher is not None:
-        watcher.tell("; ".join(filter(None, words)))
+        watcher.show_line("; ".join(filter(None, words)))
 
 
 def _empty(descriptor: int) -> None:

@@ -18,14 +18,14 @@ from torch.autograd import Variable
 REST = 20e-3  # seconds without processor time after which a thread is taken to be waiting
 
 
-def inside() -> bool:
+def is_inside_backward() -> bool:
     """Whether this thread is inside a backward pass."""
     # Private to torch, though fully_shard uses it as well: the id of the pass that runs in this
     # thread, -1 outside of one. Without it operations would have to end in the background.
     return torch._C._current_graph_task_id() != -1
 
 
-def at_end(act: Callable[[], None]) -> None:
+def call_at_end(act: Callable[[], None]) -> None:
     """Call `act` in this thread at the end of its backward pass, after earlier callbacks."""
     # Private to torch, though FSDP uses it as well. It raises if no pass runs in this thread.
     Variable._execution_engine.queue_callback(act)
@@ -38,7 +38,7 @@ class PassThread:
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         self._used, self._at = time.clock_gettime(self._clock), time.monotonic()
 
-    def computes(self) -> bool:
+    def is_computing(self) -> bool:
         """Whether the thread has used the processor lately. False once it has ended."""
         try:
             used = time.clock_gettime(self._clock)

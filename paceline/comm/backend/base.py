@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.backend.issue import Issuer, Members
+from paceline.comm.backend.issue import GroupMembers, Issuer
 from paceline.comm.backend.recurring import RecurringMemory
 from paceline.comm.backend.work import BackendWork, Completer, JoinedWork
-from paceline.comm.group import Finished, Group, Work
+from paceline.comm.group_protocol import FinishedWork, Group, Work
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:  # torch's stubs know these names only where they come from
@@ -43,7 +43,7 @@ class BackendBase(ProcessGroup):
         self,
         rank: int,
         ranks: Sequence[int],
-        meet: Callable[[], Members],
+        meet: Callable[[], GroupMembers],
         store: Store,
         *,
         pairs: Any,
@@ -54,7 +54,7 @@ class BackendBase(ProcessGroup):
         self._pairs, self._store = pairs, store
         self._timeout: timedelta | None = None  # replaces the deadline of the group
         self._issuer = Issuer(meet, self._ranks)
-        self._completer = Completer(self._issuer.crowded)
+        self._completer = Completer(self._issuer.is_crowded)
         # Messages have a completer of their own: a message must not be held up by a collective,
         # as other ranks may need it before they come to that collective.
         self._message_completer = Completer()
@@ -121,20 +121,22 @@ class BackendBase(ProcessGroup):
 
     def abort(self) -> None:
         """End all operations under way with an error, on all ranks."""
-        self._end(lambda group: group.abort())
+        self._end_group(lambda group: group.abort())
 
     def shutdown(self) -> None:
         """Leave the group in good order."""
-        self._end(lambda group: group.close())
+        self._end_group(lambda group: group.close())
 
-    def _end(self, act: Callable[[Group], None]) -> None:
-        self._issuer.end(act)
+    def _end_group(self, act: Callable[[Group], None]) -> None:
+        self._issuer.end_operations(act)
         self._completer.close()
         self._message_completer.close()
 
     # ---- operations
 
-    def _begin(self, call: Call, finish: Finish | None, opts: Any, outputs: Any) -> BackendWork:
+    def _begin_operation(
+        self, call: Call, finish: Finish | None, opts: Any, outputs: Any
+    ) -> BackendWork:
         """Begin `call` on the group, after all earlier operations.
 
         Args:
@@ -144,46 +146,46 @@ class BackendBase(ProcessGroup):
             outputs: Tensors that the operation fills, as torch's Work gives them.
         """
         self._sequence += 1
-        return self._follow(self._issuer.begin(call), finish, opts, outputs)
+        return self._wrap_work(self._issuer.begin_call(call), finish, opts, outputs)
 
-    def _follow(
+    def _wrap_work(
         self, work: Work[Any], finish: Finish | None, opts: Any, outputs: Any
     ) -> BackendWork:
         """Wrap a Work of a group as a Work of torch, which ends even if no caller waits for it."""
-        begun = self._work(work, finish, opts, outputs, self._completer)
+        begun = self._make_work(work, finish, opts, outputs, self._completer)
         if self._coalesced is not None:
             self._coalesced.append(begun)
         elif getattr(opts, "asyncOp", True):  # else torch waits for it right away
-            self._completer.add(begun)
+            self._completer.add_work(begun)
         return begun
 
-    def _message(self, work: Work[Any], outputs: Any) -> BackendWork:
+    def _wrap_message(self, work: Work[Any], outputs: Any) -> BackendWork:
         """Wrap a message between two ranks as a Work of torch. Gloo's own threads advance it."""
-        begun = self._work(work, None, None, outputs, self._message_completer)
+        begun = self._make_work(work, None, None, outputs, self._message_completer)
         if self._coalesced is not None:
             self._coalesced.append(begun)
         return begun
 
-    def _join(
+    def _join_works(
         self, works: list[BackendWork], opts: Any, outputs: Any, finish: Finish | None = None
     ) -> BackendWork:
         """Make one Work of several."""
         messages = any(work.completer is self._message_completer for work in works)
         completer = self._message_completer if messages else self._completer
-        return self._work(
-            JoinedWork(works) if works else Finished(), finish, opts, outputs, completer
+        return self._make_work(
+            JoinedWork(works) if works else FinishedWork(), finish, opts, outputs, completer
         )
 
-    def _work(
+    def _make_work(
         self, work: Work[Any], finish: Finish | None, opts: Any, outputs: Any, completer: Completer
     ) -> BackendWork:
         return BackendWork(
             work,
             finish,
             outputs,
-            self._seconds(opts),
+            self._timeout_seconds(opts),
             completer=completer,
-            locate=self._issuer.locate,
+            locate=self._issuer.add_hosts,
         )
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -194,10 +196,10 @@ class BackendBase(ProcessGroup):
         # Only now may they be completed in the background: all of them have begun.
         for work in works:
             if work.completer is self._completer:
-                work.completer.add(work)
-        return self._join(works, None, [])
+                work.completer.add_work(work)
+        return self._join_works(works, None, [])
 
-    def _seconds(self, opts: Any) -> float | None:
+    def _timeout_seconds(self, opts: Any) -> float | None:
         """Seconds that an operation may take: from its options, or from `set_timeout`.
 
         None is the deadline of the group, after which an error names the missing ranks.
@@ -207,7 +209,7 @@ class BackendBase(ProcessGroup):
         return None if own is None else own.total_seconds()
 
 
-def one(tensors: Any, what: str) -> Any:
+def only_tensor(tensors: Any, what: str) -> Any:
     """Return the only tensor of a list, or the tensor itself.
 
     Torch passes lists, from the time when one process had several GPUs; some callers don't.
@@ -221,6 +223,6 @@ def one(tensors: Any, what: str) -> Any:
     return tensors[0]
 
 
-def root_of(opts: Any) -> int:
+def root_rank(opts: Any) -> int:
     """Return the root rank of an operation: from torch's options, or `opts` itself, or rank 0."""
     return int(getattr(opts, "rootRank", 0 if opts is None else opts))

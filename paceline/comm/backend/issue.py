@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.at_exit import at_exit
-from paceline.comm.group import Group, Work, as_begun, begun
-from paceline.comm.shm.group import SharedGroup
+from paceline.comm.group_protocol import Group, Work, needs_inference_mode, resume_mode
+from paceline.comm.shm.shared_group import SharedGroup
 from paceline.comm.solo import SoloGroup
 from paceline.errors import DeadlineExceeded, PacelineError, ViewChanged, WorkerLost
 
@@ -30,7 +30,7 @@ AT_ONCE = (SharedGroup, SoloGroup)  # groups whose calls return without waiting 
 FAREWELL = 1.0  # seconds that the thread may take to end
 
 
-class Members(NamedTuple):
+class GroupMembers(NamedTuple):
     """A group that has been made, and where its ranks are.
 
     group: The group.
@@ -55,43 +55,47 @@ class Issuer:
         ranks: Rank of each member among all workers, for errors.
     """
 
-    def __init__(self, meet: Callable[[], Members], ranks: Sequence[int]) -> None:
+    def __init__(self, meet: Callable[[], GroupMembers], ranks: Sequence[int]) -> None:
         self._meet, self._ranks = meet, tuple(ranks)
-        self._met: Members | None = None
+        self._met: GroupMembers | None = None
         self._broken: BaseException | None = None
-        self._direct = False
+        self._begins_directly = False
         self._lock = threading.Lock()
         self._waiting: queue.SimpleQueue[IssuedWork | None] = queue.SimpleQueue()
-        self._behind = 0  # operations that the thread has not begun yet
+        self._not_begun = 0  # operations that the thread has not begun yet
         self._thread: threading.Thread | None = None
         self._unregister: Callable[[], object] = lambda: None
 
-    def begin(self, call: Callable[[Group], Work[Any]]) -> Work[Any]:
+    def begin_call(self, call: Callable[[Group], Work[Any]]) -> Work[Any]:
         """Begin an operation, after all earlier ones. Never waits for other ranks."""
         # The order of operations must not change: only if the thread has nothing left to begin.
-        if self._direct and not self._behind:
+        if self._begins_directly and not self._not_begun:
             assert self._met is not None
             return call(self._met.group)
         issued = IssuedWork(call)
         with self._lock:
             if self._broken is not None:
                 raise self._broken
-            self._behind += 1
+            self._not_begun += 1
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._issue, name="paceline backend", daemon=True
+                    target=self._begin_calls, name="paceline backend", daemon=True
                 )
                 self._thread.start()
                 # A thread that is inside torch while Python ends takes the process down with it.
-                self._unregister = at_exit(self._close)
+                self._unregister = at_exit(self._end_thread)
         self._waiting.put(issued)
         return issued
 
-    def crowded(self) -> bool:
+    def is_crowded(self) -> bool:
         """Whether callers begin operations themselves, and each core has a worker that computes."""
-        return self._direct and self._met is not None and self._met.cores <= torch.get_num_threads()
+        return (
+            self._begins_directly
+            and self._met is not None
+            and self._met.cores <= torch.get_num_threads()
+        )
 
-    def locate(self, error: BaseException) -> None:
+    def add_hosts(self, error: BaseException) -> None:
         """Add a note to an error: the hosts of the ranks that it names."""
         absent = (
             error.missing
@@ -106,32 +110,32 @@ class Issuer:
         if places := [f"rank {rank} is on host {hosts[rank]}" for rank in absent if rank in hosts]:
             error.add_note(f"Of these, {', '.join(places)}.")
 
-    def end(self, act: Callable[[Group], None]) -> None:
+    def end_operations(self, act: Callable[[Group], None]) -> None:
         """Begin nothing more, and let `act` end the group."""
         with self._lock:
-            self._direct, self._broken = (
+            self._begins_directly, self._broken = (
                 False,
                 self._broken or ViewChanged("this process group has been destroyed"),
             )
         if self._met is not None:
             with contextlib.suppress(PacelineError):  # another rank has ended the group before
                 act(self._met.group)
-        self._close()
+        self._end_thread()
 
-    def _close(self) -> None:
+    def _end_thread(self) -> None:
         if self._thread is not None:
             self._unregister()
             self._waiting.put(None)
             self._thread.join(FAREWELL)
             self._thread = None
 
-    def _issue(self) -> None:
+    def _begin_calls(self) -> None:
         while (issued := self._waiting.get()) is not None:
             try:
                 # The first operation makes the group, as ranks meet in it.
                 if self._met is None:
                     self._met = self._meet()
-                issued.issue(self._met.group)
+                issued.begin_on(self._met.group)
             except BaseException as error:  # noqa: BLE001  raised in the thread that waits for it
                 # Without a group, all later operations fail with the same error.
                 if self._met is None:
@@ -139,9 +143,9 @@ class Issuer:
                 issued.fail(error)
             # From here on, callers may begin operations themselves.
             with self._lock:
-                self._behind -= 1
-                self._direct = (
-                    not self._behind
+                self._not_begun -= 1
+                self._begins_directly = (
+                    not self._not_begun
                     and self._broken is None
                     and self._met is not None
                     and isinstance(self._met.group, AT_ONCE)
@@ -153,15 +157,15 @@ class IssuedWork:
 
     def __init__(self, call: Callable[[Group], Work[Any]]) -> None:
         self._call: Callable[[Group], Work[Any]] | None = call
-        self._inference = begun()
+        self._inference = needs_inference_mode()
         self._begun = threading.Event()
         self._work: Work[Any] | None = None
         self._error: BaseException | None = None
 
-    def issue(self, group: Group) -> None:
+    def begin_on(self, group: Group) -> None:
         """Begin the operation on `group`."""
         assert self._call is not None
-        with as_begun(self._inference):
+        with resume_mode(self._inference):
             self._work, self._call = self._call(group), None
         self._begun.set()
 

@@ -19,17 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.backend.base import one, root_of
-from paceline.comm.backend.reductions import ReducingBackend
-from paceline.comm.backend.uncompiled import uncompiled
+from paceline.comm.backend.base import only_tensor, root_rank
+from paceline.comm.backend.reducing_backend import ReducingBackend
+from paceline.comm.backend.uncompiled import mark_uncompiled
 from paceline.comm.backend.work import BackendWork, PairWork
-from paceline.comm.group import Group, Work, gather_into
+from paceline.comm.group_protocol import Group, Work, gather_into
 from paceline.errors import UsageError
 
 SHORTEST = 1e-3  # seconds of the shortest wait
 
 
-@uncompiled
+@mark_uncompiled
 class GroupBackend(ReducingBackend):
     """A process group of torch.distributed over a `Group`, made at the first operation."""
 
@@ -42,7 +42,7 @@ class GroupBackend(ReducingBackend):
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> BackendWork:
         """Gather the tensors of all ranks into a list. They may differ in the first dim."""
-        x, outs = one(inputs, "all_gather"), one(outputs, "all_gather")
+        x, outs = only_tensor(inputs, "all_gather"), only_tensor(outputs, "all_gather")
         if len(outs) != self._size:
             raise UsageError(
                 f"all_gather: {len(outs)} tensors for the results of {self._size} ranks; "
@@ -58,7 +58,7 @@ class GroupBackend(ReducingBackend):
             self._all_gather([outs[i] for outs in outputs], x, opts, outputs)
             for i, x in enumerate(inputs)
         ]
-        return self._join(works, opts, outputs)
+        return self._join_works(works, opts, outputs)
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> BackendWork:
         """Gather the tensors of all ranks into one tensor, one after another."""
@@ -76,13 +76,13 @@ class GroupBackend(ReducingBackend):
         def finish(parts: list[Tensor]) -> None:
             output.copy_(torch.stack(parts).view(output.shape))
 
-        return self._begin(lambda group: group.all_gather(source), finish, opts, [output])
+        return self._begin_operation(lambda group: group.all_gather(source), finish, opts, [output])
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> BackendWork:
         """Gather several tensors as `all_gather_single` does."""
-        return self._join(
+        return self._join_works(
             [self.all_gather_single(out, x, opts) for out, x in zip(outputs, inputs, strict=True)],
             opts,
             outputs,
@@ -106,30 +106,32 @@ class GroupBackend(ReducingBackend):
         def call(group: Group) -> Work[Any]:
             return gather_into(group, x, outs) if fit else group.all_gather(x)
 
-        return self._begin(call, lambda parts: _copy_all(outs, parts), opts, outputs)
+        return self._begin_operation(call, lambda parts: _copy_all(outs, parts), opts, outputs)
 
     # torch calls one of the overloads
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]
         """Give all ranks the values of the root rank, in place."""
-        x, root = one(tensors, "broadcast"), root_of(opts)
-        return self._begin(lambda group: group.broadcast(x, root=root), None, opts, [x])
+        x, root = only_tensor(tensors, "broadcast"), root_rank(opts)
+        return self._begin_operation(lambda group: group.broadcast(x, root=root), None, opts, [x])
 
     # torch calls one of the overloads
     def gather(  # type: ignore[override]
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> BackendWork:
         """Gather the tensors of all ranks on the root rank."""
-        x, root, me = one(inputs, "gather"), root_of(opts), self._rank
+        x, root, me = only_tensor(inputs, "gather"), root_rank(opts), self._rank
         if me != root:
-            return self._begin(lambda group: group.exchange([(root, x)], []), None, opts, outputs)
-        outs = one(outputs, "gather")
+            return self._begin_operation(
+                lambda group: group.exchange([(root, x)], []), None, opts, outputs
+            )
+        outs = only_tensor(outputs, "gather")
         if len(outs) != self._size:
             raise UsageError(
                 f"gather: {len(outs)} tensors for the results of {self._size} ranks; "
                 "give one for each rank"
             )
         outs[me].copy_(x)
-        return self._begin(
+        return self._begin_operation(
             lambda group: group.exchange([], [(r, out) for r, out in enumerate(outs) if r != me]),
             None,
             opts,
@@ -141,16 +143,18 @@ class GroupBackend(ReducingBackend):
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> BackendWork:
         """Give each rank its tensor of the list that the root rank has."""
-        out, root, me = one(outputs, "scatter"), root_of(opts), self._rank
+        out, root, me = only_tensor(outputs, "scatter"), root_rank(opts), self._rank
         if me != root:
-            return self._begin(lambda group: group.exchange([], [(root, out)]), None, opts, outputs)
-        parts = one(inputs, "scatter")
+            return self._begin_operation(
+                lambda group: group.exchange([], [(root, out)]), None, opts, outputs
+            )
+        parts = only_tensor(inputs, "scatter")
         if len(parts) != self._size:
             raise UsageError(
                 f"scatter: {len(parts)} tensors for {self._size} ranks; give one for each rank"
             )
         out.copy_(parts[me])
-        return self._begin(
+        return self._begin_operation(
             lambda group: group.exchange(
                 [(r, part) for r, part in enumerate(parts) if r != me], []
             ),
@@ -175,8 +179,8 @@ class GroupBackend(ReducingBackend):
     ) -> BackendWork:
         """Cut a tensor in its first dim, evenly or by the splits, and send a part to each rank."""
         outs, parts = (
-            _split(output, output_splits, self._size),
-            _split(source, input_splits, self._size),
+            _split_rows(output, output_splits, self._size),
+            _split_rows(source, input_splits, self._size),
         )
         return self._all_to_all(outs, parts, opts, [output])
 
@@ -191,7 +195,7 @@ class GroupBackend(ReducingBackend):
                 "ranks; give one for each rank"
             )
         flat = [part.reshape(-1) for part in parts]
-        return self._begin(
+        return self._begin_operation(
             lambda group: group.all_to_all(flat),
             lambda received: _copy_all(outs, received),
             opts,
@@ -202,7 +206,7 @@ class GroupBackend(ReducingBackend):
 
     def barrier(self, opts: Any = None) -> BackendWork:
         """Wait for all ranks."""
-        return self._begin(lambda group: group.barrier(), None, opts, [])
+        return self._begin_operation(lambda group: group.barrier(), None, opts, [])
 
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
@@ -220,10 +224,10 @@ class GroupBackend(ReducingBackend):
         options.asyncOp = False
         barrier = self.barrier(options)
         try:
-            barrier.complete(None if seconds is None else max(seconds, SHORTEST))
+            barrier.wait_and_raise(None if seconds is None else max(seconds, SHORTEST))
         finally:
             if not barrier.ended:  # ranks that come later still meet this one
-                self._completer.add(barrier)
+                self._completer.add_work(barrier)
 
     # ---- between two ranks
 
@@ -235,7 +239,7 @@ class GroupBackend(ReducingBackend):
             f"rank {name} has not received what was sent to it",
             name,
         )
-        return self._message(work, tensors)
+        return self._wrap_message(work, tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> BackendWork:
         """Receive a tensor from one rank."""
@@ -245,14 +249,14 @@ class GroupBackend(ReducingBackend):
             f"rank {name} has not sent what is awaited from it",
             name,
         )
-        return self._message(work, tensors)
+        return self._wrap_message(work, tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
         """Receive a tensor from the rank that sends first. The Work gives its rank."""
         return self._pairs.recv_anysource(tensors, tag)
 
 
-def _split(x: Tensor, splits: list[int], size: int) -> list[Tensor]:
+def _split_rows(x: Tensor, splits: list[int], size: int) -> list[Tensor]:
     """Cut a tensor in its first dim: as the splits say, or evenly into `size` parts."""
     if splits:
         return list(x.split(splits))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import graph
 
-from paceline.comm.shm.moving import movable
+from paceline.comm.shm.moving import is_movable
 
 LEAST = 256 << 10  # bytes from which moving pays
 # Reductions of a storage at which it may move. Not the first: DDP then makes its buckets anew.
@@ -36,7 +36,7 @@ class RecurringMemory:
 
         `caller`: the frame of Python that calls the reduction.
         """
-        if caller is None or ENGINE is None or caller.f_code is not ENGINE or not movable(x):
+        if caller is None or ENGINE is None or caller.f_code is not ENGINE or not is_movable(x):
             return False
         storage = x.untyped_storage()
         times = self._seen[storage] = self._seen.get(storage, 0) + 1

@@ -9,7 +9,7 @@ import torch
 C = TypeVar("C", bound=type)
 
 
-def uncompiled(group: C) -> C:
+def mark_uncompiled(group: C) -> C:
     """Make the methods of a class, and all their callees, run uncompiled under `torch.compile`.
 
     `torch.compiler.disable` would do the same, but it imports the compiler, which takes a second.

@@ -19,8 +19,8 @@ else:
 
 from paceline.at_exit import at_exit
 from paceline.comm.backend import backward
-from paceline.comm.backend.uncompiled import uncompiled
-from paceline.comm.group import Work, as_begun, begun
+from paceline.comm.backend.uncompiled import mark_uncompiled
+from paceline.comm.group_protocol import Work, needs_inference_mode, resume_mode
 from paceline.errors import DeadlineExceeded, PacelineError, WorkerLost
 
 LOOK = 5e-3  # seconds between two looks for operations that no caller waits for
@@ -29,7 +29,7 @@ SHORTEST = 1e-3  # seconds of the shortest wait, as Gloo takes 0 to mean no limi
 FAREWELL = 1.0  # seconds that the thread may take to end
 
 
-@uncompiled
+@mark_uncompiled
 class BackendWork(TorchWork):
     """A Work of torch.distributed over a Work of ours.
 
@@ -59,7 +59,9 @@ class BackendWork(TorchWork):
         super().__init__()
         self._work, self._finish, self._outputs, self._seconds = work, finish, outputs, seconds
         self.completer, self._locate = completer, locate
-        self._inference = begun(*(x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor)))
+        self._inference = needs_inference_mode(
+            *(x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor))
+        )
         self._lock = threading.Lock()
         self.ended = False
         self._error: BaseException | None = None
@@ -70,17 +72,17 @@ class BackendWork(TorchWork):
 
         `timeout`: how long to wait at most. None or zero: the deadline of the group.
         """
-        self.complete(timeout.total_seconds() if timeout else None)
+        self.wait_and_raise(timeout.total_seconds() if timeout else None)
         return True
 
-    def complete(self, seconds: float | None = None) -> None:
+    def wait_and_raise(self, seconds: float | None = None) -> None:
         """Bring the operation to its end, and raise its error if it failed."""
         if not self.ended:
-            self.end(seconds)
+            self.bring_to_end(seconds)
         if self._error is not None:
             raise self._error
 
-    def end(self, seconds: float | None = None) -> None:
+    def bring_to_end(self, seconds: float | None = None) -> None:
         """Bring the operation to its end, without raising its error.
 
         If `seconds` are given and pass, `DeadlineExceeded` is raised and nothing has ended.
@@ -93,7 +95,7 @@ class BackendWork(TorchWork):
             if self.ended:
                 return
             try:
-                with as_begun(self._inference):
+                with resume_mode(self._inference):
                     result = self._work.wait(self._seconds if seconds is None else seconds)
                     if self._finish is not None:
                         self._finish(result)
@@ -109,21 +111,21 @@ class BackendWork(TorchWork):
             self._lock.release()
         # Outside of the lock: callbacks of the future run in here, and may use this work.
         if future is not None:
-            _settle(future, self._error, self._outputs)
+            _settle_future(future, self._error, self._outputs)
 
-    def conclude(self) -> None:
+    def end_in_backward(self) -> None:
         """Bring the operation to its end inside a backward pass, which goes on if it failed.
 
         The thread that waits for the operation raises its error.
         """
-        self.end()
+        self.bring_to_end()
         if self._error is not None and not isinstance(self._error, Exception):
             raise self._error  # an interrupt, such as Ctrl-C
 
     def is_completed(self) -> bool:
         """Whether the operation has ended. Never blocks."""
         if not self.ended and self._work.done():
-            self.end()
+            self.bring_to_end()
         return self.ended
 
     def done(self) -> bool:
@@ -154,12 +156,12 @@ class BackendWork(TorchWork):
         """
         with self._lock:
             if self._future is None:
-                self._future = _Future(self.end)
+                self._future = _Future(self.bring_to_end)
                 # If it has ended before, there is nothing left to wait for.
                 if self.ended:
-                    _settle(self._future, self._error, self._outputs)
+                    _settle_future(self._future, self._error, self._outputs)
                 else:
-                    self.completer.add(self, soon=True)
+                    self.completer.add_work(self, soon=True)
             return self._future
 
     def get_future_result(self) -> torch.futures.Future[Any]:
@@ -180,20 +182,22 @@ class _Future(torch.futures.Future[Any]):
         return super().wait()
 
 
-def _settle(future: torch.futures.Future[Any], error: BaseException | None, outputs: Any) -> None:
+def _settle_future(
+    future: torch.futures.Future[Any], error: BaseException | None, outputs: Any
+) -> None:
     if error is None:
         future.set_result(outputs)
     elif isinstance(error, Exception):  # an interrupt is raised in its own thread instead
         future.set_exception(error)
 
 
-class _Several:
+class _JointWork:
     """Several works that have ended once all of them have."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = list(works)
 
-    def _within(self, timeout: float | None) -> Iterator[tuple[Any, float | None]]:
+    def _share_timeout(self, timeout: float | None) -> Iterator[tuple[Any, float | None]]:
         """Yield each work with the seconds left for it, so that all share one `timeout`."""
         end = None if timeout is None else time.monotonic() + timeout
         for work in self._works:
@@ -208,19 +212,19 @@ class _Several:
         )
 
 
-class CompositeWork(_Several):
+class CompositeWork(_JointWork):
     """Several works as one, which gives the list of their results (a `Work`)."""
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        return [work.wait(seconds) for work, seconds in self._within(timeout)]
+        return [work.wait(seconds) for work, seconds in self._share_timeout(timeout)]
 
 
-class JoinedWork(_Several):
+class JoinedWork(_JointWork):
     """Several works of torch's as one of ours (a `Work`)."""
 
     def wait(self, timeout: float | None = None) -> None:
-        for work, seconds in self._within(timeout):
-            work.complete(seconds)
+        for work, seconds in self._share_timeout(timeout):
+            work.wait_and_raise(seconds)
 
 
 class _GlooWork:
@@ -297,21 +301,21 @@ class Completer:
         self._thread: threading.Thread | None = None
         self._unregister: Callable[[], object] = lambda: None
 
-    def add(self, work: BackendWork, *, soon: bool = False) -> None:
+    def add_work(self, work: BackendWork, *, soon: bool = False) -> None:
         """End a work in the background, after all that were added before.
 
         `soon`: at once, as a future of it is waited for.
         """
         thread = None
         # In a backward pass on a crowded host the thread of the pass ends it, not ours.
-        if backward.inside() and self._crowded():
+        if backward.is_inside_backward() and self._crowded():
             thread = backward.PassThread()
             if soon:
-                backward.at_end(work.conclude)
+                backward.call_at_end(work.end_in_backward)
         self._works.append((work, thread))
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._run, name="paceline completer", daemon=True
+                target=self._run_thread, name="paceline completer", daemon=True
             )
             self._thread.start()
             # A thread that is inside torch while Python ends takes the process down with it.
@@ -319,7 +323,7 @@ class Completer:
         if (soon and thread is None) or self._idle:
             self._wake.set()
 
-    def _run(self) -> None:
+    def _run_thread(self) -> None:
         torch.set_num_threads(1)
         quiet = 0  # looks in a row that found no operation
         while not self._closed:
@@ -334,10 +338,10 @@ class Completer:
             while self._works and not self._closed:
                 work, thread = self._works[0]
                 # Leave it to the thread of its pass, as long as that computes.
-                if thread is not None and not work.ended and thread.computes():
+                if thread is not None and not work.ended and thread.is_computing():
                     break
                 self._works.popleft()
-                work.end()
+                work.bring_to_end()
 
     def close(self) -> None:
         """Stop the thread, and wait at most a second for it.

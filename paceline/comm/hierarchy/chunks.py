@@ -7,7 +7,7 @@ from itertools import pairwise
 WIDTH = 2 << 20  # most elements of a chunk: 8 MB of float32, as each chunk costs some waits
 
 
-def cut(numel: int) -> list[tuple[int, int]]:
+def cut_chunks(numel: int) -> list[tuple[int, int]]:
     """Cut `numel` elements into the (start, stop) of as few chunks as WIDTH allows.
 
     Their lengths differ by one element at most.

@@ -22,26 +22,26 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from paceline.comm import reduction
+from paceline.comm import reduction_rules
 from paceline.comm.collectives import UncheckedExchange
-from paceline.comm.group import (
+from paceline.comm.group_protocol import (
     Group,
     Op,
     UncheckedReduceScatter,
     Work,
     WritesResults,
     gather_into,
-    pieces,
+    piece_bounds,
 )
-from paceline.comm.hierarchy.chunks import cut
-from paceline.comm.hierarchy.executor import Flow, Steps
+from paceline.comm.hierarchy.chunks import cut_chunks
+from paceline.comm.hierarchy.staged_executor import Flow, Steps
 from paceline.trace import Trace
 
 SMALL = 128 << 10  # bytes of a piece: smaller ones are faster by all ranks at once (at 1 Gbit/s)
 CROSSINGS = 1 << 16  # chunks on a rail that may be under way at a time, each with its own tag
 
 
-def even(hosts: Sequence[int]) -> bool:
+def is_even(hosts: Sequence[int]) -> bool:
     """Whether there are several hosts with the same number of workers each, two or more.
 
     `hosts`: host of each rank.
@@ -65,7 +65,7 @@ class Rails:
     def __init__(
         self, rail: Group, inner: Group, hands: Group, places: Sequence[Sequence[int]], trace: Trace
     ) -> None:
-        self.rail, self._inner, self._hands, self._places, self._trace = (
+        self.rail, self._inner, self._handout_group, self._places, self._trace = (
             rail,
             inner,
             hands,
@@ -79,7 +79,7 @@ class Rails:
         self._staged = torch.empty(0, dtype=torch.uint8)
 
     @classmethod
-    def lay(
+    def connect_rails(
         cls, flat: Group, inner: Group, hands: Group, hosts: Sequence[int], trace: Trace
     ) -> Rails:
         """Make the rails of all ranks. Collective.
@@ -101,13 +101,15 @@ class Rails:
         ]
         # Every rank takes part in making every rail, and is in one of them.
         [rail] = [
-            made for ranks in zip(*places, strict=True) if (made := flat.sub(ranks)) is not None
+            made
+            for ranks in zip(*places, strict=True)
+            if (made := flat.make_subgroup(ranks)) is not None
         ]
         return cls(rail, inner, hands, places, trace)
 
     # ---- all-gather
 
-    def gather(self, x: Tensor, outs: Sequence[Tensor]) -> Iterator[Flow]:
+    def gather_flows(self, x: Tensor, outs: Sequence[Tensor]) -> Iterator[Flow]:
         """Yield the flows of an all-gather of `x` into `outs`, one for each chunk.
 
         `outs`: one contiguous tensor of the shape of `x` for each rank.
@@ -115,15 +117,15 @@ class Rails:
         if outs[self._rank].data_ptr() != x.data_ptr():
             outs[self._rank].detach().copy_(x)
         flats = [out.detach().view(-1) for out in outs]
-        for start, stop in cut(x.numel()):
-            yield Flow(self._gather([flat[start:stop] for flat in flats]), stop - start)
+        for start, stop in cut_chunks(x.numel()):
+            yield Flow(self._gather_chunk([flat[start:stop] for flat in flats]), stop - start)
 
-    def _gather(self, parts: Sequence[Tensor]) -> Steps:
+    def _gather_chunk(self, parts: Sequence[Tensor]) -> Steps:
         """Gather one chunk. `parts` has that chunk of every tensor; only this rank's is filled."""
         own, inner_rank = parts[self._rank], self._inner.rank
         begun = time.perf_counter_ns()
         # Along the rail: this worker now has the chunks of its counterparts on all hosts ...
-        yield self._cross(
+        yield self._exchange_on_rail(
             {host: own for host in self._others},
             {host: parts[self._places[host][inner_rank]] for host in self._others},
         )
@@ -132,7 +134,7 @@ class Rails:
         with self._trace.span("hand out", "within"):
             host_parts = [[parts[rank] for rank in host_ranks] for host_ranks in self._places]
             for places, work in [
-                (places, gather_into(self._hands, places[inner_rank], places))
+                (places, gather_into(self._handout_group, places[inner_rank], places))
                 for places in host_parts
             ]:
                 for part, result in zip(places, work.wait(), strict=True):
@@ -141,50 +143,53 @@ class Rails:
 
     # ---- reduce-scatter
 
-    def reduce(self, x: Tensor, out: Tensor, op: Op) -> Iterator[Flow]:
+    def reduce_flows(self, x: Tensor, out: Tensor, op: Op) -> Iterator[Flow]:
         """Yield the flows of a reduce-scatter of `x`, one for each chunk.
 
         `out`: where this rank's piece goes, contiguous and of one dim.
         """
-        source, edges = x.detach().reshape(-1), pieces(x.numel(), self._size)
-        for start, stop in cut(max(after - before for before, after in edges)):
+        source, edges = x.detach().reshape(-1), piece_bounds(x.numel(), self._size)
+        for start, stop in cut_chunks(max(after - before for before, after in edges)):
             parts = [
                 source[min(before + start, after) : min(before + stop, after)]
                 for before, after in edges
             ]
             yield Flow(
-                self._reduce(parts, stop - start, out[start:stop], op),
+                self._reduce_chunk(parts, stop - start, out[start:stop], op),
                 (stop - start) * self.rail.size,
             )
 
-    def _reduce(self, parts: Sequence[Tensor], width: int, out: Tensor, op: Op) -> Steps:
+    def _reduce_chunk(self, parts: Sequence[Tensor], width: int, out: Tensor, op: Op) -> Steps:
         """Reduce one chunk of all pieces: at most `width` elements of each.
 
         Halves are added, and travel, in float32.
         """
-        held, added = reduction.wide(out.dtype, op), "sum" if op == "mean" else op
+        held, added = (
+            reduction_rules.accumulation_dtype(out.dtype, op),
+            "sum" if op == "mean" else op,
+        )
         # Inside the host: one row for each host on the rail, the sum of that host's piece.
         sums = torch.empty((self.rail.size, width), dtype=held)
         with self._trace.span("sum", "within"):
             for ranks, total in zip(self._places, sums, strict=True):
-                self._sum([parts[rank] for rank in ranks], total, added)
+                self._sum_in_host([parts[rank] for rank in ranks], total, added)
         received = {host: torch.empty(width, dtype=held) for host in self._others}
         begun = time.perf_counter_ns()
-        yield self._cross({host: sums[host] for host in self._others}, received)
+        yield self._exchange_on_rail({host: sums[host] for host in self._others}, received)
         self._trace.record("reduce-scatter", "between", begun, time.perf_counter_ns())
         # Add in the order of hosts, on every rank. The row of this host is its own sum.
         total, *terms = [received.get(host, sums[host]) for host in range(self.rail.size)]
         for term in terms:
-            reduction.combine(op, total, term)
-        out.detach().copy_(reduction.finish(op, total, self._size)[: out.numel()])
+            reduction_rules.fold_into(op, total, term)
+        out.detach().copy_(reduction_rules.finish_reduction(op, total, self._size)[: out.numel()])
 
-    def _sum(self, parts: Sequence[Tensor], total: Tensor, op: Op) -> None:
+    def _sum_in_host(self, parts: Sequence[Tensor], total: Tensor, op: Op) -> None:
         """Sum the workers' `parts` inside this host.
 
         Part i is for worker i of the host at the other end, so its sum goes to worker i of this
         host, which is on the same rail: into its `total`.
         """
-        staged = self._stage(parts, total)
+        staged = self._stage_parts(parts, total)
         if isinstance(self._inner, WritesResults):
             self._inner.reduce_scatter_into(staged, total, op=op).wait()
         else:
@@ -195,7 +200,7 @@ class Rails:
             )
             total.copy_(reduce(staged, op=op).wait())
 
-    def _stage(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    def _stage_parts(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
         """Lay parts one after another, each in a row as long as `like`, filled up with zeros.
 
         The memory is used again for later chunks.
@@ -211,7 +216,7 @@ class Rails:
             row[part.numel() :].zero_()
         return staged
 
-    def _cross(self, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> Work[None]:
+    def _exchange_on_rail(self, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> Work[None]:
         """Begin an exchange along the rail: a tensor to each other host, and one from each."""
         self._crossings = (self._crossings + 1) % CROSSINGS
         exchange = (

@@ -25,7 +25,13 @@ from typing import TypeAlias
 
 from paceline.cluster import network
 from paceline.cluster.store import Store
-from paceline.comm.p2p.connection import STRANGERS, CallerCrowd, Listening, admit, call
+from paceline.comm.p2p.connection import (
+    STRANGERS,
+    ListeningAddress,
+    UnprovedCallers,
+    admit_sender,
+    call_worker,
+)
 from paceline.errors import DeadlineExceeded, PlaceError
 
 FRAME = struct.Struct("<IBQ")  # bytes of the payload, channel, key
@@ -43,10 +49,10 @@ class ControlLink:
         connection.setblocking(False)
         self.connection, self.peer = connection, peer
         self.ended = ""  # why the connection has ended; empty while it stands
-        self._came, self._unsent = bytearray(), bytearray()
+        self._received, self._unsent = bytearray(), bytearray()
 
     @property
-    def sending(self) -> bool:
+    def has_unsent(self) -> bool:
         """Whether bytes wait to be sent."""
         return bool(self._unsent)
 
@@ -79,16 +85,16 @@ class ControlLink:
             self.ended = "it has hung up"
             return []
         # Take all complete frames; the rest waits for the next chunk.
-        self._came += chunk
+        self._received += chunk
         frames, at = [], 0
-        while len(self._came) >= at + FRAME.size:
-            length, channel, key = FRAME.unpack_from(self._came, at)
+        while len(self._received) >= at + FRAME.size:
+            length, channel, key = FRAME.unpack_from(self._received, at)
             stop = at + FRAME.size + length
-            if len(self._came) < stop:
+            if len(self._received) < stop:
                 break
-            frames.append((channel, key, bytes(memoryview(self._came)[at + FRAME.size : stop])))
+            frames.append((channel, key, bytes(memoryview(self._received)[at + FRAME.size : stop])))
             at = stop
-        del self._came[:at]
+        del self._received[:at]
         return frames
 
 
@@ -107,13 +113,13 @@ class ControlExchange:
         self._end, self._targets, self._awaited, self._places = end, {*targets}, awaited, places
         self._missing = set(range(len(awaited)))
         self._flaw = ""
-        self._kept: object = None
+        self._owners: object = None
 
-    def keep(self, owners: object) -> None:
+    def keep_alive(self, owners: object) -> None:
         """Keep `owners` alive, whose memory the places are, as long as a message may come."""
-        self._kept = owners
+        self._owners = owners
 
-    def take(self, index: int, payload: bytes) -> None:
+    def take_payload(self, index: int, payload: bytes) -> None:
         """Take the payload of message `index`."""
         if not self._places:
             self.answers[index] = payload
@@ -128,30 +134,34 @@ class ControlExchange:
         self._missing.discard(index)
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether everything has come, and everything is sent."""
         return not (
             self._missing
             or self._flaw
-            or self._targets & self._end.sending
-            or self._targets & self._end.unreached
+            or self._targets & self._end.unsent_ranks
+            or self._targets & self._end.unreached_ranks
         )
 
     @property
     def failure(self) -> str:
         """Why the exchange can't complete any more; empty if it can."""
-        if self._flaw or not self._end.ended or self.complete:
+        if self._flaw or not self._end.ended_ranks or self.is_complete:
             return self._flaw
         # A rank that a message is awaited from, or that some bytes did not reach.
         broken = next(
             (
                 rank
                 for rank, *_ in map(self._awaited.__getitem__, self._missing)
-                if rank in self._end.ended
+                if rank in self._end.ended_ranks
             ),
             None,
         )
-        broken = next(iter(self._targets & self._end.unreached), None) if broken is None else broken
+        broken = (
+            next(iter(self._targets & self._end.unreached_ranks), None)
+            if broken is None
+            else broken
+        )
         if broken is None:
             return ""
         return (
@@ -159,17 +169,17 @@ class ControlExchange:
             f"{self._end.links[broken].ended}"
         )
 
-    def within(self, seconds: float) -> bool:
+    def wait_within(self, seconds: float) -> bool:
         """Wait at most `seconds`; whether it is complete then. `RuntimeError` if it has failed."""
-        self._end.run(lambda: self.complete or bool(self.failure), seconds)
+        self._end.run_until(lambda: self.is_complete or bool(self.failure), seconds)
         if failure := self.failure:
             raise RuntimeError(failure)
-        return self.complete
+        return self.is_complete
 
-    def now(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether `wait_within` would return or raise at once."""
-        self._end.run(lambda: self.complete, 0.0)
-        return self.complete or bool(self.failure)
+        self._end.run_until(lambda: self.is_complete, 0.0)
+        return self.is_complete or bool(self.failure)
 
 
 class ControlNetwork:
@@ -196,7 +206,9 @@ class ControlNetwork:
                 f"can't listen on {address} ({error.strerror or error}): choose an address of this "
                 "machine"
             ) from error
-        self.listening = Listening(address, self._listener.getsockname()[1], random.token_hex(16))
+        self.listening = ListeningAddress(
+            address, self._listener.getsockname()[1], random.token_hex(16)
+        )
         self._early: dict[Key, deque[bytes]] = {}  # payloads that came before their exchange began
         # Exchanges that wait for a message, each with the index of the message.
         self._awaited: dict[Key, deque[tuple[ControlExchange, int]]] = {}
@@ -207,15 +219,19 @@ class ControlNetwork:
             side.setblocking(False)
         self._poll.register(self._woken, select.POLLIN)
         self._changed = threading.Condition()
-        self.sending: set[int] = set()  # ranks with bytes that the network has not taken yet
-        self.ended: set[int] = set()  # ranks whose connections have ended
-        self.unreached: set[int] = set()  # of these, ranks that some bytes did not reach
+        self.unsent_ranks: set[int] = set()  # ranks with bytes that the network has not taken yet
+        self.ended_ranks: set[int] = set()  # ranks whose connections have ended
+        self.unreached_ranks: set[int] = set()  # of these, ranks that some bytes did not reach
         self._writer: threading.Thread | None = None
         self._closed = False
         self._polling = False
 
-    def connect(
-        self, store: Store, others: Sequence[Listening], deadline: float, check: Callable[[], None]
+    def connect_ranks(
+        self,
+        store: Store,
+        others: Sequence[ListeningAddress],
+        deadline: float,
+        check: Callable[[], None],
     ) -> None:
         """Connect to all other ranks. Collective.
 
@@ -235,7 +251,7 @@ class ControlNetwork:
             name, key = self.names[peer], store.derive(f"control {others[peer].token}")
             seconds_left = max(0.0, end - time.monotonic())
             ranks = (self.rank, peer)
-            connection = call(
+            connection = call_worker(
                 others[peer],
                 key,
                 ranks,
@@ -244,13 +260,13 @@ class ControlNetwork:
                 deadline=seconds_left,
                 check=check,
             )
-            self._enter(connection, peer, deadline)
+            self._add_link(connection, peer, deadline)
         # Let the higher ranks in. Each caller proves itself in a thread, as some may say nothing.
         key, callers = (
             store.derive(f"control {self.listening.token}"),
             range(self.rank + 1, self.size),
         )
-        crowd, news = CallerCrowd(STRANGERS), select.poll()
+        crowd, news = UnprovedCallers(STRANGERS), select.poll()
         self._listener.settimeout(TICK)
         news.register(self._listener, select.POLLIN)
         news.register(self._woken, select.POLLIN)
@@ -273,22 +289,22 @@ class ControlNetwork:
                     connection = self._listener.accept()[0]
                     crowd.enter(connection)
                     threading.Thread(
-                        target=self._answer,
+                        target=self._answer_caller,
                         args=(connection, key, absent, deadline, crowd),
                         daemon=True,
                     ).start()
 
-    def _answer(
+    def _answer_caller(
         self,
         connection: socket.socket,
         key: bytes,
         awaited: Sequence[int],
         deadline: float,
-        crowd: CallerCrowd,
+        crowd: UnprovedCallers,
     ) -> None:
         """Let a caller in if it soon proves that it is one of the awaited ranks."""
         try:
-            peer = admit(connection, key, self.rank, awaited)
+            peer = admit_sender(connection, key, self.rank, awaited)
         except OSError:
             peer = None
         crowd.leave(connection)
@@ -297,12 +313,12 @@ class ControlNetwork:
             if peer is None or peer in self.links or self._closed:
                 connection.close()
                 return
-            self._enter(connection, peer, deadline)
+            self._add_link(connection, peer, deadline)
             # Wake `connect_ranks`, which then looks for the ranks that are still absent.
             with contextlib.suppress(OSError):
                 self._waker.send(b"x")
 
-    def _enter(self, connection: socket.socket, peer: int, deadline: float) -> None:
+    def _add_link(self, connection: socket.socket, peer: int, deadline: float) -> None:
         # A connection that is down may come back until the deadline.
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             connection.setsockopt(
@@ -311,15 +327,17 @@ class ControlNetwork:
         self.links[peer] = self._by_descriptor[connection.fileno()] = ControlLink(connection, peer)
         self._poll.register(connection, select.POLLIN)
 
-    def gather(self, channel: int, number: int, payload: bytes) -> ControlExchange:
+    def gather_payloads(self, channel: int, number: int, payload: bytes) -> ControlExchange:
         """Begin to gather every rank's payload, of any length.
 
         `number`: number of the call on its channel, from 0 on.
         """
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
-        return self.start(channel, number, [(peer, payload) for peer in peers], sorted(peers))
+        return self.start_exchange(
+            channel, number, [(peer, payload) for peer in peers], sorted(peers)
+        )
 
-    def start(
+    def start_exchange(
         self,
         channel: int,
         key: int,
@@ -343,65 +361,65 @@ class ControlNetwork:
             for index, message_key in enumerate(awaited):
                 early = self._early.get(message_key)
                 if early:
-                    exchange.take(index, early.popleft())
+                    exchange.take_payload(index, early.popleft())
                     if not early:
                         del self._early[message_key]
                 else:
                     self._awaited.setdefault(message_key, deque()).append((exchange, index))
             for peer, payload in sends:
-                self._send(self.links[peer], FRAME.pack(len(payload), channel, key), payload)
+                self._send_frame(self.links[peer], FRAME.pack(len(payload), channel, key), payload)
         return exchange
 
-    def push(self) -> None:
+    def write_in_background(self) -> None:
         """Let a thread write waiting bytes: this rank may not wait, and so not write, for long."""
-        if not self.sending:
+        if not self.unsent_ranks:
             return
         with self._changed:
             if self._writer is None and not self._closed:
                 self._writer = threading.Thread(
-                    target=self._write, name="paceline writer", daemon=True
+                    target=self._write_unsent, name="paceline writer", daemon=True
                 )
                 self._writer.start()
             self._changed.notify_all()
 
-    def _write(self) -> None:
+    def _write_unsent(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self.sending or self._closed)
+                self._changed.wait_for(lambda: self.unsent_ranks or self._closed)
                 if self._closed:
                     return
             with contextlib.suppress(OSError):  # closed meanwhile
-                self.run(lambda: not self.sending or self._closed, TICK)
+                self.run_until(lambda: not self.unsent_ranks or self._closed, TICK)
 
-    def _send(self, link: ControlLink, *parts: Payload) -> None:
+    def _send_frame(self, link: ControlLink, *parts: Payload) -> None:
         # Nothing reaches that rank any more: exchanges with it fail.
         if link.ended:
-            self.unreached.add(link.peer)
+            self.unreached_ranks.add(link.peer)
             return
         link.send(*parts)
         if link.ended:
-            self._drop(link)
-        elif link.sending != (link.peer in self.sending):
-            (self.sending.add if link.sending else self.sending.remove)(link.peer)
+            self._drop_link(link)
+        elif link.has_unsent != (link.peer in self.unsent_ranks):
+            (self.unsent_ranks.add if link.has_unsent else self.unsent_ranks.remove)(link.peer)
             self._poll.modify(
-                link.connection, select.POLLIN | (select.POLLOUT if link.sending else 0)
+                link.connection, select.POLLIN | (select.POLLOUT if link.has_unsent else 0)
             )
-            if self._polling and link.sending:
+            if self._polling and link.has_unsent:
                 # The poll under way does not look for room to write yet. A full pipe is fine: the
                 # thread will wake up anyway.
                 with contextlib.suppress(BlockingIOError):
                     self._waker.send(b"x")
 
-    def _drop(self, link: ControlLink) -> None:
+    def _drop_link(self, link: ControlLink) -> None:
         """Stop polling a connection that has ended."""
-        self.ended.add(link.peer)
-        if link.sending:
-            self.unreached.add(link.peer)
-        self.sending.discard(link.peer)
+        self.ended_ranks.add(link.peer)
+        if link.has_unsent:
+            self.unreached_ranks.add(link.peer)
+        self.unsent_ranks.discard(link.peer)
         if self._by_descriptor.pop(link.connection.fileno(), None) is not None:
             self._poll.unregister(link.connection)
 
-    def run(self, done: Callable[[], bool], seconds: float) -> None:
+    def run_until(self, done: Callable[[], bool], seconds: float) -> None:
         """Send and receive until `done()`, at most `seconds`. Waiting threads take turns."""
         end = time.monotonic() + seconds
         while True:
@@ -421,12 +439,12 @@ class ControlNetwork:
                 with self._changed:
                     self._polling = False
                     for descriptor, events in ready:
-                        self._serve(descriptor, events)
+                        self._serve_link(descriptor, events)
                     self._changed.notify_all()
             if not ready or seconds_left <= 0:
                 return
 
-    def _serve(self, descriptor: int, events: int) -> None:
+    def _serve_link(self, descriptor: int, events: int) -> None:
         """Read and write a connection that is ready."""
         link = self._by_descriptor.get(descriptor)
         if link is None:
@@ -434,14 +452,14 @@ class ControlNetwork:
                 self._woken.recv(CHUNK)
             return
         if events & select.POLLOUT:
-            self._send(link)
+            self._send_frame(link)
         if events & ~select.POLLOUT:
             for channel, key, payload in link.receive():
-                self._deliver((link.peer, channel, key), payload)
+                self._deliver_payload((link.peer, channel, key), payload)
         if link.ended:
-            self._drop(link)
+            self._drop_link(link)
 
-    def _deliver(self, key: Key, payload: bytes) -> None:
+    def _deliver_payload(self, key: Key, payload: bytes) -> None:
         """Hand a payload to the first exchange that waits for it, or store it."""
         awaited = self._awaited.get(key)
         if awaited is None:
@@ -450,7 +468,7 @@ class ControlNetwork:
         exchange, index = awaited.popleft()
         if not awaited:
             del self._awaited[key]
-        exchange.take(index, payload)
+        exchange.take_payload(index, payload)
 
     def close(self) -> None:
         """Close all connections."""
@@ -458,7 +476,7 @@ class ControlNetwork:
             self._closed = True
             self._changed.notify_all()
             for link in self.links.values():
-                self._drop(link)
+                self._drop_link(link)
                 link.ended = link.ended or "it has been closed here"
                 link.connection.close()
             if self._woken.fileno() >= 0:

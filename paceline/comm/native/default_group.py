@@ -67,7 +67,9 @@ class DefaultProcessGroup:
         backend: str,
         options: Any = None,
     ) -> None:
-        self._set: dict[str, str] = {}  # variables that this object has put into the environment
+        self._set_variables: dict[
+            str, str
+        ] = {}  # variables that this object has put into the environment
         self._group: dist.ProcessGroup | None = None
         self.why = ""  # why there is no default group at all
         if dist.is_initialized():
@@ -81,13 +83,13 @@ class DefaultProcessGroup:
             return
         # It stays until the end: groups that a script makes later listen on the same interface.
         if INTERFACE not in os.environ:
-            self._set[INTERFACE] = os.environ[INTERFACE] = carrier
+            self._set_variables[INTERFACE] = os.environ[INTERFACE] = carrier
         hook = sys.excepthook
         timeout = timedelta(seconds=max(3.0, deadline))
         try:
             # An interface that isn't there raises here, not at the first message.
             dist.ProcessGroupGloo.create_device(interface=carrier, lazy_init=True)
-            with _setting(LAZY, "1"):
+            with _environment_set(LAZY, "1"):
                 dist.init_process_group(
                     backend,
                     store=store,
@@ -108,22 +110,22 @@ class DefaultProcessGroup:
         sys.excepthook = hook  # the hook of torch repeats the rank before each line
         self._group = dist.group.WORLD
         me = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _forget(me()))
+        os.register_at_fork(after_in_child=lambda: _drop_in_child(me()))
 
     @property
-    def here(self) -> bool:
+    def is_ours(self) -> bool:
         """Whether the default group is the one that was made here."""
         return self._group is not None and dist.is_initialized() and dist.group.WORLD is self._group
 
-    def forget(self) -> None:
+    def drop_in_child(self) -> None:
         """Drop the default group in a forked child, such as a reader of a DataLoader.
 
         Connections belong to the parent, and its threads do not run in the child.
         """
-        if self.here:
+        if self.is_ours:
             dist.GroupMember.WORLD = None
 
-    def explain(self, error: BaseException | None) -> None:
+    def explain_error(self, error: BaseException | None) -> None:
         """Add a note to an error of torch if the script has made a second default group."""
         trace = None if error is None else error.__traceback__
         while trace is not None and trace.tb_next is not None:
@@ -131,8 +133,8 @@ class DefaultProcessGroup:
         if (
             error is not None
             and trace is not None
-            and self.here
-            and trace.tb_frame.f_code is _code()
+            and self.is_ours
+            and trace.tb_frame.f_code is _init_code()
         ):
             error.add_note(f"paceline: {_TWICE}")
 
@@ -141,7 +143,7 @@ class DefaultProcessGroup:
 
         `failed`: whether the run has failed; pending operations are then not waited for.
         """
-        if self.here:
+        if self.is_ours:
             if failed:
                 end = threading.Thread(
                     target=dist.destroy_process_group, name="paceline reaper", daemon=True
@@ -151,18 +153,18 @@ class DefaultProcessGroup:
             else:
                 dist.destroy_process_group()
         self._group = None
-        for name, value in self._set.items():
+        for name, value in self._set_variables.items():
             if os.environ.get(name) == value:
                 del os.environ[name]
-        self._set.clear()
+        self._set_variables.clear()
 
 
-def _forget(world: DefaultProcessGroup | None) -> None:
+def _drop_in_child(world: DefaultProcessGroup | None) -> None:
     if world is not None:
-        world.forget()
+        world.drop_in_child()
 
 
-def _code() -> CodeType:
+def _init_code() -> CodeType:
     # Below its decorators: the function that raises when there is a group already.
     function = dist.init_process_group
     while hasattr(function, "__wrapped__"):
@@ -171,7 +173,7 @@ def _code() -> CodeType:
 
 
 @contextlib.contextmanager
-def _setting(name: str, value: str) -> Iterator[None]:
+def _environment_set(name: str, value: str) -> Iterator[None]:
     before = os.environ.get(name)
     os.environ[name] = value
     try:

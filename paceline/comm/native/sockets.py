@@ -48,14 +48,14 @@ class GroupSockets:
         self.devices: list[Any] = []
         self._ports = [*ports]
         for _ in range(count):
-            device, port = _listen(address)
+            device, port = _listen_with_gloo(address)
             self.devices.append(device)
             self._ports.append(port)
         self._rank, self._size = 0, 1
         self._ranks: dict[tuple[str, int], int] = {}  # rank of each listener and each local port
         self._expected: Counter[int] = Counter()  # connections to each rank
 
-    def announce(
+    def announce_listeners(
         self, store: TorchStore | Store, rank: int, size: int, deadline: float, more: Any = None
     ) -> list[Any]:
         """Publish the addresses of this rank, and wait for those of all others.
@@ -74,23 +74,27 @@ class GroupSockets:
             DeadlineExceeded: Some ranks never come; names them.
         """
         self._rank, self._size = rank, size
-        answers = self._everyones(
+        answers = self._gather_values(
             over(store), "listen", [self.address, self._ports, more], deadline
         )
         for peer, (address, ports, _) in enumerate(answers):
             self._ranks.update({(address, port): peer for port in ports})
         return [others for *_, others in answers]
 
-    def trace(self, store: TorchStore | Store, deadline: float) -> None:
+    def trace_connections(self, store: TorchStore | Store, deadline: float) -> None:
         """Find out which rank each connection leads to. Call it when all have been made."""
-        own_ends = [local for local, remote, _ in self._open() if local[1] not in self._ports]
-        for peer, ends in enumerate(self._everyones(over(store), "ends", own_ends, deadline)):
+        own_ends = [
+            local for local, remote, _ in self._open_connections() if local[1] not in self._ports
+        ]
+        for peer, ends in enumerate(self._gather_values(over(store), "ends", own_ends, deadline)):
             self._ranks.update({(address, port): peer for address, port in ends})
         self._expected = Counter(
-            self._ranks[remote] for _, remote, _ in self._open() if remote in self._ranks
+            self._ranks[remote]
+            for _, remote, _ in self._open_connections()
+            if remote in self._ranks
         )
 
-    def _everyones(self, store: Store, key: str, value: Any, deadline: float) -> list[Any]:
+    def _gather_values(self, store: Store, key: str, value: Any, deadline: float) -> list[Any]:
         """Publish `value` under `key`, and collect every rank's."""
         store.put(f"{key}/{self._rank}", value)
         end = time.monotonic() + deadline
@@ -109,36 +113,38 @@ class GroupSockets:
                 nap = min(2 * nap, _LONGEST_NAP)
         return [store.take(f"{key}/{peer}") for peer in range(self._size)]
 
-    def severed(self) -> tuple[int, ...]:
+    def find_severed_ranks(self) -> tuple[int, ...]:
         """List the ranks to which a connection has ended."""
         standing = Counter(
-            self._ranks.get(remote, -1) for _, remote, state in self._open() if state == ESTABLISHED
+            self._ranks.get(remote, -1)
+            for _, remote, state in self._open_connections()
+            if state == ESTABLISHED
         )
         return tuple(
             sorted(rank for rank, count in self._expected.items() if standing[rank] < count)
         )
 
-    def cut(self) -> None:
+    def cut_connections(self) -> None:
         """End all connections at once: everything that Gloo waits for fails, also at the peers.
 
         Listeners stay open: Gloo ends the process if it loses one.
         """
-        for descriptor in _sockets():
-            with _borrowed_socket(descriptor) as line:
+        for descriptor in _internet_sockets():
+            with _BorrowedSocket(descriptor) as line:
                 try:
-                    if self._ours(line.getsockname()[:2], line.getpeername()[:2]):
+                    if self._is_ours(line.getsockname()[:2], line.getpeername()[:2]):
                         line.shutdown(socket.SHUT_RDWR)
                 except OSError:
                     continue  # not connected, or gone meanwhile
 
-    def _open(self) -> list[tuple[tuple[str, int], tuple[str, int], int]]:
+    def _open_connections(self) -> list[tuple[tuple[str, int], tuple[str, int], int]]:
         """List (local, remote, state) of each connection of this group."""
         connections = []
-        for descriptor in _sockets():
-            with _borrowed_socket(descriptor) as line:
+        for descriptor in _internet_sockets():
+            with _BorrowedSocket(descriptor) as line:
                 try:
                     local, remote = line.getsockname()[:2], line.getpeername()[:2]
-                    if self._ours(local, remote):
+                    if self._is_ours(local, remote):
                         connections.append(
                             (
                                 local,
@@ -150,18 +156,18 @@ class GroupSockets:
                     continue
         return connections
 
-    def _ours(self, local: Any, remote: Any) -> bool:
+    def _is_ours(self, local: Any, remote: Any) -> bool:
         # Accepted by our listener, or made to a listener (or from a port) of another rank.
         return (local[1] in self._ports and local[0] == self.address) or self._ranks.get(
             tuple(remote), self._rank
         ) != self._rank
 
 
-def leading(address: str, port: int) -> set[str]:
+def find_connections(address: str, port: int) -> set[str]:
     """Find the connections of this process to an address, for `sever_connections`."""
     connections = set()
-    for descriptor, name in _sockets().items():
-        with _borrowed_socket(descriptor) as line:
+    for descriptor, name in _internet_sockets().items():
+        with _BorrowedSocket(descriptor) as line:
             try:
                 peer = line.getpeername()
                 # Torch has sockets for both versions of IP.
@@ -172,10 +178,10 @@ def leading(address: str, port: int) -> set[str]:
     return connections
 
 
-def sever(connections: set[str]) -> None:
+def sever_connections(connections: set[str]) -> None:
     """End connections. Meant for a client of torch's store, which can't be ended otherwise."""
-    for descriptor in _sockets():
-        with _borrowed_socket(descriptor) as line:
+    for descriptor in _internet_sockets():
+        with _BorrowedSocket(descriptor) as line:
             try:
                 if os.readlink(f"/proc/self/fd/{descriptor}") in connections:
                     line.shutdown(socket.SHUT_RDWR)
@@ -183,13 +189,13 @@ def sever(connections: set[str]) -> None:
                 continue
 
 
-def _listen(address: str) -> tuple[Any, int]:
+def _listen_with_gloo(address: str) -> tuple[Any, int]:
     """Make a device of Gloo that listens on `address`, and find its port.
 
     Gloo doesn't tell the port, so look which socket is new in this process.
     """
     for _ in range(10):
-        before = _sockets()
+        before = _internet_sockets()
         try:
             device = ProcessGroupGloo.create_device(hostname=address)
         except RuntimeError as error:
@@ -199,10 +205,12 @@ def _listen(address: str) -> tuple[Any, int]:
             ) from error
         ports = []
         fresh = (
-            descriptor for descriptor, name in _sockets().items() if before.get(descriptor) != name
+            descriptor
+            for descriptor, name in _internet_sockets().items()
+            if before.get(descriptor) != name
         )
         for descriptor in fresh:
-            with _borrowed_socket(descriptor) as line:
+            with _BorrowedSocket(descriptor) as line:
                 try:
                     if (
                         line.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -220,9 +228,9 @@ def _listen(address: str) -> tuple[Any, int]:
     )
 
 
-def connect(device: Any, store: TorchStore, rank: int, size: int, deadline: float) -> Any:
+def connect_gloo(device: Any, store: TorchStore, rank: int, size: int, deadline: float) -> Any:
     """Make a ProcessGroupGloo over `device`."""
-    options = _options(device, deadline)
+    options = _gloo_options(device, deadline)
     # Two operations at a time: one sums while the other is on the network.
     options._threads = 2
     try:
@@ -236,7 +244,7 @@ def connect(device: Any, store: TorchStore, rank: int, size: int, deadline: floa
     return group
 
 
-def connect_plainly(
+def connect_gloo_unwatched(
     address: str, store: TorchStore, rank: int, size: int, deadline: float, *, lazy: bool
 ) -> Any:
     """Make a ProcessGroupGloo without watching its connections.
@@ -247,11 +255,11 @@ def connect_plainly(
         store,
         rank,
         size,
-        _options(ProcessGroupGloo.create_device(hostname=address, lazy_init=lazy), deadline),
+        _gloo_options(ProcessGroupGloo.create_device(hostname=address, lazy_init=lazy), deadline),
     )
 
 
-def _options(device: Any, deadline: float) -> Any:
+def _gloo_options(device: Any, deadline: float) -> Any:
     # Private to torch. There is no public way to tell Gloo its listener and its number of threads.
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [device]
@@ -259,7 +267,7 @@ def _options(device: Any, deadline: float) -> Any:
     return options
 
 
-def _sockets() -> dict[int, str]:
+def _internet_sockets() -> dict[int, str]:
     """List the internet sockets of this process: by descriptor, the kernel's name of each.
 
     Descriptors may be closed by other threads meanwhile, so the name tells whether one is the same.
@@ -270,7 +278,7 @@ def _sockets() -> dict[int, str]:
             name = os.readlink(f"/proc/self/fd/{descriptor}")
             if not name.startswith("socket:"):
                 continue
-            with _borrowed_socket(int(descriptor)) as line:
+            with _BorrowedSocket(int(descriptor)) as line:
                 if line.family in (socket.AF_INET, socket.AF_INET6):
                     names[int(descriptor)] = name
         except OSError:
@@ -278,7 +286,7 @@ def _sockets() -> dict[int, str]:
     return names
 
 
-class _borrowed_socket:
+class _BorrowedSocket:
     """A socket over a duplicate of a descriptor of other code, whose own stays open.
 
     Unconnected if the descriptor has been closed meanwhile.

@@ -28,12 +28,12 @@ from paceline import callsite
 from paceline.at_exit import at_exit
 from paceline.cluster.store import Store, over
 from paceline.comm.cancellation import CancelScope
-from paceline.comm.group import as_begun, begun
+from paceline.comm.group_protocol import needs_inference_mode, resume_mode
 from paceline.comm.native import sockets, waitposts
 from paceline.comm.native.control import ControlNetwork
 from paceline.comm.native.waitposts import GroupEnd
-from paceline.comm.p2p.connection import SILENCE, Listening
-from paceline.comm.waitgraph import GRACE, RankWait, describe, late, missing
+from paceline.comm.p2p.connection import SILENCE, ListeningAddress
+from paceline.comm.waitgraph import GRACE, RankWait, describe_late, find_missing, make_stuck_error
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
 
 if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
@@ -52,11 +52,11 @@ MESSAGES = 16  # first tag of messages between two ranks
 class TorchWait(Protocol):
     """An operation that ends at some time."""
 
-    def within(self, seconds: float) -> bool:
+    def wait_within(self, seconds: float) -> bool:
         """Wait at most `seconds`. Returns whether it has ended; `RuntimeError` if it has failed."""
         ...
 
-    def now(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether `wait_within` would return or raise at once."""
         ...
 
@@ -67,7 +67,7 @@ class GlooWait:
     def __init__(self, work: Any) -> None:
         self._work = work
 
-    def within(self, seconds: float) -> bool:
+    def wait_within(self, seconds: float) -> bool:
         try:
             # Torch counts milliseconds, and takes 0 to mean no limit.
             self._work.wait(timedelta(seconds=max(seconds, 0.002)))
@@ -79,7 +79,7 @@ class GlooWait:
             self._work.wait(timedelta(seconds=1))
         return True
 
-    def now(self) -> bool:
+    def is_ready(self) -> bool:
         return bool(self._work.is_completed())
 
 
@@ -89,11 +89,11 @@ class StreamWait:
     def __init__(self, work: Any) -> None:
         self._work = work
 
-    def within(self, seconds: float) -> bool:
+    def wait_within(self, seconds: float) -> bool:
         self._work.wait()
         return True
 
-    def now(self) -> bool:
+    def is_ready(self) -> bool:
         return bool(self._work.is_completed())
 
 
@@ -105,14 +105,14 @@ class MessagesWait:
         self.ended = threading.Event()
         self.error: RuntimeError | None = None
 
-    def within(self, seconds: float) -> bool:
+    def wait_within(self, seconds: float) -> bool:
         if not self.ended.wait(seconds):
             return False
         if self.error is not None:
             raise self.error
         return True
 
-    def now(self) -> bool:
+    def is_ready(self) -> bool:
         return self.ended.is_set()
 
 
@@ -122,12 +122,12 @@ class WaitForAll:
     def __init__(self, parts: Sequence[TorchWait]) -> None:
         self._parts = parts
 
-    def within(self, seconds: float) -> bool:
+    def wait_within(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
-        return all(part.within(max(0.0, end - time.monotonic())) for part in self._parts)
+        return all(part.wait_within(max(0.0, end - time.monotonic())) for part in self._parts)
 
-    def now(self) -> bool:
-        return all(part.now() for part in self._parts)
+    def is_ready(self) -> bool:
+        return all(part.is_ready() for part in self._parts)
 
 
 def is_small(x: Tensor) -> bool:
@@ -140,17 +140,19 @@ class _MessageThread:
 
     def __init__(self) -> None:
         self._tickets: queue.SimpleQueue[MessagesWait | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._deliver, name="paceline exchange", daemon=True)
+        self._thread = threading.Thread(
+            target=self._wait_for_messages, name="paceline exchange", daemon=True
+        )
         self._thread.start()
 
-    def take(self, ticket: MessagesWait) -> None:
+    def add_messages(self, ticket: MessagesWait) -> None:
         self._tickets.put(ticket)
 
     def close(self) -> None:
         self._tickets.put(None)
         self._thread.join(FAREWELL)
 
-    def _deliver(self) -> None:
+    def _wait_for_messages(self) -> None:
         while (ticket := self._tickets.get()) is not None:
             try:
                 for work in ticket.works:
@@ -163,7 +165,7 @@ class _MessageThread:
 
 
 @contextmanager
-def _needed(size: int) -> Iterator[None]:
+def _explaining_store_loss(size: int) -> Iterator[None]:
     """Explain the loss of the store: a group was being made."""
     try:
         yield
@@ -207,7 +209,7 @@ class GlooTransport:
         self.made: dict[str, int] = {}
         self._late_error: DeadlineExceeded | None = None
         self._pending: deque[TorchWait] = deque()  # operations that may go on, oldest first
-        self._postman: _MessageThread | None = None
+        self._message_thread: _MessageThread | None = None
         self._closed = size == 1
         self.data: Any = None
         if size == 1:
@@ -223,41 +225,43 @@ class GlooTransport:
 
     def _connect(self, sealed: Store, address: str) -> None:
         rank, size, deadline = self.rank, self.size, self.deadline
-        self._wires = sockets.GroupSockets(address, 1, [self._control.listening.port])
-        with _needed(size):
-            self._lookout = waitposts.Waitposts(sealed.sub("lookout"), rank, size)
-            others = self._wires.announce(sealed, rank, size, deadline, self._control.listening)
-        self.cancel_scope.add(self.interrupt)
-        self._control.connect(
-            sealed, [Listening(*other) for other in others], deadline, self._check
+        self._group_sockets = sockets.GroupSockets(address, 1, [self._control.listening.port])
+        with _explaining_store_loss(size):
+            self._waitposts = waitposts.Waitposts(sealed.sub("lookout"), rank, size)
+            others = self._group_sockets.announce_listeners(
+                sealed, rank, size, deadline, self._control.listening
+            )
+        self.cancel_scope.register_end(self.interrupt)
+        self._control.connect_ranks(
+            sealed, [ListeningAddress(*other) for other in others], deadline, self._raise_if_broken
         )
-        self.data = sockets.connect(
-            self._wires.devices[0], sealed.sub("data").torch, rank, size, deadline
+        self.data = sockets.connect_gloo(
+            self._group_sockets.devices[0], sealed.sub("data").torch, rank, size, deadline
         )
-        with _needed(size):
-            self._wires.trace(sealed, deadline)
+        with _explaining_store_loss(size):
+            self._group_sockets.trace_connections(sealed, deadline)
 
     # ---- operations
 
-    def count(self, channel: str) -> int:
+    def count_call(self, channel: str) -> int:
         """Count a call on `channel`, and return its number. Raises if the group is broken."""
-        self._check()
+        self._raise_if_broken()
         call_number = self.made.get(channel, 0)
         self.made[channel] = call_number + 1
         return call_number
 
-    def _check(self) -> None:
+    def _raise_if_broken(self) -> None:
         if self.broken is not None:
             raise copy.copy(self.broken)
 
-    def track(self, awaited: TorchWait) -> TorchWait:
+    def track_wait(self, awaited: TorchWait) -> TorchWait:
         """Remember an operation until it has ended, for `close`."""
-        while self._pending and self._pending[0].now():
+        while self._pending and self._pending[0].is_ready():
             self._pending.popleft()
         self._pending.append(awaited)
         return awaited
 
-    def messages(
+    def start_messages(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int
     ) -> TorchWait:
         """Begin to send and receive contiguous CPU tensors, small ones by control messages.
@@ -269,53 +273,59 @@ class GlooTransport:
                 [pair for pair in sends if is_small(pair[1])],
                 [pair for pair in recvs if is_small(pair[1])],
             )
-            parcels = [(to, _memory(x)) for to, x in out]
-            small = self._control.start(
-                MAIL, tag, parcels, [source for source, _ in into], [_memory(x) for _, x in into]
+            parcels = [(to, _view_memory(x)) for to, x in out]
+            small = self._control.start_exchange(
+                MAIL,
+                tag,
+                parcels,
+                [source for source, _ in into],
+                [_view_memory(x) for _, x in into],
             )
-            small.keep([x for _, x in into])
-            self._control.push()
-            self.track(small)
+            small.keep_alive([x for _, x in into])
+            self._control.write_in_background()
+            self.track_wait(small)
             if len(out) + len(into) == len(sends) + len(recvs):
                 return small
             sends, recvs = (
                 [pair for pair in side if not is_small(pair[1])] for side in (sends, recvs)
             )
-            return WaitForAll((small, self._gloo_messages(sends, recvs, tag)))
-        return self._gloo_messages(sends, recvs, tag)
+            return WaitForAll((small, self._start_gloo_messages(sends, recvs, tag)))
+        return self._start_gloo_messages(sends, recvs, tag)
 
-    def _gloo_messages(
+    def _start_gloo_messages(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int
     ) -> MessagesWait:
         try:
-            works = [self.data.recv([_raw(x)], source, tag) for source, x in recvs]
-            works += [self.data.send([_raw(x)], to, tag) for to, x in sends]
+            works = [self.data.recv([_view_bytes(x)], source, tag) for source, x in recvs]
+            works += [self.data.send([_view_bytes(x)], to, tag) for to, x in sends]
         except RuntimeError as error:
-            raise self.fail(f"exchange with tag {tag}", error) from error
+            raise self.handle_failure(f"exchange with tag {tag}", error) from error
         ticket = MessagesWait(works, [x for _, x in (*sends, *recvs)])
         if works:
-            if self._postman is None:
-                self._postman = _MessageThread()
-            self._postman.take(ticket)
-            self.track(ticket)
+            if self._message_thread is None:
+                self._message_thread = _MessageThread()
+            self._message_thread.add_messages(ticket)
+            self.track_wait(ticket)
         else:
             ticket.ended.set()
         return ticket
 
-    def table(self, channel: str, payload: bytes, text: str) -> list[bytes]:
+    def gather_table(self, channel: str, payload: bytes, text: str) -> list[bytes]:
         """Gather every rank's payload, in rank order, by control messages."""
         if self.size == 1:
             return [payload]
         start = time.monotonic()
-        call_number = self.count(channel)
-        exchange = self._control.gather(CHANNELS[channel], call_number, payload)
-        self.wait(self.track(exchange), (channel, call_number, text), None)
+        call_number = self.count_call(channel)
+        exchange = self._control.gather_payloads(CHANNELS[channel], call_number, payload)
+        self.wait_until_ended(self.track_wait(exchange), (channel, call_number, text), None)
         self.waited += time.monotonic() - start
         return [*exchange.answers[: self.rank], payload, *exchange.answers[self.rank :]]
 
     # ---- waiting
 
-    def wait(self, awaited: TorchWait, wait: tuple[str, int, str], timeout: float | None) -> None:
+    def wait_until_ended(
+        self, awaited: TorchWait, wait: tuple[str, int, str], timeout: float | None
+    ) -> None:
         """Wait until `awaited` has ended without an error.
 
         Args:
@@ -329,58 +339,60 @@ class GlooTransport:
         watched, place = False, ""
         try:
             # In short turns, so that signals are noticed.
-            while not self._ended(awaited, max(0.0, min(TICK, limit - time.monotonic())), wait[2]):
+            while not self._has_ended(
+                awaited, max(0.0, min(TICK, limit - time.monotonic())), wait[2]
+            ):
                 now = time.monotonic()
                 # From here on, tell the others about this wait, and look at theirs.
                 if now >= grace:
                     place = place if watched else callsite.place()
                     watched = True
-                    self._lookout.enter(
+                    self._waitposts.post_wait(
                         RankWait(wait[0], wait[1], wait[2] + place, dict(self.made))
                     )
-                    self._look(wait[2])
+                    self._check_other_ranks(wait[2])
                 if now >= limit:
-                    raise self._late(wait, now - start)
+                    raise self._make_late_error(wait, now - start)
         finally:
             if watched:
-                self._lookout.leave()
+                self._waitposts.clear_wait()
 
-    def _ended(self, awaited: TorchWait, seconds: float, text: str) -> bool:
-        if self.broken is not None and not awaited.now():
+    def _has_ended(self, awaited: TorchWait, seconds: float, text: str) -> bool:
+        if self.broken is not None and not awaited.is_ready():
             raise copy.copy(self.broken)
         try:
-            return awaited.within(seconds)
+            return awaited.wait_within(seconds)
         except RuntimeError as error:
-            raise self.fail(text, error) from error
+            raise self.handle_failure(text, error) from error
 
-    def _look(self, text: str) -> None:
+    def _check_other_ranks(self, text: str) -> None:
         """Raise if the wait can't end any more."""
-        if self._lookout.stuck:
-            raise self.end(describe(self._lookout.stuck, self.names))
-        if self._wires.severed():
-            raise self.fail(text, None)
+        if self._waitposts.stuck:
+            raise self.end_everywhere(make_stuck_error(self._waitposts.stuck, self.names))
+        if self._group_sockets.find_severed_ranks():
+            raise self.handle_failure(text, None)
 
-    def _late(self, wait: tuple[str, int, str], seconds: float) -> DeadlineExceeded:
-        others = dict(self._lookout.others)
+    def _make_late_error(self, wait: tuple[str, int, str], seconds: float) -> DeadlineExceeded:
+        others = dict(self._waitposts.others)
         absent = {
             self.names[r]: others.get(r)
-            for r in missing(RankWait(*wait, {}), others, self.rank, self.size)
+            for r in find_missing(RankWait(*wait, {}), others, self.rank, self.size)
         }
-        self._late_error = DeadlineExceeded(late(wait[2], seconds, absent), tuple(absent))
+        self._late_error = DeadlineExceeded(describe_late(wait[2], seconds, absent), tuple(absent))
         return self._late_error
 
     # ---- ends
 
-    def fail(self, text: str, cause: RuntimeError | None) -> PacelineError:
+    def handle_failure(self, text: str, cause: RuntimeError | None) -> PacelineError:
         """Handle a failed operation: find lost ranks, end everything, return the error to raise."""
         if self.broken is None:
-            ranks = tuple(self.names[rank] for rank in self._wires.severed())
+            ranks = tuple(self.names[rank] for rank in self._group_sockets.find_severed_ranks())
             who = (
                 f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} "
                 f"{'are' if len(ranks) > 1 else 'is'} gone"
             )
             why = f" ({str(cause).splitlines()[0]})" if cause is not None and not ranks else ""
-            self.end(
+            self.end_everywhere(
                 WorkerLost(
                     (
                         f"{who if ranks else 'a worker is gone'}{why}, found by rank "
@@ -392,7 +404,7 @@ class GlooTransport:
         assert self.broken is not None
         return copy.copy(self.broken)
 
-    def end(self, error: PacelineError, seconds: float = SILENCE) -> PacelineError:
+    def end_everywhere(self, error: PacelineError, seconds: float = SILENCE) -> PacelineError:
         """End every operation under way on all ranks, and return the error that all of them raise.
 
         It is `error`, or the error of the rank that was first to publish one, if that can be
@@ -406,11 +418,11 @@ class GlooTransport:
                     else getattr(error, "ranks", ())
                 )
                 verdict = GroupEnd(type(error).__name__, str(error), ranks)
-                error = _judged(self._lookout.verdict(verdict, seconds))
+                error = _make_error(self._waitposts.decide_end(verdict, seconds))
             self.broken = error
             # Gloo has no other way to end an operation than the loss of its connections.
             if self.size > 1:
-                self._wires.cut()
+                self._group_sockets.cut_connections()
         return copy.copy(self.broken)
 
     def interrupt(self, error: PacelineError) -> None:
@@ -420,7 +432,7 @@ class GlooTransport:
         """
         if self.broken is None and not self._closed:
             self.broken = error
-            self._wires.cut()
+            self._group_sockets.cut_connections()
 
     def close(self) -> None:
         """Free threads and sockets, whatever state the others are in."""
@@ -431,35 +443,37 @@ class GlooTransport:
         if self.data is None:
             self._control.close()
             return  # it was never complete
-        if any(not awaited.now() for awaited in self._pending) or self.broken is not None:
+        if any(not awaited.is_ready() for awaited in self._pending) or self.broken is not None:
             me = self.names[self.rank]
-            self.end(
+            self.end_everywhere(
                 self._late_error
                 or WorkerLost(f"rank {me} has left the group in the middle of an operation", (me,)),
                 seconds=0.2,
             )
             end = time.monotonic() + FAREWELL
-            while any(not awaited.now() for awaited in self._pending) and time.monotonic() < end:
+            while (
+                any(not awaited.is_ready() for awaited in self._pending) and time.monotonic() < end
+            ):
                 time.sleep(0.001)
         self.broken = ViewChanged("this group has been closed")
-        self._lookout.close()
+        self._waitposts.close()
         self._control.close()
-        if self._postman is not None:
-            self._postman.close()
-        unfinished = [awaited for awaited in self._pending if not awaited.now()]
+        if self._message_thread is not None:
+            self._message_thread.close()
+        unfinished = [awaited for awaited in self._pending if not awaited.is_ready()]
         if unfinished:
             # Gloo may lose the wake-up of an operation. Its group can't be deleted before all
             # operations have ended, so a thread holds it until then.
             parked = (unfinished, self.data)
             threading.Thread(
-                target=_park, args=(parked,), name="paceline reaper", daemon=True
+                target=_hold_until_ended, args=(parked,), name="paceline reaper", daemon=True
             ).start()
         self._pending.clear()
         self.data = None
-        self._wires.devices.clear()
+        self._group_sockets.devices.clear()
 
 
-def _judged(verdict: GroupEnd) -> PacelineError:
+def _make_error(verdict: GroupEnd) -> PacelineError:
     if verdict.kind == "WorkerLost":
         return WorkerLost(verdict.text, verdict.ranks)
     if verdict.kind == "DeadlineExceeded":
@@ -467,12 +481,12 @@ def _judged(verdict: GroupEnd) -> PacelineError:
     return Mismatch(verdict.text) if verdict.kind == "Mismatch" else ViewChanged(verdict.text)
 
 
-def _park(parked: tuple[list[TorchWait], Any]) -> None:
-    while not all(awaited.now() for awaited in parked[0]):
+def _hold_until_ended(parked: tuple[list[TorchWait], Any]) -> None:
+    while not all(awaited.is_ready() for awaited in parked[0]):
         time.sleep(TICK)
 
 
-def _memory(x: Tensor) -> memoryview:
+def _view_memory(x: Tensor) -> memoryview:
     """View the memory of a contiguous tensor, which must stay alive.
 
     Through ctypes, as torch does not resize a tensor any more once numpy looks into it.
@@ -482,7 +496,7 @@ def _memory(x: Tensor) -> memoryview:
     ).cast("B")
 
 
-def _raw(x: Tensor) -> Tensor:
+def _view_bytes(x: Tensor) -> Tensor:
     """View a contiguous tensor as bytes: Gloo doesn't know all dtypes."""
     return x.detach().view(-1).view(torch.uint8)
 
@@ -506,8 +520,8 @@ class TransportWork:
         finish: Callable[[], Any],
         written: Sequence[Tensor] = (),
     ) -> None:
-        self._fabric, self._awaited, self._wait, self._finish = fabric, awaited, wait, finish
-        self._inference = begun(*written)
+        self._transport, self._awaited, self._wait, self._finish = fabric, awaited, wait, finish
+        self._inference = needs_inference_mode(*written)
         self._ended = False
         self._result: Any = None
         self._error: PacelineError | None = None
@@ -515,13 +529,13 @@ class TransportWork:
     def wait(self, timeout: float | None = None) -> Any:
         if not self._ended:
             try:
-                self._fabric.wait(self._awaited, self._wait, timeout)
+                self._transport.wait_until_ended(self._awaited, self._wait, timeout)
             except DeadlineExceeded:
                 raise  # only this wait has ended, not the operation
             except PacelineError as error:
                 self._error = error
             else:
-                with as_begun(self._inference):
+                with resume_mode(self._inference):
                     self._result = self._finish()
             self._ended = True
         if self._error is not None:
@@ -529,7 +543,7 @@ class TransportWork:
         return self._result
 
     def done(self) -> bool:
-        return self._ended or self._fabric.broken is not None or self._awaited.now()
+        return self._ended or self._transport.broken is not None or self._awaited.is_ready()
 
     def exception(self) -> BaseException | None:
         if not self._ended and self.done():

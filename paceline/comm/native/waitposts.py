@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.cluster.store import Store, over
 from paceline.comm.p2p.connection import SILENCE
-from paceline.comm.waitgraph import RankWait, apart
+from paceline.comm.waitgraph import RankWait, find_stuck
 from paceline.errors import SecretError, WorkerLost
 
 if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
@@ -46,7 +46,7 @@ class Waitposts:
         self.stuck: dict[int, RankWait] = {}
         self._store.put(f"wait/{rank}", None)
 
-    def enter(self, wait: RankWait) -> None:
+    def post_wait(self, wait: RankWait) -> None:
         """Publish that this rank waits here from now on."""
         with self._changed:
             if self._wait == wait:
@@ -54,19 +54,19 @@ class Waitposts:
             self._wait = wait
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(
-                    target=self._watch, name="paceline lookout", daemon=True
+                    target=self._watch_others, name="paceline lookout", daemon=True
                 )
                 self._thread.start()
             self._changed.notify_all()
 
-    def leave(self) -> None:
+    def clear_wait(self) -> None:
         """Publish that this rank waits no more."""
         with self._changed:
             self._wait = None
             self.others = {}
             self._changed.notify_all()
 
-    def verdict(self, own: GroupEnd, seconds: float = SILENCE) -> GroupEnd:
+    def decide_end(self, own: GroupEnd, seconds: float = SILENCE) -> GroupEnd:
         """Publish why this group has ended, and return the end that the first rank published.
 
         It is `own` if no answer of the store comes within `seconds`.
@@ -92,7 +92,7 @@ class Waitposts:
             self._closed = True
             self._changed.notify_all()
 
-    def _watch(self) -> None:
+    def _watch_others(self) -> None:
         posted: RankWait | None = None
         suspects: dict[int, RankWait] = {}
         while not self._closed:
@@ -102,7 +102,7 @@ class Waitposts:
                 if wait != posted:
                     self._store.put(f"wait/{self._rank}", wait)
                     posted, suspects = wait, {}
-                stuck = self._look(wait) if wait is not None else {}
+                stuck = self._look_at_others(wait) if wait is not None else {}
             except WorkerLost:
                 return  # without a store nothing can be announced
             with self._changed:
@@ -114,21 +114,21 @@ class Waitposts:
                 if not self._closed and self._wait == posted:
                     self._changed.wait(PERIOD if posted is not None else None)
 
-    def _look(self, own: RankWait) -> dict[int, RankWait]:
+    def _look_at_others(self, own: RankWait) -> dict[int, RankWait]:
         # One question to the store for all ranks.
         ranks = [rank for rank in range(self._size) if rank != self._rank]
         posts = self._store.look([f"wait/{rank}" for rank in ranks])
         waits = {
             rank: wait
             for rank, post in zip(ranks, posts, strict=True)
-            if (wait := _wait(post)) is not None
+            if (wait := _parse_wait(post)) is not None
         }
         with self._changed:
             self.others = waits
-        return apart({**waits, self._rank: own})
+        return find_stuck({**waits, self._rank: own})
 
 
-def _wait(post: Any) -> RankWait | None:
+def _parse_wait(post: Any) -> RankWait | None:
     """Read another rank's post. None if it waits for nothing, or the post makes no sense."""
     try:
         return None if post is None else RankWait(*post)

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from paceline.cluster import secret as secrets
-from paceline.comm.p2p.memory import SMALLEST, MemoryPool, tensor
-from paceline.comm.p2p.message import LONGEST, PairMessage, unpack
+from paceline.comm.p2p.memory_pool import SMALLEST, MemoryPool, view_tensor
+from paceline.comm.p2p.pair_message import LONGEST, PairMessage, unpack_header
 from paceline.comm.wire_format import MalformedMessage
 from paceline.errors import DeadlineExceeded, PacelineError, SecretError, WorkerLost
 from paceline.state.snapshot import raw
@@ -47,7 +47,7 @@ ROOM = 0.1  # seconds to wait for one of them to end by itself
 GONE = 1.0  # seconds in which the thread of a connection that was cut lets go of it
 
 
-class Listening(NamedTuple):
+class ListeningAddress(NamedTuple):
     """The address at which a worker listens, and the token of connections to it."""
 
     address: str
@@ -55,7 +55,7 @@ class Listening(NamedTuple):
     token: str
 
 
-class CallerCrowd:
+class UnprovedCallers:
     """Unproved connections, at most `most`, as each holds a thread.
 
     If strangers keep all of them open, they are hung up on, so that a worker can get in.
@@ -69,7 +69,7 @@ class CallerCrowd:
         with self._changed:
             if not self._changed.wait_for(self._has_room, ROOM):
                 for other in self._open:
-                    cut(other)
+                    cut_connection(other)
                 self._changed.wait_for(self._has_room, GONE)
             self._open.append(connection)
 
@@ -84,8 +84,8 @@ class CallerCrowd:
         return len(self._open) < self._most
 
 
-def call(
-    listening: Listening,
+def call_worker(
+    listening: ListeningAddress,
     key: bytes,
     ranks: tuple[int, int],
     *,
@@ -119,8 +119,8 @@ def call(
             connection = socket.create_connection(
                 (listening.address, listening.port), max(0.1, min(PROOF, last - time.monotonic()))
             )
-            introduce(connection, key, ranks, who)
-            _enter(connection, last, check)
+            prove_as_sender(connection, key, ranks, who)
+            _wait_for_welcome(connection, last, check)
             return connection
         except ConnectionRefusedError as error:
             raise WorkerLost(
@@ -147,33 +147,35 @@ def call(
         nap = min(2 * nap, LONGEST_RETRY)
 
 
-def introduce(connection: socket.socket, key: bytes, ranks: tuple[int, int], who: str) -> None:
+def prove_as_sender(
+    connection: socket.socket, key: bytes, ranks: tuple[int, int], who: str
+) -> None:
     """Prove this sender to the receiver, after the receiver has proved itself.
 
     Raises `OSError`, and `SecretError` if the receiver doesn't know the key.
     """
-    _tune(connection)
+    _tune_connection(connection)
     end, nonce = time.monotonic() + PROOF, random.token_bytes(NONCE)
     connection.sendall(HELLO.pack(MAGIC, ranks[0], nonce))
-    answer = _exactly(connection, NONCE + secrets.MAC_BYTES, end)
+    answer = _read_exactly(connection, NONCE + secrets.MAC_BYTES, end)
     # The receiver proves itself first, so a stranger at its address gets no proof of ours.
     nonces = nonce + answer[:NONCE]
-    if not hmac.compare_digest(answer[NONCE:], _proof(key, "receiver", ranks, nonces)):
+    if not hmac.compare_digest(answer[NONCE:], _make_proof(key, "receiver", ranks, nonces)):
         raise SecretError(
             f"another program listens at the address of {who}: it doesn't know the secret of this "
             "job"
         )
-    connection.sendall(_proof(key, "sender", ranks, nonces))
+    connection.sendall(_make_proof(key, "sender", ranks, nonces))
 
 
-def _enter(connection: socket.socket, last: float, check: Callable[[], None]) -> None:
+def _wait_for_welcome(connection: socket.socket, last: float, check: Callable[[], None]) -> None:
     """Wait until the receiver has let this sender in.
 
     Raises `OSError`: a receiver that got the proof too late hangs up.
     """
     while True:
         try:
-            _exactly(connection, len(WELCOME), min(last, time.monotonic() + PROOF))
+            _read_exactly(connection, len(WELCOME), min(last, time.monotonic() + PROOF))
             break
         except TimeoutError:
             if time.monotonic() >= last:
@@ -182,33 +184,35 @@ def _enter(connection: socket.socket, last: float, check: Callable[[], None]) ->
     connection.settimeout(None)
 
 
-def admit(connection: socket.socket, key: bytes, rank: int, allowed: Collection[int]) -> int | None:
+def admit_sender(
+    connection: socket.socket, key: bytes, rank: int, allowed: Collection[int]
+) -> int | None:
     """Check the proof of a sender that has connected, and return its rank.
 
     None for a stranger. `allowed`: ranks that may connect. Raises `OSError`.
     """
     end = time.monotonic() + PROOF
-    _tune(connection)
-    magic, source, nonce = HELLO.unpack(_exactly(connection, HELLO.size, end))
+    _tune_connection(connection)
+    magic, source, nonce = HELLO.unpack(_read_exactly(connection, HELLO.size, end))
     # Nothing is said to a program that doesn't speak this protocol.
     if magic != MAGIC or source not in allowed:
         return None
     nonces = nonce + random.token_bytes(NONCE)
-    connection.sendall(nonces[NONCE:] + _proof(key, "receiver", (source, rank), nonces))
-    mac = _exactly(connection, secrets.MAC_BYTES, end)
-    if not hmac.compare_digest(mac, _proof(key, "sender", (source, rank), nonces)):
+    connection.sendall(nonces[NONCE:] + _make_proof(key, "receiver", (source, rank), nonces))
+    mac = _read_exactly(connection, secrets.MAC_BYTES, end)
+    if not hmac.compare_digest(mac, _make_proof(key, "sender", (source, rank), nonces)):
         return None
     connection.settimeout(None)
     connection.sendall(WELCOME)
     return int(source)
 
 
-def _proof(key: bytes, side: str, ranks: tuple[int, int], nonces: bytes) -> bytes:
+def _make_proof(key: bytes, side: str, ranks: tuple[int, int], nonces: bytes) -> bytes:
     """Make the proof of one side. `ranks`: of the sender and the receiver."""
     return secrets.sign(key, side.encode(), struct.pack("<II", *ranks), nonces)
 
 
-def _tune(connection: socket.socket) -> None:
+def _tune_connection(connection: socket.socket) -> None:
     # Small messages leave at once. A host that is silent for SILENCE seconds ends the connection.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -222,7 +226,7 @@ def _tune(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def _exactly(connection: socket.socket, nbytes: int, end: float) -> bytes:
+def _read_exactly(connection: socket.socket, nbytes: int, end: float) -> bytes:
     """Read exactly `nbytes` until `end` (time.monotonic()). Raises `OSError`."""
     received = b""
     while len(received) < nbytes:
@@ -234,7 +238,7 @@ def _exactly(connection: socket.socket, nbytes: int, end: float) -> bytes:
     return received
 
 
-def _fill(connection: socket.socket, into: memoryview) -> int:
+def _fill_buffer(connection: socket.socket, into: memoryview) -> int:
     """Read until `into` is full or the connection ends. Returns the number of bytes read."""
     at = 0
     while at < into.nbytes and (count := connection.recv_into(into[at:], 0, socket.MSG_WAITALL)):
@@ -242,13 +246,13 @@ def _fill(connection: socket.socket, into: memoryview) -> int:
     return at
 
 
-def read(connection: socket.socket, pool: MemoryPool) -> tuple[int, PairMessage] | None:
+def read_message(connection: socket.socket, pool: MemoryPool) -> tuple[int, PairMessage] | None:
     """Read the next message and its lane, into memory of `pool`. None at the end.
 
     Raises `OSError`, and `MalformedMessage`.
     """
     length = bytearray(LENGTH.size)
-    bytes_read = _fill(connection, memoryview(length))
+    bytes_read = _fill_buffer(connection, memoryview(length))
     if not bytes_read:
         return None
     [nbytes] = LENGTH.unpack(length)
@@ -256,34 +260,34 @@ def read(connection: socket.socket, pool: MemoryPool) -> tuple[int, PairMessage]
     if bytes_read < LENGTH.size or nbytes > LONGEST:
         raise MalformedMessage("the bytes received are no message")
     text = bytearray(nbytes)
-    _whole(connection, memoryview(text))
-    header = unpack(bytes(text))
+    _read_whole(connection, memoryview(text))
+    header = unpack_header(bytes(text))
     layout = header.layout
     tensors = [
-        _tensor(connection, pool, size, *form)
+        _read_tensor(connection, pool, size, *form)
         for size, form in zip(layout.lengths, layout.forms, strict=True)
     ]
     return header.lane, PairMessage(header.head, tuple(tensors))
 
 
-def _tensor(
+def _read_tensor(
     connection: socket.socket,
     pool: MemoryPool,
     nbytes: int,
     dtype: torch.dtype,
     shape: tuple[int, ...],
 ) -> Tensor:
-    buffer = pool.take(nbytes)
-    _whole(connection, memoryview(buffer).cast("B")[:nbytes])
-    return tensor(buffer, 0, nbytes, dtype, shape, alone=nbytes < SMALLEST)
+    buffer = pool.take_buffer(nbytes)
+    _read_whole(connection, memoryview(buffer).cast("B")[:nbytes])
+    return view_tensor(buffer, 0, nbytes, dtype, shape, alone=nbytes < SMALLEST)
 
 
-def _whole(connection: socket.socket, into: memoryview) -> None:
-    if _fill(connection, into) < into.nbytes:
+def _read_whole(connection: socket.socket, into: memoryview) -> None:
+    if _fill_buffer(connection, into) < into.nbytes:
         raise ConnectionResetError("it broke off in the middle of a message")
 
 
-def frames(header: bytes, tensors: Sequence[Tensor]) -> list[memoryview]:
+def message_frames(header: bytes, tensors: Sequence[Tensor]) -> list[memoryview]:
     """List the memory of a message in the order in which it is sent.
 
     Tensors are not copied if their bytes can be sent from where they are.
@@ -300,7 +304,7 @@ def send_some(connection: socket.socket, parts: list[memoryview]) -> list[memory
     An error is left to the thread that writes the rest.
     """
     try:
-        return _after(parts, connection.sendmsg(parts[:MOST], (), socket.MSG_DONTWAIT))
+        return _unsent_parts(parts, connection.sendmsg(parts[:MOST], (), socket.MSG_DONTWAIT))
     except OSError:
         return parts
 
@@ -308,10 +312,10 @@ def send_some(connection: socket.socket, parts: list[memoryview]) -> list[memory
 def send_all(connection: socket.socket, parts: list[memoryview]) -> None:
     """Send everything. Raises `OSError`."""
     while parts:
-        parts = _after(parts, connection.sendmsg(parts[:MOST]))
+        parts = _unsent_parts(parts, connection.sendmsg(parts[:MOST]))
 
 
-def _after(parts: list[memoryview], sent: int) -> list[memoryview]:
+def _unsent_parts(parts: list[memoryview], sent: int) -> list[memoryview]:
     """Return the parts that are left after `sent` bytes of them."""
     for index, part in enumerate(parts):
         if sent < part.nbytes:
@@ -330,7 +334,7 @@ def has_hung_up(connection: socket.socket) -> bool:
         return True
 
 
-def cut(connection: socket.socket) -> None:
+def cut_connection(connection: socket.socket) -> None:
     """End a connection or a listener at once: threads that wait at it return.
 
     Its descriptor stays open. A thread may be using it, and the number must not be given to

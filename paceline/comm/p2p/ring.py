@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from paceline.comm.shm import futex
-from paceline.comm.shm.memory import SharedSegment
+from paceline.comm.shm.shared_segment import SharedSegment
 
 CELLS = 512  # bytes of the cells of one pair
 POSTED, TAKEN, FIRST = 0, 64, 128  # bytes of its cells at which they lie, in a cache line each
@@ -61,7 +61,7 @@ class RingWriter:
     """
 
     def __init__(self, table: SharedSegment, at: int, make: Callable[[int], SharedSegment]) -> None:
-        self._bytes = table.cells()
+        self._bytes = table.view_bytes()
         self._cells = self._bytes.cast("q")
         self._at, self._word, self._make = at, table.start + at, make
         self._posted = self._start = 0
@@ -71,15 +71,15 @@ class RingWriter:
         self._capacity = CAPACITY
 
     @property
-    def pending(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether entries have not been taken yet."""
         return self._posted > self._cells[(self._at + TAKEN) // 8]
 
-    def post(self, entry: RingEntry) -> None:
+    def post_entry(self, entry: RingEntry) -> None:
         """Append an entry, and wake the other side."""
         taken = self._cells[(self._at + TAKEN) // 8]
         if self._ring is None:
-            self._ring = self._open(CAPACITY)
+            self._ring = self._open_ring(CAPACITY)
             address = self._ring.address.encode()
             self._bytes[self._at + FIRST + 8 : self._at + FIRST + 8 + len(address)] = address
             self._cells[(self._at + FIRST) // 8] = len(address)
@@ -87,21 +87,21 @@ class RingWriter:
         elif self._posted - max(taken, self._start) >= self._capacity - 1:
             self._old.append(self._ring)
             larger = self._make(4 * self._capacity * _ENTRY)
-            self._write(RingEntry(MOVED, larger.nbytes, 0, 0, 0, larger.address))
+            self._write_entry(RingEntry(MOVED, larger.nbytes, 0, 0, 0, larger.address))
             self._ring, self._capacity, self._start = larger, 4 * self._capacity, self._posted
-            self._view = larger.cells()
+            self._view = larger.view_bytes()
         # The other side has read an entry of the newest ring, so it has mapped that one, too.
         elif self._old and taken > self._start:
             self.close()
-        self._write(entry)
-        futex.wake(self._word)
+        self._write_entry(entry)
+        futex.futex_wake(self._word)
 
-    def _open(self, capacity: int) -> SharedSegment:
+    def _open_ring(self, capacity: int) -> SharedSegment:
         ring = self._make(capacity * _ENTRY)
-        self._view = ring.cells()
+        self._view = ring.view_bytes()
         return ring
 
-    def _write(self, entry: RingEntry) -> None:
+    def _write_entry(self, entry: RingEntry) -> None:
         _LAYOUT.pack_into(
             self._view,
             (self._posted - self._start) % self._capacity * _ENTRY,
@@ -125,7 +125,7 @@ class RingReader:
     """The end of one pair at which entries are taken."""
 
     def __init__(self, table: SharedSegment, at: int) -> None:
-        self._bytes = table.cells()
+        self._bytes = table.view_bytes()
         self._cells = self._bytes.cast("q")
         self._at, self._word = at, table.start + at
         self._taken = self._start = 0
@@ -133,7 +133,7 @@ class RingReader:
         self._view = self._bytes
         self._capacity = CAPACITY
 
-    def take(self) -> RingEntry | None:
+    def next_entry(self) -> RingEntry | None:
         """Return the next entry; None if there is none. `confirm_entry` must follow.
 
         Raises `ResourceError` if the sender's memory can't be mapped.
@@ -141,7 +141,7 @@ class RingReader:
         while self._taken < self._cells[(self._at + POSTED) // 8]:
             if self._ring is None:
                 length = self._cells[(self._at + FIRST) // 8]
-                self._map(
+                self._map_ring(
                     bytes(
                         self._bytes[self._at + FIRST + 8 : self._at + FIRST + 8 + length]
                     ).decode(),
@@ -154,12 +154,12 @@ class RingReader:
             )
             if entry.segment != MOVED:
                 return entry
-            self._map(entry.address, entry.nbytes)
-            self.confirm()
+            self._map_ring(entry.address, entry.nbytes)
+            self.confirm_entry()
             self._start = self._taken
         return None
 
-    def confirm(self) -> None:
+    def confirm_entry(self) -> None:
         """Tell the sender that an entry was taken.
 
         The segment that it mentions must be mapped by now: the sender may then close it.
@@ -167,13 +167,13 @@ class RingReader:
         self._taken += 1
         self._cells[(self._at + TAKEN) // 8] = self._taken
 
-    def _map(self, address: str, nbytes: int) -> None:
+    def _map_ring(self, address: str, nbytes: int) -> None:
         self._ring = SharedSegment.open(address, nbytes, alone=True)
-        self._view, self._capacity = self._ring.cells(), nbytes // _ENTRY
+        self._view, self._capacity = self._ring.view_bytes(), nbytes // _ENTRY
 
-    def rest(self, seconds: float) -> None:
+    def sleep_until_posted(self, seconds: float) -> None:
         """Sleep until there may be an entry, or `seconds` pass."""
         posted = self._cells[(self._at + POSTED) // 8]
         if posted == self._taken:
             # The kernel compares again before it sleeps, so a post in between is not missed.
-            futex.wait(self._word, posted, seconds)
+            futex.futex_wait(self._word, posted, seconds)

@@ -27,7 +27,11 @@ class Bell:
     """
 
     def __init__(self, cells: memoryview, start: int, places: Sequence[int], rank: int) -> None:
-        self._cells, self._mine, self._address = cells, places[rank], start + 8 * (places[rank] + 1)
+        self._cells, self._own_cell, self._address = (
+            cells,
+            places[rank],
+            start + 8 * (places[rank] + 1),
+        )
         self._others = [
             (place, start + 8 * (place + 1)) for other, place in enumerate(places) if other != rank
         ]
@@ -40,21 +44,21 @@ class Bell:
         for place, address in self._others:
             if cells[place]:
                 cells[place + 1] += 1
-                futex.wake(address)
+                futex.futex_wake(address)
 
-    def rest(self, ready: Callable[[], bool], seconds: float) -> None:
+    def sleep_until_rung(self, ready: Callable[[], bool], seconds: float) -> None:
         """Sleep until another rank posts something, or `seconds` pass. Not if `ready()`."""
         with self._lock:
             self._asleep += 1
-            self._cells[self._mine] = 1
+            self._cells[self._own_cell] = 1
         try:
             # The bell first, then the question: a post in between changes the bell, and the kernel
             # does not sleep if it no longer has this value.
-            heard = self._cells[self._mine + 1]
+            heard = self._cells[self._own_cell + 1]
             if not ready():
-                futex.wait(self._address, heard, seconds)
+                futex.futex_wait(self._address, heard, seconds)
         finally:
             with self._lock:
                 self._asleep -= 1
                 if not self._asleep:
-                    self._cells[self._mine] = 0
+                    self._cells[self._own_cell] = 0

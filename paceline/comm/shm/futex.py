@@ -17,12 +17,12 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-def available() -> bool:
+def has_futex() -> bool:
     """Whether this machine has futexes whose system call is known here."""
     return platform.system() == "Linux" and _CALL is not None
 
 
-def wait(address: int, value: int, seconds: float) -> None:
+def futex_wait(address: int, value: int, seconds: float) -> None:
     """Sleep while the 32 bits at `address` are the low 32 bits of `value`, at most `seconds`.
 
     The kernel compares and goes to sleep in one step, so a wake-up in between is not missed. It may
@@ -32,6 +32,6 @@ def wait(address: int, value: int, seconds: float) -> None:
     _system(_CALL, address, _WAIT, value & 0xFFFFFFFF, ctypes.addressof(span))
 
 
-def wake(address: int) -> None:
+def futex_wake(address: int) -> None:
     """Wake all sleepers at `address`. Change the number there first."""
     _system(_CALL, address, _WAKE, _ALL, None)

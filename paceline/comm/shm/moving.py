@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from paceline.comm.fingerprint import CallFingerprint
-from paceline.comm.shm import reductions
-from paceline.comm.shm.memory import SharedSegment, discard, keep_writes
+from paceline.comm.shm import shared_reductions
 from paceline.comm.shm.registered import RegisteredMemory
 from paceline.comm.shm.segment import ControlSegment
+from paceline.comm.shm.shared_segment import SharedSegment, discard_pages, make_writes_private
 from paceline.errors import ResourceError
 
 # Private to torch, from 2.13 on: it exchanges the memory of two storages. Without it nothing moves.
@@ -38,7 +38,7 @@ KEPT_PLANS = 256  # plans of one storage
 Storage = Any  # torch's stubs don't know all of a storage
 
 
-def movable(x: Tensor) -> bool:
+def is_movable(x: Tensor) -> bool:
     """Whether the memory of `x` may be moved.
 
     `x` must have all of a storage that torch itself has allocated, and that no array of numpy looks
@@ -63,9 +63,9 @@ class MovedStorage:
     def __init__(self, place: RegisteredMemory, file: tuple[int, int], before: Storage) -> None:
         self.start, self.before, self._file = place.start, before, file
         self.place: RegisteredMemory | None = place  # None once the group has ended
-        self._plans: dict[tuple[int, int, torch.dtype], reductions.ReductionPlan] = {}
+        self._plans: dict[tuple[int, int, torch.dtype], shared_reductions.ReductionPlan] = {}
 
-    def holds(self, storage: Storage) -> bool:
+    def is_memory_of(self, storage: Storage) -> bool:
         """Whether `storage` still has that memory.
 
         The address alone is not enough: it may be that of a later mapping.
@@ -73,10 +73,10 @@ class MovedStorage:
         return (
             storage.data_ptr() == self.start
             and storage.is_shared()
-            and _file(storage) == self._file
+            and _file_identity(storage) == self._file
         )
 
-    def plan(self, x: Tensor, rank: int) -> reductions.ReductionPlan:
+    def plan_reduction(self, x: Tensor, rank: int) -> shared_reductions.ReductionPlan:
         """Plan the reduction of `x`, which lies here. Plans are kept."""
         assert self.place is not None
         key = (x.data_ptr(), x.numel(), x.dtype)
@@ -84,10 +84,12 @@ class MovedStorage:
         if plan is None:
             if len(self._plans) >= KEPT_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = reductions.plan(x.detach().view(-1), self.place, rank)
+            plan = self._plans[key] = shared_reductions.plan_registered(
+                x.detach().view(-1), self.place, rank
+            )
         return plan
 
-    def forget(self) -> None:
+    def forget_others(self) -> None:
         """Forget the memory of the other ranks."""
         self.place = None
         self._plans.clear()
@@ -103,7 +105,7 @@ class MovedMemory:
         self._storages: WeakKeyDictionary[Storage, MovedStorage] = WeakKeyDictionary()
         self.refused = False  # whether a rank had no memory to move to; the same on all ranks
 
-    def find(self, x: Tensor) -> MovedStorage | None:
+    def find_moved(self, x: Tensor) -> MovedStorage | None:
         """Find the storage of `x` if it was moved, and still has that memory."""
         if not self._storages:
             return None
@@ -111,24 +113,24 @@ class MovedMemory:
         moved = self._storages.get(storage)
         return (
             moved
-            if moved is not None and moved.place is not None and moved.holds(storage)
+            if moved is not None and moved.place is not None and moved.is_memory_of(storage)
             else None
         )
 
     def clear(self) -> None:
         """Forget the memory of other ranks. Storages keep the memory that they have."""
         for moved in tuple(self._storages.values()):
-            moved.forget()
+            moved.forget_others()
 
-    def withdraw(self, x: Tensor) -> None:
+    def move_back(self, x: Tensor) -> None:
         """Give `x` its old memory back, with its values. No other rank reaches that."""
-        moved, storage = self.find(x), x.untyped_storage()
+        moved, storage = self.find_moved(x), x.untyped_storage()
         if moved is not None:
             moved.before.copy_(storage)
-            _swap(storage, moved.before)
-            moved.forget()
+            _swap_memory(storage, moved.before)
+            moved.forget_others()
 
-    def move(
+    def move_storage(
         self, segment: ControlSegment, x: Tensor, call: CallFingerprint
     ) -> Generator[int, None, MovedStorage | None]:
         """Move the storage of `x`, which is `is_movable` on all ranks.
@@ -141,18 +143,18 @@ class MovedMemory:
         regions: list[Any] | None = None
         try:
             try:
-                own, into = _make(nbytes)
+                own, into = _make_memory(nbytes)
             except ResourceError as error:
-                _tell(error)
+                _warn_of_copies(error)
             # First meeting: all ranks learn where each rank's new memory is.
             addresses = yield from segment.meet(call, "" if own is None else own.address)
             try:
                 regions = _open(addresses, nbytes, segment.rank) if all(addresses) else None
             except ResourceError as error:
-                _tell(error)
+                _warn_of_copies(error)
             # Copy the values before the second meeting, after which other ranks read them.
             if own is not None and regions is not None:
-                own.tensor(0, (x.numel(),), x.dtype).copy_(x.detach().view(-1))
+                own.view_tensor(0, (x.numel(),), x.dtype).copy_(x.detach().view(-1))
             # Second meeting: either all ranks have mapped everything, or none moves.
             reached = yield from segment.meet(call, regions is not None)
         finally:
@@ -162,31 +164,31 @@ class MovedMemory:
             self.refused = True
             return None
         regions[segment.rank] = own
-        return self._take(
+        return self._swap_in(
             x.untyped_storage(),
             into,
-            [region.tensor(0, (nbytes,), torch.uint8) for region in regions],
+            [region.view_tensor(0, (nbytes,), torch.uint8) for region in regions],
         )
 
-    def _take(self, storage: Storage, into: Storage, regions: list[Tensor]) -> MovedStorage:
+    def _swap_in(self, storage: Storage, into: Storage, regions: list[Tensor]) -> MovedStorage:
         """Swap the memory of `storage` and `into`, and note where it is."""
         # Once. The table outlives this group: it holds the old memory of storages that do.
         if not self._made:
-            os.register_at_fork(after_in_child=partial(_keep_writes, self._storages))
-        _swap(storage, into)
-        discard(into.data_ptr(), into.nbytes())
+            os.register_at_fork(after_in_child=partial(_make_writes_private, self._storages))
+        _swap_memory(storage, into)
+        discard_pages(into.data_ptr(), into.nbytes())
         place = RegisteredMemory(self._made, storage.data_ptr(), regions)
         self._made += 1
-        moved = self._storages[storage] = MovedStorage(place, _file(storage), into)
+        moved = self._storages[storage] = MovedStorage(place, _file_identity(storage), into)
         return moved
 
 
-def _swap(storage: Storage, other: Storage) -> None:
+def _swap_memory(storage: Storage, other: Storage) -> None:
     # Private to torch: see SWAPS.
     storage._swap_data_ptr_(other)
 
 
-def _file(storage: Storage) -> tuple[int, int]:
+def _file_identity(storage: Storage) -> tuple[int, int]:
     """Identify the file without a name that a storage is mapped from, by device and inode.
 
     Zeros if it is not mapped from one.
@@ -199,7 +201,7 @@ def _file(storage: Storage) -> tuple[int, int]:
     return stat.st_dev, stat.st_ino
 
 
-def _make(nbytes: int) -> tuple[SharedSegment, Storage]:
+def _make_memory(nbytes: int) -> tuple[SharedSegment, Storage]:
     """Make this rank's new memory, mapped twice.
 
     The tensor keeps one of the mappings, and has it for itself.
@@ -211,7 +213,7 @@ def _make(nbytes: int) -> tuple[SharedSegment, Storage]:
             "this system has no unnamed shared memory, and a killed process would leave named "
             "memory behind"
         )
-    return segment, segment.again()
+    return segment, segment.map_again()
 
 
 def _open(addresses: list[str], nbytes: int, me: int) -> list[Any]:
@@ -222,14 +224,14 @@ def _open(addresses: list[str], nbytes: int, me: int) -> list[Any]:
     ]
 
 
-def _tell(error: ResourceError) -> None:
+def _warn_of_copies(error: ResourceError) -> None:
     warnings.warn(
         f"{error}; sums of this group go on through copies, which take longer", stacklevel=2
     )
 
 
-def _keep_writes(storages: WeakKeyDictionary[Storage, MovedStorage]) -> None:
+def _make_writes_private(storages: WeakKeyDictionary[Storage, MovedStorage]) -> None:
     """Make moved storages private to this process, which was forked: no other sees its writes."""
     for storage, moved in tuple(storages.items()):
-        if moved.holds(storage):
-            keep_writes(moved.start, storage.nbytes(), storage._get_shared_fd())
+        if moved.is_memory_of(storage):
+            make_writes_private(moved.start, storage.nbytes(), storage._get_shared_fd())

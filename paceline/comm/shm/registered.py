@@ -33,18 +33,18 @@ class MemoryRegistry:
     """
 
     def __init__(self) -> None:
-        self._made = 0  # pieces so far; the same on all ranks, so a number names a piece
+        self._pieces_made = 0  # pieces so far; the same on all ranks, so a number names a piece
         self._places: dict[int, RegisteredMemory] = {}  # by start
         # Start and end of memory of this rank alone, used in place of a piece that others have.
         self._aside: dict[int, int] = {}
         self.plans: dict[Hashable, Any] = {}
 
-    def add(self, start: int, regions: list[Tensor]) -> None:
+    def add_memory(self, start: int, regions: list[Tensor]) -> None:
         """Add a piece. `start`: address of this rank's region. All ranks add in the same order."""
-        self._places[start] = RegisteredMemory(self._made, start, regions)
-        self._made += 1
+        self._places[start] = RegisteredMemory(self._pieces_made, start, regions)
+        self._pieces_made += 1
 
-    def place(self, x: Tensor) -> RegisteredMemory | None:
+    def find_place(self, x: Tensor) -> RegisteredMemory | None:
         """Find the piece that `x` lies in; None if it lies elsewhere."""
         if not self._places:
             return None
@@ -60,7 +60,7 @@ class MemoryRegistry:
         """Use `x`, memory of this rank alone, in place of a piece that other ranks have."""
         self._aside[x.data_ptr()] = x.data_ptr() + x.numel() * x.element_size()
 
-    def aside(self, x: Tensor) -> bool:
+    def is_aside(self, x: Tensor) -> bool:
         """Whether `x` lies in memory that was laid aside by `lay_aside`."""
         address = x.data_ptr()
         return (
@@ -69,11 +69,11 @@ class MemoryRegistry:
             else False
         )
 
-    def forget(self, x: Tensor) -> None:
+    def forget_memory(self, x: Tensor) -> None:
         """Forget the memory of `x`. It is freed with its last tensor."""
         if self._aside.pop(x.data_ptr(), None) is not None:
             return
-        place = self.place(x)
+        place = self.find_place(x)
         if place is not None:
             del self._places[place.start]
             self.plans.clear()

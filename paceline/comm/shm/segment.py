@@ -29,10 +29,10 @@ from torch import Tensor
 
 from paceline import callsite
 from paceline.comm.cancellation import CancelScope
-from paceline.comm.fingerprint import OWN, CallFingerprint, compare, digest
+from paceline.comm.fingerprint import OWN, CallFingerprint, check_calls_agree, digest_call
 from paceline.comm.shm import futex
 from paceline.comm.shm.bell import Bell
-from paceline.comm.shm.memory import SharedSegment, share
+from paceline.comm.shm.shared_segment import SharedSegment, make_shared_segment
 from paceline.comm.shm.waiting import RankWaiter, WaitCondition
 
 ORDERED_STORES = ("x86_64", "AMD64")  # processors on which counters in memory are a sound barrier
@@ -123,30 +123,30 @@ class ControlSegment:
         self.posted = 0
         self.turn = 0  # the next stage is turn % SLOTS
         self._segment = segment
-        self._bytes = segment.cells()
+        self._bytes = segment.view_bytes()
         self._cells = self._bytes.cast("q")
-        self._mine = (rank * SPAN) // 8  # this rank's first cell
+        self._own_cell = (rank * SPAN) // 8  # this rank's first cell
         self._others = [r for r in range(size) if r != rank]
         # Cells of the other ranks, by kind.
         self._ops, self._agrees, self._marks = (
             [(r * SPAN) // 8 + cell for r in self._others] for cell in (OPS, AGREES, MARKS)
         )
-        self._met = self._agreed = 0
-        self._numbers: dict[CallFingerprint, int] = {}
+        self._meetings = self._mail_turns = 0
+        self._marks_by_call: dict[CallFingerprint, int] = {}
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._bell = (
             Bell(self._cells, segment.start, [r * SPAN // 8 + BELL for r in range(size)], rank)
-            if futex.available()
+            if futex.has_futex()
             else None
         )
         self.watch = RankWaiter(
             rank, names, RankNotes(self._cells, rank), deadline=deadline, bell=self._bell
         )
         self._cancel_scope = CancelScope() if cancel_scope is None else cancel_scope
-        self._cancel_scope.add(self.watch.interrupt)
-        self._cells[self._mine + PID] = os.getpid()
-        self.agree(b"")  # from here on all process ids are there
-        self.watch.know({r: self._cells[(r * SPAN) // 8 + PID] for r in self._others})
+        self._cancel_scope.register_end(self.watch.interrupt)
+        self._cells[self._own_cell + PID] = os.getpid()
+        self.gather_bytes(b"")  # from here on all process ids are there
+        self.watch.watch_processes({r: self._cells[(r * SPAN) // 8 + PID] for r in self._others})
         # Bytes of a block: each rank's part is a whole number of cache lines.
         self.block = min(STAGE, PIECE * size) // (64 * size) * (64 * size)
 
@@ -173,7 +173,9 @@ class ControlSegment:
             store.put(f"shared/{turn}/{rank}", word)
             return [store.take(f"shared/{turn}/{r}", deadline) for r in range(len(names))]
 
-        segment = share(len(names) * SPAN, rank, 0, meet, inside=True, folder=folder, at_once=False)
+        segment = make_shared_segment(
+            len(names) * SPAN, rank, 0, meet, inside=True, folder=folder, at_once=False
+        )
         assert segment is not None
         return cls(
             segment, rank, names, deadline=deadline, folder=folder, cancel_scope=cancel_scope
@@ -189,11 +191,11 @@ class ControlSegment:
     def post(self) -> None:
         """Raise this rank's counter: the others now see everything that it wrote before."""
         self.posted += 1
-        self._cells[self._mine + OPS] = self.posted
+        self._cells[self._own_cell + OPS] = self.posted
         if self._bell is not None:
             self._bell.ring()
 
-    def reached(self, value: int) -> bool:
+    def has_reached(self, value: int) -> bool:
         """Whether all other ranks have posted `value` times."""
         cells = self._cells
         for at in self._ops:  # noqa: SIM110  (a generator costs three times as much here)
@@ -201,14 +203,14 @@ class ControlSegment:
                 return False
         return True
 
-    def behind(self, value: int) -> list[int]:
+    def find_behind(self, value: int) -> list[int]:
         """List the ranks that have not posted `value` times."""
         return [r for r, at in zip(self._others, self._ops, strict=True) if self._cells[at] < value]
 
     @property
     def parity(self) -> int:
         """The half of marks, metas and small stages that the next `meet` uses: 0 or 1."""
-        return self._met & 1
+        return self._meetings & 1
 
     def meet(self, call: CallFingerprint, meta: Any = None) -> Generator[int, None, list[Any]]:
         """Begin an operation: compare the call of every rank, and exchange metas.
@@ -227,24 +229,26 @@ class ControlSegment:
                 ),
                 b"",
             )
-        parity, mark = self.parity, self._number(call)
-        self._met += 1
+        parity, mark = self.parity, self._hash_call(call)
+        self._meetings += 1
         # The data first, then the mark, then the counter.
-        self._write(self._mine * 8 + METAS + parity * META, packed)
-        self._cells[self._mine + MARKS + parity] = mark
+        self._write_bytes(self._own_cell * 8 + METAS + parity * META, packed)
+        self._cells[self._own_cell + MARKS + parity] = mark
         self.post()
         yield self.posted
         # The mark is a hash of the call. If marks differ, all ranks see it, and exchange texts.
         if call.flaw or any(self._cells[at + parity] != mark for at in self._marks):
-            self._write(
-                self._mine * 8 + CELLS,
+            self._write_bytes(
+                self._own_cell * 8 + CELLS,
                 msgpack.packb(
                     [str(call)[:400], call.flaw[:400], call.place, callsite.place()[-200:]]
                 ),
             )
             self.post()
             yield self.posted
-            entries = [msgpack.unpackb(self._read(r * SPAN + CELLS)) for r in range(self.size)]
+            entries = [
+                msgpack.unpackb(self._read_bytes(r * SPAN + CELLS)) for r in range(self.size)
+            ]
             places = [place for _, _, place, _ in entries]
             # One place besides OWN: ranks can go on together, through stages.
             meets = all(places) and len({*places, OWN}) <= 2
@@ -252,23 +256,26 @@ class ControlSegment:
                 (text if meets else f"{text} {place}".strip(), flaw)
                 for text, flaw, place, _ in entries
             ]
-            compare(calls, self.names, [line for *_, line in entries])
+            check_calls_agree(calls, self.names, [line for *_, line in entries])
             return places
         if meta is None:
             return []
         return [
-            msgpack.unpackb(self._read(r * SPAN + METAS + parity * META)) for r in range(self.size)
+            msgpack.unpackb(self._read_bytes(r * SPAN + METAS + parity * META))
+            for r in range(self.size)
         ]
 
-    def stage_at(self, rank: int, turn: int) -> int:
+    def stage_address(self, rank: int, turn: int) -> int:
         """Address of a rank's stage of a turn."""
         return self._segment.start + rank * SPAN + STAGES + turn % SLOTS * STAGE
 
-    def stage(self, rank: int, turn: int, offset: int, count: int, dtype: torch.dtype) -> Tensor:
+    def view_stage(
+        self, rank: int, turn: int, offset: int, count: int, dtype: torch.dtype
+    ) -> Tensor:
         """View `count` elements of a rank's stage of a turn, from byte `offset` on."""
         return self._view(rank * SPAN + STAGES + turn % SLOTS * STAGE + offset, count, dtype)
 
-    def small(self, rank: int, parity: int, count: int, dtype: torch.dtype) -> Tensor:
+    def view_small(self, rank: int, parity: int, count: int, dtype: torch.dtype) -> Tensor:
         """View the first `count` elements of a half of a rank's small stage."""
         return self._view(rank * SPAN + SMALLS + parity * SMALL, count, dtype)
 
@@ -279,22 +286,22 @@ class ControlSegment:
         if view is None:
             if len(self._views) > 4096:
                 self._views.clear()
-            view = self._views[key] = self._segment.tensor(at, (count,), dtype)
+            view = self._views[key] = self._segment.view_tensor(at, (count,), dtype)
         return view
 
-    def _number(self, call: CallFingerprint) -> int:
+    def _hash_call(self, call: CallFingerprint) -> int:
         """Hash a call to an int64, its mark. Cached, as the same calls come back."""
-        digits = self._numbers.get(call)
+        digits = self._marks_by_call.get(call)
         if digits is None:
-            if len(self._numbers) > 4096:
-                self._numbers.clear()
-            digits = self._numbers[call] = struct.unpack("q", digest(call)[:8])[0]
+            if len(self._marks_by_call) > 4096:
+                self._marks_by_call.clear()
+            digits = self._marks_by_call[call] = struct.unpack("q", digest_call(call)[:8])[0]
         return digits
 
     # ---- the channel of agreements
 
     # (a tuple)
-    def agree(
+    def gather_bytes(
         self,
         payload: bytes,
         call: CallFingerprint = CallFingerprint("agree"),  # noqa: B008
@@ -305,11 +312,11 @@ class ControlSegment:
         """
         call_number = self.watch.made.get("agree", 0)
         self.watch.made["agree"] = call_number + 1
-        mark = self._number(call)
+        mark = self._hash_call(call)
         try:
-            answers, marks = self._swap(payload, mark, call, call_number)
+            answers, marks = self._swap_mail(payload, mark, call, call_number)
             if call.flaw or any(other != mark for other in marks):
-                texts, _ = self._swap(
+                texts, _ = self._swap_mail(
                     msgpack.packb([str(call)[:400], call.flaw[:400], callsite.place()[-200:]]),
                     0,
                     call,
@@ -317,16 +324,16 @@ class ControlSegment:
                 )
         except BaseException as error:
             # Whatever ended this wait, ranks are at different turns of this channel now.
-            self.watch.end(error)
+            self.watch.end_everywhere(error)
             raise
         if call.flaw or any(other != mark for other in marks):
             sides = [msgpack.unpackb(text) for text in texts]
-            compare(
+            check_calls_agree(
                 [(text, flaw) for text, flaw, _ in sides], self.names, [line for *_, line in sides]
             )
         return answers
 
-    def _swap(
+    def _swap_mail(
         self, payload: bytes, mark: int, call: CallFingerprint, call_number: int
     ) -> tuple[list[bytes], list[int]]:
         """Exchange payloads in turns of a mailbox, as many as the longest payload needs.
@@ -336,16 +343,16 @@ class ControlSegment:
         answers, marks = [b""] * self.size, [0] * self.size
         longest, at, room = len(payload), 0, MAIL - 16
         while True:
-            self._agreed += 1
-            target = self._agreed
+            self._mail_turns += 1
+            target = self._mail_turns
             base = MAILS + (target & 1) * MAIL
             # As in `meet`: the data first, then the counter.
-            self._cells[(self._mine * 8 + base) // 8] = mark
-            self._write(self._mine * 8 + base + 8, payload[at : at + room], len(payload))
-            self._cells[self._mine + AGREES] = target
+            self._cells[(self._own_cell * 8 + base) // 8] = mark
+            self._write_bytes(self._own_cell * 8 + base + 8, payload[at : at + room], len(payload))
+            self._cells[self._own_cell + AGREES] = target
             if self._bell is not None:
                 self._bell.ring()
-            self.watch.wait(self._meeting(target, call, call_number))
+            self.watch.wait_until_ready(self._make_condition(target, call, call_number))
             for r in range(self.size):
                 start = r * SPAN + base
                 marks[r], total = self._cells[start // 8], self._cells[start // 8 + 1]
@@ -357,7 +364,9 @@ class ControlSegment:
             if at >= longest:
                 return answers, marks
 
-    def _meeting(self, target: int, call: CallFingerprint, call_number: int) -> WaitCondition:
+    def _make_condition(
+        self, target: int, call: CallFingerprint, call_number: int
+    ) -> WaitCondition:
         cells, agrees = self._cells, self._agrees
 
         def met() -> bool:
@@ -373,19 +382,21 @@ class ControlSegment:
 
     # ---- more memory, and segments of subgroups
 
-    def allocate(self, nbytes: int, call: CallFingerprint) -> SharedSegment:
+    def allocate_segment(self, nbytes: int, call: CallFingerprint) -> SharedSegment:
         """Make a new segment that all ranks map. `ResourceError` on all if one of them can't."""
-        segment = share(nbytes, self.rank, 0, self._words(call), inside=True, folder=self.folder)
+        segment = make_shared_segment(
+            nbytes, self.rank, 0, self._make_meet(call), inside=True, folder=self.folder
+        )
         assert segment is not None
         return segment
 
-    def sub(self, ranks: Sequence[int], call: CallFingerprint) -> ControlSegment | None:
+    def make_subsegment(self, ranks: Sequence[int], call: CallFingerprint) -> ControlSegment | None:
         """Make the control segment of a subgroup. All ranks call it with the same ranks.
 
         None on ranks that are not in it.
         """
-        words, inside = self._words(call), self.rank in ranks
-        segment = share(
+        words, inside = self._make_meet(call), self.rank in ranks
+        segment = make_shared_segment(
             len(ranks) * SPAN,
             self.rank,
             ranks[0],
@@ -407,12 +418,12 @@ class ControlSegment:
             cancel_scope=self._cancel_scope,
         )
 
-    def _words(self, call: CallFingerprint) -> Callable[[str], list[str]]:
-        return lambda word: [answer.decode() for answer in self.agree(word.encode(), call)]
+    def _make_meet(self, call: CallFingerprint) -> Callable[[str], list[str]]:
+        return lambda word: [answer.decode() for answer in self.gather_bytes(word.encode(), call)]
 
-    def _write(self, at: int, data: bytes, total: int | None = None) -> None:
+    def _write_bytes(self, at: int, data: bytes, total: int | None = None) -> None:
         self._cells[at // 8] = len(data) if total is None else total
         self._bytes[at + 8 : at + 8 + len(data)] = data
 
-    def _read(self, at: int) -> bytes:
+    def _read_bytes(self, at: int) -> bytes:
         return bytes(self._bytes[at + 8 : at + 8 + self._cells[at // 8]])

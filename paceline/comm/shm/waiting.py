@@ -22,7 +22,7 @@ import msgpack
 
 from paceline import callsite
 from paceline.comm.shm.bell import Bell
-from paceline.comm.waitgraph import GRACE, RankWait, apart, describe
+from paceline.comm.waitgraph import GRACE, RankWait, find_stuck, make_stuck_error
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
 
 SPINS, FEW_SPINS = 200, 8  # polls of a wait, at most and at least
@@ -96,12 +96,12 @@ class RankWaiter:
         self.made: dict[str, int] = {}  # calls of this rank, by channel
         self.broken: PacelineError | None = None  # the error that every later wait raises
         self._notes, self._bell = notes, bell
-        self._telling = False  # whether a note says what this rank waits for
+        self._has_note = False  # whether a note says what this rank waits for
         self._spins = SPINS  # doubled by a wait that polls ended, halved by one that they did not
         self._pidfds: dict[int, int] = {}  # ranks by descriptors of their processes
-        fine_timer()
+        set_fine_timer()
 
-    def know(self, pids: Mapping[int, int]) -> None:
+    def watch_processes(self, pids: Mapping[int, int]) -> None:
         """Watch the processes of the other ranks, so that their deaths are seen from now on."""
         for rank, pid in pids.items():
             if pid == os.getpid() or not hasattr(os, "pidfd_open"):
@@ -110,12 +110,12 @@ class RankWaiter:
                 self._pidfds[os.pidfd_open(pid)] = rank
             except ProcessLookupError as error:
                 name = self.names[rank]
-                self._forget()
-                raise self.end(
+                self._close_pidfds()
+                raise self.end_everywhere(
                     WorkerLost(f"rank {name} has died while the group was made", (name,))
                 ) from error
 
-    def end(self, error: BaseException) -> PacelineError:
+    def end_everywhere(self, error: BaseException) -> PacelineError:
         """Break the group on all ranks. Returns the error that all of them raise.
 
         It is `error`, or the error that another rank found first.
@@ -127,8 +127,8 @@ class RankWaiter:
                 f"{error})"
             )
             own_error = error if isinstance(error, PacelineError) else WorkerLost(why, (me,))
-            self.broken = self._ended() or own_error
-            self._tell(None)
+            self.broken = self._find_verdict() or own_error
+            self._write_note(None)
         return self.broken
 
     def interrupt(self, error: PacelineError) -> None:
@@ -140,14 +140,14 @@ class RankWaiter:
         if self.broken is None:
             self.broken = error
             self._notes.leave()
-        self._forget()
+        self._close_pidfds()
 
-    def _forget(self) -> None:
+    def _close_pidfds(self) -> None:
         for fd in self._pidfds:
             os.close(fd)
         self._pidfds.clear()
 
-    def wait(self, awaited: WaitCondition, timeout: float | None = None) -> None:
+    def wait_until_ready(self, awaited: WaitCondition, timeout: float | None = None) -> None:
         """Wait until the condition holds, or raise an error, which ends the group.
 
         Args:
@@ -175,11 +175,11 @@ class RankWaiter:
                     break
                 since = now
             self._spins = max(FEW_SPINS, spins // 2)
-            self._nap(awaited, started, timeout)
+            self._wait_asleep(awaited, started, timeout)
         finally:
             self.waited += time.perf_counter() - started
 
-    def _nap(self, awaited: WaitCondition, started: float, timeout: float | None) -> None:
+    def _wait_asleep(self, awaited: WaitCondition, started: float, timeout: float | None) -> None:
         looked = 0.0  # seconds of the wait at the last look
         try:
             while not awaited.ready():
@@ -188,24 +188,24 @@ class RankWaiter:
                 since = time.perf_counter() - started
                 if since - looked > LOOK:
                     looked = since
-                    self._look(awaited, since, timeout)
+                    self._check_wait(awaited, since, timeout)
                 # A bell rings for posts of this group only.
                 if self.busy() or self._bell is None:
                     time.sleep(NAP if since < LONG else LONG_NAP)
                 else:
-                    self._bell.rest(awaited.ready, REST if since < LONG else LONG_REST)
+                    self._bell.sleep_until_rung(awaited.ready, REST if since < LONG else LONG_REST)
         finally:
-            if self._telling:  # it waits no more
-                self._tell(None)
+            if self._has_note:  # it waits no more
+                self._write_note(None)
 
-    def _look(self, awaited: WaitCondition, since: float, timeout: float | None) -> None:
+    def _check_wait(self, awaited: WaitCondition, since: float, timeout: float | None) -> None:
         # Most waits are short, so a note is written late: it is for ranks that look for deadlocks.
-        if since > GRACE and not self._telling:
-            self._tell(awaited)
+        if since > GRACE and not self._has_note:
+            self._write_note(awaited)
         missing = awaited.missing()
         named = tuple(self.names[rank] for rank in missing)
         who = ", ".join(map(str, named)) or "unknown"
-        error = self._ended() or self._hopeless(awaited, missing, since)
+        error = self._find_verdict() or self._find_hopeless(awaited, missing, since)
         if error is None and since > self.deadline:
             what = f"{awaited.what} (asked by rank {self.names[self.rank]})"
             error = DeadlineExceeded(
@@ -213,21 +213,23 @@ class RankWaiter:
             )
         # It may have become ready while we looked.
         if error is not None and not awaited.ready():
-            raise self.end(error)
+            raise self.end_everywhere(error)
         if timeout is not None and since > timeout and not awaited.ready():
             raise DeadlineExceeded(
                 f"rank {who} did not come within {timeout:g} s to {awaited.what}; it may still",
                 named,
             )
 
-    def _hopeless(
+    def _find_hopeless(
         self, awaited: WaitCondition, missing: Sequence[int], since: float
     ) -> PacelineError | None:
         """Return an error if the missing ranks can't come any more; None if they may."""
         # A rank that has left or died can't come. Else ranks may wait for each other for ever, but
         # only once all of them have had time to leave a note.
         gone = {rank: "has closed its group" for rank in missing if self._notes.left(rank)}
-        gone |= {rank: "has died" for rank in self._dead() if rank in missing and rank not in gone}
+        gone |= {
+            rank: "has died" for rank in self._find_dead() if rank in missing and rank not in gone
+        }
         if gone:
             text = ", ".join(f"rank {self.names[rank]} {how}" for rank, how in sorted(gone.items()))
             me = self.names[self.rank]
@@ -235,12 +237,12 @@ class RankWaiter:
                 f"{text} while rank {me} waits for it in {awaited.what}",
                 tuple(self.names[rank] for rank in sorted(gone)),
             )
-        stuck = self._stuck() if since > JUDGED else {}
-        return describe(stuck, self.names) if self.rank in stuck else None
+        stuck = self._find_stuck() if since > JUDGED else {}
+        return make_stuck_error(stuck, self.names) if self.rank in stuck else None
 
-    def _tell(self, awaited: WaitCondition | None) -> None:
+    def _write_note(self, awaited: WaitCondition | None) -> None:
         """Leave a note: the condition this rank waits for, and why the group has ended."""
-        self._telling = awaited is not None
+        self._has_note = awaited is not None
         wait = None
         if awaited is not None:
             wait = (
@@ -257,27 +259,27 @@ class RankWaiter:
             verdict = (type(self.broken).__name__, str(self.broken)[:2000], list(gone))
         self._notes.tell(msgpack.packb((wait, verdict)))
 
-    def _told(self) -> dict[int, tuple[list[Any] | None, Verdict | None]]:
+    def _read_notes(self) -> dict[int, tuple[list[Any] | None, Verdict | None]]:
         return {
             rank: tuple(msgpack.unpackb(text))
             for rank in range(len(self.names))
             if (text := self._notes.told(rank))
         }
 
-    def _ended(self) -> PacelineError | None:
+    def _find_verdict(self) -> PacelineError | None:
         """Return the error with which another rank has ended the group; None if none has."""
-        for _, verdict in self._told().values():
+        for _, verdict in self._read_notes().values():
             if verdict is not None:
-                return _judged(*verdict)
+                return _make_error(*verdict)
         return None
 
-    def _stuck(self) -> dict[int, RankWait]:
+    def _find_stuck(self) -> dict[int, RankWait]:
         """Find waits that can never end: the same in two looks, as notes are not read at once."""
         first, second = (
-            apart(
+            find_stuck(
                 {
                     rank: RankWait(*wait)
-                    for rank, (wait, _) in self._told().items()
+                    for rank, (wait, _) in self._read_notes().items()
                     if wait is not None
                 }
             )
@@ -285,7 +287,7 @@ class RankWaiter:
         )
         return first if first == second else {}
 
-    def _dead(self) -> Sequence[int]:
+    def _find_dead(self) -> Sequence[int]:
         if not self._pidfds:
             return []
         # A pidfd becomes readable when its process ends.
@@ -295,7 +297,7 @@ class RankWaiter:
         return [self._pidfds[fd] for fd, _ in poll.poll(0)]
 
 
-def _judged(kind: str, text: str, ranks: Sequence[int]) -> PacelineError:
+def _make_error(kind: str, text: str, ranks: Sequence[int]) -> PacelineError:
     if kind == "WorkerLost":
         return WorkerLost(text, tuple(ranks))
     if kind == "DeadlineExceeded":
@@ -303,7 +305,7 @@ def _judged(kind: str, text: str, ranks: Sequence[int]) -> PacelineError:
     return Mismatch(text) if kind == "Mismatch" else ViewChanged(text)
 
 
-def fine_timer() -> None:
+def set_fine_timer() -> None:
     """Let naps of this thread end on time, not up to 50 us late.
 
     By prctl(PR_SET_TIMERSLACK). Without it naps are longer, nothing else.

@@ -8,22 +8,24 @@ from pathlib import Path
 from typing import Any, Final
 
 from paceline.errors import UsageError
-from paceline.observe import serving
-from paceline.observe.advice import quiet, remarks
-from paceline.observe.facts import RunFacts, read, read_fields, so_far
-from paceline.observe.metrics import MetricsReader
-from paceline.observe.page.course import course, looks, values
-from paceline.observe.page.events import kind
-from paceline.observe.verdict import verdict
+from paceline.observe import server_report
+from paceline.observe.advice import collect_remarks, explain_no_advice
+from paceline.observe.facts import RunFacts, read_facts, read_fields, read_live_fields
+from paceline.observe.metrics_reader import MetricsReader
+from paceline.observe.page.course import summarize_looks, summarize_steps, summarize_values
+from paceline.observe.page.events import classify_event
+from paceline.observe.verdict import make_verdict
 from paceline.record.folder import RunFolder
 from paceline.record.pipeline_profile import PipelineProfile
 from paceline.trace import PARTS, SENT
 
 # Most actions of a pipeline that are drawn.
-SPANS: Final = 3000
+MAX_SPANS: Final = 3000
 
 
-def page_data(folder: Path | RunFolder, metrics: MetricsReader | None = None) -> dict[str, Any]:
+def make_page_data(
+    folder: Path | RunFolder, metrics: MetricsReader | None = None
+) -> dict[str, Any]:
     """Return what a page shows of a run, which may be under way.
 
     `summary` has the fields of summary.json. If the run is under way, they come from live.json and
@@ -40,40 +42,42 @@ def page_data(folder: Path | RunFolder, metrics: MetricsReader | None = None) ->
     """
     folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
     metrics = metrics or MetricsReader(folder)
-    facts = read(folder, metrics)
-    summary = _summary(folder) if facts.ended else _so_far(folder, facts, metrics)
-    advice = remarks(facts)
+    facts = read_facts(folder, metrics)
+    summary = _read_summary(folder) if facts.ended else _read_so_far(folder, facts, metrics)
+    advice = collect_remarks(facts)
     return {
         "name": folder.name,
         "ended": facts.ended,
         "standing": facts.standing._asdict(),
-        "verdict": verdict(facts),
-        "advice": [{**remark._asdict(), "saves": remark.saves} for remark in advice],
-        "quiet": "" if advice else quiet(facts),
+        "verdict": make_verdict(facts),
+        "advice": [{**remark._asdict(), "saves": remark.saving_in_words} for remark in advice],
+        "quiet": "" if advice else explain_no_advice(facts),
         "untold": list(facts.untold),
-        "served": serving.tell(facts.servers, facts.seconds or 0.0, facts.samples),
-        "ranks": [facts.rank(rank) for rank in range(facts.workers)],
+        "served": server_report.describe_servers(
+            facts.servers, facts.seconds or 0.0, facts.samples
+        ),
+        "ranks": [facts.name_rank(rank) for rank in range(facts.workers)],
         "summary": summary,
-        "course": course(metrics),
-        "values": values(metrics, facts.bytes_sent),
-        "looks": looks(metrics),
-        "events": _events(summary),
-        "pipelines": [_spans(profile) for profile in facts.pipelines],
+        "course": summarize_steps(metrics),
+        "values": summarize_values(metrics, facts.bytes_sent),
+        "looks": summarize_looks(metrics),
+        "events": _list_events(summary),
+        "pipelines": [_make_spans(profile) for profile in facts.pipelines],
     }
 
 
-def _summary(folder: RunFolder) -> dict[str, Any]:
+def _read_summary(folder: RunFolder) -> dict[str, Any]:
     """Return the fields of the summary as strict JSON. The summary was checked before."""
     try:
-        fields: dict[str, Any] = plain(read_fields(folder.summary))
+        fields: dict[str, Any] = to_strict_values(read_fields(folder.summary))
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder.summary} can no longer be read ({error})") from error
     return fields
 
 
-def _so_far(folder: RunFolder, facts: RunFacts, metrics: MetricsReader) -> dict[str, Any]:
+def _read_so_far(folder: RunFolder, facts: RunFacts, metrics: MetricsReader) -> dict[str, Any]:
     """Return the fields that are known of a run under way, from live.json and the metrics."""
-    seconds_in_steps = facts.step * facts.steps
+    seconds_in_steps = facts.mean_step_seconds * facts.steps
     fields = {
         "steps": facts.steps,
         "samples": facts.samples,
@@ -87,32 +91,32 @@ def _so_far(folder: RunFolder, facts: RunFacts, metrics: MetricsReader) -> dict[
         fields["bytes_sent"] = dict(
             zip(SENT, metrics.steps.sent.mean(axis=0).tolist(), strict=True)
         )
-    known_fields: dict[str, Any] = plain({**so_far(folder), **fields})
+    known_fields: dict[str, Any] = to_strict_values({**read_live_fields(folder), **fields})
     return known_fields
 
 
-def _events(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _list_events(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the events and checkpoints of a run with their kinds, in order of time."""
-    events = [{**event, "kind": kind(event)} for event in summary.get("events") or ()]
+    events = [{**event, "kind": classify_event(event)} for event in summary.get("events") or ()]
     saves = [{**save, "kind": "checkpoint"} for save in summary.get("saves") or ()]
     return sorted([*events, *saves], key=lambda event: float(event["time"]))
 
 
-def plain(value: Any) -> Any:
+def to_strict_values(value: Any) -> Any:
     """Convert a value to strict JSON. NaN and infinities become their names."""
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
-    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+        return {str(key): to_strict_values(each) for key, each in value.items()}
+    return [to_strict_values(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _spans(profile: PipelineProfile) -> dict[str, Any]:
+def _make_spans(profile: PipelineProfile) -> dict[str, Any]:
     """Return the schedule of a pipeline with the measured times.
 
     Each worker has a row of actions: [kind, stage, micro-batch, start, end].
     """
-    timeline = profile.timeline
+    timeline = profile.simulated_timeline
     rows = [
         [
             [span.action.kind, span.action.stage, span.action.micro_batch, span.start, span.end]
@@ -121,7 +125,7 @@ def _spans(profile: PipelineProfile) -> dict[str, Any]:
         for row in timeline.rows
     ]
     # A pipeline with very many actions would make the page large, and its boxes invisible.
-    fits = sum(map(len, rows)) <= SPANS
+    fits = sum(map(len, rows)) <= MAX_SPANS
     return {
         "schedule": profile.schedule,
         "micro_batches": profile.micro_batches,

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Most points of a curve; a screen doesn't show more.
-POINTS = 400
+MAX_POINTS = 400
 
 Floats = NDArray[np.float64]
 
@@ -31,13 +31,13 @@ class Stretches(NamedTuple):
     bad: NDArray[np.int64]
 
 
-def starts(length: int, points: int = POINTS) -> NDArray[np.int64]:
+def stretch_starts(length: int, points: int = MAX_POINTS) -> NDArray[np.int64]:
     """Return the starts of at most `points` stretches of nearly the same length."""
     count = min(length, points)
     return np.arange(count, dtype=np.int64) * length // max(count, 1)
 
 
-def stretches(values: Floats, begins: NDArray[np.int64]) -> Stretches:
+def summarize_stretches(values: Floats, begins: NDArray[np.int64]) -> Stretches:
     """Summarize the stretches of `values` that begin at `begins`."""
     if not len(begins):
         empty = np.empty(0)
@@ -60,12 +60,12 @@ def stretches(values: Floats, begins: NDArray[np.int64]) -> Stretches:
     )
 
 
-def lasts(values: Floats, begins: NDArray[np.int64]) -> Floats:
+def last_values(values: Floats, begins: NDArray[np.int64]) -> Floats:
     """Return the last value of each stretch."""
     ends = np.append(begins[1:], len(values)) - 1
     return values[ends] if len(begins) else np.empty(0)
 
 
-def sums(values: Floats, begins: NDArray[np.int64]) -> Floats:
+def sum_stretches(values: Floats, begins: NDArray[np.int64]) -> Floats:
     """Return the sum of each stretch, along the first dim."""
     return np.add.reduceat(values, begins, axis=0) if len(begins) else values[:0]

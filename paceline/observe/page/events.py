@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 # Kinds in the order of their rows, with the titles of the rows.
-KINDS: Final[Mapping[str, str]] = {
+EVENT_KINDS: Final[Mapping[str, str]] = {
     "lost": "lost",
     "came": "came",
     "evicted": "late",
@@ -19,7 +19,7 @@ KINDS: Final[Mapping[str, str]] = {
     "other": "other",
 }
 # Patterns of the words of an event, for events that don't say their kind. The first match counts.
-_SIGNS: Final = (
+_KIND_PATTERNS: Final = (
     (
         "lost",
         re.compile(
@@ -36,9 +36,9 @@ _SIGNS: Final = (
 )
 
 
-def kind(event: Mapping[str, Any]) -> str:
+def classify_event(event: Mapping[str, Any]) -> str:
     """Return the kind of an event: as it says itself, or by its words."""
     stated_kind = str(event.get("event", ""))
-    if stated_kind in KINDS:
+    if stated_kind in EVENT_KINDS:
         return stated_kind
-    return next((name for name, sign in _SIGNS if sign.search(str(event["what"]))), "other")
+    return next((name for name, sign in _KIND_PATTERNS if sign.search(str(event["what"]))), "other")

@@ -11,10 +11,12 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 # Elements without a closing tag.
-EMPTY: Final = frozenset(("br", "col", "hr", "meta", "circle", "line", "path", "polygon", "rect"))
+EMPTY_ELEMENTS: Final = frozenset(
+    ("br", "col", "hr", "meta", "circle", "line", "path", "polygon", "rect")
+)
 
 # Characters that may not be in a page: control characters and lone surrogates.
-_BARE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+_FORBIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 
 
 class Markup(str):
@@ -38,34 +40,36 @@ def element(
         children: Markup, text or numbers, or several of them; None is left out.
     """
     attribute_text = "".join(
-        f' {name}="{_escaped(value)}"'
+        f' {name}="{_escape_value(value)}"'
         for name, value in (attributes or {}).items()
         if value is not None
     )
-    content = join(*children)
+    content = join_markup(*children)
     return Markup(
         f"<{tag}{attribute_text}/>"
-        if tag in EMPTY and not content
+        if tag in EMPTY_ELEMENTS and not content
         else f"<{tag}{attribute_text}>{content}</{tag}>"
     )
 
 
-def join(*children: Child | Iterable[Child]) -> Markup:
+def join_markup(*children: Child | Iterable[Child]) -> Markup:
     """Concatenate children to markup."""
-    return Markup("".join(map(_written, children)))
+    return Markup("".join(map(_render_child, children)))
 
 
-def _written(child: Child | Iterable[Child]) -> str:
+def _render_child(child: Child | Iterable[Child]) -> str:
     """Convert a child to HTML."""
     if child is None:
         return ""
     if isinstance(child, Markup):
         return child
     if isinstance(child, str | int | float):
-        return _escaped(child)
-    return join(*child)
+        return _escape_value(child)
+    return join_markup(*child)
 
 
-def _escaped(value: str | float) -> str:
+def _escape_value(value: str | float) -> str:
     """Escape a value. Floats are written with six digits."""
-    return html.escape(_BARE.sub("�", f"{value:.6g}" if isinstance(value, float) else str(value)))
+    return html.escape(
+        _FORBIDDEN.sub("�", f"{value:.6g}" if isinstance(value, float) else str(value))
+    )

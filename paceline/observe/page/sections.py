@@ -8,42 +8,42 @@ from typing import Any, Final
 from paceline.errors import UsageError
 from paceline.observe.page.markup import Markup, element
 from paceline.observe.page.subjects import (
-    checkpoints,
-    compare,
-    loss,
-    memory,
-    overview,
-    pipelines,
-    setup,
-    time,
-    timeline,
-    traffic,
-    workers,
+    checkpoint_section,
+    comparison_sections,
+    event_section,
+    lateness_section,
+    loss_section,
+    memory_section,
+    overview_section,
+    pipeline_section,
+    setup_section,
+    time_section,
+    traffic_section,
 )
 
 Data = Mapping[str, Any]
 
 # Sections of a page on one run: title, and the function that draws it.
-OF_ONE: Final[Mapping[str, tuple[str, Callable[[Data], Markup | None]]]] = {
-    "overview": ("", overview.section),
-    "loss": ("Loss", loss.section),
-    "throughput": ("Samples a second", time.throughput),
-    "events": ("Events", timeline.section),
-    "time": ("Where the time of a step went", time.section),
-    "late": ("Who was late", workers.section),
-    "pipelines": ("Pipelines", pipelines.section),
-    "traffic": ("Traffic", traffic.section),
-    "memory": ("Memory", memory.section),
-    "checkpoints": ("Checkpoints", checkpoints.section),
-    "setup": ("How it was set up", setup.section),
+RUN_SECTIONS: Final[Mapping[str, tuple[str, Callable[[Data], Markup | None]]]] = {
+    "overview": ("", overview_section.draw_overview),
+    "loss": ("Loss", loss_section.draw_loss),
+    "throughput": ("Samples a second", time_section.draw_throughput),
+    "events": ("Events", event_section.draw_events),
+    "time": ("Where the time of a step went", time_section.draw_step_time),
+    "late": ("Who was late", lateness_section.draw_lateness),
+    "pipelines": ("Pipelines", pipeline_section.draw_pipelines),
+    "traffic": ("Traffic", traffic_section.draw_traffic),
+    "memory": ("Memory", memory_section.draw_memory),
+    "checkpoints": ("Checkpoints", checkpoint_section.draw_checkpoints),
+    "setup": ("How it was set up", setup_section.draw_setup),
 }
 # Sections of a page that compares runs.
-OF_SEVERAL: Final[Mapping[str, tuple[str, Callable[[Sequence[Data]], Markup | None]]]] = {
-    "overview": ("", compare.overview),
-    "loss": ("Loss", compare.loss),
-    "time": ("Where the time of a step went", compare.time),
-    "traffic": ("Bytes of a step", compare.traffic),
-    "differences": ("What differs in their settings", compare.differences),
+COMPARISON_SECTIONS: Final[Mapping[str, tuple[str, Callable[[Sequence[Data]], Markup | None]]]] = {
+    "overview": ("", comparison_sections.draw_runs),
+    "loss": ("Loss", comparison_sections.draw_losses),
+    "time": ("Where the time of a step went", comparison_sections.draw_times),
+    "traffic": ("Bytes of a step", comparison_sections.draw_traffics),
+    "differences": ("What differs in their settings", comparison_sections.draw_differences),
 }
 
 
@@ -56,8 +56,8 @@ def sections(datas: Sequence[Data]) -> dict[str, str]:
         UsageError: A field of a summary is not of this version.
     """
     drawn: dict[str, str] = {}
-    for name, title in titles(datas).items():
-        content = _drawn(datas, name)
+    for name, title in section_titles(datas).items():
+        content = _draw_section(datas, name)
         if content is not None:
             drawn[name] = element(
                 "section", {"id": name}, element("h2", None, title) if title else None, content
@@ -65,15 +65,22 @@ def sections(datas: Sequence[Data]) -> dict[str, str]:
     return drawn
 
 
-def titles(datas: Sequence[Data]) -> dict[str, str]:
+def section_titles(datas: Sequence[Data]) -> dict[str, str]:
     """Return the titles of all sections that the page may have. The first one has none."""
-    return {name: title for name, (title, _) in (OF_ONE if len(datas) == 1 else OF_SEVERAL).items()}
+    return {
+        name: title
+        for name, (title, _) in (RUN_SECTIONS if len(datas) == 1 else COMPARISON_SECTIONS).items()
+    }
 
 
-def _drawn(datas: Sequence[Data], name: str) -> Markup | None:
+def _draw_section(datas: Sequence[Data], name: str) -> Markup | None:
     """Draw a section; None if it has nothing to show."""
     try:
-        return OF_ONE[name][1](datas[0]) if len(datas) == 1 else OF_SEVERAL[name][1](datas)
+        return (
+            RUN_SECTIONS[name][1](datas[0])
+            if len(datas) == 1
+            else COMPARISON_SECTIONS[name][1](datas)
+        )
     except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
         names = ", ".join(str(data["name"]) for data in datas)
         raise UsageError(

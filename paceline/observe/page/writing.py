@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.errors import ResourceError, UsageError
-from paceline.observe.page.data import page_data
-from paceline.observe.page.document import page
+from paceline.observe.page.data import make_page_data
+from paceline.observe.page.document import render_page
 
 # Most runs of a page: 6 colours times 6 kinds of dashes tell their lines apart.
-MOST = 36
+MAX_RUNS = 36
 
 
-def write(folders: Sequence[Path], out: Path) -> int:
+def write_page(folders: Sequence[Path], out: Path) -> int:
     """Write the page of some runs to a file, and return its size in bytes.
 
     Args:
@@ -24,8 +24,8 @@ def write(folders: Sequence[Path], out: Path) -> int:
         UsageError: A folder isn't that of a run, there are too many, or the file can't be written.
         ResourceError: The disk refuses.
     """
-    if len(folders) > MOST:
-        raise UsageError(f"{len(folders)} runs are too many for one page: give {MOST} or fewer")
+    if len(folders) > MAX_RUNS:
+        raise UsageError(f"{len(folders)} runs are too many for one page: give {MAX_RUNS} or fewer")
     if out.is_dir():
         raise UsageError(
             f"--html {out} is a folder: give a file in it, such as {out / 'report.html'}"
@@ -34,7 +34,7 @@ def write(folders: Sequence[Path], out: Path) -> int:
         raise UsageError(
             f"--html {out}: there is no folder {out.parent}; make it first, or give another place"
         )
-    text = page([page_data(folder) for folder in folders])
+    text = render_page([make_page_data(folder) for folder in folders])
     try:
         return out.write_bytes(text.encode())
     except PermissionError as error:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from paceline.cluster import network, secret
 from paceline.errors import UsageError
 
-HOME = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class WatchAddress:
     option: str
 
     @classmethod
-    def parse(cls, text: str, option: str) -> WatchAddress:
+    def parse_address(cls, text: str, option: str) -> WatchAddress:
         """Parse [HOST:]PORT. An IPv6 address is in brackets, and the default host is loopback.
 
         Raises:
@@ -36,9 +36,9 @@ class WatchAddress:
                 f"{option} {text} isn't [HOST:]PORT, such as 8080 or 0.0.0.0:8080 (port 0 is any "
                 "that is free)"
             )
-        return cls(host.removeprefix("[").removesuffix("]") or HOME, port_number, option)
+        return cls(host.removeprefix("[").removesuffix("]") or LOOPBACK, port_number, option)
 
-    def listen(self) -> socket.socket:
+    def open_socket(self) -> socket.socket:
         """Open a socket that listens at this address.
 
         Raises:
@@ -69,7 +69,7 @@ class PageGuard:
     token: str = ""
 
     @classmethod
-    def of(cls, listening: socket.socket, key: bytes) -> PageGuard:
+    def for_socket(cls, listening: socket.socket, key: bytes) -> PageGuard:
         """Return the guard of a socket.
 
         Unless only this machine reaches it, the guard has a token, which is derived from the job's
@@ -82,7 +82,7 @@ class PageGuard:
         )
 
 
-def url(listening: socket.socket, guard: PageGuard) -> str:
+def page_url(listening: socket.socket, guard: PageGuard) -> str:
     """Return the address to open in a browser."""
     address, port = listening.getsockname()[:2]
     host = (
@@ -95,7 +95,7 @@ def url(listening: socket.socket, guard: PageGuard) -> str:
     return f"http://{host}:{port}/{f'?token={guard.token}' if guard.token else ''}"
 
 
-def check_installed() -> None:
+def check_aiohttp_installed() -> None:
     """Raise `UsageError` if aiohttp, which serves pages, isn't installed."""
     if find_spec("aiohttp") is None:
         raise UsageError(

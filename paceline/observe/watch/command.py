@@ -8,23 +8,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.errors import UsageError
-from paceline.observe.facts import read
-from paceline.observe.watch.address import PageGuard, WatchAddress, check_installed, url
+from paceline.observe.facts import read_facts
+from paceline.observe.watch.address import (
+    PageGuard,
+    WatchAddress,
+    check_aiohttp_installed,
+    page_url,
+)
 from paceline.record.folder import RunFolder
 
-OVER = "paceline watch has ended, and with it the connection: this page stays as it was."
+LAST_WORDS = "paceline watch has ended, and with it the connection: this page stays as it was."
 
 
-def check_run(folder: Path) -> None:
+def check_run_folder(folder: Path) -> None:
     """Raise `UsageError` if a folder isn't that of a run."""
     run = RunFolder(folder)
     if not any(path.is_file() for path in (run.live, run.metrics, run.summary)):
         # Raises with the reason, unless the folder is empty.
-        read(run)
+        read_facts(run)
         raise UsageError(f"{folder} is empty: give the folder of a run that has begun")
 
 
-def watch(folder: Path, address: WatchAddress, key: bytes, say: Callable[[str], None]) -> int:
+def serve_run(folder: Path, address: WatchAddress, key: bytes, say: Callable[[str], None]) -> int:
     """Serve the page of a run until a signal ends it.
 
     Args:
@@ -39,14 +44,14 @@ def watch(folder: Path, address: WatchAddress, key: bytes, say: Callable[[str], 
     Raises:
         UsageError: There is nothing to serve, or it can't be served.
     """
-    check_installed()
-    check_run(folder)
-    listening = address.listen()
-    guard = PageGuard.of(listening, key)
-    say(f"{folder} can be watched at {url(listening, guard)} (Ctrl-C ends this)")
+    check_aiohttp_installed()
+    check_run_folder(folder)
+    listening = address.open_socket()
+    guard = PageGuard.for_socket(listening, key)
+    say(f"{folder} can be watched at {page_url(listening, guard)} (Ctrl-C ends this)")
 
     # Imported here because aiohttp may not be installed.
-    from paceline.observe.watch.server import PageServer, serve
+    from paceline.observe.watch.server import PageServer, serve_page
     from paceline.observe.watch.source import RunPage
 
     signals: list[int] = []
@@ -63,11 +68,11 @@ def watch(folder: Path, address: WatchAddress, key: bytes, say: Callable[[str], 
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(signum, end, signum)
         await over.wait()
-        return OVER
+        return LAST_WORDS
 
     async def run() -> None:
         """Serve the page on an event loop."""
-        await serve(PageServer(RunPage(folder), guard), listening, until)
+        await serve_page(PageServer(RunPage(folder), guard), listening, until)
 
     asyncio.run(run())
     return 128 + signals[0]

@@ -20,15 +20,15 @@ import sys
 from pathlib import Path
 
 from paceline.observe.watch.address import PageGuard
-from paceline.observe.watch.server import PageServer, serve
+from paceline.observe.watch.server import PageServer, serve_page
 from paceline.observe.watch.source import RunPage
 
-OVER = "The job has ended, and with it the connection: this page stays as it was."
+LAST_WORDS = "The job has ended, and with it the connection: this page stays as it was."
 # Added to the niceness of the process, because training goes first.
-_LATER = 10
+_NICENESS = 10
 
 
-async def _lines() -> asyncio.StreamReader:
+async def _open_input() -> asyncio.StreamReader:
     """Open standard input as a stream of lines."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
@@ -37,9 +37,9 @@ async def _lines() -> asyncio.StreamReader:
     return reader
 
 
-async def run(descriptor: int) -> None:
+async def serve_until_input_ends(descriptor: int) -> None:
     """Serve on the socket with this descriptor until the input ends."""
-    lines = await _lines()
+    lines = await _open_input()
     page, guard = RunPage(), PageGuard(json.loads(await lines.readline())["token"])
 
     async def until() -> str:
@@ -47,12 +47,12 @@ async def run(descriptor: int) -> None:
         while line := await lines.readline():
             message = json.loads(line)
             if "follow" in message:
-                page.follow(Path(message["follow"]))
+                page.follow_run(Path(message["follow"]))
             if "tell" in message:
-                page.tell(message["tell"])
-        return OVER
+                page.show_line(message["tell"])
+        return LAST_WORDS
 
-    await serve(PageServer(page, guard), socket.socket(fileno=descriptor), until)
+    await serve_page(PageServer(page, guard), socket.socket(fileno=descriptor), until)
 
 
 def main(descriptor: int) -> None:
@@ -62,8 +62,8 @@ def main(descriptor: int) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError):
-        os.nice(_LATER)
-    asyncio.run(run(descriptor))
+        os.nice(_NICENESS)
+    asyncio.run(serve_until_input_ends(descriptor))
 
 
 if __name__ == "__main__":

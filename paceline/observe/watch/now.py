@@ -10,11 +10,11 @@ from typing import Any, Final, Literal
 
 from paceline.observe.facts import read_fields
 from paceline.record.folder import RunFolder
-from paceline.record.live import GONE, alive
+from paceline.record.live import GONE_SECONDS, is_writer_alive
 from paceline.trace import PARTS
 
 # Seconds without a change after which the page says so. A step takes less in most runs.
-SILENT: Final = 60.0
+SILENT_SECONDS: Final = 60.0
 
 State = Literal["waiting", "running", "silent", "gone", "failed", "ended"]
 
@@ -57,7 +57,7 @@ class RunNow:
     events: tuple[tuple[float, str], ...] = ()
 
     @property
-    def left(self) -> float | None:
+    def seconds_left(self) -> float | None:
         """Seconds until the last step, if steps take as long as before; None if unknown."""
         step_seconds = sum(self.parts.values())
         if self.state != "running" or self.total_steps is None or step_seconds <= 0:
@@ -74,40 +74,44 @@ class NowReader:
 
     def __init__(self, folder: RunFolder, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = folder, clock
-        self._mark: tuple[int, ...] = ()  # identifies the file that was read last
-        self._changed = clock()
-        self._now = RunNow(folder.name)
+        self._file_mark: tuple[int, ...] = ()  # identifies the file that was read last
+        self._changed_at = clock()
+        self._last_state = RunNow(folder.name)
         self._writer: Mapping[str, Any] = {}
 
-    def read(self) -> RunNow:
+    def read_state(self) -> RunNow:
         """Return the current state.
 
         If a file can't be read, or is of another version, the last known state remains.
         """
         # If both files exist, the run was resumed, so the live file counts.
         paths = [path for path in (self._folder.live, self._folder.summary) if path.is_file()]
-        mark = _mark(paths[0]) if paths else ()
-        if paths and mark != self._mark:
-            self._mark, self._changed = mark, self._clock()
-            fields = _read(paths[0])
-            now = _parsed(self._folder.name, fields, ended=paths[0] == self._folder.summary)
+        mark = _mark_file(paths[0]) if paths else ()
+        if paths and mark != self._file_mark:
+            self._file_mark, self._changed_at = mark, self._clock()
+            fields = _read_file(paths[0])
+            now = _parse_fields(self._folder.name, fields, ended=paths[0] == self._folder.summary)
             if now is not None:
-                self._now, self._writer = now, (fields.get("live") or {}).get("writer") or {}
-        if self._now.state != "running":
-            return self._now
+                self._last_state, self._writer = now, (fields.get("live") or {}).get("writer") or {}
+        if self._last_state.state != "running":
+            return self._last_state
         # A dead writer alone proves nothing: another worker may have taken over, and will write
         # soon.
-        if self.quiet >= GONE and alive(self._writer) is False:
-            return replace(self._now, state="gone")
-        return replace(self._now, state="silent") if self.quiet >= SILENT else self._now
+        if self.quiet_seconds >= GONE_SECONDS and is_writer_alive(self._writer) is False:
+            return replace(self._last_state, state="gone")
+        return (
+            replace(self._last_state, state="silent")
+            if self.quiet_seconds >= SILENT_SECONDS
+            else self._last_state
+        )
 
     @property
-    def quiet(self) -> float:
+    def quiet_seconds(self) -> float:
         """Seconds since the last change."""
-        return self._clock() - self._changed
+        return self._clock() - self._changed_at
 
 
-def _mark(path: Path) -> tuple[int, ...]:
+def _mark_file(path: Path) -> tuple[int, ...]:
     """Return a value that changes when a file is replaced."""
     try:
         status = path.stat()
@@ -116,7 +120,7 @@ def _mark(path: Path) -> tuple[int, ...]:
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read_file(path: Path) -> Mapping[str, Any]:
     """Read the fields of a file; none if it can't be read."""
     try:
         return read_fields(path)
@@ -124,15 +128,15 @@ def _read(path: Path) -> Mapping[str, Any]:
         return {}
 
 
-def _parsed(name: str, fields: Mapping[str, Any], *, ended: bool) -> RunNow | None:
+def _parse_fields(name: str, fields: Mapping[str, Any], *, ended: bool) -> RunNow | None:
     """Convert live.json or a summary; None if it is of another version."""
     try:
-        return _of(name, fields, ended=ended)
+        return _state_from_fields(name, fields, ended=ended)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _of(name: str, fields: Mapping[str, Any], *, ended: bool) -> RunNow:
+def _state_from_fields(name: str, fields: Mapping[str, Any], *, ended: bool) -> RunNow:
     """Convert the fields of live.json or a summary."""
     live = {} if ended else fields["live"]
     recent = live.get("recent") or {}
@@ -156,11 +160,11 @@ def _of(name: str, fields: Mapping[str, Any], *, ended: bool) -> RunNow:
         ),
         step=int(live.get("step", fields["steps"])),
         total_steps=None if live.get("total_steps") is None else int(live["total_steps"]),
-        loss=_loss(fields.get("final_loss")),
+        loss=_read_loss(fields.get("final_loss")),
         seconds=float(fields["seconds"]),
         samples_per_second=float(recent["samples"]) / recent_seconds
         if recent_seconds > 0
-        else _number(fields.get("samples_per_second")),
+        else _optional_float(fields.get("samples_per_second")),
         parts=parts,
         late=late,
         link=str(live.get("link", "")),
@@ -176,11 +180,11 @@ def _of(name: str, fields: Mapping[str, Any], *, ended: bool) -> RunNow:
     )
 
 
-def _loss(value: Any) -> float | str | None:
+def _read_loss(value: Any) -> float | str | None:
     """Convert a loss. The names of NaN and infinities stay."""
     return value if value is None or isinstance(value, str) else float(value)
 
 
-def _number(value: Any) -> float | None:
+def _optional_float(value: Any) -> float | None:
     """Return a float, or None for None."""
     return None if value is None else float(value)

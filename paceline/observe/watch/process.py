@@ -15,7 +15,12 @@ from typing import Final
 
 from paceline.cluster.discover import environment
 from paceline.errors import UsageError
-from paceline.observe.watch.address import PageGuard, WatchAddress, check_installed, url
+from paceline.observe.watch.address import (
+    PageGuard,
+    WatchAddress,
+    check_aiohttp_installed,
+    page_url,
+)
 
 # Seconds for sending the last words to readers.
 PATIENCE: Final = 5.0
@@ -45,16 +50,16 @@ class WatchedJob:
         elsewhere: bool = False,
         say: Callable[[str], None],
     ) -> None:
-        check_installed()
+        check_aiohttp_installed()
         self._address, self._key, self._say = address, key, say
         self._process: subprocess.Popen[bytes] | None = None
         self._listening: socket.socket | None = None
         # Whether it was announced that there is no page.
-        self._said = False
+        self._has_complained = False
         with contextlib.suppress(*([UsageError] if elsewhere else [])):
-            self._listening = address.listen()
+            self._listening = address.open_socket()
 
-    def begin(self) -> None:
+    def begin_serving(self) -> None:
         """Start to serve the page, because the run is written on this host.
 
         Calling it twice is harmless.
@@ -64,8 +69,8 @@ class WatchedJob:
         """
         if self._process is not None:
             return
-        listening = self._listening = self._listening or self._address.listen()
-        guard = PageGuard.of(listening, self._key)
+        listening = self._listening = self._listening or self._address.open_socket()
+        guard = PageGuard.for_socket(listening, self._key)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "paceline.observe.watch.main", str(listening.fileno())],
             stdin=subprocess.PIPE,
@@ -78,27 +83,27 @@ class WatchedJob:
         assert self._process.stdin is not None
         # If the server hangs, the pipe fills up. A blocking write would then stop the launcher.
         os.set_blocking(self._process.stdin.fileno(), False)
-        self._write({"token": guard.token})
-        self._say(f"this run can be watched at {url(listening, guard)}")
+        self._send_message({"token": guard.token})
+        self._say(f"this run can be watched at {page_url(listening, guard)}")
 
-    def follow(self, folder: Path) -> None:
+    def follow_run(self, folder: Path) -> None:
         """Show the run in this folder, which a worker of this host writes from now on.
 
         If the page can't be served, a message says so, once.
         """
         try:
-            self.begin()
+            self.begin_serving()
         except UsageError as error:
-            if not self._said:
+            if not self._has_complained:
                 self._say(str(error))
-            self._said = True
-        self._write({"follow": str(folder)})
+            self._has_complained = True
+        self._send_message({"follow": str(folder)})
 
-    def tell(self, words: str) -> None:
+    def show_line(self, words: str) -> None:
         """Show this line on the page."""
-        self._write({"tell": words})
+        self._send_message({"tell": words})
 
-    def _write(self, message: Mapping[str, str]) -> None:
+    def _send_message(self, message: Mapping[str, str]) -> None:
         """Send a message to the process, which may be gone."""
         if self._process is not None and self._process.stdin is not None:
             # A server that has died, or is too slow, must not disturb the training.

@@ -20,15 +20,24 @@ from torch import Tensor, nn
 from paceline.errors import UsageError
 from paceline.parallel.containers import tree_map_only
 from paceline.parallel.cut import CutContext
-from paceline.parallel.dealing.placed import PlacedForward
-from paceline.parallel.pipeline import stage_bounds
+from paceline.parallel.dealing.placed_forward import PlacedForward
+from paceline.parallel.pipeline import find_stage_bounds
 from paceline.parallel.pipelining.auto_split import MeasuredPlace, agree_places
-from paceline.parallel.pipelining.batches import Loss, one_number
-from paceline.parallel.pipelining.chain import LayerGraph, StagePart, own_parameters, trace_layers
-from paceline.parallel.pipelining.measuring import count_layers, measure_layers, part_buffers
+from paceline.parallel.pipelining.batches import Loss, check_scalar_loss
+from paceline.parallel.pipelining.layer_graph import (
+    LayerGraph,
+    StagePart,
+    list_part_parameters,
+    trace_layers,
+)
+from paceline.parallel.pipelining.measuring import (
+    count_layers,
+    iterate_part_buffers,
+    measure_layers,
+)
 from paceline.parallel.pipelining.schedule import PipelineSchedule
 from paceline.parallel.pipelining.schedules import make_schedule
-from paceline.parallel.pipelining.split import LayerCost, best_split
+from paceline.parallel.pipelining.split import LayerCost, find_best_split
 from paceline.parallel.pipelining.split_table import describe_split
 
 
@@ -44,7 +53,7 @@ class DeviceLayers:
     loss: Loss | None
 
 
-def spread(model: nn.Module, cut: DeviceLayers, context: CutContext) -> None:
+def spread_layers(model: nn.Module, cut: DeviceLayers, context: CutContext) -> None:
     """Let consecutive layers of a model run on the devices of a cut.
 
     Parameters move to their devices once they have values. If the split is measured, this is
@@ -56,7 +65,7 @@ def spread(model: nn.Module, cut: DeviceLayers, context: CutContext) -> None:
             f"({context.mesh}) has an axis stage, which deals "
             "them to workers: take stage out of the mesh, or leave out devices="
         )
-    devices = _checked(cut.devices)
+    devices = _check_devices(cut.devices)
     graph = trace_layers(model, cut.names, trace=cut.trace, inputs=cut.inputs)
     if len(graph.layers) < len(devices):
         raise UsageError(
@@ -66,24 +75,26 @@ def spread(model: nn.Module, cut: DeviceLayers, context: CutContext) -> None:
         )
     schedule = make_schedule("gpipe", len(devices), 1)
     requested = (
-        _measured(graph, schedule, devices, context, cut.loss) if cut.split == "auto" else cut.split
+        _measure_split(graph, schedule, devices, context, cut.loss)
+        if cut.split == "auto"
+        else cut.split
     )
-    bounds = stage_bounds(model, graph, requested, schedule, 1)
+    bounds = find_stage_bounds(model, graph, requested, schedule, 1)
     places = [
         place for place, (start, stop) in enumerate(pairwise(bounds)) for _ in range(start, stop)
     ]
     # Parameters may have no memory yet, and get it from the run. They move afterwards.
     forward = PlacedForward(model, graph, places, devices)
     model.forward = forward
-    context.valued.append(forward.place)
+    context.value_callbacks.append(forward.move_state)
     # Autograd has a thread for each device. With several of them, gradients of two devices would
     # come in another order on each worker, and collectives have to begin in the same one.
     one_thread = ExitStack()
     one_thread.enter_context(torch.autograd.set_multithreading_enabled(False))
-    context.endings.append(one_thread.close)
+    context.close_callbacks.append(one_thread.close)
 
 
-def _checked(names: Sequence[str | torch.device]) -> list[torch.device]:
+def _check_devices(names: Sequence[str | torch.device]) -> list[torch.device]:
     """Make devices of their names. Raises `UsageError` for one that this machine doesn't have."""
     count, devices = torch.cuda.device_count(), list[torch.device]()
     for each in names:
@@ -106,7 +117,7 @@ def _checked(names: Sequence[str | torch.device]) -> list[torch.device]:
     return devices
 
 
-def _measured(
+def _measure_split(
     graph: LayerGraph,
     schedule: PipelineSchedule,
     devices: Sequence[torch.device],
@@ -115,12 +126,14 @@ def _measured(
 ) -> list[int]:
     """Measure layers on each device, and find the split that all workers take. Collective."""
     unborn = any(parameter.is_meta for parameter in graph.model.parameters())
-    batch = context.sample(context.groups.along("data", "shard").size)
+    batch = context.make_sample(context.groups.group_along("data", "shard").size)
 
     def measure(device: torch.device) -> list[LayerCost]:
         *inputs, target = tree_map_only(Tensor, lambda x: x.to("meta" if unborn else device), batch)
         criterion = (
-            None if loss is None else lambda output: one_number(loss(output, target), "layers")
+            None
+            if loss is None
+            else lambda output: check_scalar_loss(loss(output, target), "layers")
         )
         if unborn:
             return count_layers(graph, inputs, loss=criterion)
@@ -131,11 +144,11 @@ def _measured(
     # A device that is named twice is measured once, and its memory is divided.
     costs, times = {device: measure(device) for device in dict.fromkeys(devices)}, Counter(devices)
     measured = [
-        MeasuredPlace(place, costs[device], _room(device, times[device]))
+        MeasuredPlace(place, costs[device], _free_bytes(device, times[device]))
         for place, device in enumerate(devices)
     ]
     problem = agree_places(context.groups.everyone, schedule, measured)
-    counts = best_split(problem)
+    counts = find_best_split(problem)
     context.announce(
         f"the split over {', '.join(map(str, devices))} that was measured, "
         f"{counts}:\n{describe_split(problem, counts)}"
@@ -146,7 +159,7 @@ def _measured(
 @contextmanager
 def _on_device(graph: LayerGraph, device: torch.device, part: StagePart) -> Iterator[None]:
     """Hold a part of a model on a device inside of the block."""
-    tensors = (*own_parameters(graph.model, part), *part_buffers(graph.model, part))
+    tensors = (*list_part_parameters(graph.model, part), *iterate_part_buffers(graph.model, part))
     homes = [(one, one.data) for one in tensors if one.device != device]
     try:
         for one, data in homes:
@@ -157,6 +170,6 @@ def _on_device(graph: LayerGraph, device: torch.device, part: StagePart) -> Iter
             one.data = data
 
 
-def _room(device: torch.device, times: int) -> float | None:
+def _free_bytes(device: torch.device, times: int) -> float | None:
     """Free bytes of a GPU for each of the `times` it is named; None for the CPU."""
     return torch.cuda.mem_get_info(device)[0] / times if device.type == "cuda" else None

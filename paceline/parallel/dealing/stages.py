@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from paceline.comm.group import Group
+from paceline.comm.group_protocol import Group
 from paceline.parallel.cut import CutContext
-from paceline.parallel.pipelining.chain import LayerGraph
-from paceline.parallel.pipelining.model import SharedParameter, StageHolding, StageSplit
+from paceline.parallel.pipelining.layer_graph import LayerGraph
+from paceline.parallel.pipelining.pipelined_model import SharedParameter, StageHolding, StageSplit
 
 
 class StageDealer:
@@ -30,34 +30,38 @@ class StageDealer:
             context,
             axis,
         )
-        self._whole = {
-            name: context.placements.of(parameter, name)
+        self._initial_placements = {
+            name: context.placements.placement_of(parameter, name)
             for name, parameter in model.named_parameters()
         }
 
-    def deal(self, split: StageSplit) -> StageHolding:
+    def deal_parameters(self, split: StageSplit) -> StageHolding:
         """Leave this worker its stages' parameters, and empty ones for all others. Collective."""
-        dealt = list(self._places(split))
+        dealt = list(self._find_stages(split))
         for name, parameter, stages in dealt:
-            if self._group.rank not in _places(split, stages):
-                empty = _empty(parameter, self._context.device)
-                _replace(self._model, parameter, empty)
-                self._context.renew(parameter, empty, self._whole[name].elsewhere(self._axis))
+            if self._group.rank not in _places_of_stages(split, stages):
+                empty = _make_empty(parameter, self._context.device)
+                _replace_parameter(self._model, parameter, empty)
+                self._context.replace_parameter(
+                    parameter, empty, self._initial_placements[name].hold_nothing(self._axis)
+                )
         # Ask the model again, as parameters of other stages have been replaced.
         now = dict(self._model.named_parameters())
-        holding = self._hold(split, [(name, now[name], stages) for name, _, stages in dealt])
+        holding = self._note_placements(
+            split, [(name, now[name], stages) for name, _, stages in dealt]
+        )
         self._context.tied.extend(tie.parameter for tie in holding.ties if tie.group is not None)
         return holding
 
-    def _places(self, split: StageSplit) -> Iterator[tuple[str, Parameter, Sequence[int]]]:
+    def _find_stages(self, split: StageSplit) -> Iterator[tuple[str, Parameter, Sequence[int]]]:
         """Iterate over all parameters, each with its name and the stages that use it."""
-        users = self._graph.users(split.bounds[:-1])
+        users = self._graph.find_users(split.bounds[:-1])
         return (
             (name, parameter, list(users[parameter]))
             for name, parameter in self._model.named_parameters()
         )
 
-    def _hold(
+    def _note_placements(
         self, split: StageSplit, dealt: Sequence[tuple[str, Parameter, Sequence[int]]]
     ) -> StageHolding:
         """Note where each parameter is, and list those of this worker. Collective."""
@@ -68,14 +72,17 @@ class StageDealer:
         )
         groups, rank = self._context.groups, self._group.rank
         for name, parameter, stages in dealt:
-            places = _places(split, stages)
+            places = _places_of_stages(split, stages)
             # All workers make the group of a tied parameter, in the same order, to sum its
             # gradients.
-            among = groups.part(self._group, places, self._axis) if len(places) > 1 else None
+            among = (
+                groups.subgroup_along(self._group, places, self._axis) if len(places) > 1 else None
+            )
             if rank in places:
                 # Of several copies, that of the first place counts in checkpoints and norms.
-                self._context.placements.add(
-                    parameter, self._whole[name].along(self._axis, copy=places[0] != rank)
+                self._context.placements.add_placement(
+                    parameter,
+                    self._initial_placements[name].hold_along(self._axis, copy=places[0] != rank),
                 )
                 own[name] = parameter
                 ties += [SharedParameter(parameter, among)] * (len(stages) > 1)
@@ -84,17 +91,19 @@ class StageDealer:
         return StageHolding(split, tuple(ties), own, elsewhere)
 
 
-def _places(split: StageSplit, stages: Sequence[int] | Mapping[int, str]) -> tuple[int, ...]:
+def _places_of_stages(
+    split: StageSplit, stages: Sequence[int] | Mapping[int, str]
+) -> tuple[int, ...]:
     return tuple(sorted({split.placed[stage] for stage in stages}))
 
 
-def _empty(parameter: Parameter, device: torch.device) -> Parameter:
+def _make_empty(parameter: Parameter, device: torch.device) -> Parameter:
     """Make the empty parameter that stands for one of another stage."""
     home = device if parameter.is_meta else parameter.device
     return Parameter(torch.empty(0, dtype=parameter.dtype, device=home), parameter.requires_grad)
 
 
-def _replace(model: nn.Module, old: Parameter, new: Parameter) -> None:
+def _replace_parameter(model: nn.Module, old: Parameter, new: Parameter) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is old:

@@ -23,7 +23,7 @@ from paceline.parallel.torch_tensor import storage_key
 # A layer's number, or a name for random numbers that are drawn between layers.
 Source = int | str
 # Stands for a layer: values that decide where the forward goes, which every stage needs.
-EVERY = -1
+ALL_STAGES = -1
 
 
 class UseRecorder(TorchDispatchMode):
@@ -36,7 +36,7 @@ class UseRecorder(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, places: Iterable[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.uses: dict[int, set[Source]] = {place: set() for place in (EVERY, *places)}
+        self.uses: dict[int, set[Source]] = {place: set() for place in (ALL_STAGES, *places)}
         self._inside = False  # whether a layer is running
         state = (*model.named_parameters(), *model.named_buffers())
         self._state = {
@@ -45,25 +45,25 @@ class UseRecorder(TorchDispatchMode):
         self._sources = dict[int, tuple[torch.UntypedStorage, set[Source]]]()
         # Number of the layer that comes next, and of random operations since the one before it; and
         # the state of Python's generator after that layer.
-        self._drawn, self._python = (0, 0), random.getstate()
+        self._draw_position, self._python_state = (0, 0), random.getstate()
 
     @property
-    def plain(self) -> list[list[Source]]:
+    def rows(self) -> list[list[Source]]:
         """`uses` as plain data: rows of a layer and its sources."""
         return [[layer, *sorted(sources, key=str)] for layer, sources in self.uses.items()]
 
-    def begin(self) -> None:
+    def begin_forward(self) -> None:
         """Begin a forward."""
         self._sources.clear()
-        self._drawn, self._python = (0, 0), random.getstate()
+        self._draw_position, self._python_state = (0, 0), random.getstate()
 
-    def enter(self, layer: int, values: Any) -> None:
+    def enter_layer(self, layer: int, values: Any) -> None:
         """Record that a layer uses these values."""
-        self.uses[layer] |= self._of(_tensors(values))
-        if random.getstate() != self._python:
-            self.uses[EVERY].add("random numbers of Python")
+        self.uses[layer] |= self._find_sources(_find_tensors(values))
+        if random.getstate() != self._python_state:
+            self.uses[ALL_STAGES].add("random numbers of Python")
 
-    def call(
+    def call_layer(
         self,
         layer: int,
         function: Callable[..., Any],
@@ -71,12 +71,12 @@ class UseRecorder(TorchDispatchMode):
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Call a layer, and record what it uses."""
-        self.enter(layer, (args, kwargs))
+        self.enter_layer(layer, (args, kwargs))
         self._inside, before = True, tree_structure((args, kwargs))
         try:
             returned = function(*args, **kwargs)
         finally:
-            self._inside, self._python = False, random.getstate()
+            self._inside, self._python_state = False, random.getstate()
         if tree_structure((args, kwargs)) != before:
             raise UsageError(
                 "a layer changes a list or dict that it is given, which layers on other stages "
@@ -84,16 +84,16 @@ class UseRecorder(TorchDispatchMode):
             )
         return returned
 
-    def leave(self, layer: int, values: Any) -> None:
+    def leave_layer(self, layer: int, values: Any) -> None:
         """Record that a layer has returned these values."""
-        self._drawn = (layer + 1, 0)
-        for tensor in _tensors(values):
+        self._draw_position = (layer + 1, 0)
+        for tensor in _find_tensors(values):
             # A result that fills its storage is the layer's alone from now on, even if the layer
             # returned an input, or changed one in place. A view shares its storage with older
             # values.
             if tensor.nbytes == tensor.untyped_storage().nbytes():
                 self._sources.pop(storage_key(tensor), None)
-            self._add(tensor, {layer})
+            self._add_sources(tensor, {layer})
 
     def __torch_dispatch__(
         self,
@@ -105,57 +105,60 @@ class UseRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._inside:
             return func(*args, **kwargs)
-        inputs, written = list(_tensors((args, kwargs))), list(_written(func, args, kwargs))
+        inputs, written = (
+            list(_find_tensors((args, kwargs))),
+            list(_find_written(func, args, kwargs)),
+        )
         self._refuse_state(inputs, written)
         output = func(*args, **kwargs)
-        sources = self._of(inputs)
+        sources = self._find_sources(inputs)
         # Random numbers are a source of their own: each stage would draw others.
         if torch.Tag.nondeterministic_seeded in func.tags:
-            after, count = self._drawn
-            self._drawn = (after, count + 1)
+            after, count = self._draw_position
+            self._draw_position = (after, count + 1)
             sources = {*sources, f"{func.overloadpacket.__name__} {count} before layer {after}"}
-        results = list(_tensors(output))
+        results = list(_find_tensors(output))
         # Without a tensor, the result is a number that an `if` may test. So may a shape be.
         if not results or torch.Tag.dynamic_output_shape in func.tags:
-            self.uses[EVERY] |= sources
+            self.uses[ALL_STAGES] |= sources
         for tensor in (*results, *written) if sources else ():
-            self._add(tensor, sources)
+            self._add_sources(tensor, sources)
         return output
 
     def _refuse_state(self, inputs: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """Refuse operations between layers that write to the model, or read an absent part."""
-        if name := self._name(written):
+        if name := self._find_name(written):
             raise UsageError(
                 f"the forward changes {name} between layers, so every stage would change it: name "
                 "a layer that does so"
             )
         # A parameter of another stage has no elements here.
-        if name := self._name(tensor for tensor in inputs if not tensor.numel()):
+        if name := self._find_name(tensor for tensor in inputs if not tensor.numel()):
             raise UsageError(
                 f"the forward uses {name} between layers, but it is on another stage, with its "
                 "layer: use it in a layer of its own, or name "
                 "one layer that contains both uses"
             )
 
-    def _name(self, tensors: Iterable[Tensor]) -> str:
+    def _find_name(self, tensors: Iterable[Tensor]) -> str:
         """Find the model's name for the first of these tensors that is its own; "" if none is."""
         matches = (self._state.get(storage_key(tensor)) for tensor in tensors)
         return next((match[1] for match in matches if match), "")
 
-    def _of(self, tensors: Iterable[Tensor]) -> set[Source]:
+    def _find_sources(self, tensors: Iterable[Tensor]) -> set[Source]:
         return {
             source
             for tensor in tensors
             for source in self._sources.get(storage_key(tensor), (None, ()))[1]
         }
 
-    def _add(self, tensor: Tensor, sources: set[Source]) -> None:
+    def _add_sources(self, tensor: Tensor, sources: set[Source]) -> None:
         self._sources.setdefault(storage_key(tensor), (tensor.untyped_storage(), set()))[1].update(
             sources
         )
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _find_tensors(values: Any) -> Iterator[Tensor]:
     return (
         leaf
         for leaf in tree_leaves(values)
@@ -163,7 +166,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     )
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def _find_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors that an operation changes in place."""
     for position, name in written_arguments(func):
-        yield from _tensors(args[position] if position < len(args) else kwargs.get(name))
+        yield from _find_tensors(args[position] if position < len(args) else kwargs.get(name))

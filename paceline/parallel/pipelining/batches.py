@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.group import pieces
+from paceline.comm.group_protocol import piece_bounds
 from paceline.errors import UsageError
 from paceline.parallel.containers import tree_leaves, tree_map
 from paceline.parallel.pipelining.executor import MicroBatch
-from paceline.parallel.pipelining.values import Values
+from paceline.parallel.pipelining.stage_messages import Values
 
 Loss = Callable[[Any, Any], Tensor]
 Weigh = Callable[[Any], float]
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShare:
     """The arguments of `run.step`.
 
     Tensors of the target with another number of rows than the inputs, such as weights of classes,
@@ -70,15 +70,15 @@ class Share:
             )
         return sizes.pop() if sizes else 1
 
-    def worth(self, batch: MicroBatch) -> float:
+    def loss_weight(self, batch: MicroBatch) -> float:
         """Weight of a micro-batch's loss in the share's loss; 0 for one without own rows."""
         return 0.0 if not batch.rows else 1.0 if self.reduction == "sum" else batch.part
 
-    def criterion(self, output: Any, batch: MicroBatch) -> tuple[Tensor, float]:
+    def compute_loss(self, output: Any, batch: MicroBatch) -> tuple[Tensor, float]:
         """Compute a micro-batch's loss: the tensor for backward, and the loss as a number."""
         assert self.loss is not None
-        loss = one_number(self.loss(output, batch.target), "run.step")
-        worth = self.worth(batch)
+        loss = check_scalar_loss(self.loss(output, batch.target), "run.step")
+        worth = self.loss_weight(batch)
         # The mean over no rows is NaN, and must not reach the gradients. They become zeros, so that
         # all workers have the same ones.
         if worth == 0:
@@ -92,7 +92,7 @@ class Share:
         root = loss if worth * self.scale == 1 else loss * (worth * self.scale)
         return root, float(loss.detach())
 
-    def whole(self, outputs: Sequence[Any]) -> Any:
+    def join_outputs(self, outputs: Sequence[Any]) -> Any:
         """Put outputs of micro-batches together, in their order."""
         if len(outputs) == 1:
             return outputs[0]
@@ -103,7 +103,7 @@ class Share:
         return tree_map(lambda _: next(joined), outputs[0])
 
 
-def refuse_class(where: str, loss: Any) -> None:
+def refuse_loss_class(where: str, loss: Any) -> None:
     """Raise `UsageError` for the class of a loss, such as nn.MSELoss, instead of an instance."""
     if isinstance(loss, type):
         raise UsageError(
@@ -112,7 +112,7 @@ def refuse_class(where: str, loss: Any) -> None:
         )
 
 
-def one_number(loss: Any, where: str) -> Tensor:
+def check_scalar_loss(loss: Any, where: str) -> Tensor:
     """Return a loss that is one number. Raises `UsageError` for any other."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         kind = (
@@ -128,7 +128,9 @@ def one_number(loss: Any, where: str) -> Tensor:
 
 
 def cut_batch(
-    share: Share, count: int, bind: Callable[[tuple[Any, ...], Mapping[str, Any]], Values] | None
+    share: BatchShare,
+    count: int,
+    bind: Callable[[tuple[Any, ...], Mapping[str, Any]], Values] | None,
 ) -> list[MicroBatch]:
     """Cut a share into `count` micro-batches.
 
@@ -137,10 +139,11 @@ def cut_batch(
     on workers without the first stage.
     """
     rows = share.rows
-    ranges = pieces(rows, min(count, max(rows, 1)))
+    ranges = piece_bounds(rows, min(count, max(rows, 1)))
     ranges += [(0, min(rows, 1))] * (count - len(ranges))
     parts = [
-        _slice((share.inputs, dict(share.options), share.target), rows, *ends) for ends in ranges
+        _slice_rows((share.inputs, dict(share.options), share.target), rows, *ends)
+        for ends in ranges
     ]
     # Copies weigh nothing. Others weigh their rows, or what `weigh` says of them.
     weights = [
@@ -180,7 +183,7 @@ def cut_batch(
     ]
 
 
-def _slice(values: Any, rows: int, start: int, stop: int) -> Any:
+def _slice_rows(values: Any, rows: int, start: int, stop: int) -> Any:
     if stop - start == rows:
         return values
     return tree_map(

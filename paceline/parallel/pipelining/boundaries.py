@@ -19,15 +19,17 @@ from paceline.parallel.pipelining.operations import Operation
 
 # Names of operations whose results are numbers of Python, or smaller or larger than their largest
 # input, or as large as all inputs together.
-NUMBERS = re.compile("size|dim|numel|stride|is_floating_point|item")
+NUMBER_FUNCTIONS = re.compile("size|dim|numel|stride|is_floating_point|item")
 NUMBER_ATTRIBUTES = re.compile("shape|device|dtype|ndim|is_cuda|requires_grad")
-SMALLER = re.compile(
+SHRINKING_FUNCTIONS = re.compile(
     "getitem|select|narrow|chunk|split|unbind|mean|sum|amax|amin|max|min|argmax|argmin|any|all|norm|(adaptive_)?(max|avg)_pool[123]d|"
     "cross_entropy|nll_loss|mse_loss"
 )
-LARGER = re.compile("interpolate|upsample|repeat|repeat_interleave|expand|one_hot|pad|outer")
-SUMMED = re.compile("cat|concat|stack|hstack|vstack")
-NUMBER = 1e-3  # the estimated size of a number
+GROWING_FUNCTIONS = re.compile(
+    "interpolate|upsample|repeat|repeat_interleave|expand|one_hot|pad|outer"
+)
+JOINING_FUNCTIONS = re.compile("cat|concat|stack|hstack|vstack")
+NUMBER_SIZE = 1e-3  # the estimated size of a number
 
 
 def place_boundaries(flow: ValueFlow, layers: Sequence[str]) -> list[int]:
@@ -36,7 +38,7 @@ def place_boundaries(flow: ValueFlow, layers: Sequence[str]) -> list[int]:
     # one's.
     first = dict[str, int]()
     for place, operation in enumerate(flow.operations):
-        for path in operation.paths():
+        for path in operation.model_paths():
             first.setdefault(path, place)
     sizes = estimate_sizes(flow.operations, flow.inputs)
     starts = [0]
@@ -50,7 +52,7 @@ def place_boundaries(flow: ValueFlow, layers: Sequence[str]) -> list[int]:
         starts.append(
             min(
                 reversed(places),
-                key=lambda place: sum(sizes[name] for name in flow.crossing(place)),
+                key=lambda place: sum(sizes[name] for name in flow.crossing_values(place)),
             )
         )
     return [*starts, len(flow.operations)]
@@ -60,22 +62,28 @@ def estimate_sizes(operations: Sequence[Operation], inputs: Sequence[str]) -> di
     """Estimate the size of each value; a number of Python has almost none."""
     sizes = dict.fromkeys(inputs, 1.0)
     for operation in operations:
-        sizes[operation.name] = _size(operation, [sizes[name] for name in operation.reads()])
+        sizes[operation.name] = _estimate_size(
+            operation, [sizes[name] for name in operation.value_names()]
+        )
     return sizes
 
 
-def _size(operation: Operation, of: Sequence[float]) -> float:
-    called, largest = operation.called, max(of, default=1.0)
+def _estimate_size(operation: Operation, of: Sequence[float]) -> float:
+    called, largest = operation.called_name, max(of, default=1.0)
     if operation.kind not in ("function", "method"):
         return 1.0
-    if NUMBERS.fullmatch(called) or (
+    if NUMBER_FUNCTIONS.fullmatch(called) or (
         called == "getattr" and NUMBER_ATTRIBUTES.fullmatch(operation.args[1])
     ):
-        return NUMBER
-    if SUMMED.fullmatch(called):
+        return NUMBER_SIZE
+    if JOINING_FUNCTIONS.fullmatch(called):
         return sum(of)
-    if largest == NUMBER:
-        return NUMBER if operation.is_arithmetic else 1.0
+    if largest == NUMBER_SIZE:
+        return NUMBER_SIZE if operation.is_arithmetic else 1.0
     return largest * (
-        0.5 if SMALLER.fullmatch(called) else 2.0 if LARGER.fullmatch(called) else 1.0
+        0.5
+        if SHRINKING_FUNCTIONS.fullmatch(called)
+        else 2.0
+        if GROWING_FUNCTIONS.fullmatch(called)
+        else 1.0
     )

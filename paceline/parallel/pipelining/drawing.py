@@ -25,10 +25,10 @@ COLOURS: dict[Kind, str] = {
     "weight": "yellow",
 }
 # Number of ranks up to which the memory of each is written.
-NAMED = 8
+LISTED_RANKS = 8
 
 
-def draw(timeline: PipelineTimeline, width: int) -> Text:
+def draw_timeline(timeline: PipelineTimeline, width: int) -> Text:
     """Draw a timeline in lines of at most `width` characters.
 
     What doesn't fit goes on below. Each action is as wide as it takes time. Colours only repeat
@@ -36,13 +36,13 @@ def draw(timeline: PipelineTimeline, width: int) -> Text:
     """
     schedule = timeline.schedule
     margin = len(f"rank {schedule.ranks - 1}") + 3
-    cell, scale = _scale(timeline)
+    cell, scale = _choose_scale(timeline)
     columns = round(timeline.makespan * scale)
-    rows = [_row(schedule, spans, cell, scale, columns) for spans in timeline.rows]
+    rows = [_draw_row(schedule, spans, cell, scale, columns) for spans in timeline.rows]
     # Long timelines are cut into bands, at multiples of a cell.
     band = max(1, (width - margin) // cell) * cell
     bands = [row.divide(range(band, columns, band)) for row in rows]
-    lines = [*map(Text, _head(schedule)), Text()]
+    lines = [*map(Text, _write_heading(schedule)), Text()]
     for band_index, parts in enumerate(zip(*bands, strict=True)):
         if columns > band:
             lines.append(Text(f"{'time':<{margin}}{band_index * band / scale:.4g}"))
@@ -50,10 +50,10 @@ def draw(timeline: PipelineTimeline, width: int) -> Text:
             line = Text(f"{f'rank {rank}':<{margin}}") + part
             line.rstrip()
             lines.append(line)
-    return Text("\n").join([*lines, Text(), Text(_sums(timeline))])
+    return Text("\n").join([*lines, Text(), Text(_write_summary(timeline))])
 
 
-def compare(timelines: Iterable[PipelineTimeline]) -> Table:
+def tabulate_timelines(timelines: Iterable[PipelineTimeline]) -> Table:
     """Make a table of pipelines: time, bubble, activations kept, and number of messages of each."""
     table = Table(box=SIMPLE)
     for name in (
@@ -70,15 +70,15 @@ def compare(timelines: Iterable[PipelineTimeline]) -> Table:
         chunks = schedule.stages // schedule.ranks
         cells = (
             f"{timeline.makespan:.4g}",
-            _percent(timeline.bubble),
-            f"{max(timeline.kept):.3g}",
+            _format_percent(timeline.bubble),
+            f"{max(timeline.kept_micro_batches):.3g}",
             f"{len(timeline.transfers)}",
         )
         table.add_row(schedule.name, str(chunks), *cells)
     return table
 
 
-def _head(schedule: PipelineSchedule) -> list[str]:
+def _write_heading(schedule: PipelineSchedule) -> list[str]:
     """Write what is drawn, and how to read it."""
     chunks = schedule.stages // schedule.ranks
     count = schedule.micro_batches
@@ -87,13 +87,13 @@ def _head(schedule: PipelineSchedule) -> list[str]:
     parts = ["F0: forward of micro-batch 0"]
     parts += (
         ["I0: gradients of its inputs", "W0: of parameters"]
-        if schedule.split
+        if schedule.splits_backward
         else ["B0: its backward"]
     )
     parts += (
         [
             "f, i, w: in the rank's second stage"
-            if schedule.split
+            if schedule.splits_backward
             else "f, b: in the rank's second stage"
         ]
         if chunks == 2
@@ -103,39 +103,40 @@ def _head(schedule: PipelineSchedule) -> list[str]:
     return [f"{schedule.name}: {', '.join(counts)}{each}", "; ".join([*parts, ".: idle"])]
 
 
-def _sums(timeline: PipelineTimeline) -> str:
+def _write_summary(timeline: PipelineTimeline) -> str:
     """Write the time, the bubble and the memory, as a last line."""
-    numbers = [f"{count:.3g}" for count in timeline.kept]
+    numbers = [f"{count:.3g}" for count in timeline.kept_micro_batches]
     if len(set(numbers)) == 1:
         each = f"{numbers[0]} on each rank"
-    elif len(numbers) <= NAMED:
+    elif len(numbers) <= LISTED_RANKS:
         each = f"{', '.join(numbers)}, rank by rank"
     else:
-        each = f"{min(timeline.kept):.3g} to {max(timeline.kept):.3g}"
+        each = f"{min(timeline.kept_micro_batches):.3g} to {max(timeline.kept_micro_batches):.3g}"
     return (
-        f"time {timeline.makespan:.4g}, bubble {_percent(timeline.bubble)}, micro-batches kept at "
+        f"time {timeline.makespan:.4g}, bubble {_format_percent(timeline.bubble)}, micro-batches "
+        "kept at "
         f"most: {each}"
     )
 
 
-def _percent(part: float) -> str:
+def _format_percent(part: float) -> str:
     return f"{100 * part:.1f} %"
 
 
-def _label(schedule: PipelineSchedule, action: Action) -> str:
+def _label_action(schedule: PipelineSchedule, action: Action) -> str:
     """Name an action by its letter and its micro-batch.
 
     The second of two stages of a rank has small letters. Of more stages, a letter at the end says
     which.
     """
-    held = schedule.held(schedule.placed[action.stage])
+    held = schedule.stages_of_rank(schedule.placed[action.stage])
     letter, chunk = LETTERS[action.kind], held.index(action.stage)
     if len(held) <= 2:
         return f"{letter.lower() if chunk else letter}{action.micro_batch}"
     return f"{letter}{action.micro_batch}{chr(ord('a') + chunk)}"
 
 
-def _scale(timeline: PipelineTimeline) -> tuple[int, float]:
+def _choose_scale(timeline: PipelineTimeline) -> tuple[int, float]:
     """Choose the characters for a unit of time, in which any label fits, and those for a second.
 
     The unit is the shortest action, unless it is far shorter than others. A unit gets a few more
@@ -145,7 +146,7 @@ def _scale(timeline: PipelineTimeline) -> tuple[int, float]:
     spans = [span for row in timeline.rows for span in row]
     took = [span.end - span.start for span in spans]
     unit = max(min(took), median(took) / 4) or max(took) or 1.0
-    least = max(len(_label(timeline.schedule, span.action)) for span in spans) + 1
+    least = max(len(_label_action(timeline.schedule, span.action)) for span in spans) + 1
     for cell in range(least, 2 * least + 1):
         ends = [span.end * cell / unit for span in spans]
         if all(abs(end - round(end)) < 1e-6 for end in ends):
@@ -153,7 +154,7 @@ def _scale(timeline: PipelineTimeline) -> tuple[int, float]:
     return least + 1, (least + 1) / unit
 
 
-def _row(
+def _draw_row(
     schedule: PipelineSchedule, spans: Sequence[ActionSpan], cell: int, scale: float, columns: int
 ) -> Text:
     """Draw what one rank does, in `columns` characters."""
@@ -161,19 +162,20 @@ def _row(
     row = Text()
     for span in spans:
         start, end = round(span.start * scale), round(span.end * scale)
-        row.append(_idle(idle, len(row), start))
+        row.append(_draw_idle(idle, len(row), start))
         row.append(
-            _box(_label(schedule, span.action), end - start, cell), COLOURS[span.action.kind]
+            _draw_box(_label_action(schedule, span.action), end - start, cell),
+            COLOURS[span.action.kind],
         )
-    row.append(_idle(idle, len(row), columns))
+    row.append(_draw_idle(idle, len(row), columns))
     return row
 
 
-def _idle(pattern: str, start: int, end: int) -> str:
+def _draw_idle(pattern: str, start: int, end: int) -> str:
     return (pattern * (end // len(pattern) + 1))[start:end]
 
 
-def _box(label: str, width: int, cell: int) -> str:
+def _draw_box(label: str, width: int, cell: int) -> str:
     """Write a label in `width` characters, with dashes to its end; or its letter alone."""
     if width <= len(label):
         return f"{label[:1]:<{width}}"[:width]

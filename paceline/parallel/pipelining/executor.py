@@ -17,19 +17,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.comm.group import Work
+from paceline.comm.group_protocol import Work
 from paceline.comm.pairs import PairMessage, Pairs
 from paceline.errors import PacelineError, UsageError
-from paceline.parallel.pipelining import halves
+from paceline.parallel.pipelining import split_backward
 from paceline.parallel.pipelining.operations import OUTPUT
 from paceline.parallel.pipelining.schedule import Action, PipelineSchedule
-from paceline.parallel.pipelining.values import (
+from paceline.parallel.pipelining.stage_messages import (
     Values,
-    pack,
+    find_differentiable,
     pack_gradients,
-    tensors_needing,
-    unpack,
+    pack_values,
     unpack_gradients,
+    unpack_values,
 )
 
 
@@ -52,7 +52,7 @@ class Passes(Protocol):
 class Stage(Protocol):
     """One of a worker's stages: consecutive layers."""
 
-    def run(self, values: Values) -> Values:
+    def run_stage(self, values: Values) -> Values:
         """Compute the values for the next stage, or the model's output as `output`."""
         ...
 
@@ -73,7 +73,7 @@ class MicroBatch:
 
 
 @dataclass
-class _Held:
+class _SavedForward:
     """What a forward leaves for its backward.
 
     `entries` are inputs that need gradients, `outputs` and `grads` the roots of backward and their
@@ -82,7 +82,7 @@ class _Held:
 
     entries: list[Tensor]
     outputs: list[Tensor]
-    later: halves.Later | None = None
+    later: split_backward.SecondHalf | None = None
     grads: list[Tensor | None] = field(default_factory=list)
 
 
@@ -93,11 +93,11 @@ Criterion = Callable[[Any, MicroBatch], tuple[Tensor, float]]
 class ActionObserver(Protocol):
     """Is told of a worker's actions, and measures its waits. Times are from `perf_counter_ns`."""
 
-    def wait(self, work: Work[PairMessage], what: str) -> PairMessage:
+    def wait_for_message(self, work: Work[PairMessage], what: str) -> PairMessage:
         """Wait for a message, whose name is `what`."""
         ...
 
-    def acted(self, action: Action, began: int, ready: int, ended: int) -> None:
+    def note_action(self, action: Action, began: int, ready: int, ended: int) -> None:
         """Note an action that has ended. It was waiting for messages from `began` to `ready`."""
         ...
 
@@ -105,10 +105,10 @@ class ActionObserver(Protocol):
 class _Unobserved:
     """An observer that measures nothing."""
 
-    def wait(self, work: Work[PairMessage], what: str) -> PairMessage:
+    def wait_for_message(self, work: Work[PairMessage], what: str) -> PairMessage:
         return work.wait()
 
-    def acted(self, action: Action, began: int, ready: int, ended: int) -> None: ...
+    def note_action(self, action: Action, began: int, ready: int, ended: int) -> None: ...
 
 
 class PipelineExecutor:
@@ -131,7 +131,7 @@ class PipelineExecutor:
             observer or _Unobserved(),
         )
 
-    def run(
+    def run_schedule(
         self,
         schedule: PipelineSchedule,
         batches: Sequence[MicroBatch],
@@ -149,16 +149,16 @@ class PipelineExecutor:
         try:
             for action in schedule.rows[self._rank]:
                 if passes is not None or action.kind == "forward":
-                    began = work.ready = time.perf_counter_ns()
-                    work.act(action)
-                    self.observer.acted(action, began, work.ready, time.perf_counter_ns())
-            work.finish()
+                    began = work.ready_at = time.perf_counter_ns()
+                    work.run_action(action)
+                    self.observer.note_action(action, began, work.ready_at, time.perf_counter_ns())
+            work.finish_sends()
         except PacelineError:
             raise
         except Exception as error:
             error.add_note(
-                f"({where}: {work.present} failed on the worker that has stage "
-                f"{work.present and work.present.stage})"
+                f"({where}: {work.current_action} failed on the worker that has stage "
+                f"{work.current_action and work.current_action.stage})"
             )
             raise
         return work
@@ -168,7 +168,7 @@ class PipelineExecutor:
         """The connections that carry messages."""
         return self._pairs
 
-    def stage(self, index: int) -> Stage:
+    def get_stage(self, index: int) -> Stage:
         """One of this worker's stages, by its index in the model."""
         return self._stages[index]
 
@@ -201,25 +201,25 @@ class PipelinePass:
             criterion,
         )
         self._passes, self._where = passes, where
-        self._held: dict[tuple[int, int], _Held] = {}
-        self._here: dict[tuple[int, int], tuple[dict[str, Any], list[Tensor]]] = {}
+        self._saved_forwards: dict[tuple[int, int], _SavedForward] = {}
+        self._local_messages: dict[tuple[int, int], tuple[dict[str, Any], list[Tensor]]] = {}
         self._sends: list[Work[None]] = []
-        self.present: Action | None = None
-        self.ready = 0
+        self.current_action: Action | None = None
+        self.ready_at = 0
         self.losses: dict[int, float] = {}
         self.outputs: dict[int, Any] = {}
 
-    def act(self, action: Action) -> None:
+    def run_action(self, action: Action) -> None:
         """Execute one action of the schedule."""
-        self.present = action
+        self.current_action = action
         if action.kind == "forward":
-            self._forward(action)
+            self._run_forward(action)
         elif action.kind == "weight":
-            self._weight(action)
+            self._run_weight_half(action)
         else:
-            self._backward(action)
+            self._run_backward(action)
 
-    def finish(self) -> None:
+    def finish_sends(self) -> None:
         """Wait until all messages are sent, so that their tensors may be written to again."""
         for work in self._sends:
             work.wait()
@@ -227,44 +227,44 @@ class PipelinePass:
 
     # ---- forward
 
-    def _forward(self, action: Action) -> None:
+    def _run_forward(self, action: Action) -> None:
         """Run a stage on its input; send the result, or take the loss of the last stage."""
         schedule, stage, micro_batch = self._schedule, action.stage, action.micro_batch
         batch = self._batches[micro_batch]
         if stage == 0:
             values, entries = batch.inputs, list[Tensor]()
         else:
-            head, tensors = self._receive(
+            head, tensors = self._receive_message(
                 stage - 1,
                 2 * (stage - 1),
                 micro_batch,
                 f"what stage {stage - 1} gives stage {stage}",
             )
-            received, entries = unpack(head, tensors)
+            received, entries = unpack_values(head, tensors)
             values = {**batch.inputs, **received}
-        out = self._executor.stage(stage).run(values)
+        out = self._executor.get_stage(stage).run_stage(values)
         if stage < schedule.stages - 1:
-            head, tensors = pack(out, f"stage {stage} of the pipeline")
-            self._send(stage + 1, 2 * stage, micro_batch, head, tensors)
-            outputs = tensors_needing(out)
+            head, tensors = pack_values(out, f"stage {stage} of the pipeline")
+            self._send_message(stage + 1, 2 * stage, micro_batch, head, tensors)
+            outputs = find_differentiable(out)
         elif self._criterion is None:
             self.outputs[micro_batch], outputs = out[OUTPUT], []
         else:
             loss, self.losses[micro_batch] = self._criterion(out[OUTPUT], batch)
             outputs = [loss] if loss.requires_grad else []
         if self._passes is not None:
-            self._held[stage, micro_batch] = _Held(entries, outputs)
+            self._saved_forwards[stage, micro_batch] = _SavedForward(entries, outputs)
 
     # ---- backward
 
-    def _backward(self, action: Action) -> None:
+    def _run_backward(self, action: Action) -> None:
         """Go back through a stage, wholly or by half; send the gradients of its inputs."""
         schedule, stage, micro_batch = self._schedule, action.stage, action.micro_batch
-        held = self._held[stage, micro_batch]
+        held = self._saved_forwards[stage, micro_batch]
         grads: list[Tensor | None] = [None] * len(held.outputs)
         if stage < schedule.stages - 1:
             what = f"the gradients that stage {stage + 1} gives stage {stage}"
-            head, tensors = self._receive(stage + 1, 2 * stage + 1, micro_batch, what)
+            head, tensors = self._receive_message(stage + 1, 2 * stage + 1, micro_batch, what)
             grads = unpack_gradients(head, tensors)
         # An output without a gradient was not used by the next stages. The loss has an implicit
         # one.
@@ -275,17 +275,21 @@ class PipelinePass:
             if last or grad is not None
         ]
         held.outputs, held.grads = [output for output, _ in reached], [grad for _, grad in reached]
-        input_grads = self._halve(action, held) if action.kind == "input" and held.entries else None
+        input_grads = (
+            self._run_input_half(action, held) if action.kind == "input" and held.entries else None
+        )
         if input_grads is None and action.kind == "backward":
-            input_grads = self._whole(action, held)
-            del self._held[stage, micro_batch]
+            input_grads = self._run_whole_backward(action, held)
+            del self._saved_forwards[stage, micro_batch]
         if stage:
-            self._send(stage - 1, 2 * stage - 1, micro_batch, *pack_gradients(input_grads or []))
+            self._send_message(
+                stage - 1, 2 * stage - 1, micro_batch, *pack_gradients(input_grads or [])
+            )
 
-    def _whole(self, action: Action, held: _Held) -> list[Tensor | None]:
+    def _run_whole_backward(self, action: Action, held: _SavedForward) -> list[Tensor | None]:
         """Go back through a stage, and return the gradients of its inputs."""
         assert self._passes is not None
-        self._passes.begin(last=action == self._schedule.last(action.stage))
+        self._passes.begin(last=action == self._schedule.last_action(action.stage))
         if held.outputs:
             torch.autograd.backward(held.outputs, held.grads)
         # Ending is collective for workers with parts of the stage, whether or not anything was
@@ -293,36 +297,38 @@ class PipelinePass:
         self._passes.end()
         return [entry.grad for entry in held.entries]
 
-    def _halve(self, action: Action, held: _Held) -> list[Tensor | None]:
+    def _run_input_half(self, action: Action, held: _SavedForward) -> list[Tensor | None]:
         """Compute the gradients of inputs alone, and keep the rest for the second half."""
         if not held.outputs:
             return [None] * len(held.entries)
-        input_grads, held.later = halves.input_half(held.outputs, held.grads, held.entries)
+        input_grads, held.later = split_backward.compute_input_gradients(
+            held.outputs, held.grads, held.entries
+        )
         held.outputs = []
         return input_grads
 
-    def _weight(self, action: Action) -> None:
+    def _run_weight_half(self, action: Action) -> None:
         """Compute the gradients of parameters, in the second half of a backward."""
         assert self._passes is not None
-        held = self._held.pop((action.stage, action.micro_batch))
+        held = self._saved_forwards.pop((action.stage, action.micro_batch))
         # No input needs a gradient, so this half is the whole backward.
         if held.later is None:
-            self._whole(action, held)
+            self._run_whole_backward(action, held)
             return
-        self._passes.begin(last=action == self._schedule.last(action.stage))
-        self._passes.gather(held.later.parameters())
-        halves.weight_half(held.later)
+        self._passes.begin(last=action == self._schedule.last_action(action.stage))
+        self._passes.gather(held.later.missing_parameters())
+        split_backward.compute_weight_gradients(held.later)
         self._passes.end()
 
     # ---- messages
 
-    def _send(
+    def _send_message(
         self, stage: int, lane: int, micro_batch: int, head: dict[str, Any], tensors: list[Tensor]
     ) -> None:
         """Send a message to a stage, which may be on this worker."""
         rank = self._schedule.placed[stage]
-        if rank == self._schedule.placed[self.present.stage]:  # type: ignore[union-attr]
-            self._here[lane, micro_batch] = head, tensors
+        if rank == self._schedule.placed[self.current_action.stage]:  # type: ignore[union-attr]
+            self._local_messages[lane, micro_batch] = head, tensors
             return
         self._sends = [work for work in self._sends if not work.done()]
         self._sends.append(
@@ -331,18 +337,20 @@ class PipelinePass:
             )
         )
 
-    def _receive(
+    def _receive_message(
         self, stage: int, lane: int, micro_batch: int, what: str
     ) -> tuple[dict[str, Any], list[Tensor]]:
         """Wait for a message from a stage, which may be on this worker."""
         rank = self._schedule.placed[stage]
-        if rank == self._schedule.placed[self.present.stage]:  # type: ignore[union-attr]
-            return self._here.pop((lane, micro_batch))
+        if rank == self._schedule.placed[self.current_action.stage]:  # type: ignore[union-attr]
+            return self._local_messages.pop((lane, micro_batch))
         work = self._executor.pairs.receive(
             rank, lane, what=f"{what} for micro-batch {micro_batch} in {self._where}"
         )
-        message = self._executor.observer.wait(work, f"{what} for micro-batch {micro_batch}")
-        self.ready = time.perf_counter_ns()
+        message = self._executor.observer.wait_for_message(
+            work, f"{what} for micro-batch {micro_batch}"
+        )
+        self.ready_at = time.perf_counter_ns()
         # A lane keeps its order. Another message comes only from a step that has failed in between.
         if (message.head["step"], message.head["micro"]) != (self._where, micro_batch):
             raise UsageError(

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from paceline.parallel.pipelining.operations import Operation, find
+from paceline.parallel.pipelining.operations import Operation, look_up_path
 
 # Functions that give the same values whenever they are called: nothing random, nothing in place.
 REPEATABLE = re.compile(
@@ -36,54 +36,58 @@ class ValueFlow:
     ) -> None:
         self.operations, self.inputs = tuple(operations), tuple(inputs)
         self._order = (*inputs, *(operation.name for operation in operations))
-        self._repeated = {operation.name: operation for operation in _repeated(model, operations)}
+        self._repeated = {
+            operation.name: operation for operation in _find_repeated(model, operations)
+        }
 
-    def crossing(self, place: int) -> tuple[str, ...]:
+    def crossing_values(self, place: int) -> tuple[str, ...]:
         """Names of the values that operations from `place` on get from those before."""
-        needed = self._needed(place)
+        needed = self._needed_values(place)
         return tuple(
-            name for name in self._before(place) if name in needed and name not in self._repeated
+            name
+            for name in self._values_before(place)
+            if name in needed and name not in self._repeated
         )
 
-    def repeated(self, place: int) -> tuple[Operation, ...]:
+    def repeated_operations(self, place: int) -> tuple[Operation, ...]:
         """The operations before `place` that are done again for those from there on."""
-        needed = self._needed(place)
+        needed = self._needed_values(place)
         return tuple(
             self._repeated[name]
-            for name in self._before(place)
+            for name in self._values_before(place)
             if name in needed and name in self._repeated
         )
 
-    def _before(self, place: int) -> Sequence[str]:
+    def _values_before(self, place: int) -> Sequence[str]:
         """Names of the values that are made before `place`, in order."""
         return self._order[: len(self.inputs) + place]
 
-    def _needed(self, place: int) -> set[str]:
+    def _needed_values(self, place: int) -> set[str]:
         """Names of values that are read from `place` on, also by operations that are done again."""
-        needed = {name for operation in self.operations[place:] for name in operation.reads()}
-        for name in reversed(self._before(place)):
+        needed = {name for operation in self.operations[place:] for name in operation.value_names()}
+        for name in reversed(self._values_before(place)):
             if name in needed and name in self._repeated:
-                needed.update(self._repeated[name].reads())
+                needed.update(self._repeated[name].value_names())
         return needed
 
 
-def _repeated(model: nn.Module, operations: Sequence[Operation]) -> Iterator[Operation]:
+def _find_repeated(model: nn.Module, operations: Sequence[Operation]) -> Iterator[Operation]:
     """Yield the operations that each stage does for itself.
 
     They work on numbers, on buffers, and on results of such operations.
     """
-    changed = _changed(operations)
+    changed = _find_changed(operations)
     # Modules that are called as a whole: their buffers may change in the call.
     whole = {
         path
         for operation in operations
         if operation.kind in ("module", "chained")
-        for path in operation.paths()
+        for path in operation.model_paths()
     }
     # Numbers are sent, as they are cheap; `repeated` has the values that are made again.
     numbers, repeated = set[str](), set[str]()
     for operation in operations:
-        name, reads = operation.name, set(operation.reads())
+        name, reads = operation.name, set(operation.value_names())
         if operation.reads_attribute("device"):
             repeated.add(name)
             yield Operation(name, "device", "device", (), {})
@@ -102,26 +106,28 @@ def _is_repeatable(
     model: nn.Module, operation: Operation, changed: set[str], whole: set[str]
 ) -> bool:
     """Whether an operation gives the same each time, from values and unchanged buffers alone."""
-    if operation.kind not in ("function", "method") or not REPEATABLE.fullmatch(operation.called):
+    if operation.kind not in ("function", "method") or not REPEATABLE.fullmatch(
+        operation.called_name
+    ):
         return False
-    for path in operation.paths():
-        target, steps = find(model, path), path.split(".")
+    for path in operation.model_paths():
+        target, steps = look_up_path(model, path), path.split(".")
         inside = any(".".join(steps[:count]) in whole for count in range(1, len(steps)))
         if inside or path in changed or not isinstance(target, Tensor) or target.requires_grad:
             return False
     return True
 
 
-def _changed(operations: Sequence[Operation]) -> set[str]:
+def _find_changed(operations: Sequence[Operation]) -> set[str]:
     """Values and buffers that an operation may change in place, or through shared memory."""
     # Go backwards: what shares memory with a changed value is changed, too.
     changed = set[str]()
     for operation in reversed(operations):
         in_place = (
-            IN_PLACE.fullmatch(operation.called)
+            IN_PLACE.fullmatch(operation.called_name)
             or "out" in operation.kwargs
             or operation.kwargs.get("inplace")
         )
-        if in_place or (operation.name in changed and not FRESH.fullmatch(operation.called)):
-            changed.update([operation.name, *operation.reads(), *operation.paths()])
+        if in_place or (operation.name in changed and not FRESH.fullmatch(operation.called_name)):
+            changed.update([operation.name, *operation.value_names(), *operation.model_paths()])
     return changed

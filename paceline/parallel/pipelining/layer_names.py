@@ -42,7 +42,7 @@ def find_layers(model: nn.Module, written: str | Sequence[str]) -> LayerNames:
     if entries == ["auto"]:
         return LayerNames(tuple((name, (name,)) for name in choose_layers(model)), ordered=False)
     modules = {name: module for name, module in model.named_modules() if name}
-    matches = tuple((entry, tuple(_matches(entry, modules))) for entry in entries)
+    matches = tuple((entry, tuple(_match_entry(entry, modules))) for entry in entries)
     entry_of = dict[str, str]()
     for entry, names in matches:
         for name in names:
@@ -66,7 +66,7 @@ def find_layers(model: nn.Module, written: str | Sequence[str]) -> LayerNames:
     return LayerNames(matches)
 
 
-def _matches(entry: str, modules: dict[str, nn.Module]) -> Iterator[str]:
+def _match_entry(entry: str, modules: dict[str, nn.Module]) -> Iterator[str]:
     matched = [name for name in modules if fnmatch.fnmatchcase(name, entry)]
     if not matched:
         near = difflib.get_close_matches(entry, modules, n=3, cutoff=0.0)
@@ -93,7 +93,9 @@ def choose_layers(model: nn.Module) -> Iterator[str]:
 
     They are the members of containers with most of the parameters, and the modules around these.
     """
-    names = list(_walk(model, "", _size(model), inside=isinstance(model, CONTAINERS)))
+    names = list(
+        _walk_layers(model, "", _count_parameters(model), inside=isinstance(model, CONTAINERS))
+    )
     if len(names) < 2:
         raise UsageError(
             f'"auto" finds no layers in {type(model).__name__}: most of its parameters are in no '
@@ -103,7 +105,7 @@ def choose_layers(model: nn.Module) -> Iterator[str]:
     yield from names
 
 
-def _walk(module: nn.Module, prefix: str, whole: int, *, inside: bool) -> Iterator[str]:
+def _walk_layers(module: nn.Module, prefix: str, whole: int, *, inside: bool) -> Iterator[str]:
     """Yield the names of layers in a module.
 
     A child that is never called is taken apart. So is one with a container that has more than a
@@ -114,11 +116,11 @@ def _walk(module: nn.Module, prefix: str, whole: int, *, inside: bool) -> Iterat
         name = f"{prefix}{key}"
         # A sequence can always be taken apart, other forwards rarely.
         most = 2 if inside and not isinstance(child, nn.Sequential) else 10
-        if not _is_called(child) or most * max(_contained(child), default=0) > whole:
-            yield from _walk(
+        if not _is_called(child) or most * max(_container_sizes(child), default=0) > whole:
+            yield from _walk_layers(
                 child, f"{name}.", whole, inside=inside or isinstance(child, CONTAINERS)
             )
-        elif _size(child):
+        elif _count_parameters(child):
             yield name
 
 
@@ -127,14 +129,15 @@ def _is_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
-def _contained(module: nn.Module) -> Iterator[int]:
+def _container_sizes(module: nn.Module) -> Iterator[int]:
     """Yield the number of parameters of each container that is this module or lies in it."""
     return (
-        _size(inner)
+        _count_parameters(inner)
         for inner in module.modules()
-        if isinstance(inner, CONTAINERS) and sum(map(bool, map(_size, inner.children()))) > 1
+        if isinstance(inner, CONTAINERS)
+        and sum(map(bool, map(_count_parameters, inner.children()))) > 1
     )
 
 
-def _size(module: nn.Module) -> int:
+def _count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())

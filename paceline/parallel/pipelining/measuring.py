@@ -21,9 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.errors import UsageError
 from paceline.parallel.containers import tree_leaves, tree_map_only
-from paceline.parallel.following.graph import FollowedGraph
-from paceline.parallel.pipelining.chain import LayerGraph, StagePart, own_parameters
-from paceline.parallel.pipelining.operations import find
+from paceline.parallel.following.followed_graph import FollowedGraph
+from paceline.parallel.pipelining.layer_graph import LayerGraph, StagePart, list_part_parameters
+from paceline.parallel.pipelining.operations import look_up_path
 from paceline.parallel.pipelining.split import LayerCost
 from paceline.parallel.torch_tensor import storage_key
 
@@ -34,7 +34,7 @@ Around = Callable[[StagePart], AbstractContextManager[None]]
 OPERATIONS_A_SECOND, BYTES_A_SECOND = 1e11, 1e10
 
 
-def as_it_is(part: StagePart) -> AbstractContextManager[None]:
+def no_context(part: StagePart) -> AbstractContextManager[None]:
     """Leave a layer as it is while it is measured."""
     return nullcontext()
 
@@ -46,7 +46,7 @@ def measure_layers(
     *,
     loss: Criterion | None = None,
     repeats: int = 5,
-    around: Around = as_it_is,
+    around: Around = no_context,
 ) -> list[LayerCost]:
     """Measure each layer in a call of the model with one micro-batch.
 
@@ -67,12 +67,14 @@ def measure_layers(
     Returns:
         Cost of each layer.
     """
-    values = graph.bind(args, kwargs or {})
-    with untouched(graph.model):
+    values = graph.bind_inputs(args, kwargs or {})
+    with preserve_state(graph.model):
         if isinstance(graph, FollowedGraph):
-            graph.rehearse(values)
-        measured = list(_measure(graph, values, loss, repeats, time.perf_counter, around=around))
-    return [_scaled(cost, _slower(measured)) for cost, _ in measured]
+            graph.rehearse_forward(values)
+        measured = list(
+            _measure_each(graph, values, loss, repeats, time.perf_counter, around=around)
+        )
+    return [_scale_cost(cost, _mean_ratio(measured)) for cost, _ in measured]
 
 
 def count_layers(
@@ -98,11 +100,11 @@ def count_layers(
             f"{type(graph.model).__name__} can't be: say "
             "split=[layers of each stage], or build it with memory"
         )
-    values = tree_map_only(Tensor, lambda x: x.to("meta"), graph.bind(args, kwargs or {}))
+    values = tree_map_only(Tensor, lambda x: x.to("meta"), graph.bind_inputs(args, kwargs or {}))
     with FlopCounterMode(display=False) as counter:
         counted = [
             cost
-            for cost, _ in _measure(
+            for cost, _ in _measure_each(
                 graph, values, loss, 0, lambda: counter.get_total_flops() / OPERATIONS_A_SECOND
             )
         ]
@@ -117,13 +119,13 @@ def count_layers(
     ]
 
 
-def _slower(measured: Sequence[tuple[LayerCost, float]]) -> float:
+def _mean_ratio(measured: Sequence[tuple[LayerCost, float]]) -> float:
     """Ratio of the mean time of all layers to their medians."""
     medians = sum(cost.forward_seconds + cost.backward_seconds for cost, _ in measured)
     return sum(mean for _, mean in measured) / medians if medians > 0 else 1.0
 
 
-def _scaled(cost: LayerCost, factor: float) -> LayerCost:
+def _scale_cost(cost: LayerCost, factor: float) -> LayerCost:
     return replace(
         cost,
         forward_seconds=cost.forward_seconds * factor,
@@ -131,20 +133,20 @@ def _scaled(cost: LayerCost, factor: float) -> LayerCost:
     )
 
 
-def _measure(
+def _measure_each(
     graph: LayerGraph,
     values: Mapping[str, Any],
     loss: Criterion | None,
     repeats: int,
     clock: Clock,
     *,
-    around: Around = as_it_is,
+    around: Around = no_context,
 ) -> Iterator[tuple[LayerCost, float]]:
     """Yield the cost of each layer, by medians, and its mean seconds forward and backward."""
     for at in range(len(graph.layers)):
-        with around(graph.part(at, at + 1)):
+        with around(graph.make_part(at, at + 1)):
             layer = _MeasuredLayer(graph, at, loss if at == len(graph.layers) - 1 else None, clock)
-            runs = [layer.run(values) for _ in range(repeats + 1)]  # the first run warms up
+            runs = [layer.run_layer(values) for _ in range(repeats + 1)]  # the first run warms up
         values = {
             **(
                 {name: values[name] for name in graph.inputs}
@@ -160,8 +162,8 @@ def _measure(
             forward_seconds=statistics.median(run.forward_seconds for run in timed),
             backward_seconds=statistics.median(run.backward_seconds for run in timed),
             kept=runs[-1].kept,
-            sends=_nbytes(tensors),
-            returns=_nbytes(leaf for leaf in tensors if leaf.requires_grad),
+            sends=_count_bytes(tensors),
+            returns=_count_bytes(leaf for leaf in tensors if leaf.requires_grad),
         )
         yield cost, statistics.mean(run.forward_seconds + run.backward_seconds for run in timed)
 
@@ -206,26 +208,29 @@ class _MeasuredLayer:
     """One layer of a model, which can be run repeatedly."""
 
     def __init__(self, graph: LayerGraph, at: int, loss: Criterion | None, clock: Clock) -> None:
-        self._clock, self._part, self._loss = clock, graph.part(at, at + 1), loss
-        self._parameters = own_parameters(graph.model, self._part)
+        self._clock, self._part, self._loss = clock, graph.make_part(at, at + 1), loss
+        self._parameters = list_part_parameters(graph.model, self._part)
         self._trained = [one for one in self._parameters if one.requires_grad]
         self._state = {
-            storage_key(one) for one in (*self._parameters, *part_buffers(graph.model, self._part))
+            storage_key(one)
+            for one in (*self._parameters, *iterate_part_buffers(graph.model, self._part))
         }
         self.cost = LayerCost(
-            graph.layers[at], 0.0, 0.0, _nbytes(self._parameters), _nbytes(self._trained)
+            graph.layers[at], 0.0, 0.0, _count_bytes(self._parameters), _count_bytes(self._trained)
         )
 
-    def _now(self, devices: Iterable[torch.device]) -> float:
+    def _read_clock(self, devices: Iterable[torch.device]) -> float:
         """Read the clock, once devices have finished."""
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         return self._clock()
 
-    def run(self, values: Mapping[str, Any]) -> _MeasuredPass:
+    def run_layer(self, values: Mapping[str, Any]) -> _MeasuredPass:
         """Run the layer forward and backward once."""
-        taken = {name: tree_map_only(Tensor, _copied, values[name]) for name in self._part.takes}
+        taken = {
+            name: tree_map_only(Tensor, _copy_detached, values[name]) for name in self._part.takes
+        }
         entries = [leaf for leaf in tree_leaves(taken) if isinstance(leaf, Tensor)]
         devices = {leaf.device for leaf in (*entries, *self._parameters)}
         saved_nbytes = dict[int, int]()  # bytes of saved storages
@@ -235,10 +240,10 @@ class _MeasuredLayer:
             return x
 
         with saved_tensors_hooks(keep, lambda x: x):
-            began = self._now(devices)
-            gives = self._part.run(taken)
+            began = self._read_clock(devices)
+            gives = self._part.run_stage(taken)
             output = gives if self._loss is None else self._loss(next(iter(gives.values())))
-            forward = self._now(devices) - began
+            forward = self._read_clock(devices) - began
         # Go back from all results, with ones for gradients: their values don't change the time.
         roots = [
             leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad
@@ -255,39 +260,43 @@ class _MeasuredLayer:
         roots = [leaf for leaf in roots if leaf.grad_fn is not None]
         backward = 0.0
         if roots and targets:
-            began = self._now(devices)
+            began = self._read_clock(devices)
             torch.autograd.grad(
                 roots, targets, [torch.ones_like(leaf) for leaf in roots], allow_unused=True
             )
-            backward = self._now(devices) - began
-        return _MeasuredPass(forward, backward, nbytes, tree_map_only(Tensor, _alone, gives))
+            backward = self._read_clock(devices) - began
+        return _MeasuredPass(
+            forward, backward, nbytes, tree_map_only(Tensor, _detach_tensor, gives)
+        )
 
 
-def _alone(x: Tensor) -> Tensor:
+def _detach_tensor(x: Tensor) -> Tensor:
     """Make a tensor in the same memory that begins a graph of its own."""
     return x.detach().requires_grad_(x.requires_grad)
 
 
-def _copied(x: Tensor) -> Tensor:
+def _copy_detached(x: Tensor) -> Tensor:
     """Copy a tensor to begin a graph of its own, as layers may change their inputs in place."""
     return x.detach().clone(memory_format=torch.preserve_format).requires_grad_(x.requires_grad)
 
 
-def _nbytes(tensors: Iterable[Tensor]) -> int:
+def _count_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def part_buffers(model: nn.Module, part: StagePart) -> Iterator[Tensor]:
+def iterate_part_buffers(model: nn.Module, part: StagePart) -> Iterator[Tensor]:
     """Yield the buffers, and the parameters that aren't in modules, that a part uses."""
     for path in part.modules:
-        yield from find(model, path).buffers()
+        yield from look_up_path(model, path).buffers()
     yield from (
-        target for path in part.attributes if isinstance(target := find(model, path), Tensor)
+        target
+        for path in part.attributes
+        if isinstance(target := look_up_path(model, path), Tensor)
     )
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def preserve_state(model: nn.Module) -> Iterator[None]:
     """Set back the buffers of a model, and torch's random state, at the end of the block."""
     places = [(module, dict(module._buffers)) for module in model.modules()]
     copies = [

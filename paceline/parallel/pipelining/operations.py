@@ -24,14 +24,14 @@ Kind = Literal["module", "chained", "function", "method", "device", "output"]
 
 
 @dataclass(frozen=True)
-class Ref:
+class ValueRef:
     """Stands for the value of this name in arguments."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Attribute:
+class ModelPath:
     """Stands for a parameter, a buffer or a module of the model in arguments, by its path."""
 
     path: str
@@ -67,20 +67,26 @@ class Operation:
     kwargs: Mapping[str, Any]
     graded: bool = True
 
-    def reads(self) -> Iterator[str]:
+    def value_names(self) -> Iterator[str]:
         """Names of the values that this operation reads."""
-        return (leaf.name for leaf in _leaves((self.args, self.kwargs)) if isinstance(leaf, Ref))
+        return (
+            leaf.name
+            for leaf in _list_leaves((self.args, self.kwargs))
+            if isinstance(leaf, ValueRef)
+        )
 
-    def paths(self) -> Iterator[str]:
+    def model_paths(self) -> Iterator[str]:
         """Paths of the modules, parameters and buffers that this operation uses."""
         if self.kind in ("module", "chained"):
             yield self.target
         yield from (
-            leaf.path for leaf in _leaves((self.args, self.kwargs)) if isinstance(leaf, Attribute)
+            leaf.path
+            for leaf in _list_leaves((self.args, self.kwargs))
+            if isinstance(leaf, ModelPath)
         )
 
     @property
-    def called(self) -> str:
+    def called_name(self) -> str:
         """Name of the function, method or module."""
         return self.target if isinstance(self.target, str) else getattr(self.target, "__name__", "")
 
@@ -91,7 +97,7 @@ class Operation:
     @property
     def gives_numbers(self) -> bool:
         """Whether this reads the sizes or the dtype of a tensor."""
-        return self.called in ("size", "dim", "numel") or any(
+        return self.called_name in ("size", "dim", "numel") or any(
             map(self.reads_attribute, ("shape", "ndim", "dtype"))
         )
 
@@ -100,20 +106,21 @@ class Operation:
         """Whether this computes a number, if the values that it reads are numbers."""
         # Operators such as `add`, and functions of `math`, on anything but parameters and buffers.
         held = any(
-            isinstance(leaf, Attribute | torch.Tensor) for leaf in _leaves((self.args, self.kwargs))
+            isinstance(leaf, ModelPath | torch.Tensor)
+            for leaf in _list_leaves((self.args, self.kwargs))
         )
         return not held and getattr(self.target, "__module__", "") in ("_operator", "math")
 
     @property
-    def by_mode(self) -> bool:
+    def depends_on_mode(self) -> bool:
         """Whether an argument differs between training and evaluation."""
         flags = list[bool]()
-        substitute(
+        substitute_leaves(
             (self.args, dict(self.kwargs)), lambda leaf: flags.append(isinstance(leaf, ByMode))
         )
         return any(flags)
 
-    def merged(self, evaluation: Operation) -> Operation:
+    def merge_evaluation(self, evaluation: Operation) -> Operation:
         """Merge this operation of a training forward with its counterpart in evaluation."""
         return replace(
             self,
@@ -121,21 +128,24 @@ class Operation:
             kwargs=merge_modes(dict(self.kwargs), dict(evaluation.kwargs)),
         )
 
-    def call(self, values: Mapping[str, Any], model: nn.Module) -> Any:
+    def run_operation(self, values: Mapping[str, Any], model: nn.Module) -> Any:
         """Execute the operation on values, given by name."""
         if self.graded:
-            return self._call(values, model)
+            return self._run_with_grad(values, model)
         with torch.no_grad():
-            return self._call(values, model)
+            return self._run_with_grad(values, model)
 
-    def _call(self, values: Mapping[str, Any], model: nn.Module) -> Any:
-        args, kwargs = resolve(self.args, values, model), resolve(self.kwargs, values, model)
+    def _run_with_grad(self, values: Mapping[str, Any], model: nn.Module) -> Any:
+        args, kwargs = (
+            resolve_argument(self.args, values, model),
+            resolve_argument(self.kwargs, values, model),
+        )
         match self.kind:
             case "module":
-                return find(model, self.target)(*args, **kwargs)
+                return look_up_path(model, self.target)(*args, **kwargs)
             case "chained":
                 spread_args = args[0] if type(args[0]) is tuple else (args[0],)
-                return find(model, self.target)(*spread_args, **kwargs.get("keywords", {}))
+                return look_up_path(model, self.target)(*spread_args, **kwargs.get("keywords", {}))
             case "function":
                 return self.target(*args, **kwargs)
             case "method":
@@ -149,7 +159,7 @@ class Operation:
                 return args[0]
 
 
-def find(model: nn.Module, path: str) -> Any:
+def look_up_path(model: nn.Module, path: str) -> Any:
     """Look up a path in a model, such as "blocks.0.scale"."""
     place: Any = model
     for step in path.split("."):
@@ -157,46 +167,48 @@ def find(model: nn.Module, path: str) -> Any:
     return place
 
 
-def resolve(arg: Any, values: Mapping[str, Any], model: nn.Module) -> Any:
+def resolve_argument(arg: Any, values: Mapping[str, Any], model: nn.Module) -> Any:
     """Replace what stands for values in an argument by the values."""
-    return substitute(arg, lambda leaf: _value(leaf, values, model))
+    return substitute_leaves(arg, lambda leaf: _resolve_leaf(leaf, values, model))
 
 
-def _value(leaf: Any, values: Mapping[str, Any], model: nn.Module) -> Any:
+def _resolve_leaf(leaf: Any, values: Mapping[str, Any], model: nn.Module) -> Any:
     match leaf:
-        case Ref():
+        case ValueRef():
             return values[leaf.name]
-        case Attribute():
-            return find(model, leaf.path)
+        case ModelPath():
+            return look_up_path(model, leaf.path)
         case ByMode():
-            return resolve(leaf.training if model.training else leaf.evaluation, values, model)
+            return resolve_argument(
+                leaf.training if model.training else leaf.evaluation, values, model
+            )
         case _:
             return leaf
 
 
-def substitute(arg: Any, change: Callable[[Any], Any]) -> Any:
+def substitute_leaves(arg: Any, change: Callable[[Any], Any]) -> Any:
     """Copy nested tuples, lists, dicts and slices, with each leaf changed by `change`."""
     if type(arg) is tuple:
-        return tuple(substitute(one, change) for one in arg)
+        return tuple(substitute_leaves(one, change) for one in arg)
     if isinstance(arg, list):
-        return [substitute(one, change) for one in arg]
+        return [substitute_leaves(one, change) for one in arg]
     if isinstance(arg, dict):
-        return {key: substitute(one, change) for key, one in arg.items()}
+        return {key: substitute_leaves(one, change) for key, one in arg.items()}
     if isinstance(arg, slice):
-        return slice(*(substitute(one, change) for one in (arg.start, arg.stop, arg.step)))
+        return slice(*(substitute_leaves(one, change) for one in (arg.start, arg.stop, arg.step)))
     return change(arg)
 
 
-def _leaves(arg: Any) -> list[Any]:
+def _list_leaves(arg: Any) -> list[Any]:
     leaves = list[Any]()
 
     def keep(leaf: Any) -> None:
         if isinstance(leaf, ByMode):
-            leaves.extend(_leaves((leaf.training, leaf.evaluation)))
+            leaves.extend(_list_leaves((leaf.training, leaf.evaluation)))
         else:
             leaves.append(leaf)
 
-    substitute(arg, keep)
+    substitute_leaves(arg, keep)
     return leaves
 
 
@@ -213,7 +225,7 @@ def merge_modes(training: Any, evaluation: Any) -> Any:
     if isinstance(training, torch.Tensor):
         return (
             training
-            if training is evaluation or _equal(training, evaluation)
+            if training is evaluation or _are_tensors_equal(training, evaluation)
             else ByMode(training, evaluation)
         )
     return (
@@ -223,7 +235,7 @@ def merge_modes(training: Any, evaluation: Any) -> Any:
     )
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _are_tensors_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     # Tensors without memory have no values to compare, so they never count as equal.
     alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
     return alike and not one.is_meta and torch.equal(one, other)
@@ -232,7 +244,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 PLAIN = (torch.Tensor, bool, int, float, str)
 
 
-def foreign(value: Any) -> type | None:
+def find_foreign_type(value: Any) -> type | None:
     """Find the type of a nested part that can't be sent: no tensor, number, string or None."""
     return next(
         (

@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from paceline.comm.axis_meter import AxisMeter
-from paceline.comm.group import Work
+from paceline.comm.group_protocol import Work
 from paceline.comm.pairs import PairMessage
-from paceline.parallel.pipelining.chain import StagePart, part_parameters
+from paceline.parallel.pipelining.layer_graph import StagePart, iterate_part_parameters
 from paceline.parallel.pipelining.schedule import Action, Kind
 from paceline.parallel.torch_tensor import storage_key
 
 LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
 # Actions are measured from step WARM on; from step FIRST on, in one of EVERY steps. The last KEPT
 # of the measured steps are kept.
-WARM, FIRST, EVERY, KEPT = 2, 12, 10, 24
+WARMUP_STEPS, ALL_MEASURED_UNTIL, MEASURED_EVERY, KEPT_STEPS = 2, 12, 10, 24
 
 # Nanoseconds at which an action began, had all that it needs, and ended.
 Times = tuple[int, int, int]
@@ -44,38 +44,42 @@ class PipelineProfiler:
 
     def __init__(self, meter: AxisMeter, record: Callable[[str, int, int], None]) -> None:
         self._meter, self._record = meter, record
-        self.begin()
+        self.reset_profile()
 
-    def begin(self) -> None:
+    def reset_profile(self) -> None:
         """Forget all measurements, as the worker has other stages from now on."""
         # Number of the step under way; steps without training don't count.
-        self._steps = -1
+        self._step_number = -1
         self._training = False
         self._actions: list[Times] = []
         self._layer_seconds: dict[int, list[float]] = {}
-        self.kept: dict[int, int] = {}
-        self.steps: deque[tuple[int, int, list[Times]]] = deque(maxlen=KEPT)
+        self.kept_nbytes: dict[int, int] = {}
+        self.steps: deque[tuple[int, int, list[Times]]] = deque(maxlen=KEPT_STEPS)
 
     @contextmanager
-    def step(self, micro_batches: int, *, train: bool) -> Iterator[None]:
+    def measure_step(self, micro_batches: int, *, train: bool) -> Iterator[None]:
         """Measure a step of `micro_batches` micro-batches inside of the block."""
         self._training, self._actions = train, []
-        self._steps += train
+        self._step_number += train
         yield
-        step_number = self._steps
-        if train and step_number >= WARM and (step_number < FIRST or step_number % EVERY == 0):
+        step_number = self._step_number
+        if (
+            train
+            and step_number >= WARMUP_STEPS
+            and (step_number < ALL_MEASURED_UNTIL or step_number % MEASURED_EVERY == 0)
+        ):
             self.steps.append((step_number, micro_batches, self._actions))
 
     # ---- actions
 
-    def wait(self, work: Work[PairMessage], what: str) -> PairMessage:
+    def wait_for_message(self, work: Work[PairMessage], what: str) -> PairMessage:
         """Wait for a message, and show the wait if there is one."""
         if work.done():
             return work.wait()
-        with self._meter.exchange(what):
+        with self._meter.measure_exchange(what):
             return work.wait()
 
-    def acted(self, action: Action, began: int, ready: int, ended: int) -> None:
+    def note_action(self, action: Action, began: int, ready: int, ended: int) -> None:
         """Note an action that has ended, and show it without its wait."""
         self._record(
             f"{LETTERS[action.kind]}{action.micro_batch} of stage {action.stage}", ready, ended
@@ -84,7 +88,7 @@ class PipelineProfiler:
 
     # ---- inside of forwards
 
-    def forward(
+    def run_forward(
         self,
         stage: int,
         part: StagePart,
@@ -96,12 +100,12 @@ class PipelineProfiler:
 
         `owners` has the layer of each of the part's operations.
         """
-        if not self._training or self._steps >= WARM:
-            return part.run(values)
-        if self._steps == 1:
+        if not self._training or self._step_number >= WARMUP_STEPS:
+            return part.run_stage(values)
+        if self._step_number == 1:
             return self._run_layers(part, owners, values)
-        if stage in self.kept:
-            return part.run(values)
+        if stage in self.kept_nbytes:
+            return part.run_stage(values)
         # By storage: its bytes, and the ranges in it that are kept.
         saved = dict[int, tuple[int, set[tuple[int, int]]]]()
 
@@ -113,14 +117,14 @@ class PipelineProfiler:
                 )
                 # Parameters don't count. Look each time where they are: shard() gathers them for
                 # the time of their use.
-                for _, parameter in part_parameters(model, part):
+                for _, parameter in iterate_part_parameters(model, part):
                     saved.pop(storage_key(parameter), None)
             return x, x._version
 
-        with saved_tensors_hooks(keep, _unchanged):
-            gives = part.run(values)
+        with saved_tensors_hooks(keep, _check_unchanged):
+            gives = part.run_stage(values)
         # A micro-batch may be some rows in the memory of a whole batch, so count the ranges only.
-        self.kept[stage] = sum(
+        self.kept_nbytes[stage] = sum(
             min(whole, sum(nbytes for _, nbytes in places)) for whole, places in saved.values()
         )
         return gives
@@ -137,7 +141,7 @@ class PipelineProfiler:
             took[owners[place]] += now - clock[0]
             clock[0] = now
 
-        gives = part.run(values, after)
+        gives = part.run_stage(values, after)
         for layer, seconds in took.items():
             self._layer_seconds.setdefault(layer, []).append(seconds)
         return gives
@@ -148,7 +152,7 @@ class PipelineProfiler:
         return {layer: statistics.median(seconds) for layer, seconds in self._layer_seconds.items()}
 
 
-def _unchanged(saved: tuple[Tensor, int]) -> Tensor:
+def _check_unchanged(saved: tuple[Tensor, int]) -> Tensor:
     """Return a saved tensor, if it is unchanged: torch doesn't check tensors that hooks saved."""
     x, version = saved
     if x._version != version:

@@ -17,7 +17,7 @@ from typing import Literal
 Kind = Literal["forward", "backward", "input", "weight"]
 """Halves of a `backward` are `input` (gradients of inputs) and `weight` (of parameters)."""
 
-COMPLETES: tuple[Kind, ...] = ("backward", "weight")
+COMPLETING_KINDS: tuple[Kind, ...] = ("backward", "weight")
 """After these, the activations of the forward are needed no more."""
 
 
@@ -56,26 +56,28 @@ class PipelineSchedule:
         return len(self.rows)
 
     @property
-    def split(self) -> bool:
+    def splits_backward(self) -> bool:
         """Whether backwards are done in two halves, `input` and `weight`."""
         return any(action.kind == "weight" for action in self.rows[0])
 
-    def held(self, rank: int) -> tuple[int, ...]:
+    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds, in ascending order."""
         return tuple(stage for stage, place in enumerate(self.placed) if place == rank)
 
-    def last(self, stage: int) -> Action:
+    def last_action(self, stage: int) -> Action:
         """The action after which the gradients of a stage's parameters are complete."""
-        return Action("weight" if self.split else "backward", stage, self.micro_batches - 1)
+        return Action(
+            "weight" if self.splits_backward else "backward", stage, self.micro_batches - 1
+        )
 
-    def target(self, action: Action) -> int | None:
+    def target_stage(self, action: Action) -> int | None:
         """The other stage that needs the result of an action; None if no other one does."""
         if action.kind == "weight":
             return None
         stage = action.stage + (1 if action.kind == "forward" else -1)
         return stage if 0 <= stage < self.stages else None
 
-    def needs(self, action: Action) -> tuple[Action, ...]:
+    def find_needed(self, action: Action) -> tuple[Action, ...]:
         """Find the actions that `action` needs, apart from the order of its own rank."""
         stage, micro_batch = action.stage, action.micro_batch
         if action.kind == "forward":
@@ -90,7 +92,7 @@ class PipelineSchedule:
         )
 
 
-def most_kept(schedule: PipelineSchedule, sizes: Sequence[float] | None = None) -> list[float]:
+def count_kept(schedule: PipelineSchedule, sizes: Sequence[float] | None = None) -> list[float]:
     """Count the activations that each rank keeps at once, at most.
 
     Activations are kept from a forward to the end of its backward, or of its `weight` half. The
@@ -105,7 +107,7 @@ def most_kept(schedule: PipelineSchedule, sizes: Sequence[float] | None = None) 
     for row in schedule.rows:
         now = peak = 0.0
         for action in row:
-            now += ((action.kind == "forward") - (action.kind in COMPLETES)) * (
+            now += ((action.kind == "forward") - (action.kind in COMPLETING_KINDS)) * (
                 1 if sizes is None else sizes[action.stage]
             )
             peak = max(peak, now)
@@ -113,7 +115,7 @@ def most_kept(schedule: PipelineSchedule, sizes: Sequence[float] | None = None) 
     return most
 
 
-def in_order(schedule: PipelineSchedule) -> Iterator[tuple[int, Action]]:
+def order_actions(schedule: PipelineSchedule) -> Iterator[tuple[int, Action]]:
     """Yield all actions with their ranks, in an order in which each comes after all that it needs.
 
     Raises `AssertionError` if there is none, and names the waiting ranks: with such a schedule they
@@ -126,7 +128,7 @@ def in_order(schedule: PipelineSchedule) -> Iterator[tuple[int, Action]]:
         before = len(done)
         for rank, row in enumerate(schedule.rows):
             while at[rank] < len(row) and all(
-                need in done for need in schedule.needs(row[at[rank]])
+                need in done for need in schedule.find_needed(row[at[rank]])
             ):
                 yield rank, row[at[rank]]
                 done.add(row[at[rank]])
@@ -139,7 +141,7 @@ def in_order(schedule: PipelineSchedule) -> Iterator[tuple[int, Action]]:
         assert len(done) > before, f"{schedule.name}: nobody can go on: {', '.join(stuck)}"
 
 
-def prove(schedule: PipelineSchedule) -> None:
+def prove_schedule(schedule: PipelineSchedule) -> None:
     """Prove that every rank does all of its work once, in an order that can't deadlock.
 
     Raises `AssertionError` if that is not so. A rank sends its results at once, into buffers
@@ -148,7 +150,7 @@ def prove(schedule: PipelineSchedule) -> None:
     rank is.
     """
     kinds: tuple[Kind, ...] = (
-        ("forward", "input", "weight") if schedule.split else ("forward", "backward")
+        ("forward", "input", "weight") if schedule.splits_backward else ("forward", "backward")
     )
     assert len(schedule.placed) == schedule.stages and set(schedule.placed) == set(
         range(schedule.ranks)
@@ -157,7 +159,7 @@ def prove(schedule: PipelineSchedule) -> None:
         work = [
             Action(kind, stage, micro_batch)
             for kind in kinds
-            for stage in schedule.held(rank)
+            for stage in schedule.stages_of_rank(rank)
             for micro_batch in range(schedule.micro_batches)
         ]
         # Each action of the rank's stages comes exactly once.
@@ -169,7 +171,7 @@ def prove(schedule: PipelineSchedule) -> None:
         )
         # Messages of one kind between two stages share a lane, and so must keep their order.
         for kind in kinds:
-            for stage in schedule.held(rank):
+            for stage in schedule.stages_of_rank(rank):
                 numbers = [
                     action.micro_batch
                     for action in row
@@ -178,5 +180,5 @@ def prove(schedule: PipelineSchedule) -> None:
                 assert numbers == sorted(numbers), (
                     f"rank {rank}: {kind} of stage {stage} goes through micro-batches as {numbers}"
                 )
-    for _ in in_order(schedule):
+    for _ in order_actions(schedule):
         pass

@@ -24,7 +24,7 @@ from paceline.parallel.pipelining.schedule import Action, PipelineSchedule
 Work = Sequence[tuple[int, int]]  # stages, each with a micro-batch
 
 
-def gpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
+def make_gpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
     """Do all forwards, then all backwards. Huang et al. 2019.
 
         rank 0   F0 F1 F2 .  .  .  B0 -- B1 -- B2 --    F0   forward of micro-batch 0
@@ -33,14 +33,17 @@ def gpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
     Every rank keeps the activations of all micro-batches. Backwards begin with the first
     micro-batch, as those of torch do.
     """
-    return _in_a_line(
+    return _make_linear(
         "gpipe",
         micro_batches,
-        [_row(*_own(rank, micro_batches), ahead=micro_batches) for rank in range(ranks)],
+        [
+            _lay_out_row(*_list_work(rank, micro_batches), ahead=micro_batches)
+            for rank in range(ranks)
+        ],
     )
 
 
-def one_forward_one_backward(ranks: int, micro_batches: int) -> PipelineSchedule:
+def make_1f1b(ranks: int, micro_batches: int) -> PipelineSchedule:
     """Do each backward as soon as possible. Narayanan et al. 2019 (PipeDream-Flush).
 
         rank 0   F0 F1 .  .  B0 -- F2 B1 -- .  B2 --
@@ -48,11 +51,14 @@ def one_forward_one_backward(ranks: int, micro_batches: int) -> PipelineSchedule
 
     Rank r keeps the activations of at most ranks - r micro-batches.
     """
-    rows = [_row(*_own(rank, micro_batches), ahead=ranks - 1 - rank) for rank in range(ranks)]
-    return _in_a_line("1f1b", micro_batches, rows)
+    rows = [
+        _lay_out_row(*_list_work(rank, micro_batches), ahead=ranks - 1 - rank)
+        for rank in range(ranks)
+    ]
+    return _make_linear("1f1b", micro_batches, rows)
 
 
-def interleaved(ranks: int, micro_batches: int, chunks: int) -> PipelineSchedule:
+def make_interleaved(ranks: int, micro_batches: int, chunks: int) -> PipelineSchedule:
     """Put `chunks` stages on each rank, stage s on rank s % ranks. Narayanan et al. 2021.
 
         rank 0   F0 F1 f0 f1 F2 .  b0 -- F3 b1 -- f2 B0 -- f3 B1 -- .  b2 -- .  b3 -- B2 -- B3 --
@@ -79,13 +85,15 @@ def interleaved(ranks: int, micro_batches: int, chunks: int) -> PipelineSchedule
             (stage, number) for numbers in rounds for stage in reversed(held) for number in numbers
         ]
         rows.append(
-            _row(forwards, backwards, ahead=(chunks - 1) * sizes[0] + 2 * (ranks - 1 - rank))
+            _lay_out_row(
+                forwards, backwards, ahead=(chunks - 1) * sizes[0] + 2 * (ranks - 1 - rank)
+            )
         )
     placed = tuple(stage % ranks for stage in range(ranks * chunks))
     return PipelineSchedule("interleaved", ranks * chunks, micro_batches, placed, tuple(rows))
 
 
-def zero_bubble(ranks: int, micro_batches: int) -> PipelineSchedule:
+def make_zero_bubble(ranks: int, micro_batches: int) -> PipelineSchedule:
     """Split backward in halves: gradients of parameters fill the bubble. ZB-H1 of Qi et al. 2023.
 
         rank 0   F0 F1 .  I0 W0 F2 I1 W1 F3 I2 W2 I3 W3    I0   gradients of inputs
@@ -96,13 +104,13 @@ def zero_bubble(ranks: int, micro_batches: int) -> PipelineSchedule:
     micro-batches as there are ranks, which is what the first rank keeps under 1f1b.
     """
     rows = [
-        _row(*_own(rank, micro_batches), ahead=ranks - 1 - rank, behind=rank)
+        _lay_out_row(*_list_work(rank, micro_batches), ahead=ranks - 1 - rank, behind=rank)
         for rank in range(ranks)
     ]
-    return _in_a_line("zero-bubble", micro_batches, rows)
+    return _make_linear("zero-bubble", micro_batches, rows)
 
 
-def zbv(ranks: int, micro_batches: int) -> PipelineSchedule:
+def make_zbv(ranks: int, micro_batches: int) -> PipelineSchedule:
     """Split backward in halves, with two stages on each rank in a V. ZB-V of Qi et al. 2023.
 
         stage    0 -> 1 -> 2 -> 3
@@ -119,7 +127,9 @@ def zbv(ranks: int, micro_batches: int) -> PipelineSchedule:
     whole = max(2 * ranks - 1, micro_batches)
     rows = [
         tuple(
-            action for action in _row_of_v(ranks, whole, rank) if action.micro_batch < micro_batches
+            action
+            for action in _lay_out_v(ranks, whole, rank)
+            if action.micro_batch < micro_batches
         )
         for rank in range(ranks)
     ]
@@ -127,14 +137,16 @@ def zbv(ranks: int, micro_batches: int) -> PipelineSchedule:
     return PipelineSchedule("zbv", 2 * ranks, micro_batches, placed, tuple(rows))
 
 
-CHUNKED: dict[str, Callable[[int, int, int], PipelineSchedule]] = {"interleaved": interleaved}
+CHUNKED_SCHEDULES: dict[str, Callable[[int, int, int], PipelineSchedule]] = {
+    "interleaved": make_interleaved
+}
 """Schedules for which the user chooses the number of stages on a rank."""
 
-FIXED: dict[str, tuple[int, Callable[[int, int], PipelineSchedule]]] = {
-    "gpipe": (1, gpipe),
-    "1f1b": (1, one_forward_one_backward),
-    "zero-bubble": (1, zero_bubble),
-    "zbv": (2, zbv),
+FIXED_SCHEDULES: dict[str, tuple[int, Callable[[int, int], PipelineSchedule]]] = {
+    "gpipe": (1, make_gpipe),
+    "1f1b": (1, make_1f1b),
+    "zero-bubble": (1, make_zero_bubble),
+    "zbv": (2, make_zbv),
 }
 """Schedules that have a fixed number of stages on a rank."""
 
@@ -142,13 +154,13 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
 SCHEDULES: Final = get_args(ScheduleName)
 
 
-def check(name: str, ranks: int, micro_batches: int, chunks: int | None = None) -> int:
+def check_schedule(name: str, ranks: int, micro_batches: int, chunks: int | None = None) -> int:
     """Check a schedule that a user has chosen; return the number of stages on each rank.
 
     Raises `UsageError` for an impossible schedule, and for one that is of no use.
     """
-    stages_per_rank = _chunks(name, ranks, micro_batches, chunks)
-    if name in CHUNKED and micro_batches < ranks:
+    stages_per_rank = _find_chunks(name, ranks, micro_batches, chunks)
+    if name in CHUNKED_SCHEDULES and micro_batches < ranks:
         raise UsageError(
             f"{name} with micro_batches={micro_batches} on {ranks} ranks: "
             "ranks would wait for each other in every round; "
@@ -174,29 +186,29 @@ def make_schedule(
     Raises:
         UsageError: There is no such schedule.
     """
-    chunks = _chunks(name, ranks, micro_batches, chunks)
+    chunks = _find_chunks(name, ranks, micro_batches, chunks)
     return (
-        CHUNKED[name](ranks, micro_batches, chunks)
-        if name in CHUNKED
-        else FIXED[name][1](ranks, micro_batches)
+        CHUNKED_SCHEDULES[name](ranks, micro_batches, chunks)
+        if name in CHUNKED_SCHEDULES
+        else FIXED_SCHEDULES[name][1](ranks, micro_batches)
     )
 
 
-def _chunks(name: str, ranks: int, micro_batches: int, chunks: int | None) -> int:
+def _find_chunks(name: str, ranks: int, micro_batches: int, chunks: int | None) -> int:
     """Find the number of stages on each rank. Raises `UsageError` for an impossible schedule."""
     if wrong := unknown("schedule", name, ScheduleName):
         raise UsageError(wrong)
     for what, value in (("ranks", ranks), ("micro_batches", micro_batches)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UsageError(f"{name} with {what}={value!r}: it has to be at least 1")
-    if name in CHUNKED:
+    if name in CHUNKED_SCHEDULES:
         chunks = 2 if chunks is None else chunks
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 2:
             raise UsageError(
                 f"{name} with chunks={chunks!r}: each rank has 2 stages or more; take 1f1b for one"
             )
         return chunks
-    fixed = FIXED[name][0]
+    fixed = FIXED_SCHEDULES[name][0]
     if chunks not in (None, fixed):
         stages = "one stage" if fixed == 1 else f"{fixed} stages"
         raise UsageError(
@@ -206,20 +218,20 @@ def _chunks(name: str, ranks: int, micro_batches: int, chunks: int | None) -> in
     return fixed
 
 
-def _in_a_line(
+def _make_linear(
     name: str, micro_batches: int, rows: Sequence[tuple[Action, ...]]
 ) -> PipelineSchedule:
     """Make a schedule of rows whose only stage has the number of the rank."""
     return PipelineSchedule(name, len(rows), micro_batches, tuple(range(len(rows))), tuple(rows))
 
 
-def _own(rank: int, micro_batches: int) -> tuple[Work, Work]:
+def _list_work(rank: int, micro_batches: int) -> tuple[Work, Work]:
     """List the forwards and the backwards of a rank whose only stage has its number."""
     work = [(rank, micro_batch) for micro_batch in range(micro_batches)]
     return work, work
 
 
-def _row(
+def _lay_out_row(
     forwards: Work, backwards: Work, *, ahead: int, behind: int | None = None
 ) -> tuple[Action, ...]:
     """Lay out the work of a rank: `ahead` forwards, forwards and backwards in turn, more backwards.
@@ -243,7 +255,7 @@ def _row(
     return tuple(row)
 
 
-def _row_of_v(ranks: int, micro_batches: int, rank: int) -> list[Action]:
+def _lay_out_v(ranks: int, micro_batches: int, rank: int) -> list[Action]:
     """Lay out the work of a rank with two stages in a V; micro_batches >= 2 * ranks - 1."""
     down, up = rank, 2 * ranks - 1 - rank
     row: list[Action] = []

@@ -18,8 +18,8 @@ from paceline.parallel.pipelining.schedule import (
     Action,
     Kind,
     PipelineSchedule,
-    in_order,
-    most_kept,
+    count_kept,
+    order_actions,
 )
 
 INSTANT = LinkSpeed(0.0, float("inf"))
@@ -63,7 +63,7 @@ class StageTimes:
             return whole / 2 if self.weight_backwards is None else self.weight_backwards[stage]
         return whole
 
-    def nbytes(self, boundary: int, *, back: bool) -> float:
+    def transfer_nbytes(self, boundary: int, *, back: bool) -> float:
         """Bytes that go over a boundary for one micro-batch, or come back over it."""
         chosen = self.returns if back and self.returns is not None else self.sends
         return 0.0 if chosen is None else chosen[boundary]
@@ -121,18 +121,19 @@ class PipelineTimeline:
         return sum(self.idle) / (self.schedule.ranks * self.makespan) if self.makespan else 0.0
 
     @property
-    def kept(self) -> tuple[float, ...]:
+    def kept_micro_batches(self) -> tuple[float, ...]:
         """Number of micro-batches whose activations each rank keeps at once, at most.
 
         A micro-batch in one of two stages of a rank counts one half.
         """
         schedule = self.schedule
         return tuple(
-            count / len(schedule.held(rank)) for rank, count in enumerate(most_kept(schedule))
+            count / len(schedule.stages_of_rank(rank))
+            for rank, count in enumerate(count_kept(schedule))
         )
 
 
-def simulate(
+def simulate_schedule(
     schedule: PipelineSchedule, times: StageTimes, speeds: Sequence[float] | None = None
 ) -> PipelineTimeline:
     """Run a schedule on given times.
@@ -151,7 +152,7 @@ def simulate(
         UsageError: Times don't fit the schedule.
     """
     speeds = [1.0] * schedule.ranks if speeds is None else speeds
-    _fit(schedule, times, speeds)
+    _check_times(schedule, times, speeds)
     # When the result of an action is where it is needed.
     available_at: dict[Action, float] = {}
     clock = [0.0] * schedule.ranks
@@ -161,13 +162,13 @@ def simulate(
     transfers = []
     # A link is used by one rank, in the order of its row. So ranks can be gone through in any
     # order.
-    for rank, action in in_order(schedule):
+    for rank, action in order_actions(schedule):
         start = max(
             [
                 clock[rank],
                 *(
                     available_at[need]
-                    for need in schedule.needs(action)
+                    for need in schedule.find_needed(action)
                     if need.stage != action.stage
                 ),
             ]
@@ -175,20 +176,20 @@ def simulate(
         clock[rank] = start + times.seconds(action.kind, action.stage) / speeds[rank]
         rows[rank].append(ActionSpan(action, start, clock[rank]))
         available_at[action] = clock[rank]
-        stage = schedule.target(action)
+        stage = schedule.target_stage(action)
         if stage is not None and (way := (rank, schedule.placed[stage])) != (rank, rank):
             boundary = min(stage, action.stage)
             link = INSTANT if times.links is None else times.links[boundary]
-            nbytes = times.nbytes(boundary, back=stage < action.stage)
+            nbytes = times.transfer_nbytes(boundary, back=stage < action.stage)
             leaves = max(clock[rank], free.get(way, 0.0))
             free[way] = leaves + nbytes / link.bytes_per_second
             available_at[action] = free[way] + link.latency_seconds
             transfers.append(Transfer(action, *way, leaves, available_at[action], nbytes))
-    kept_bytes = [0.0] * schedule.ranks if times.kept is None else most_kept(schedule, times.kept)
+    kept_bytes = [0.0] * schedule.ranks if times.kept is None else count_kept(schedule, times.kept)
     return PipelineTimeline(schedule, tuple(map(tuple, rows)), tuple(transfers), tuple(kept_bytes))
 
 
-def _fit(schedule: PipelineSchedule, times: StageTimes, speeds: Sequence[float]) -> None:
+def _check_times(schedule: PipelineSchedule, times: StageTimes, speeds: Sequence[float]) -> None:
     """Raise `UsageError` if there are too few or too many times, or impossible ones."""
     stages, between = schedule.stages, schedule.stages - 1
     lengths = dict.fromkeys(
@@ -225,7 +226,7 @@ def _fit(schedule: PipelineSchedule, times: StageTimes, speeds: Sequence[float])
         )
 
 
-def even_times(
+def make_even_times(
     schedule: PipelineSchedule, forward: float, backward: float, transfer: float = 0.0
 ) -> StageTimes:
     """Make times for equal stages; `forward` and `backward` are those of a whole rank, in seconds.

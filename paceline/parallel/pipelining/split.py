@@ -27,15 +27,15 @@ from typing import NamedTuple
 from paceline.comm.schedule import LinkSpeed
 from paceline.errors import UsageError
 from paceline.formatting import counted, sized
-from paceline.parallel.pipelining.schedule import COMPLETES, PipelineSchedule
-from paceline.parallel.pipelining.simulate import PipelineTimeline, StageTimes, simulate
+from paceline.parallel.pipelining.schedule import COMPLETING_KINDS, PipelineSchedule
+from paceline.parallel.pipelining.simulate import PipelineTimeline, StageTimes, simulate_schedule
 
 # Number of partial splits that are kept for each number of layers.
-NARROW, WIDE = 4, 32
+NARROW_SEARCH, WIDE_SEARCH = 4, 32
 # Loads that grow with the number of layers in a stage.
-GROWING = ("time", "memory")
+GROWING_LOADS = ("time", "memory")
 # Simulated actions in the search for the best of several splits: about a second.
-TRIED = 60_000
+SIMULATED_ACTIONS = 60_000
 
 # ("time", stage), ("there", stage), ("back", stage), ("memory", rank, case).
 Load = tuple[str | int, ...]
@@ -109,7 +109,7 @@ class SplitProblem:
         if not all(0 < speed < float("inf") for speed in self.speeds):
             raise UsageError(f"speeds are {list(self.speeds)}; each has to be above 0")
 
-    def sizes(self, start: int, stop: int) -> tuple[float, float, float]:
+    def layer_sizes(self, start: int, stop: int) -> tuple[float, float, float]:
         """Seconds, bytes of state and bytes of activations of layers `start` to before `stop`."""
         seconds, state, activations = [line[stop] - line[start] for line in self._sums]
         return seconds, state, activations + (self.costs[start - 1].sends if start else 0)
@@ -134,12 +134,12 @@ class SplitProblem:
     @cached_property
     def kept_at_once(self) -> list[list[Mapping[int, int]]]:
         """Micro-batches that stages keep at the worst moments, one or several per worker."""
-        return [_most_at_once(self.schedule, rank) for rank in range(self.schedule.ranks)]
+        return [_count_peaks(self.schedule, rank) for rank in range(self.schedule.ranks)]
 
-    def loads(self, stage: int, start: int, stop: int) -> Iterator[tuple[Load, float]]:
+    def find_loads(self, stage: int, start: int, stop: int) -> Iterator[tuple[Load, float]]:
         """Yield the loads of a stage with these layers: time, links, and its part of a memory."""
         rank = self.schedule.placed[stage]
-        seconds, state, activations = self.sizes(start, stop)
+        seconds, state, activations = self.layer_sizes(start, stop)
         yield ("time", stage), seconds / self.speeds[rank]
         if (
             self.links is not None
@@ -155,43 +155,43 @@ class SplitProblem:
                     (state + counts.get(stage, 0) * activations) / max(self.memory[rank], 1),
                 )
 
-    def times(self, counts: Sequence[int]) -> StageTimes:
+    def stage_times(self, counts: Sequence[int]) -> StageTimes:
         """Times and sizes of a split, to simulate a schedule with."""
         bounds = list(pairwise([0, *accumulate(counts)]))
         parts = [self.costs[start:stop] for start, stop in bounds]
         return StageTimes(
             forwards=[sum(cost.forward_seconds for cost in part) for part in parts],
             backwards=[sum(cost.backward_seconds for cost in part) for part in parts],
-            kept=[self.sizes(*part)[2] for part in bounds],
+            kept=[self.layer_sizes(*part)[2] for part in bounds],
             sends=[part[-1].sends for part in parts[:-1]],
             returns=[part[-1].returns for part in parts[:-1]],
             links=self.links,
         )
 
-    def timeline(self, counts: Sequence[int]) -> PipelineTimeline:
+    def simulate_split(self, counts: Sequence[int]) -> PipelineTimeline:
         """Simulate the schedule on a split."""
-        return simulate(self.schedule, self.times(counts), self.speeds)
+        return simulate_schedule(self.schedule, self.stage_times(counts), self.speeds)
 
     @cached_property
-    def tries(self) -> int:
+    def max_tries(self) -> int:
         """Number of splits that can be simulated in the time allowed."""
-        return max(TRIED // sum(map(len, self.schedule.rows)), 30)
+        return max(SIMULATED_ACTIONS // sum(map(len, self.schedule.rows)), 30)
 
-    def slowest(self, counts: Sequence[int]) -> float:
+    def slowest_seconds(self, counts: Sequence[int]) -> float:
         """Seconds that the slowest stage or link takes for one micro-batch."""
         bounds = enumerate(pairwise([0, *accumulate(counts)]))
         return max(
             load
             for stage, part in bounds
-            for key, load in self.loads(stage, *part)
+            for key, load in self.find_loads(stage, *part)
             if key[0] != "memory"
         )
 
-    def price(self, counts: Sequence[int]) -> tuple[float, float]:
+    def split_price(self, counts: Sequence[int]) -> tuple[float, float]:
         """Sort key of a split: simulated time, rounded to a thousandth, then its slowest stage."""
-        return float(f"{self.timeline(counts).makespan:.4g}"), self.slowest(counts)
+        return float(f"{self.simulate_split(counts).makespan:.4g}"), self.slowest_seconds(counts)
 
-    def fits(self, counts: Sequence[int]) -> bool:
+    def fits_memory(self, counts: Sequence[int]) -> bool:
         """Whether no worker needs more memory than it has."""
         return self.memory is None or all(
             need <= have for need, have in zip(self.memory_bytes(counts), self.memory, strict=True)
@@ -200,36 +200,38 @@ class SplitProblem:
     def memory_bytes(self, counts: Sequence[int]) -> list[float]:
         """Bytes that each worker needs at most: parameters, gradients, optimizer, activations."""
         starts = [0, *accumulate(counts)]
-        needed = list(self.timeline(counts).kept_bytes)
+        needed = list(self.simulate_split(counts).kept_bytes)
         for stage, (start, stop) in enumerate(pairwise(starts)):
-            needed[self.schedule.placed[stage]] += self.sizes(start, stop)[1]
+            needed[self.schedule.placed[stage]] += self.layer_sizes(start, stop)[1]
         return needed
 
 
-def best_split(problem: SplitProblem) -> list[int]:
+def find_best_split(problem: SplitProblem) -> list[int]:
     """Find the number of layers of each stage with which the schedule takes least time.
 
     Of splits that take equally long, it is the one whose slowest stage is fastest. Raises
     `UsageError` if no split fits into the memory of all workers.
     """
-    start = fastest_slowest(problem)
+    start = minimise_slowest_stage(problem)
     if start is None:
         raise UsageError(_explain_memory(problem, problem.memory or ()))
     # Few splits are all tried. Of many, go on from the better one of two by moving layers.
     layers, stages = len(problem.costs), problem.schedule.stages
-    if comb(layers - 1, stages - 1) <= problem.tries:
+    if comb(layers - 1, stages - 1) <= problem.max_tries:
         return min(
-            (counts for counts in all_splits(layers, stages) if problem.fits(counts)),
-            key=problem.price,
+            (counts for counts in list_splits(layers, stages) if problem.fits_memory(counts)),
+            key=problem.split_price,
         )
-    even = even_split(layers, stages)
-    return _improve(problem, min([start, even], key=problem.price) if problem.fits(even) else start)
+    even = make_even_split(layers, stages)
+    return _improve_split(
+        problem, min([start, even], key=problem.split_price) if problem.fits_memory(even) else start
+    )
 
 
-def _improve(problem: SplitProblem, counts: list[int]) -> list[int]:
+def _improve_split(problem: SplitProblem, counts: list[int]) -> list[int]:
     """Move one layer from a stage to another as long as that makes the split better."""
-    best, tried = problem.price(counts), 0
-    while tried < problem.tries:
+    best, tried = problem.split_price(counts), 0
+    while tried < problem.max_tries:
         before = counts
         for source, target in (
             (source, target)
@@ -240,22 +242,22 @@ def _improve(problem: SplitProblem, counts: list[int]) -> list[int]:
             moved = list(counts)
             moved[source] -= 1
             moved[target] += 1
-            if moved[source] and tried < problem.tries and problem.fits(moved):
+            if moved[source] and tried < problem.max_tries and problem.fits_memory(moved):
                 tried += 1
-                if (price := problem.price(moved)) < best:
+                if (price := problem.split_price(moved)) < best:
                     counts, best = moved, price
         if counts is before:
             break
     return counts
 
 
-def all_splits(layers: int, stages: int) -> Iterator[list[int]]:
+def list_splits(layers: int, stages: int) -> Iterator[list[int]]:
     """Yield all ways to deal layers to stages."""
     for cuts in combinations(range(1, layers), stages - 1):
         yield [stop - start for start, stop in pairwise([0, *cuts, layers])]
 
 
-def even_split(layers: int, stages: int) -> list[int]:
+def make_even_split(layers: int, stages: int) -> list[int]:
     """Deal equally many layers to all stages; the first ones get one more if that's impossible."""
     return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
@@ -268,18 +270,18 @@ def check_split(counts: Sequence[int], layers: Sequence[str], stages: int) -> li
             f"split={split} doesn't deal {counted(len(layers), 'layer')} to "
             f"{counted(stages, 'stage')}: "
             f"it needs {stages} numbers above 0 with the sum {len(layers)}, such as "
-            f"{even_split(len(layers), stages)}"
+            f"{make_even_split(len(layers), stages)}"
         )
     return split
 
 
 def _explain_memory(problem: SplitProblem, memory: Sequence[float]) -> str:
     """Explain that no split fits, with the split that needs least memory."""
-    counts = _Search(problem, minimised=("memory",), bounded=()).best()
+    counts = _SplitSearch(problem, minimised=("memory",), bounded=()).find_best()
     assert counts is not None
     needed = problem.memory_bytes(counts)
     worst = max(range(len(needed)), key=lambda rank: needed[rank] / max(memory[rank], 1))
-    activation_bytes = problem.timeline(counts).kept_bytes[worst]
+    activation_bytes = problem.simulate_split(counts).kept_bytes[worst]
     return (
         f"no split of these {len(problem.costs)} layers fits: the one that needs least, {counts}, "
         f"takes {sized(needed[worst])} on worker "
@@ -290,7 +292,7 @@ def _explain_memory(problem: SplitProblem, memory: Sequence[float]) -> str:
     )
 
 
-class _Partial(NamedTuple):
+class _PartialSplit(NamedTuple):
     """A split of the first layers over the first stages.
 
     `worst` is its largest load so far. `square` is the sum of squares of the times, so that of
@@ -303,13 +305,15 @@ class _Partial(NamedTuple):
     counts: tuple[int, ...]
 
 
-def fastest_slowest(problem: SplitProblem) -> list[int] | None:
+def minimise_slowest_stage(problem: SplitProblem) -> list[int] | None:
     """Find the split whose slowest stage or link is fastest; None if none fits into memory."""
-    return _Search(problem, minimised=("time", "there", "back"), bounded=("memory",)).best()
+    return _SplitSearch(
+        problem, minimised=("time", "there", "back"), bounded=("memory",)
+    ).find_best()
 
 
 @dataclass
-class _Search:
+class _SplitSearch:
     """Finds the split whose largest load is least.
 
     Loads of the kinds in `minimised` count. None of the kinds in `bounded` may be above 1.
@@ -318,17 +322,17 @@ class _Search:
     problem: SplitProblem
     minimised: tuple[str, ...]
     bounded: tuple[str, ...]
-    open: list[tuple[Load, ...]] = field(init=False)
+    open_loads: list[tuple[Load, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         self._stages = stages = self.problem.schedule.stages
         used = [
-            [key for key, _ in self.problem.loads(stage, stage, stage + 1)]
+            [key for key, _ in self.problem.find_loads(stage, stage, stage + 1)]
             for stage in range(stages)
         ]
         all_keys = dict.fromkeys(key for keys in used for key in keys)
         # After each stage: the loads that have begun, and will grow with later stages.
-        self.open = [
+        self.open_loads = [
             tuple(
                 key
                 for key in all_keys
@@ -338,21 +342,23 @@ class _Search:
             for at in range(stages)
         ]
 
-    def best(self) -> list[int] | None:
+    def find_best(self) -> list[int] | None:
         """Find the best split; None if none is within the bounds."""
         # If the narrow search dropped a partial split, a wider one may find something better.
-        best, dropped = self._least(NARROW, self._even())
+        best, dropped = self._find_least(NARROW_SEARCH, self._even_load())
         if dropped:
-            best = self._least(WIDE, best.worst if best else self._even())[0] or best
+            best = (
+                self._find_least(WIDE_SEARCH, best.worst if best else self._even_load())[0] or best
+            )
         return list(best.counts) if best else None
 
-    def _even(self) -> float:
+    def _even_load(self) -> float:
         """Largest load of the even split, a limit for the best one; infinite if out of bounds."""
         loads = dict[Load, float]()
         for stage, part in enumerate(
-            pairwise([0, *accumulate(even_split(len(self.problem.costs), self._stages))])
+            pairwise([0, *accumulate(make_even_split(len(self.problem.costs), self._stages))])
         ):
-            for key, load in self.problem.loads(stage, *part):
+            for key, load in self.problem.find_loads(stage, *part):
                 loads[key] = loads.get(key, 0.0) + load
         within = all(load <= 1 for key, load in loads.items() if key[0] in self.bounded)
         return (
@@ -361,39 +367,42 @@ class _Search:
             else float("inf")
         )
 
-    def _least(self, width: int, limit: float) -> tuple[_Partial | None, bool]:
+    def _find_least(self, width: int, limit: float) -> tuple[_PartialSplit | None, bool]:
         """Find a split whose largest load is least and at most `limit`; whether any was dropped."""
         # By number of layers used up: partial splits over the stages so far.
-        cells, dropped = {0: [_Partial(0.0, 0.0, (), ())]}, False
+        cells, dropped = {0: [_PartialSplit(0.0, 0.0, (), ())]}, False
         keys: tuple[Load, ...] = ()
         for stage in range(self._stages):
-            grown = dict[int, list[_Partial]]()
+            grown = dict[int, list[_PartialSplit]]()
             for start, partials in cells.items():
-                for stop in self._stops(stage, start):
-                    added = list(self.problem.loads(stage, start, stop))
+                for stop in self._possible_stops(stage, start):
+                    added = list(self.problem.find_loads(stage, start, stop))
                     # More layers would only add to these loads.
                     if any(
-                        load > self._limit(key, limit) for key, load in added if key[0] in GROWING
+                        load > self._limit_load(key, limit)
+                        for key, load in added
+                        if key[0] in GROWING_LOADS
                     ):
                         break
                     extended = (
-                        self._add(one, keys, added, stage, stop - start) for one in partials
+                        self._extend_partial(one, keys, added, stage, stop - start)
+                        for one in partials
                     )
                     grown.setdefault(stop, []).extend(
                         one for one in extended if one is not None and one.worst <= limit
                     )
-            cells = {stop: _undominated(partials, width) for stop, partials in grown.items()}
+            cells = {stop: _keep_undominated(partials, width) for stop, partials in grown.items()}
             dropped = dropped or any(len(partials) == width for partials in cells.values())
-            keys = self.open[stage]
+            keys = self.open_loads[stage]
         done = cells.get(len(self.problem.costs), [])
         return (min(done) if done else None), dropped
 
-    def _limit(self, key: Load, limit: float) -> float:
+    def _limit_load(self, key: Load, limit: float) -> float:
         return (
             limit if key[0] in self.minimised else 1.0 if key[0] in self.bounded else float("inf")
         )
 
-    def _stops(self, stage: int, start: int) -> Sequence[int]:
+    def _possible_stops(self, stage: int, start: int) -> Sequence[int]:
         """Ends of a stage that begins at layer `start`, such that later stages have layers, too."""
         layers = len(self.problem.costs)
         return (
@@ -402,14 +411,14 @@ class _Search:
             else range(start + 1, layers - self._stages + stage + 2)
         )
 
-    def _add(
+    def _extend_partial(
         self,
-        one: _Partial,
+        one: _PartialSplit,
         keys: Sequence[Load],
         added: Sequence[tuple[Load, float]],
         stage: int,
         count: int,
-    ) -> _Partial | None:
+    ) -> _PartialSplit | None:
         """Extend a partial split by a stage of `count` layers; None if it goes out of bounds."""
         loads = dict(zip(keys, one.loads, strict=True))
         worst, square = one.worst, one.square
@@ -422,17 +431,17 @@ class _Search:
                 worst = max(worst, loads[key])
             if key[0] == "time":
                 square += loads[key] ** 2 - before**2
-        return _Partial(
+        return _PartialSplit(
             worst,
             square,
-            tuple(loads.get(key, 0.0) for key in self.open[stage]),
+            tuple(loads.get(key, 0.0) for key in self.open_loads[stage]),
             (*one.counts, count),
         )
 
 
-def _undominated(partials: Sequence[_Partial], width: int) -> list[_Partial]:
+def _keep_undominated(partials: Sequence[_PartialSplit], width: int) -> list[_PartialSplit]:
     """Keep the `width` best partial splits that no better one beats in all open loads."""
-    best = list[_Partial]()
+    best = list[_PartialSplit]()
     for one in sorted(partials):
         # Those before it in this order have no larger worst load.
         if not any(
@@ -445,15 +454,15 @@ def _undominated(partials: Sequence[_Partial], width: int) -> list[_Partial]:
     return best
 
 
-def _most_at_once(schedule: PipelineSchedule, rank: int) -> list[Mapping[int, int]]:
+def _count_peaks(schedule: PipelineSchedule, rank: int) -> list[Mapping[int, int]]:
     """Count the micro-batches that stages of a rank keep, at all moments that no other exceeds.
 
     A moment is left out if at another one all of the rank's stages keep at least as many.
     """
-    stages = schedule.held(rank)
+    stages = schedule.stages_of_rank(rank)
     now, seen = dict.fromkeys(stages, 0), set[tuple[int, ...]]()
     for action in schedule.rows[rank]:
-        now[action.stage] += (action.kind == "forward") - (action.kind in COMPLETES)
+        now[action.stage] += (action.kind == "forward") - (action.kind in COMPLETING_KINDS)
         seen.add(tuple(now.values()))
     most = [
         one

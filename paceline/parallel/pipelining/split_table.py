@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 from paceline.formatting import sized
-from paceline.parallel.pipelining.split import LayerCost, SplitProblem, even_split
+from paceline.parallel.pipelining.split import LayerCost, SplitProblem, make_even_split
 
 HEAD = ("stage", "worker", "layers", "time", "share", "parameters")
 
@@ -16,7 +16,7 @@ def describe_split(problem: SplitProblem, counts: Sequence[int]) -> str:
 
     The time is compared with that of the even split.
     """
-    times, placed, speeds = problem.times(counts), problem.schedule.placed, problem.speeds
+    times, placed, speeds = problem.stage_times(counts), problem.schedule.placed, problem.speeds
     busy = [
         (forward + back) / speeds[rank]
         for forward, back, rank in zip(times.forwards, times.backwards, placed, strict=True)
@@ -25,20 +25,22 @@ def describe_split(problem: SplitProblem, counts: Sequence[int]) -> str:
     for stage, (start, stop) in enumerate(pairwise([0, *accumulate(counts)])):
         part = problem.costs[start:stop]
         cells = (
-            _name(part),
-            _time(busy[stage]),
+            _name_layers(part),
+            _format_time(busy[stage]),
             f"{busy[stage] / (sum(busy) or 1):.0%}",
             sized(sum(cost.parameters for cost in part)),
         )
         rows.append((str(stage), str(placed[stage]), *cells))
-    return "\n".join([*_aligned(rows), *_memory(problem, counts), *_steps(problem, counts)])
+    return "\n".join(
+        [*_align_rows(rows), *_describe_memory(problem, counts), *_describe_step(problem, counts)]
+    )
 
 
-def _name(part: Sequence[LayerCost]) -> str:
+def _name_layers(part: Sequence[LayerCost]) -> str:
     return part[0].name if len(part) == 1 else f"{part[0].name} to {part[-1].name} ({len(part)})"
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+def _align_rows(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (
@@ -48,7 +50,7 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-def _memory(problem: SplitProblem, counts: Sequence[int]) -> Iterator[str]:
+def _describe_memory(problem: SplitProblem, counts: Sequence[int]) -> Iterator[str]:
     room = [
         "" if problem.memory is None else f" of {sized(problem.memory[rank])}"
         for rank in range(problem.schedule.ranks)
@@ -59,22 +61,23 @@ def _memory(problem: SplitProblem, counts: Sequence[int]) -> Iterator[str]:
     )
 
 
-def _steps(problem: SplitProblem, counts: Sequence[int]) -> Iterator[str]:
+def _describe_step(problem: SplitProblem, counts: Sequence[int]) -> Iterator[str]:
     """Write the predicted time of a step, and how much longer the even split would take."""
-    timeline, schedule = problem.timeline(counts), problem.schedule
+    timeline, schedule = problem.simulate_split(counts), problem.schedule
     text = (
-        f"predicted: {_time(timeline.makespan)} for a step of {schedule.micro_batches} "
+        f"predicted: {_format_time(timeline.makespan)} for a step of {schedule.micro_batches} "
         f"micro-batches, {timeline.bubble:.0%} of it idle"
     )
-    even = even_split(len(problem.costs), schedule.stages)
-    other = problem.timeline(even).makespan
+    even = make_even_split(len(problem.costs), schedule.stages)
+    other = problem.simulate_split(even).makespan
     if list(counts) != even and timeline.makespan:
         text += (
-            f"; with as many layers each, {even}, {_time(other)}, {other / timeline.makespan:.2f} "
+            f"; with as many layers each, {even}, {_format_time(other)}, "
+            f"{other / timeline.makespan:.2f} "
             "times as long"
         )
     yield text
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

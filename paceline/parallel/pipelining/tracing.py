@@ -26,10 +26,16 @@ from torch.fx.proxy import TraceError
 from torch.utils import checkpoint
 
 from paceline.errors import UsageError
-from paceline.parallel.pipelining.operations import OUTPUT, Attribute, Operation, Ref, substitute
+from paceline.parallel.pipelining.operations import (
+    OUTPUT,
+    ModelPath,
+    Operation,
+    ValueRef,
+    substitute_leaves,
+)
 from paceline.parallel.torch_pytree import tree_leaves
 
-INSTEAD = (
+REMEDY = (
     "name the module that does this as one layer, or say trace=False if the layers simply follow "
     "one another"
 )
@@ -39,7 +45,7 @@ RANGES = (torch.arange, torch.linspace, torch.logspace)
 # torch.fx overlooks them: no argument is a tensor.
 FACTORIES = (*RANDOM, *FILLED, *RANGES, torch.tensor)
 # Bytecode that may lie between a value and the jump that depends on its truth.
-SILENT = ("CACHE", "TO_BOOL", "NOT_TAKEN", "COPY", "EXTENDED_ARG")
+SKIPPED_BYTECODE = ("CACHE", "TO_BOOL", "NOT_TAKEN", "COPY", "EXTENDED_ARG")
 FX = str(Path(torch.__file__).parent / "fx")
 OURS = (str(Path(torch.__file__).parent), __file__)
 # One thread at a time, as torch.fx patches nn.Module while it traces.
@@ -50,7 +56,7 @@ class Untraceable(UsageError):
     """A forward that can't be traced, with the reason."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"{reason}; {INSTEAD}")
+        super().__init__(f"{reason}; {REMEDY}")
         self.reason = reason
 
 
@@ -62,13 +68,13 @@ def trace_operations(
     with TRACING:
         # The third trace shows what differs between two traces of the same mode.
         training, evaluation, again = (
-            _trace(model, layers, inputs, training=mode) for mode in (True, False, True)
+            _trace_mode(model, layers, inputs, training=mode) for mode in (True, False, True)
         )
     _refuse_changes(model, training, again)
-    return _merge(model, training, evaluation)
+    return _merge_modes(model, training, evaluation)
 
 
-def _merge(
+def _merge_modes(
     model: nn.Module, training: Sequence[Operation], evaluation: Sequence[Operation]
 ) -> list[Operation]:
     """Merge the traces of two modes, which may differ in arguments alone."""
@@ -87,7 +93,7 @@ def _merge(
             f"the forward of {type(model).__name__} does other things in training than in "
             f"evaluation{at}"
         )
-    return [one.merged(two) for one, two in zip(training, evaluation, strict=True)]
+    return [one.merge_evaluation(two) for one, two in zip(training, evaluation, strict=True)]
 
 
 def _refuse_changes(
@@ -95,34 +101,38 @@ def _refuse_changes(
 ) -> None:
     """Raise `UsageError` for a forward that does something else each time."""
     alike = [
-        one.merged(two) for one, two in zip(first, again, strict=False) if one.target == two.target
+        one.merge_evaluation(two)
+        for one, two in zip(first, again, strict=False)
+        if one.target == two.target
     ]
-    changed = next((operation.name for operation in alike if operation.by_mode), None)
+    changed = next((operation.name for operation in alike if operation.depends_on_mode), None)
     if changed or not len(alike) == len(first) == len(again):
         at = f" (at {changed})" if changed else ""
         kind = type(model).__name__
         raise UsageError(
             f"the forward of {kind} does other things each time{at}, such as drawing random "
-            f"numbers in Python; {INSTEAD}"
+            f"numbers in Python; {REMEDY}"
         )
 
 
-def _trace(
+def _trace_mode(
     model: nn.Module, layers: Sequence[str], inputs: Sequence[str], *, training: bool
 ) -> list[Operation]:
     """Trace a forward once, and set back whatever it changes in modules around the layers."""
-    through = {name: module for name, module in model.named_modules() if not is_whole(name, layers)}
+    through = {
+        name: module for name, module in model.named_modules() if not is_called_whole(name, layers)
+    }
     before = {name: dict(vars(module)) for name, module in through.items()}
     tracer = LayerTracer(layers, inputs)
     try:
         for module in through.values():
             vars(module)["training"] = training
-        with tracer.recording():
+        with tracer.record_functions():
             graph = tracer.trace(model)
     except UsageError:
         raise
     except Exception as error:
-        raise Untraceable(_explain(model, error)) from error
+        raise Untraceable(_explain_failure(model, error)) from error
     finally:
         after = {name: dict(vars(module)) for name, module in through.items()}
         for name, module in through.items():
@@ -134,16 +144,16 @@ def _trace(
         node: place
         for node in graph.nodes
         if node.op == "get_attr"
-        for place in [tracer.constants.get(node.target, Attribute(node.target))]
+        for place in [tracer.constants.get(node.target, ModelPath(node.target))]
     }
     return [
-        tracer.operation(node, replacements)
+        tracer.make_operation(node, replacements)
         for node in graph.nodes
         if node.op not in ("get_attr", "placeholder")
     ]
 
 
-def is_whole(name: str, layers: Sequence[str]) -> bool:
+def is_called_whole(name: str, layers: Sequence[str]) -> bool:
     """Whether a module is called whole: it is a layer, or has no layer inside."""
     return bool(name) and (
         name in layers or not any(layer.startswith(f"{name}.") for layer in layers)
@@ -170,11 +180,11 @@ class LayerTracer(Tracer):
             tuple(inputs),
             threading.get_ident(),
         )
-        self._modes = _modes()
-        self._ungraded = set[str]()
+        self._modes = _current_modes()
+        self._no_grad_names = set[str]()
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def record_functions(self) -> Iterator[None]:
         """Record functions of torch that torch.fx overlooks, inside of the block."""
         places: list[tuple[Any, str, Any]] = [
             (torch, function.__name__, function) for function in FACTORIES
@@ -187,7 +197,7 @@ class LayerTracer(Tracer):
         unwrap = functions.unwrap_dead_wrappers
         try:
             for module, name, function in places:
-                setattr(module, name, self._recorder(function))
+                setattr(module, name, self._make_recorder(function))
             functions.unwrap_dead_wrappers = functools.partial(self._refuse_own_backward, unwrap)
             yield
         finally:
@@ -195,13 +205,13 @@ class LayerTracer(Tracer):
                 setattr(module, name, function)
             functions.unwrap_dead_wrappers = unwrap
 
-    def _recorder(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _make_recorder(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def record(*args: Any, **kwargs: Any) -> Any:
             # Random numbers are recorded without arguments from the batch, too: the values drawn
             # now would be used for ever.
             drawn = function in RANDOM
-            if self._elsewhere or not (
+            if self._is_other_thread or not (
                 drawn or any(isinstance(leaf, Proxy) for leaf in tree_leaves((args, kwargs)))
             ):
                 return function(*args, **kwargs)
@@ -210,17 +220,17 @@ class LayerTracer(Tracer):
         return record
 
     def _refuse_own_backward(self, unwrap: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if not self._elsewhere and any(isinstance(leaf, Proxy) for leaf in tree_leaves(args)):
+        if not self._is_other_thread and any(isinstance(leaf, Proxy) for leaf in tree_leaves(args)):
             raise TraceError("a torch.autograd.Function has a backward of its own")
         return unwrap(args)
 
     @property
-    def _elsewhere(self) -> bool:
+    def _is_other_thread(self) -> bool:
         """Whether another thread is calling."""
         return threading.get_ident() != self._thread
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return is_whole(module_qualified_name, tuple(self._layers))
+        return is_called_whole(module_qualified_name, tuple(self._layers))
 
     def call_module(
         self,
@@ -231,12 +241,12 @@ class LayerTracer(Tracer):
     ) -> Any:
         return (
             forward(*args, **kwargs)
-            if self._elsewhere
+            if self._is_other_thread
             else super().call_module(m, forward, args, kwargs)
         )
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Proxy]) -> Any:
-        if self._elsewhere:
+        if self._is_other_thread:
             return attr_val
         # torch.fx would keep the buffer's value of this moment.
         buffers = self.root.named_buffers() if isinstance(attr_val, Tensor) else ()
@@ -276,32 +286,32 @@ class LayerTracer(Tracer):
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> Node:
         node = super().create_node(kind, target, *args, **kwargs)
-        graded, rest = _modes()
+        graded, rest = _current_modes()
         if rest != self._modes[1]:
             raise TraceError(
                 "torch.autocast (or torch.inference_mode) around a part of the forward can't be "
                 "recorded"
             )
         if self._modes[0] and not graded:
-            self._ungraded.add(node.name)
+            self._no_grad_names.add(node.name)
         return node
 
     def to_bool(self, obj: Proxy) -> bool:
         """Record an assertion, and go on as if it held; refuse any other branch."""
-        place = _assertion()
+        place = _find_assertion()
         if place is None:
             return super().to_bool(obj)
-        self.create_proxy("call_function", _hold, (obj, place), {})
+        self.create_proxy("call_function", _check_assertion, (obj, place), {})
         return True
 
-    def operation(self, node: Node, replacements: dict[Node, Any]) -> Operation:
+    def make_operation(self, node: Node, replacements: dict[Node, Any]) -> Operation:
         """Make the operation of a node; `replacements` is for look-up nodes."""
 
         def named(leaf: Any) -> Any:
             if not isinstance(leaf, Node):
                 return leaf
             return replacements.get(
-                leaf, Ref(str(leaf.target) if leaf.op == "placeholder" else leaf.name)
+                leaf, ValueRef(str(leaf.target) if leaf.op == "placeholder" else leaf.name)
             )
 
         kinds = {
@@ -310,19 +320,21 @@ class LayerTracer(Tracer):
             "call_method": "method",
             "output": "output",
         }
-        args, kwargs = substitute(node.args, named), substitute(node.kwargs, named)
+        args, kwargs = substitute_leaves(node.args, named), substitute_leaves(node.kwargs, named)
         kind: Any = kinds[node.op]
         name = OUTPUT if node.op == "output" else node.name
-        return Operation(name, kind, node.target, args, kwargs, node.name not in self._ungraded)
+        return Operation(
+            name, kind, node.target, args, kwargs, node.name not in self._no_grad_names
+        )
 
 
-def _hold(condition: Any, place: str) -> None:
+def _check_assertion(condition: Any, place: str) -> None:
     """Check an assertion of the forward, when the trace runs."""
     if not condition:
         raise AssertionError(f"the assertion at {place} doesn't hold")
 
 
-def _assertion() -> str | None:
+def _find_assertion() -> str | None:
     """File and line of an `assert` that tests a proxy at this moment; None if something else does.
 
     The bytecode after the test tells: a jump if it is true, over the loading of AssertionError.
@@ -332,7 +344,7 @@ def _assertion() -> str | None:
     following = [
         one
         for one in dis.get_instructions(frame.f_code)
-        if one.offset >= frame.f_lasti and one.opname not in SILENT
+        if one.offset >= frame.f_lasti and one.opname not in SKIPPED_BYTECODE
     ]
     jump, raised = following[0].opname, f"{following[1].opname} {following[1].argval}"
     # From Python 3.14 on, AssertionError is a common constant.
@@ -346,7 +358,7 @@ def _is_state(a: Tensor, root: nn.Module) -> bool:
     return isinstance(a, nn.Parameter) or any(a is buffer for buffer in root.buffers())
 
 
-def _modes() -> tuple[bool, tuple[Any, ...]]:
+def _current_modes() -> tuple[bool, tuple[Any, ...]]:
     autocast = [
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")
@@ -364,7 +376,7 @@ def _refuse_assignments(
                 path = f"{name}.{key}" if name else key
                 raise UsageError(
                     f"the forward sets the attribute {path}, which layers on other workers "
-                    f"wouldn't see; {INSTEAD}"
+                    f"wouldn't see; {REMEDY}"
                 )
 
 
@@ -388,14 +400,14 @@ def refuse_hooks(model: nn.Module, layers: Sequence[str]) -> None:
             for hook in hooks
             if not str(getattr(hook, "__module__", None)).startswith("paceline.")
         ]
-        if name and not is_whole(name, layers) and of_scripts:
+        if name and not is_called_whole(name, layers) and of_scripts:
             raise UsageError(
                 f"{name} has a hook, but isn't called itself, as layers inside of it are; put the "
                 f"hook on them, or name {name} as a layer"
             )
 
 
-def _explain(model: nn.Module, error: Exception) -> str:
+def _explain_failure(model: nn.Module, error: Exception) -> str:
     """Explain why and where a forward can't be traced, from the error that torch.fx has raised."""
     every = [
         frame

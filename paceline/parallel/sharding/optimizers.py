@@ -21,7 +21,7 @@ from paceline.parallel.elementwise import is_elementwise
 
 # Optimizers of any library that need a norm, a product or a step size over all parameters together,
 # in lower case.
-ONE_NUMBER = (
+GLOBAL_OPTIMIZERS = (
     *(
         "adai",
         "adaiv2",
@@ -51,14 +51,14 @@ ONE_NUMBER = (
 )
 
 
-def takes_one_number(optimizer: Optimizer) -> bool:
+def needs_global_number(optimizer: Optimizer) -> bool:
     """Whether an optimizer needs a number over all parameters, by the names of its base classes."""
     return not is_elementwise(optimizer) and any(
-        kind.__name__.lower() in ONE_NUMBER for kind in type(optimizer).__mro__
+        kind.__name__.lower() in GLOBAL_OPTIMIZERS for kind in type(optimizer).__mro__
     )
 
 
-class ClipGuard:
+class NormGuard:
     """Replaces a function of torch that clips by norm, and refuses parameters that are cut."""
 
     def __init__(self, before: Callable[..., Any]) -> None:
@@ -82,8 +82,8 @@ def refuse_partial_norms(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -
     # Private to torch: clip_grad_norm_ looks this function up in its module. If that changes, the
     # guard is never called, and clip_grad_norm_ clips pieces by the norm of this worker's part.
     guard = clip_grad._clip_grads_with_norm_
-    if not isinstance(guard, ClipGuard):
-        guard = ClipGuard(guard)
+    if not isinstance(guard, NormGuard):
+        guard = NormGuard(guard)
         setattr(clip_grad, "_clip_grads_with_norm_", guard)  # noqa: B010
     for name, parameter in parameters:
         guard.names[parameter] = name
@@ -122,7 +122,7 @@ def refuse_idle_clipping(wholes: Iterable[torch.nn.Parameter]) -> None:
         guard.wholes[whole] = True
 
 
-def clear_pieces_too(model: torch.nn.Module, pieces: dict[int, torch.nn.Parameter]) -> None:
+def hook_zero_grad(model: torch.nn.Module, pieces: dict[int, torch.nn.Parameter]) -> None:
     """Let `zero_grad` of a model and its modules clear the gradients of pieces, too.
 
     `pieces` are by the ids of their whole parameters. Copies of the model keep the plain
@@ -142,7 +142,7 @@ def clear_pieces_too(model: torch.nn.Module, pieces: dict[int, torch.nn.Paramete
         setattr(module, "zero_grad", types.MethodType(zero_grad, module))  # noqa: B010
 
 
-def is_refused(parameter: Tensor) -> bool:
+def is_clipping_refused(parameter: Tensor) -> bool:
     """Whether torch's clip_grad_norm_ is refused for a parameter, as it is cut already."""
     guard = clip_grad._clip_grads_with_norm_
-    return isinstance(guard, ClipGuard) and parameter in guard.names
+    return isinstance(guard, NormGuard) and parameter in guard.names

@@ -15,22 +15,22 @@ from torch.nn import Parameter
 from paceline.errors import UsageError
 from paceline.parallel.cut import CutContext
 from paceline.parallel.initialise import GENERATORS
-from paceline.parallel.placement import Range, chunk
+from paceline.parallel.placement import Range, chunk_range
 from paceline.parallel.tensor import peers, uncut
-from paceline.parallel.tensor.functions import TensorAxis
-from paceline.parallel.tensor.layers import (
-    Column,
-    Experts,
+from paceline.parallel.tensor.cut_layers import (
+    ColumnLinear,
+    CutExperts,
     LayerCut,
     RowConv1D,
     RowLinear,
     SequenceRegion,
-    Summed,
+    SummedModule,
     TensorCutModule,
     VocabEmbedding,
     VocabHead,
-    become,
+    change_class,
 )
+from paceline.parallel.tensor.exchanges import TensorAxis
 from paceline.parallel.tensor.styles import Style, column, experts, row, sequence, summed, vocab
 
 AXIS = "tensor"
@@ -43,7 +43,7 @@ READS_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 @dataclass(frozen=True)
-class _Found:
+class _NamedModule:
     """A module that a plan names, with its first name and its style."""
 
     name: str
@@ -60,14 +60,14 @@ class _ParameterCut:
     dim: int
     parts: int
 
-    def ranges(self, rank: int, size: int) -> list[Range]:
+    def find_ranges(self, rank: int, size: int) -> list[Range]:
         """Ranges of the dimension that a worker keeps, one in each part."""
         length = self.parameter.shape[self.dim] // self.parts
-        first, last = chunk(length, rank, size)
+        first, last = chunk_range(length, rank, size)
         return [(part * length + first, part * length + last) for part in range(self.parts)]
 
 
-def cut(
+def cut_layers(
     model: nn.Module,
     layers: Mapping[str, Style],
     divide: Sequence[str],
@@ -92,10 +92,10 @@ def cut(
     model = getattr(model, "_orig_mod", model)
     size = context.mesh.extent(AXIS)
     # Checks. A region covers all modules inside of it.
-    named = _named(model, layers)
+    named = _find_named(model, layers)
     _refuse_wrapped(model)
     for each in named:
-        _refuse_unknown(each, model)
+        _refuse_uncuttable(each, model)
     regions = {
         id(part): each
         for each in named
@@ -112,22 +112,22 @@ def cut(
                 f"{each.style} can't be; end it before"
             )
     whole = [each for each in named if isinstance(each.style, sequence | summed)]
-    sums = _summed(whole, {id(each.module) for each in named if each not in whole})
-    cuts = _parameter_cuts(model, [each for each in named if each not in whole], size)
-    divided = list(_divided(model, divide, size))
+    sums = _find_summed(whole, {id(each.module) for each in named if each not in whole})
+    cuts = _plan_parameter_cuts(model, [each for each in named if each not in whole], size)
+    divided = list(_find_divided(model, divide, size))
     # Changes: parameters first, then the attributes and classes of modules.
-    group = context.groups.along(AXIS)
-    axis = TensorAxis(group, context.groups.meter(AXIS))
-    _equal_random_numbers(axis)
+    group = context.groups.group_along(AXIS)
+    axis = TensorAxis(group, context.groups.meter_along(AXIS))
+    _share_random_state(axis)
     before = {name: dict(vars(part)) for name, part in model.named_modules()}
     for parameter_cut in cuts:
-        _narrow(parameter_cut, context, group.rank)
+        _cut_parameter(parameter_cut, context, group.rank)
     for module, name, value in divided:
         setattr(module, name, value)
     for each in named:
-        _become(each, axis, regions)
+        _change_layer(each, axis, regions)
     for name, module in sums:
-        become(module, Summed, LayerCut(axis, name))
+        change_class(module, SummedModule, LayerCut(axis, name))
     # Comparisons in the first calls.
     cut_ids = {id(one.parameter) for one in cuts}
     whole_parameters = [
@@ -136,7 +136,7 @@ def cut(
         if id(parameter) not in cut_ids
     ]
     columns = [each.name for each in named if isinstance(each.style, column)]
-    peers.watch(model, axis, columns, whole_parameters)
+    peers.watch_model(model, axis, columns, whole_parameters)
     if compare:
         partial = [
             each.name for each in named if isinstance(each.style, column) and not each.style.gather
@@ -144,30 +144,30 @@ def cut(
         rows = [each.name for each in named if isinstance(each.style, row) and not each.style.split]
         mixtures = [each.name for each in named if isinstance(each.style, experts)]
         settings = {
-            name: _divided_since(before[name], part) for name, part in model.named_modules()
+            name: _changed_numbers(before[name], part) for name, part in model.named_modules()
         }
-        uncut.watch(model, axis, (partial, rows), mixtures, settings)
+        uncut.watch_modules(model, axis, (partial, rows), mixtures, settings)
 
 
 # ---- modules that a plan names
 
 
-def _named(model: nn.Module, layers: Mapping[str, Style]) -> list[_Found]:
+def _find_named(model: nn.Module, layers: Mapping[str, Style]) -> list[_NamedModule]:
     """Find the modules that patterns name, once each, in the order of the model."""
     names = list(model.named_modules(remove_duplicate=False))
     for pattern in layers:
         if not any(fnmatchcase(name, pattern) for name, _ in names):
             raise UsageError(
                 f"tensor: no module is called {pattern!r}; "
-                f"{_near(pattern, [name for name, _ in names if name])}"
+                f"{_describe_nearest(pattern, [name for name, _ in names if name])}"
             )
     # A shared module has several names, and must have one style under all of them.
-    first: dict[int, tuple[str, str, _Found]] = {}
+    first: dict[int, tuple[str, str, _NamedModule]] = {}
     for name, module in names:
         for pattern, style in layers.items():
             if not fnmatchcase(name, pattern):
                 continue
-            seen = first.setdefault(id(module), (name, pattern, _Found(name, module, style)))
+            seen = first.setdefault(id(module), (name, pattern, _NamedModule(name, module, style)))
             if seen[2].style != style:
                 also = "" if seen[0] == name else f", which is {seen[0]} as well,"
                 raise UsageError(
@@ -187,7 +187,7 @@ def _named(model: nn.Module, layers: Mapping[str, Style]) -> list[_Found]:
     return [seen[2] for seen in first.values()]
 
 
-def _near(pattern: str, names: Sequence[str]) -> str:
+def _describe_nearest(pattern: str, names: Sequence[str]) -> str:
     """List the names that are most like a pattern, for an error message."""
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
     return f"the nearest are {', '.join(near)}" if near else "it has no modules inside"
@@ -203,7 +203,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
             )
 
 
-def _refuse_unknown(each: _Found, model: nn.Module) -> None:
+def _refuse_uncuttable(each: _NamedModule, model: nn.Module) -> None:
     """Raise `UsageError` for a module that its style can't cut."""
     name, module, kind = each.name or "the model", each.module, type(each.module).__name__
     if isinstance(module, TensorCutModule):
@@ -228,13 +228,13 @@ def _refuse_unknown(each: _Found, model: nn.Module) -> None:
         column: "Linear, Conv1D",
         row: "Linear, Conv1D",
         vocab: "Embedding, Linear",
-        experts: "Experts",
+        experts: "CutExperts",
     }[type(each.style)]
-    if _kind(module) not in kinds.split(", "):
+    if _module_kind(module) not in kinds.split(", "):
         inside = [
             f"{inner} ({type(part).__name__})"
             for inner, part in module.named_modules()
-            if _kind(part) and inner
+            if _module_kind(part) and inner
         ][:3]
         hint = (
             f"; name what is inside: {', '.join(f'{name}.{part}' for part in inside)}"
@@ -275,7 +275,7 @@ def _refuse_unknown(each: _Found, model: nn.Module) -> None:
         )
 
 
-def _kind(module: nn.Module) -> str:
+def _module_kind(module: nn.Module) -> str:
     """The kind of a module that can be cut; "" for others, subclasses included."""
     if type(module) in (nn.Linear, nn.Embedding):
         return type(module).__name__
@@ -292,7 +292,7 @@ def _kind(module: nn.Module) -> str:
         2 * shapes[1][-1],
         shapes[1][1],
     ):
-        return "Experts"
+        return "CutExperts"
     weight = module._parameters.get("weight")
     is_conv1d = (
         type(module).__name__ == "Conv1D"
@@ -303,7 +303,7 @@ def _kind(module: nn.Module) -> str:
     return "Conv1D" if is_conv1d else ""
 
 
-def _summed(whole: Sequence[_Found], cut_ids: set[int]) -> list[tuple[str, nn.Module]]:
+def _find_summed(whole: Sequence[_NamedModule], cut_ids: set[int]) -> list[tuple[str, nn.Module]]:
     """Find the modules whose parameters stay whole, and are used on parts of activations."""
     sums: dict[int, tuple[str, nn.Module]] = {}
     for each in whole:
@@ -318,7 +318,7 @@ def _summed(whole: Sequence[_Found], cut_ids: set[int]) -> list[tuple[str, nn.Mo
     return list(sums.values())
 
 
-def _refuse_in_region(name: str, module: nn.Module, region: _Found, is_cut: bool) -> None:
+def _refuse_in_region(name: str, module: nn.Module, region: _NamedModule, is_cut: bool) -> None:
     """Raise `UsageError` for a module that may not treat each position of a sequence by itself."""
     has_state = any(
         part is not None for part in (*module._parameters.values(), *module._buffers.values())
@@ -341,12 +341,14 @@ def _refuse_in_region(name: str, module: nn.Module, region: _Found, is_cut: bool
 # ---- parameters and attributes that are cut
 
 
-def _parameter_cuts(model: nn.Module, named: Sequence[_Found], size: int) -> list[_ParameterCut]:
+def _plan_parameter_cuts(
+    model: nn.Module, named: Sequence[_NamedModule], size: int
+) -> list[_ParameterCut]:
     """List how each parameter is cut; a tied one once, and in the same way everywhere."""
     cuts: dict[int, _ParameterCut] = {}
     owners: dict[int, set[int]] = {}
     for each in named:
-        for new in _of_layer(each):
+        for new in _plan_layer_cuts(each):
             first = cuts.setdefault(id(new.parameter), new)
             owners.setdefault(id(new.parameter), set()).add(id(each.module))
             if (first.dim, first.parts) != (new.dim, new.parts):
@@ -368,11 +370,11 @@ def _parameter_cuts(model: nn.Module, named: Sequence[_Found], size: int) -> lis
                     "cut both alike, by vocab()"
                 )
     for parameter_cut in cuts.values():
-        _refuse_odd(parameter_cut, size)
+        _refuse_uneven(parameter_cut, size)
     return list(cuts.values())
 
 
-def _of_layer(each: _Found) -> Iterator[_ParameterCut]:
+def _plan_layer_cuts(each: _NamedModule) -> Iterator[_ParameterCut]:
     """Yield how the parameters of a layer are cut."""
     if isinstance(each.style, experts):
         yield from (
@@ -383,7 +385,7 @@ def _of_layer(each: _Found) -> Iterator[_ParameterCut]:
     weight, bias = each.module._parameters["weight"], each.module._parameters.get("bias")
     assert weight is not None
     # nn.Linear has its weight as (out, in), and Conv1D as (in, out).
-    transposed = _kind(each.module) == "Conv1D"
+    transposed = _module_kind(each.module) == "Conv1D"
     parts = each.style.parts if isinstance(each.style, column) else 1
     by_rows = isinstance(each.style, row)
     yield _ParameterCut(f"{each.name}.weight", weight, int(by_rows != transposed), parts)
@@ -391,7 +393,7 @@ def _of_layer(each: _Found) -> Iterator[_ParameterCut]:
         yield _ParameterCut(f"{each.name}.bias", bias, 0, parts)
 
 
-def _refuse_odd(parameter_cut: _ParameterCut, size: int) -> None:
+def _refuse_uneven(parameter_cut: _ParameterCut, size: int) -> None:
     length, step = parameter_cut.parameter.shape[parameter_cut.dim], size * parameter_cut.parts
     if length % step:
         fits = [
@@ -410,7 +412,7 @@ def _refuse_odd(parameter_cut: _ParameterCut, size: int) -> None:
         )
 
 
-def _divided(
+def _find_divided(
     model: nn.Module, patterns: Sequence[str], size: int
 ) -> Iterator[tuple[nn.Module, str, int]]:
     """Yield the attributes that are divided, with their new values."""
@@ -435,7 +437,7 @@ def _divided(
             ]
             raise UsageError(
                 f"tensor: divide={pattern!r} names no integer attribute of a module; "
-                f"{_near(pattern, names)}"
+                f"{_describe_nearest(pattern, names)}"
             )
         for name, module in having:
             value = int(getattr(module, attribute))
@@ -449,7 +451,7 @@ def _divided(
             yield module, attribute, value // size
 
 
-def _divided_since(before: Mapping[str, Any], module: nn.Module) -> dict[str, int]:
+def _changed_numbers(before: Mapping[str, Any], module: nn.Module) -> dict[str, int]:
     """The integers of a module that have changed, with their values from before."""
     return {
         key: value
@@ -458,69 +460,75 @@ def _divided_since(before: Mapping[str, Any], module: nn.Module) -> dict[str, in
     }
 
 
-def _narrow(parameter_cut: _ParameterCut, context: CutContext, rank: int) -> None:
+def _cut_parameter(parameter_cut: _ParameterCut, context: CutContext, rank: int) -> None:
     """Leave a parameter its local part. It stays the same object, for optimizers and ties."""
     parameter, size = parameter_cut.parameter, context.mesh.extent(AXIS)
-    placement = context.placements.of(parameter, parameter_cut.name)
-    placement = placement.narrow(parameter_cut.dim, parameter_cut.ranges(rank, size), AXIS)
+    placement = context.placements.placement_of(parameter, parameter_cut.name)
+    placement = placement.cut_dim(parameter_cut.dim, parameter_cut.find_ranges(rank, size), AXIS)
     # The gradient has to go while the shape changes.
     with torch.no_grad():
-        grad = None if parameter.grad is None else _part(parameter.grad, parameter_cut, rank, size)
-        local = _part(parameter.data, parameter_cut, rank, size)
+        grad = (
+            None
+            if parameter.grad is None
+            else _copy_part(parameter.grad, parameter_cut, rank, size)
+        )
+        local = _copy_part(parameter.data, parameter_cut, rank, size)
         parameter.grad = None
         parameter.set_(local)  # type: ignore[call-overload]
         parameter.grad = grad
-    context.placements.add(parameter, placement)
+    context.placements.add_placement(parameter, placement)
 
 
-def _part(whole: Tensor, parameter_cut: _ParameterCut, rank: int, size: int) -> Tensor:
+def _copy_part(whole: Tensor, parameter_cut: _ParameterCut, rank: int, size: int) -> Tensor:
     dim = parameter_cut.dim
-    ranges = parameter_cut.ranges(rank, size)
+    ranges = parameter_cut.find_ranges(rank, size)
     return torch.cat(
         [whole.narrow(dim, first, last - first) for first, last in ranges], dim
     ).contiguous()
 
 
-def _become(each: _Found, axis: TensorAxis, regions: Mapping[int, _Found]) -> None:
+def _change_layer(
+    each: _NamedModule, axis: TensorAxis, regions: Mapping[int, _NamedModule]
+) -> None:
     """Let a module compute on its part."""
     module, style, name = each.module, each.style, each.name
     region = regions.get(id(module))
     dim = region.style.dim if region is not None and isinstance(region.style, sequence) else None
-    kind = _kind(module)
-    parameter_cuts = () if isinstance(style, sequence | summed) else _of_layer(each)
+    kind = _module_kind(module)
+    parameter_cuts = () if isinstance(style, sequence | summed) else _plan_layer_cuts(each)
     dims = {one.name.rpartition(".")[2]: (one.dim, one.parts) for one in parameter_cuts}
     match style:
         case column():
-            become(
+            change_class(
                 module,
-                Column,
+                ColumnLinear,
                 LayerCut(
                     axis, name, parts=style.parts, gather=style.gather, sequence=dim, dims=dims
                 ),
             )
-            _resize(module, kind, 0, axis.size)
+            _divide_sizes(module, kind, 0, axis.size)
         case row():
-            become(
+            change_class(
                 module,
                 RowConv1D if kind == "Conv1D" else RowLinear,
                 LayerCut(axis, name, split=style.split, sequence=dim, dims=dims),
             )
-            _resize(module, kind, 1, axis.size)
+            _divide_sizes(module, kind, 1, axis.size)
         case vocab():
             weight = module._parameters["weight"]
             words = 0 if weight is None else len(weight) * axis.size
-            become(
+            change_class(
                 module,
                 VocabEmbedding if kind == "Embedding" else VocabHead,
                 LayerCut(axis, name, vocabulary=words, dims=dims),
             )
         case experts():
-            become(module, Experts, LayerCut(axis, name, dims=dims))
+            change_class(module, CutExperts, LayerCut(axis, name, dims=dims))
         case sequence():
-            become(module, SequenceRegion, LayerCut(axis, name, sequence=dim))
+            change_class(module, SequenceRegion, LayerCut(axis, name, sequence=dim))
 
 
-def _resize(module: nn.Module, kind: str, which: int, size: int) -> None:
+def _divide_sizes(module: nn.Module, kind: str, which: int, size: int) -> None:
     """Divide the sizes that a layer says it has, as its code may use them."""
     attribute = {"Linear": ("out_features", "in_features"), "Conv1D": ("nf", "nx")}[kind][which]
     if isinstance(value := getattr(module, attribute, None), int):
@@ -530,7 +538,7 @@ def _resize(module: nn.Module, kind: str, which: int, size: int) -> None:
 # ---- random numbers
 
 
-def _equal_random_numbers(axis: TensorAxis) -> None:
+def _share_random_state(axis: TensorAxis) -> None:
     """Let all workers draw the first one's numbers, for equal dropout of whole activations."""
     state = axis.group.broadcast(torch.get_rng_state(), name="state of the random generator").wait()
     if axis.rank:

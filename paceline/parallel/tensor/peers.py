@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from paceline.errors import ReplicasDiffer, UsageError
 from paceline.parallel.containers import tree_leaves
-from paceline.parallel.tensor.functions import TensorAxis, eager
+from paceline.parallel.tensor.exchanges import TensorAxis, exclude_from_compile
 from paceline.parallel.tensor.vocab import VocabLogits
 from paceline.state.checksum import checksums
 
@@ -29,7 +29,7 @@ SAMPLE, TOLERANCE = 64, 1e-2
 EARLY, OFTEN = (2, 11), 100
 
 
-def watch(
+def watch_model(
     model: nn.Module,
     axis: TensorAxis,
     columns: Sequence[str],
@@ -41,13 +41,13 @@ def watch(
     # differ as random numbers did, or as a plan ends in parts.
     draws: list[str] = []
 
-    @eager
+    @exclude_from_compile
     def begin(model: nn.Module, args: object) -> None:
         handle.remove()
         if not passes[0]:
-            draws[:] = axis.objects(_draws(axis), "random numbers")
+            draws[:] = axis.gather_objects(_random_digest(axis), "random numbers")
 
-    @eager
+    @exclude_from_compile
     def compare(model: nn.Module, args: object, out: object) -> None:
         passes[0] += 1
         passes[1] += model.training and torch.is_grad_enabled()
@@ -72,10 +72,12 @@ def _compare_outputs(
         for leaf in tree_leaves(out)
         if isinstance(leaf, Tensor) and not isinstance(leaf, VocabLogits)
     ]
-    samples = [sample(leaf) for leaf in tensors if leaf.is_floating_point() and leaf.numel()]
-    for other in axis.objects(samples, "output of the model"):
-        if not alike(samples, other):
-            _refuse_draws(draws, f"what {type(model).__name__} returns")
+    samples = [
+        sample_elements(leaf) for leaf in tensors if leaf.is_floating_point() and leaf.numel()
+    ]
+    for other in axis.gather_objects(samples, "output of the model"):
+        if not are_samples_close(samples, other):
+            _refuse_different_draws(draws, f"what {type(model).__name__} returns")
             hint = (
                 f"; {columns[-1]} is the last one cut by column(): row() has to follow it, or "
                 "column(gather=True)"
@@ -96,7 +98,7 @@ def _compare_parameters(axis: TensorAxis, parameters: Sequence[tuple[str, Parame
         f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
     )
     numbers = [f"{checksum:x}" for checksum in checksums([p.detach() for _, p in here])]
-    answers = axis.objects([kind, numbers], "whole parameters")
+    answers = axis.gather_objects([kind, numbers], "whole parameters")
     # On different processors, or with different numbers of threads, last bits may differ.
     if any(other != kind for other, _ in answers):
         return
@@ -111,7 +113,9 @@ def _compare_parameters(axis: TensorAxis, parameters: Sequence[tuple[str, Parame
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             # All workers come here together, so none of them is inside of a zone of own random
             # numbers.
-            _refuse_draws(axis.objects(_draws(axis), "random numbers"), f"{wrong[0]}{more}")
+            _refuse_different_draws(
+                axis.gather_objects(_random_digest(axis), "random numbers"), f"{wrong[0]}{more}"
+            )
             # Different clipping would change all parameters, so this is something else.
             if len(wrong) < sum(parameter.requires_grad for _, parameter in here):
                 module = wrong[0].rpartition(".")[0]
@@ -130,15 +134,15 @@ def _compare_parameters(axis: TensorAxis, parameters: Sequence[tuple[str, Parame
             )
 
 
-def _draws(axis: TensorAxis) -> str:
+def _random_digest(axis: TensorAxis) -> str:
     """Digest of the states of torch's random generators, outside of zones."""
     devices = (
         ["cpu", "cuda"] if torch.cuda.is_available() and torch.cuda.is_initialized() else ["cpu"]
     )
-    return f"{zlib.crc32(b''.join(axis.zone.outside(torch.device(device)).numpy().tobytes() for device in devices)):x}"  # noqa: E501
+    return f"{zlib.crc32(b''.join(axis.random_zone.shared_state(torch.device(device)).numpy().tobytes() for device in devices)):x}"  # noqa: E501
 
 
-def _refuse_draws(draws: Sequence[str], what: str) -> None:
+def _refuse_different_draws(draws: Sequence[str], what: str) -> None:
     """Raise `ReplicasDiffer` if workers draw different random numbers, which explains the rest."""
     if len(set(draws)) > 1:
         raise ReplicasDiffer(
@@ -149,7 +153,7 @@ def _refuse_draws(draws: Sequence[str], what: str) -> None:
         )
 
 
-def sample(x: Tensor) -> list[Any]:
+def sample_elements(x: Tensor) -> list[Any]:
     """Sample a tensor: its shape, and some of its elements as text."""
     flat = x.detach().reshape(-1)
     return [
@@ -158,7 +162,7 @@ def sample(x: Tensor) -> list[Any]:
     ]
 
 
-def alike(own: Sequence[Any], other: Sequence[Any]) -> bool:
+def are_samples_close(own: Sequence[Any], other: Sequence[Any]) -> bool:
     """Whether two lists of samples have the same shapes, and elements within `TOLERANCE`."""
     if [shape for shape, _ in own] != [shape for shape, _ in other]:
         return False

@@ -18,7 +18,7 @@ from torch import nn
 from paceline.errors import UsageError
 from paceline.parallel.tensor.styles import Style, column, experts, row, summed, vocab
 
-HEADS = ("num_attention_heads", "num_key_value_heads")
+HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads")
 # The names of styles in transformers' plans. None: the module stays as it is.
 STYLES: Mapping[str, Style | None] = {
     "colwise": column(),
@@ -35,7 +35,7 @@ STYLES: Mapping[str, Style | None] = {
 }
 
 
-class BroughtPlan(Protocol):
+class OwnPlan(Protocol):
     """A plan as an attribute of a model; a script writes it as `tensor(...)`."""
 
     @property
@@ -61,7 +61,7 @@ GPT2: Mapping[str, ModelPlan] = {
 }
 
 
-def of_model(model: nn.Module, size: int) -> ModelPlan:
+def find_plan(model: nn.Module, size: int) -> ModelPlan:
     """Find the plan that a model brings along, for `size` workers.
 
     It is that of its modules, or else that of transformers.
@@ -79,7 +79,7 @@ def of_model(model: nn.Module, size: int) -> ModelPlan:
             if kind.__module__.startswith("transformers.") and not crossed
             else None
         )
-        plan: BroughtPlan | None = getattr(module, "tensor_plan", built_in)
+        plan: OwnPlan | None = getattr(module, "tensor_plan", built_in)
         if plan is None:
             continue
         layers, before = plan.layers, f"{name}." if name else ""
@@ -91,10 +91,10 @@ def of_model(model: nn.Module, size: int) -> ModelPlan:
         for pattern, style in layers.items():
             model_plan.layers.setdefault(before + pattern, style)
         model_plan.divide.extend(before + pattern for pattern in plan.divide)
-    return model_plan if model_plan.layers else ModelPlan(of_transformers(model, size), [])
+    return model_plan if model_plan.layers else ModelPlan(read_transformers_plan(model, size), [])
 
 
-def of_transformers(model: nn.Module, size: int) -> dict[str, Style]:
+def read_transformers_plan(model: nn.Module, size: int) -> dict[str, Style]:
     """Read transformers' plan of a model for `size` workers.
 
     An embedding that is tied to a layer of the plan is cut with it.
@@ -103,7 +103,7 @@ def of_transformers(model: nn.Module, size: int) -> dict[str, Style]:
     can't be divided.
     """
     model = getattr(model, "_orig_mod", model)
-    plan = _plan(model)
+    plan = _collect_plans(model)
     if not plan:
         kind = type(model).__name__
         raise UsageError(
@@ -111,9 +111,9 @@ def of_transformers(model: nn.Module, size: int) -> dict[str, Style]:
             "of its config); "
             'write tensor({"name.*": column(), ...})'
         )
-    plan.update(_tied(model, plan))
+    plan.update(_find_tied_embeddings(model, plan))
     config = getattr(model, "config", None)
-    for heads in HEADS:
+    for heads in HEAD_COUNTS:
         head_count = getattr(config, heads, None)
         if isinstance(head_count, int) and head_count % size:
             fits = (
@@ -129,14 +129,14 @@ def of_transformers(model: nn.Module, size: int) -> dict[str, Style]:
     return plan
 
 
-def _plan(model: nn.Module) -> dict[str, Style]:
+def _collect_plans(model: nn.Module) -> dict[str, Style]:
     """Collect the plans of a model and of models inside of it, with names from this model on."""
     layers: dict[str, Style] = {}
     for prefix, module in model.named_modules():
         before = f"{prefix}." if prefix else ""
         own = vars(type(module)).get("_tp_plan") or {}
         inner = getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {}
-        applies = _is_base(module, inner)
+        applies = _is_plan_for(module, inner)
         words = {**(inner if applies else {}), **own}
         for pattern, word in words.items():
             # Experts are cut as a whole, so their parameters have no entries of their own.
@@ -153,7 +153,7 @@ def _plan(model: nn.Module) -> dict[str, Style]:
     return layers
 
 
-def _tied(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
+def _find_tied_embeddings(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
     """Find embeddings that share a weight with a layer of the plan, to cut them by words."""
     planned = {
         name: module
@@ -169,6 +169,6 @@ def _tied(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
     return {name: vocab() for name, module in others if id(module.weight) in weights}
 
 
-def _is_base(module: nn.Module, plan: Mapping[str, str]) -> bool:
+def _is_plan_for(module: nn.Module, plan: Mapping[str, str]) -> bool:
     """Whether a configuration's plan is for this module, and not for one inside of it."""
     return bool(plan) and all(hasattr(module, pattern.partition(".")[0]) for pattern in plan)

@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 from paceline.cluster.machine import memory_size
 from paceline.errors import PacelineError, UsageError
 from paceline.parallel.containers import tree_leaves
-from paceline.parallel.tensor.functions import TensorAxis, eager
-from paceline.parallel.tensor.layers import SequenceRegion, TensorCutModule, uncut_class
-from paceline.parallel.tensor.peers import alike, sample
+from paceline.parallel.tensor.cut_layers import SequenceRegion, TensorCutModule, find_uncut_class
+from paceline.parallel.tensor.exchanges import TensorAxis, exclude_from_compile
+from paceline.parallel.tensor.peers import are_samples_close, sample_elements
 from paceline.parallel.tensor.vocab import VocabLogits
 from paceline.parallel.torch_dispatch import is_in_dispatch_mode
 
@@ -33,15 +33,15 @@ from paceline.parallel.torch_dispatch import is_in_dispatch_mode
 LIMITS = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2}
 # The limit for other dtypes; and the fraction of elements that may be beyond the limit, as a token
 # may choose another expert.
-LOOSE, FEW = 5e-2, 0.01
+LOOSE_LIMIT, OUTLIER_FRACTION = 5e-2, 0.01
 SAMPLED = 1 << 16  # compared elements of an output
 # Outcomes, from harmless to bad. AROUND: compare the module around. UNKNOWN: it draws random
 # numbers. OTHER: results differ. FAILED: the cut module raises, and the whole one doesn't.
-SAME, AROUND, UNKNOWN, OTHER, FAILED = range(5)
+SAME, AROUND, UNKNOWN, DIFFERENT, FAILED = range(5)
 Settings = Mapping[str, Mapping[str, int]]
 
 
-def watch(
+def watch_modules(
     model: nn.Module,
     axis: TensorAxis,
     pairs: tuple[Sequence[str], Sequence[str]],
@@ -52,28 +52,28 @@ def watch(
 
     `settings` has the integers of modules that a cut has divided, with their values from before.
     """
-    comparison = _Comparison(model, axis, settings)
+    comparison = _UncutComparison(model, axis, settings)
     for name in whole:
-        comparison.watch(name)
+        comparison.watch_module(name)
     for names, others in (pairs, pairs[::-1]):
-        with_other = {around for other in others for around in _around(other)}
+        with_other = {around for other in others for around in _enclosing_names(other)}
         for name in names:
-            comparison.watch(
+            comparison.watch_module(
                 next(
-                    (around for around in _around(name) if around in with_other),
+                    (around for around in _enclosing_names(name) if around in with_other),
                     name.rpartition(".")[0],
                 )
             )
 
 
-def _around(name: str) -> Iterator[str]:
+def _enclosing_names(name: str) -> Iterator[str]:
     """Yield the names of the modules around one, the nearest first."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
-class _Comparison:
+class _UncutComparison:
     """Compares modules of one model, each once."""
 
     def __init__(self, model: nn.Module, axis: TensorAxis, settings: Settings) -> None:
@@ -83,13 +83,13 @@ class _Comparison:
             for name, parameter in model.named_parameters(remove_duplicate=False)
         }
 
-    def watch(self, name: str) -> None:
+    def watch_module(self, name: str) -> None:
         """Compare a module before its next call, or the nearest one around it with whole inputs."""
         # Modules inside of a region have pieces of the sequence, and containers are never called.
         name = next(
             (
                 around
-                for around in _around(name)
+                for around in _enclosing_names(name)
                 if isinstance(self._model.get_submodule(around), SequenceRegion)
             ),
             name,
@@ -101,33 +101,33 @@ class _Comparison:
         self._watched.add(name)
         waiting = [True]
 
-        @eager
+        @exclude_from_compile
         def compare(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             if waiting and _has_values(module, args, options):
                 waiting.clear()
                 handle.remove()
-                self._compare(name, module, args, options)
+                self._compare_module(name, module, args, options)
 
         handle = self._model.get_submodule(name).register_forward_pre_hook(
             compare, with_kwargs=True
         )
 
-    def _compare(
+    def _compare_module(
         self, name: str, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
         """Run a module twice if all workers can, and raise `UsageError` if the results differ."""
         axis = self._axis
         given = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
-        inputs = [sample(leaf) for leaf in given if leaf.numel() and not leaf.is_complex()]
-        answers = axis.objects([self._fits(name, module), inputs], f"input of {name}")
+        inputs = [sample_elements(leaf) for leaf in given if leaf.numel() and not leaf.is_complex()]
+        answers = axis.gather_objects([self._can_compare(name, module), inputs], f"input of {name}")
         if not all(fits for fits, _ in answers):
             return
         # With different inputs, workers have parts here. Then the module around is compared.
         outcome, error = AROUND, None
-        if all(alike(inputs, other) for _, other in answers):
-            with torch.no_grad(), _set_back(module):
+        if all(are_samples_close(inputs, other) for _, other in answers):
+            with torch.no_grad(), _restore_module(module):
                 outcome, error = self._run_twice(name, module, args, options)
-        where = f"tensor: {name or 'the model'} ({uncut_class(module).__name__})"
+        where = f"tensor: {name or 'the model'} ({find_uncut_class(module).__name__})"
         if outcome == FAILED:
             raise UsageError(
                 f"{where} works undivided, and fails when it is cut "
@@ -135,7 +135,7 @@ class _Comparison:
                 "this worker alone; cut it by row(), say column(gather=True) before it, or divide= "
                 "numbers of heads"
             ) from error
-        if outcome == OTHER:
+        if outcome == DIFFERENT:
             raise UsageError(
                 f"{where} returns other values when it is cut: "
                 "between column() and row() something works over all features, and each worker has "
@@ -146,9 +146,9 @@ class _Comparison:
                 "where all features are needed, or compare=False if this is meant"
             )
         if outcome == AROUND and name:
-            self.watch(name.rpartition(".")[0])
+            self.watch_module(name.rpartition(".")[0])
 
-    def _fits(self, name: str, module: nn.Module) -> bool:
+    def _can_compare(self, name: str, module: nn.Module) -> bool:
         """Whether the parts are here, in their shapes, and there is memory for all, twice."""
         parameters, size = dict(module.named_parameters(prefix=name)), self._axis.size
         here = all(
@@ -176,15 +176,15 @@ class _Comparison:
         if isinstance(error, torch.OutOfMemoryError):  # the script's own call would fail as well
             raise error
         # All workers have to do the same from here on, so they agree on what they have seen.
-        outcomes: list[int] = self._axis.objects(
+        outcomes: list[int] = self._axis.gather_objects(
             UNKNOWN if drawn else AROUND if error else SAME, f"{name} as it is cut"
         )
         outcome = max(outcomes)
         if outcomes[0] != UNKNOWN and len(set(outcomes)) == 1:
             self._make_whole(name, module)
             outcome = max(
-                self._axis.objects(
-                    _outcome(module, cut, _try_run(module, args, options)), f"{name} uncut"
+                self._axis.gather_objects(
+                    _judge_outcome(module, cut, _try_run(module, args, options)), f"{name} uncut"
                 )
             )
         for state, device in zip(before, (None, *devices), strict=True):
@@ -200,11 +200,11 @@ class _Comparison:
             if isinstance(part, TensorCutModule):
                 for attribute, (dim, parts) in part.tensor_cut.dims.items():
                     part_here = part._parameters[attribute].unflatten(dim, (parts, -1))  # type: ignore[union-attr]
-                    whole = self._axis.side_by_side(
+                    whole = self._axis.gather_pieces(
                         part_here, dim + 1, f"{attribute} of {part.tensor_cut.name}"
                     ).flatten(dim, dim + 1)
                     part._parameters[attribute] = Parameter(whole, requires_grad=False)
-                part.__class__ = uncut_class(part)  # type: ignore[assignment]
+                part.__class__ = find_uncut_class(part)  # type: ignore[assignment]
             vars(part).update(self._settings.get(inner, {}))
 
 
@@ -223,7 +223,7 @@ def _random_states(devices: set[torch.device]) -> list[Tensor]:
 
 
 @contextmanager
-def _set_back(module: nn.Module) -> Iterator[None]:
+def _restore_module(module: nn.Module) -> Iterator[None]:
     """Put a module into evaluation, with copies of its state; set back everything at the end."""
     before = [
         (part, type(part), dict(vars(part)))
@@ -262,7 +262,7 @@ def _set_back(module: nn.Module) -> Iterator[None]:
             vars(part).update(held)
 
 
-class _Copying(TorchFunctionMode):
+class _CopyMode(TorchFunctionMode):
     """Lets deepcopy copy tensors that have a graph, too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -273,8 +273,8 @@ class _Copying(TorchFunctionMode):
         )
 
 
-def _copied(value: Any) -> Any:
-    with _Copying():
+def _copy_values(value: Any) -> Any:
+    with _CopyMode():
         return copy.deepcopy(value)
 
 
@@ -286,7 +286,7 @@ def _try_run(
     Hooks of the module itself are not called.
     """
     try:
-        args, options = _copied((args, options))
+        args, options = _copy_values((args, options))
         leaves = tree_leaves(module.forward(*args, **options))
         return [
             leaf.whole() if isinstance(leaf, VocabLogits) else leaf
@@ -300,7 +300,7 @@ def _try_run(
         return error
 
 
-def _outcome(
+def _judge_outcome(
     module: nn.Module, cut: list[Tensor] | Exception, whole: list[Tensor] | Exception
 ) -> int:
     """Compare the results of a module as it is cut and whole."""
@@ -320,11 +320,11 @@ def _outcome(
         for kind in {tensor.device.type for tensor in cut}
         if torch.is_autocast_enabled(kind)
     }
-    limit = max(LIMITS.get(kind, LOOSE) for kind in kinds)
-    return SAME if all(_near(one, two, limit) for one, two in pairs) else OTHER
+    limit = max(LIMITS.get(kind, LOOSE_LIMIT) for kind in kinds)
+    return SAME if all(_are_close(one, two, limit) for one, two in pairs) else DIFFERENT
 
 
-def _near(one: Tensor, two: Tensor, limit: float) -> bool:
+def _are_close(one: Tensor, two: Tensor, limit: float) -> bool:
     """Whether two tensors are equal within a limit, but for few elements."""
     # An odd step: an even one might meet the same features in each row.
     step = one.numel() // SAMPLED | 1
@@ -337,4 +337,4 @@ def _near(one: Tensor, two: Tensor, limit: float) -> bool:
     scale = float(y.nan_to_num(0, 0, 0).abs().mean()) if len(y) else 0.0
     return int(
         (~torch.isclose(x, y, rtol=limit, atol=limit * scale, equal_nan=True)).sum()
-    ) <= FEW * len(y)
+    ) <= OUTLIER_FRACTION * len(y)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from paceline.errors import UsageError
-from paceline.parallel.tensor.functions import TensorAxis, eager
+from paceline.parallel.tensor.exchanges import TensorAxis, exclude_from_compile
 
 Function = Callable[..., Any]
 
@@ -44,7 +44,7 @@ class VocabLogits(Tensor):
     name_of_layer: str
 
     @staticmethod
-    def of(local: Tensor, axis: TensorAxis, words: int, name: str) -> VocabLogits:
+    def wrap_part(local: Tensor, axis: TensorAxis, words: int, name: str) -> VocabLogits:
         """Present a worker's part as the whole tensor."""
         logits = local.as_subclass(VocabLogits)
         logits.__dict__.update(tensor_axis=axis, words=words, name_of_layer=name)
@@ -57,13 +57,13 @@ class VocabLogits(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
-    def like(self, local: Tensor) -> VocabLogits:
+    def wrap_like(self, local: Tensor) -> VocabLogits:
         """Present another part as the whole, for the same layer."""
-        return VocabLogits.of(local, self.tensor_axis, self.words, self.name_of_layer)
+        return VocabLogits.wrap_part(local, self.tensor_axis, self.words, self.name_of_layer)
 
     def whole(self) -> Tensor:
         """Gather the logits of all words, as a plain tensor. Collective."""
-        return self.tensor_axis.join(self.local(), -1, self.name_of_layer)
+        return self.tensor_axis.join_output(self.local(), -1, self.name_of_layer)
 
     @classmethod
     def __torch_function__(
@@ -80,7 +80,7 @@ class VocabLogits(Tensor):
             return result
         _refuse_changes(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*_gathered(args), **_gathered(kwargs))
+            return func(*_gather_logits(args), **_gather_logits(kwargs))
 
 
 def _refuse_changes(func: Function, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -99,30 +99,30 @@ def _refuse_changes(func: Function, args: Any, kwargs: Mapping[str, Any]) -> Non
         raise UsageError("logits that are cut by words can't be written to by out=; leave it out")
 
 
-def _gathered(value: Any) -> Any:
+def _gather_logits(value: Any) -> Any:
     if isinstance(value, VocabLogits):
         return value.whole()
     if isinstance(value, tuple | list):
-        return type(value)(_gathered(item) for item in value)
+        return type(value)(_gather_logits(item) for item in value)
     if isinstance(value, dict):
-        return {name: _gathered(item) for name, item in value.items()}
+        return {name: _gather_logits(item) for name, item in value.items()}
     return value
 
 
 # ---- functions that don't touch the words; a handler returns NotImplemented for other arguments
 
 
-def _shape(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
+def _handle_shape(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
     shape = torch.Size((*x.local().shape[:-1], x.words))
     dim = args[0] if args else kwargs.get("dim")
     return shape if dim is None else shape[dim]
 
 
-def _numel(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> int:
-    return math.prod(_shape(func, x, (), {}))
+def _handle_numel(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> int:
+    return math.prod(_handle_shape(func, x, (), {}))
 
 
-def _on_part(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
+def _handle_elementwise(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
     """Apply to the part what acts on each element in the same way."""
     asks_dtype = func in (Tensor.to, Tensor.type_as)  # another tensor gives its dtype alone
     others = [
@@ -133,24 +133,24 @@ def _on_part(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():
         part = func(x.local(), *args, **kwargs)
-    return x.like(part)
+    return x.wrap_like(part)
 
 
-def _about_part(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
+def _handle_property(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
     """Read from the part, or from autograd, what is the same for the whole."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(x, *args, **kwargs)
 
 
-def _text(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> str:
+def _handle_repr(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> str:
     """Describe the part alone: often one worker prints, and can't gather."""
     return (
         f"part {x.tensor_axis.rank} of {x.tensor_axis.size} of logits "
-        f"{tuple(_shape(func, x, (), {}))}: {x.local()!r}"
+        f"{tuple(_handle_shape(func, x, (), {}))}: {x.local()!r}"
     )
 
 
-def _view(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
+def _handle_view(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
     """View in another shape, if the words stay the last dimension."""
     shape = kwargs.get(
         "shape",
@@ -163,26 +163,26 @@ def _view(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     sizes, known_numel = list(shape), math.prod(size for size in shape if size != -1)
     if -1 in sizes:
-        sizes[sizes.index(-1)] = _numel(func, x, (), {}) // max(known_numel, 1)
-    if not sizes or sizes[-1] != x.words or math.prod(sizes) != _numel(func, x, (), {}):
+        sizes[sizes.index(-1)] = _handle_numel(func, x, (), {}) // max(known_numel, 1)
+    if not sizes or sizes[-1] != x.words or math.prod(sizes) != _handle_numel(func, x, (), {}):
         return NotImplemented
-    return x.like(
+    return x.wrap_like(
         x.local().reshape(*sizes[:-1], -1)
         if func is not Tensor.view
         else x.local().view(*sizes[:-1], x.local().shape[-1])
     )
 
 
-def _flatten(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
+def _handle_flatten(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
     """Flatten dimensions before the words."""
     start = kwargs.get("start_dim", args[0] if args else 0)
     end = kwargs.get("end_dim", args[1] if len(args) > 1 else -1)
     if end % x.dim() == x.dim() - 1 and start % x.dim() != x.dim() - 1:
         return NotImplemented
-    return x.like(x.local().flatten(start, end))
+    return x.wrap_like(x.local().flatten(start, end))
 
 
-def _item(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
+def _handle_getitem(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
     """Take elements, if the index leaves the words alone."""
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     used = [item for item in index if item is not None and item is not Ellipsis]
@@ -202,13 +202,13 @@ def _item(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
     )
     if not plain or not keeps_words:
         return NotImplemented
-    return x.like(x.local()[args[0]])
+    return x.wrap_like(x.local()[args[0]])
 
 
 # ---- the loss
 
 
-def _cross_entropy(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
+def _handle_cross_entropy(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
     names = (
         "target",
         "weight",
@@ -231,7 +231,7 @@ def _cross_entropy(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> An
     # In other shapes, the words are not the last dimension.
     if target.is_floating_point() or x.dim() != 2 or target.shape != x.shape[:1]:
         return NotImplemented
-    return _loss(
+    return _compute_loss(
         x,
         target,
         int(given.get("ignore_index", -100)),
@@ -240,20 +240,22 @@ def _cross_entropy(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> An
     )
 
 
-@eager
-def _loss(x: VocabLogits, target: Tensor, ignored: int, reduction: str, smoothing: float) -> Tensor:
+@exclude_from_compile
+def _compute_loss(
+    x: VocabLogits, target: Tensor, ignored: int, reduction: str, smoothing: float
+) -> Tensor:
     local = x.local()
     if torch.is_autocast_enabled(local.device.type):
         local = local.float()  # autocast computes cross_entropy in float32
     counted = target != ignored
-    terms = _Terms(x.tensor_axis, x.name_of_layer, x.words, smoothing)
+    terms = _LossTerms(x.tensor_axis, x.name_of_layer, x.words, smoothing)
     losses: Tensor = _CrossEntropy.apply(local, target, counted, terms)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
 
 
-class _Terms(NamedTuple):
+class _LossTerms(NamedTuple):
     axis: TensorAxis
     name: str
     words: int
@@ -262,7 +264,7 @@ class _Terms(NamedTuple):
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, z: Tensor, target: Tensor, counted: Tensor, terms: _Terms) -> Tensor:
+    def forward(ctx: Any, z: Tensor, target: Tensor, counted: Tensor, terms: _LossTerms) -> Tensor:
         axis, name, words, smoothing = terms
         # Check targets before they are used as indices; on a GPU without waiting for the device.
         wrong = counted & ((target < 0) | (target >= words))
@@ -273,7 +275,7 @@ class _CrossEntropy(torch.autograd.Function):
                 f"{name}: target {int(target[wrong][0])} is out of range; there are {words} words"
             )
         wide = z.to(torch.promote_types(z.dtype, torch.float32))
-        largest = axis.add_up(wide.amax(-1), f"maximum of {name}", op="max")
+        largest = axis.reduce_tensor(wide.amax(-1), f"maximum of {name}", op="max")
         local = target - axis.rank * z.shape[-1]
         # The logit of the target is on one worker: `own` says whether it is here. Others add zero.
         own = counted & (local >= 0) & (local < z.shape[-1])
@@ -282,7 +284,7 @@ class _CrossEntropy(torch.autograd.Function):
         hit = shifted.gather(-1, local).squeeze(-1).masked_fill(~own, 0)
         # One exchange for sums of exponentials, target logits and, for smoothing, sums of logits.
         sums = torch.stack([shifted.exp().sum(-1), hit, *([shifted.sum(-1)] if smoothing else [])])
-        sums = axis.add_up(sums, f"sums of {name}", out=sums)
+        sums = axis.reduce_tensor(sums, f"sums of {name}", out=sums)
         logarithm = sums[0].log()
         losses = logarithm - sums[1]
         if smoothing:
@@ -305,7 +307,7 @@ class _CrossEntropy(torch.autograd.Function):
         return slope.to(z.dtype), None, None, None
 
 
-def _getter(name: str) -> Function:
+def _attribute_getter(name: str) -> Function:
     """The function with which torch asks a subclass for an attribute: its getter."""
     # Private to torch: the class in C that has the attributes of all tensors. If it is renamed,
     # this import fails.
@@ -314,13 +316,13 @@ def _getter(name: str) -> Function:
 
 
 HANDLERS: Mapping[Function, Function] = {
-    **dict.fromkeys((Tensor.size, _getter("shape")), _shape),
-    **dict.fromkeys((Tensor.numel, Tensor.nelement), _numel),
-    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _view),
-    **dict.fromkeys((Tensor.flatten, torch.flatten), _flatten),
-    Tensor.__getitem__: _item,
-    Tensor.__repr__: _text,
-    F.cross_entropy: _cross_entropy,
+    **dict.fromkeys((Tensor.size, _attribute_getter("shape")), _handle_shape),
+    **dict.fromkeys((Tensor.numel, Tensor.nelement), _handle_numel),
+    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _handle_view),
+    **dict.fromkeys((Tensor.flatten, torch.flatten), _handle_flatten),
+    Tensor.__getitem__: _handle_getitem,
+    Tensor.__repr__: _handle_repr,
+    F.cross_entropy: _handle_cross_entropy,
     **dict.fromkeys(
         (
             *(
@@ -354,7 +356,7 @@ HANDLERS: Mapping[Function, Function] = {
                 torch.div,
             ),
         ),
-        _on_part,
+        _handle_elementwise,
     ),
     **dict.fromkeys(
         (
@@ -374,7 +376,7 @@ HANDLERS: Mapping[Function, Function] = {
                 Tensor.__hash__,
             ),
             *(
-                _getter(name)
+                _attribute_getter(name)
                 for name in (
                     "dtype",
                     "device",
@@ -388,6 +390,6 @@ HANDLERS: Mapping[Function, Function] = {
                 )
             ),
         ),
-        _about_part,
+        _handle_property,
     ),
 }

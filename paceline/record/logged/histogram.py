@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.errors import UsageError
 
 # Most intervals; W&B accepts no more.
-MOST: Final = 512
+MAX_BINS: Final = 512
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Histogram:
     values: Tensor
     bins: int = 64
 
-    def compact(self) -> Tensor:
+    def to_compact_tensor(self) -> Tensor:
         """Count on the tensor's device, without waiting for it.
 
         Returns:
@@ -88,7 +88,7 @@ class HistogramCounts:
     counts: tuple[int, ...]
 
     @staticmethod
-    def of(vector: Tensor) -> HistogramCounts:
+    def from_vector(vector: Tensor) -> HistogramCounts:
         """Read the vector that `Histogram.to_compact_tensor` has computed."""
         low, high, count, other, total, squares, *counts = vector.tolist()
         if not count:
@@ -98,7 +98,7 @@ class HistogramCounts:
         )
 
     @property
-    def edges(self) -> list[float]:
+    def bin_edges(self) -> list[float]:
         """Edges of the intervals, one more than there are intervals.
 
         They are distinct even if all elements are equal.
@@ -107,7 +107,7 @@ class HistogramCounts:
         bins = len(self.counts)
         return [self.low + width * at / bins for at in range(bins)] + [self.low + width]
 
-    def fields(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, Any]:
         """Return the fields of a line in media.jsonl."""
         facts = {
             "low": self.low,
@@ -147,6 +147,6 @@ def histogram(values: Tensor, bins: int = 64) -> Histogram:
         raise UsageError(
             f"pl.histogram got {description}: give a real tensor with at least one number"
         )
-    if not 1 <= bins <= MOST:
-        raise UsageError(f"pl.histogram(..., bins={bins}): give 1 to {MOST}")
+    if not 1 <= bins <= MAX_BINS:
+        raise UsageError(f"pl.histogram(..., bins={bins}): give 1 to {MAX_BINS}")
     return Histogram(values, bins)

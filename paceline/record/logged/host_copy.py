@@ -25,11 +25,11 @@ class HostCopy:
         else:
             self._here = tensor.cpu() if shared or tensor.device.type != "cpu" else tensor.clone()
 
-    def done(self) -> bool:
+    def has_arrived(self) -> bool:
         """Whether the copy has arrived, so that reading it would not wait."""
         return self._event is None or self._event.query()
 
-    def read(self) -> Tensor:
+    def read_tensor(self) -> Tensor:
         """Return the tensor on the host. Waits for the copy if necessary."""
         if self._event is not None:
             self._event.synchronize()

@@ -19,8 +19,8 @@ from paceline.errors import UsageError
 # Grey, colour, and colour with opacity.
 _CHANNELS: Final = (1, 3, 4)
 # Colour type of PNG by the number of channels.
-_KINDS: Final = {1: 0, 3: 2, 4: 6}
-_GAP: Final = 2  # pixels between images side by side
+_COLOUR_TYPES: Final = {1: 0, 3: 2, 4: 6}
+_GAP_PIXELS: Final = 2  # pixels between images side by side
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Image:
     pixels: Tensor
     span: tuple[float, float] = (0.0, 1.0)
 
-    def compact(self) -> Tensor:
+    def to_compact_tensor(self) -> Tensor:
         """Return pixels as bytes (height, width, channels), without waiting for their device."""
         pixels = self.pixels.detach()
         if pixels.dtype == torch.bool:
@@ -52,20 +52,22 @@ class Image:
         pixels = pixels.to(torch.uint8)
         # One channel: (height, width) becomes (1, height, width). Several images become one sheet.
         pixels = pixels[None] if pixels.dim() == 2 else pixels
-        pixels = _side_by_side(pixels) if pixels.dim() == 4 else pixels
+        pixels = _tile_images(pixels) if pixels.dim() == 4 else pixels
         return pixels.permute(1, 2, 0).clone(memory_format=torch.contiguous_format)
 
 
-def _side_by_side(images: Tensor) -> Tensor:
+def _tile_images(images: Tensor) -> Tensor:
     """Arrange images in a square, or nearly so, with black gaps between them."""
     count, channels, height, width = images.shape
     across = math.ceil(math.sqrt(count))
     down = math.ceil(count / across)
     sheet = images.new_zeros(
-        channels, down * (height + _GAP) - _GAP, across * (width + _GAP) - _GAP
+        channels,
+        down * (height + _GAP_PIXELS) - _GAP_PIXELS,
+        across * (width + _GAP_PIXELS) - _GAP_PIXELS,
     )
     for index, pixels in enumerate(images):
-        top, left = index // across * (height + _GAP), index % across * (width + _GAP)
+        top, left = index // across * (height + _GAP_PIXELS), index % across * (width + _GAP_PIXELS)
         sheet[:, top : top + height, left : left + width] = pixels
     return sheet
 
@@ -78,37 +80,37 @@ class Pixels:
         self._lock, self._png = threading.Lock(), b""
 
     @staticmethod
-    def of(pixels: Tensor) -> Pixels:
+    def from_tensor(pixels: Tensor) -> Pixels:
         """Read the tensor that `Image.to_compact_tensor` has made."""
         return Pixels(pixels.numpy())
 
-    def png(self) -> bytes:
+    def to_png(self) -> bytes:
         """Return the image as a PNG, which is encoded once. Any thread may call this."""
         # Each tracker writes the image on a thread of its own.
         with self._lock:
-            self._png = self._png or encode(self.data)
+            self._png = self._png or encode_png(self.data)
             return self._png
 
-    def fields(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, Any]:
         """Return the fields of a line in media.jsonl, without the file."""
         height, width, _ = self.data.shape
         return {"kind": "image", "width": width, "height": height}
 
 
-def encode(data: NDArray[np.uint8]) -> bytes:
+def encode_png(data: NDArray[np.uint8]) -> bytes:
     """Encode bytes of the shape (height, width, channels) as a PNG, with 1, 3 or 4 channels.
 
     Source: W3C, Portable Network Graphics (PNG) Specification.
     """
     height, width, channels = data.shape
-    head = struct.pack(">IIBBBBB", width, height, 8, _KINDS[channels], 0, 0, 0)
+    head = struct.pack(">IIBBBBB", width, height, 8, _COLOUR_TYPES[channels], 0, 0, 0)
     # Each row begins with a byte for its filter. 0 means none.
     rows = np.concatenate([np.zeros((height, 1), np.uint8), data.reshape(height, -1)], axis=1)
     chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(rows.tobytes(), 6)), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, body) for kind, body in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_png_chunk(kind, body) for kind, body in chunks)
 
 
-def _chunk(kind: bytes, body: bytes) -> bytes:
+def _png_chunk(kind: bytes, body: bytes) -> bytes:
     """Return a chunk of a PNG: length, kind, body and checksum."""
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 

@@ -13,9 +13,9 @@ from paceline.record.logged.host_copy import HostCopy
 from paceline.record.logged.image import Image, Pixels
 
 Content = HistogramCounts | Pixels
-_READ: Final[dict[str, Callable[[Tensor], Content]]] = {
-    "histogram": HistogramCounts.of,
-    "image": Pixels.of,
+_READERS: Final[dict[str, Callable[[Tensor], Content]]] = {
+    "histogram": HistogramCounts.from_vector,
+    "image": Pixels.from_tensor,
 }
 
 
@@ -37,22 +37,22 @@ class HeldMedia:
     copy: HostCopy
 
     @staticmethod
-    def hold(media: Histogram | Image) -> HeldMedia:
+    def hold_media(media: Histogram | Image) -> HeldMedia:
         """Copy what is to be shown out of the tensor, as it is now. Never waits for a device."""
         return HeldMedia(
             "histogram" if isinstance(media, Histogram) else "image",
-            HostCopy(media.compact(), shared=True),
+            HostCopy(media.to_compact_tensor(), shared=True),
         )
 
-    def content(self) -> Content:
+    def read_content(self) -> Content:
         """Return the content. Waits for the device if necessary."""
-        return _READ[self.kind](self.copy.read())
+        return _READERS[self.kind](self.copy.read_tensor())
 
-    def state(self) -> list[Any]:
+    def to_state(self) -> list[Any]:
         """Return this as plain data for `from_state`. Waits for the device."""
-        return [self.kind, self.copy.read()]
+        return [self.kind, self.copy.read_tensor()]
 
     @staticmethod
-    def load(state: list[Any]) -> HeldMedia:
+    def from_state(state: list[Any]) -> HeldMedia:
         """Restore the output of `to_state`."""
         return HeldMedia(state[0], HostCopy(state[1], shared=True))

@@ -22,25 +22,25 @@ from paceline.errors import UsageError
 from paceline.record.logged.host_copy import HostCopy
 from paceline.state.snapshot import loads, pack
 
-HOME: Final = "torchmetrics"
+TORCHMETRICS: Final = "torchmetrics"
 # Private attributes of torchmetrics.Metric that compute() reads besides the state: the number of
 # updates, the cached value, and whether to synchronise. If torchmetrics renames one, `getattr` in
 # `_merge_states` raises AttributeError.
-_BESIDE: Final = ("_update_count", "_computed", "_to_sync")
-_MOST: Final = 100  # numbers in one value
+_COMPUTE_ATTRIBUTES: Final = ("_update_count", "_computed", "_to_sync")
+_MAX_NUMBERS: Final = 100  # numbers in one value
 
 
 def is_metric(value: Any) -> bool:
     """Whether `value` is a metric, a collection of metrics, or a tracker of metrics."""
-    home = sys.modules.get(HOME)
+    home = sys.modules.get(TORCHMETRICS)
     return home is not None and isinstance(
         value, (home.Metric, home.MetricCollection, home.MetricTracker)
     )
 
 
-def parts(metric: nn.Module) -> list[Any]:
+def find_metrics(metric: nn.Module) -> list[Any]:
     """Return all metrics inside a metric, itself included, in the same order on all workers."""
-    torchmetrics = sys.modules[HOME]
+    torchmetrics = sys.modules[TORCHMETRICS]
     modules = list(metric.modules())
     for collection in (
         module for module in modules if isinstance(module, torchmetrics.MetricCollection)
@@ -50,16 +50,19 @@ def parts(metric: nn.Module) -> list[Any]:
     return [module for module in modules if isinstance(module, torchmetrics.Metric)]
 
 
-class HeldState:
+class HeldMetricState:
     """The current state of a worker's metric, on its way to the host."""
 
     def __init__(self, metric: nn.Module) -> None:
         self._parts = [
-            (part.update_count, {name: _held(state) for name, state in part.metric_state.items()})
-            for part in parts(metric)
+            (
+                part.update_count,
+                {name: _copy_state(state) for name, state in part.metric_state.items()},
+            )
+            for part in find_metrics(metric)
         ]
 
-    def done(self) -> bool:
+    def has_arrived(self) -> bool:
         """Whether all copies have arrived, so that packing would not wait."""
         held = (
             copy
@@ -67,20 +70,20 @@ class HeldState:
             for state in states.values()
             for copy in (state if isinstance(state, list) else [state])
         )
-        return all(copy.done() for copy in held)
+        return all(copy.has_arrived() for copy in held)
 
-    def packed(self) -> bytes:
+    def pack_state(self) -> bytes:
         """Return the bytes that the first worker needs."""
         return pack(
             [
-                [count, {name: _read(state) for name, state in states.items()}]
+                [count, {name: _read_state(state) for name, state in states.items()}]
                 for count, states in self._parts
             ],
             copy=False,
         ).dumps()
 
 
-def _held(state: Tensor | list[Tensor]) -> HostCopy | list[HostCopy]:
+def _copy_state(state: Tensor | list[Tensor]) -> HostCopy | list[HostCopy]:
     """Start to copy a state, which is a tensor or a list of tensors, to the host."""
     return (
         HostCopy(state.detach())
@@ -89,9 +92,11 @@ def _held(state: Tensor | list[Tensor]) -> HostCopy | list[HostCopy]:
     )
 
 
-def _read(state: HostCopy | list[HostCopy]) -> Tensor | list[Tensor]:
+def _read_state(state: HostCopy | list[HostCopy]) -> Tensor | list[Tensor]:
     """Return a state that was copied to the host."""
-    return [each.read() for each in state] if isinstance(state, list) else state.read()
+    return (
+        [each.read_tensor() for each in state] if isinstance(state, list) else state.read_tensor()
+    )
 
 
 class MetricValues:
@@ -100,11 +105,11 @@ class MetricValues:
     def __init__(self) -> None:
         self._metrics: dict[str, nn.Module] = {}
 
-    def know(self, name: str, metric: nn.Module) -> None:
+    def register_metric(self, name: str, metric: nn.Module) -> None:
         """Remember the metric that is logged under this name."""
         self._metrics[name] = metric
 
-    def of(self, name: str, states: Sequence[bytes]) -> dict[str, float]:
+    def compute_values(self, name: str, states: Sequence[bytes]) -> dict[str, float]:
         """Compute the value of a metric from the states of all workers.
 
         Args:
@@ -128,9 +133,9 @@ class MetricValues:
         workers = [loads(state).unpack() for state in states]
         if not any(count for worker in workers for count, _ in worker):
             return {}
-        with _put_together(parts(metric), workers):
-            values = dict(_flat(name, metric.compute()))  # type: ignore[operator]
-        if len(values) > _MOST:
+        with _merge_states(find_metrics(metric), workers):
+            values = dict(_flatten_value(name, metric.compute()))  # type: ignore[operator]
+        if len(values) > _MAX_NUMBERS:
             raise UsageError(
                 f"run.log({name}=...) got a {type(metric).__qualname__}, whose value is "
                 f"{len(values)} numbers; log those that matter, "
@@ -140,13 +145,14 @@ class MetricValues:
 
 
 @contextmanager
-def _put_together(metrics: Sequence[Any], workers: Sequence[Any]) -> Iterator[None]:
+def _merge_states(metrics: Sequence[Any], workers: Sequence[Any]) -> Iterator[None]:
     """Give metrics of this worker the combined states of all workers, inside of the block.
 
     Their own states are put back at the end.
     """
     saved = [
-        {**part.metric_state, **{name: getattr(part, name) for name in _BESIDE}} for part in metrics
+        {**part.metric_state, **{name: getattr(part, name) for name in _COMPUTE_ATTRIBUTES}}
+        for part in metrics
     ]
     try:
         for index, part in enumerate(metrics):
@@ -158,29 +164,34 @@ def _put_together(metrics: Sequence[Any], workers: Sequence[Any]) -> Iterator[No
             # `_reductions` is private: the function of each state as given to `add_state`. If
             # torchmetrics renames it, this raises AttributeError.
             states = {
-                name: _reduced(reduction, [each[name] for each in updated_states])
+                name: _reduce_states(reduction, [each[name] for each in updated_states])
                 for name, reduction in part._reductions.items()
             }
             attributes = dict(
-                zip(_BESIDE, (sum(count for count, _ in worker_states), None, False), strict=True)
+                zip(
+                    _COMPUTE_ATTRIBUTES,
+                    (sum(count for count, _ in worker_states), None, False),
+                    strict=True,
+                )
             )
-            _set(
+            _set_attributes(
                 part,
-                {name: _moved(state, part.device) for name, state in states.items()} | attributes,
+                {name: _move_state(state, part.device) for name, state in states.items()}
+                | attributes,
             )
         yield
     finally:
         for part, saved_values in zip(metrics, saved, strict=True):
-            _set(part, saved_values)
+            _set_attributes(part, saved_values)
 
 
-def _set(part: Any, values: Mapping[str, Any]) -> None:
+def _set_attributes(part: Any, values: Mapping[str, Any]) -> None:
     """Set several attributes of a metric."""
     for name, value in values.items():
         setattr(part, name, value)
 
 
-def _reduced(reduction: Callable[[Any], Any] | None, states: Sequence[Any]) -> Any:
+def _reduce_states(reduction: Callable[[Any], Any] | None, states: Sequence[Any]) -> Any:
     """Reduce the states of several workers as torchmetrics does when it synchronises."""
     if len(states) == 1:
         return states[0]
@@ -198,22 +209,22 @@ def _reduced(reduction: Callable[[Any], Any] | None, states: Sequence[Any]) -> A
     )
 
 
-def _moved(state: Any, device: torch.device) -> Any:
+def _move_state(state: Any, device: torch.device) -> Any:
     """Move a state to a device."""
     return (
         [each.to(device) for each in state] if isinstance(state, list | tuple) else state.to(device)
     )
 
 
-def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
+def _flatten_value(name: str, value: Any) -> Iterator[tuple[str, float]]:
     """Yield the numbers in a value, each with a name of its own, such as `name/class/0`."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _flat(f"{name}/{key}", item)
+            yield from _flatten_value(f"{name}/{key}", item)
     elif isinstance(value, Tensor) and value.numel() == 1:
         yield name, float(value.detach())
     elif isinstance(value, Tensor | list | tuple):
         for place, item in enumerate(value):
-            yield from _flat(f"{name}/{place}", item)
+            yield from _flatten_value(f"{name}/{place}", item)
     else:
         yield name, float(value)

@@ -26,7 +26,7 @@ class WeightedSum:
     weight: float = 0.0
     device: Tensor | None = None
 
-    def add(self, value: float | Tensor, weight: float) -> None:
+    def add_number(self, value: float | Tensor, weight: float) -> None:
         """Add a number, or a float64 scalar on a device."""
         self.weight += weight
         if isinstance(value, Tensor):
@@ -39,22 +39,22 @@ class WeightedSum:
         else:
             self.total += value * weight
 
-    def take_in(self, other: WeightedSum) -> None:
+    def add_sum(self, other: WeightedSum) -> None:
         """Add the content of another sum."""
         self.total, self.weight = self.total + other.total, self.weight + other.weight
         if other.device is not None:
             self.device = other.device if self.device is None else self.device + other.device
 
-    def packed(self) -> list[float]:
+    def pack_sum(self) -> list[float]:
         """Return the sum and its weight. Waits for a device."""
         return [self.total + (0.0 if self.device is None else self.device.item()), self.weight]
 
-    def arrive(self, number: float) -> None:
+    def set_arrived(self, number: float) -> None:
         """Replace the sum on the device by `number`, which was read from there."""
         self.total, self.device = self.total + number, None
 
 
-class SumsOnTheirWay:
+class SumsInTransit:
     """Sums of one device on their way to the host."""
 
     def __init__(self, sums: list[WeightedSum]) -> None:
@@ -67,26 +67,26 @@ class SumsOnTheirWay:
             shared=True,
         )
 
-    def done(self) -> bool:
+    def has_arrived(self) -> bool:
         """Whether the copy has arrived, so that reading it would not wait."""
-        return self._copy.done()
+        return self._copy.has_arrived()
 
-    def read(self) -> None:
+    def read_sums(self) -> None:
         """Add the numbers that were copied to the sums on the host."""
-        for weighted_sum, value in zip(self._sums, self._copy.read().tolist(), strict=True):
-            weighted_sum.arrive(value)
+        for weighted_sum, value in zip(self._sums, self._copy.read_tensor().tolist(), strict=True):
+            weighted_sum.set_arrived(value)
 
 
-def send(sums: Iterable[WeightedSum]) -> list[SumsOnTheirWay]:
+def send_to_host(sums: Iterable[WeightedSum]) -> list[SumsInTransit]:
     """Start to copy the parts of sums on devices to the host: one copy for each device."""
     by_device: dict[torch.device, list[WeightedSum]] = {}
     for weighted_sum in sums:
         if weighted_sum.device is not None:
             by_device.setdefault(weighted_sum.device.device, []).append(weighted_sum)
-    return [SumsOnTheirWay(group) for group in by_device.values()]
+    return [SumsInTransit(group) for group in by_device.values()]
 
 
-def number(name: str, value: Any) -> float | Tensor:
+def to_number(name: str, value: Any) -> float | Tensor:
     """Convert a logged value to a float, or to a float64 scalar on its device.
 
     Reading a value of a device would mean to wait for the device.

@@ -13,13 +13,13 @@ from paceline.record.logged.histogram import Histogram
 from paceline.record.logged.host_copy import HostCopy
 from paceline.record.logged.image import Image
 from paceline.record.logged.media import HeldMedia, MediaItem
-from paceline.record.logged.metric import HeldState, is_metric
-from paceline.record.logged.sums import SumsOnTheirWay, WeightedSum, number, send
+from paceline.record.logged.metric import HeldMetricState, is_metric
+from paceline.record.logged.sums import SumsInTransit, WeightedSum, send_to_host, to_number
 
 # Fields of a line in metrics.jsonl.
-RESERVED: Final = ("step", "time", "samples", "seconds", "bytes_sent", "ranks")
+RESERVED_FIELDS: Final = ("step", "time", "samples", "seconds", "bytes_sent", "ranks")
 # Prefix of the names under which trackers get the time of a step.
-PREFIX: Final = "paceline/"
+TRACKER_PREFIX: Final = "paceline/"
 
 
 @dataclass
@@ -27,11 +27,11 @@ class LoggedValues:
     """Logged values by name. Histograms and images are held on the first worker only."""
 
     sums: dict[str, WeightedSum] = field(default_factory=dict)
-    states: dict[str, HeldState] = field(default_factory=dict)
+    states: dict[str, HeldMetricState] = field(default_factory=dict)
     media: dict[str, HeldMedia] = field(default_factory=dict)
-    _on_their_way: list[SumsOnTheirWay] = field(default_factory=list)
+    _in_transit: list[SumsInTransit] = field(default_factory=list)
 
-    def add(self, name: str, value: Any, weight: float, *, shows: bool) -> nn.Module | None:
+    def add_value(self, name: str, value: Any, weight: float, *, shows: bool) -> nn.Module | None:
         """Add a value. Never waits for a device.
 
         Numbers of weight 0 are left out. The last metric state, histogram or image of a name
@@ -49,83 +49,83 @@ class LoggedValues:
         Raises:
             UsageError: The name or the value can't be logged.
         """
-        check_name(name)
+        check_logged_name(name)
         if isinstance(value, Histogram | Image):
             if shows:
-                self.media[name] = HeldMedia.hold(value)
+                self.media[name] = HeldMedia.hold_media(value)
             return None
         if is_metric(value):
-            self.states[name] = HeldState(value)
+            self.states[name] = HeldMetricState(value)
             return value  # type: ignore[no-any-return]
-        converted = number(name, value)
+        converted = to_number(name, value)
         if weight != 0:
-            self.sums.setdefault(name, WeightedSum()).add(converted, weight)
+            self.sums.setdefault(name, WeightedSum()).add_number(converted, weight)
         return None
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether nothing was logged that counts."""
         return not (self.sums or self.states or self.media)
 
-    def take_in(self, later: LoggedValues) -> None:
+    def add_later_values(self, later: LoggedValues) -> None:
         """Add values that were logged later."""
         for name, sums in later.sums.items():
-            self.sums.setdefault(name, WeightedSum()).take_in(sums)
+            self.sums.setdefault(name, WeightedSum()).add_sum(sums)
         self.states |= later.states
         self.media |= later.media
 
-    def send(self) -> None:
+    def send_to_host(self) -> None:
         """Start to copy numbers on devices to the host."""
-        self._on_their_way = send(self.sums.values())
+        self._in_transit = send_to_host(self.sums.values())
 
-    def done(self) -> bool:
+    def has_arrived(self) -> bool:
         """Whether all copies have arrived on the host."""
-        copies: list[HostCopy | SumsOnTheirWay | HeldState] = [
-            *self._on_their_way,
+        copies: list[HostCopy | SumsInTransit | HeldMetricState] = [
+            *self._in_transit,
             *self.states.values(),
         ]
         return all(
-            copy.done() for copy in [*copies, *(media.copy for media in self.media.values())]
+            copy.has_arrived() for copy in [*copies, *(media.copy for media in self.media.values())]
         )
 
-    def means(self) -> dict[str, list[float]]:
+    def read_sums(self) -> dict[str, list[float]]:
         """Return each sum and its weight. Waits for devices if necessary."""
-        for copy in self._on_their_way:
-            copy.read()
-        self._on_their_way = []
+        for copy in self._in_transit:
+            copy.read_sums()
+        self._in_transit = []
         return {name: [sums.total, sums.weight] for name, sums in self.sums.items()}
 
-    def packed_states(self) -> dict[str, bytes]:
+    def pack_states(self) -> dict[str, bytes]:
         """Return the states of metrics as bytes."""
-        return {name: state.packed() for name, state in self.states.items()}
+        return {name: state.pack_state() for name, state in self.states.items()}
 
-    def shown(self, step: int, time: float) -> Iterator[MediaItem]:
+    def read_media(self, step: int, time: float) -> Iterator[MediaItem]:
         """Yield the histograms and images."""
         for name, media in self.media.items():
-            yield MediaItem(step, time, name, media.content())
+            yield MediaItem(step, time, name, media.read_content())
 
-    def state(self) -> tuple[dict[str, list[float]], dict[str, list[Any]]]:
+    def to_state(self) -> tuple[dict[str, list[float]], dict[str, list[Any]]]:
         """Return the sums, and the histograms and images, for `from_state`.
 
         Metrics are not included, because the script saves their states itself.
         """
-        return {name: sums.packed() for name, sums in self.sums.items()}, {
-            name: media.state() for name, media in self.media.items()
+        return {name: sums.pack_sum() for name, sums in self.sums.items()}, {
+            name: media.to_state() for name, media in self.media.items()
         }
 
     @staticmethod
-    def load(sums: Mapping[str, list[float]], media: Mapping[str, list[Any]]) -> LoggedValues:
+    def from_state(sums: Mapping[str, list[float]], media: Mapping[str, list[Any]]) -> LoggedValues:
         """Restore the output of `to_state`."""
         # Metrics keep their own states, so there is nothing to restore for them.
-        held = {name: HeldMedia.load(state) for name, state in media.items()}
+        held = {name: HeldMedia.from_state(state) for name, state in media.items()}
         return LoggedValues(
             {name: WeightedSum(total, weight) for name, (total, weight) in sums.items()}, media=held
         )
 
 
-def check_name(name: str) -> None:
+def check_logged_name(name: str) -> None:
     """Raise `UsageError` if nothing can be logged under this name."""
-    if name in RESERVED:
+    if name in RESERVED_FIELDS:
         raise UsageError(
             f"run.log({name}=...): a line of metrics.jsonl has a field {name!r} of its own; "
             "give it another name"
@@ -135,8 +135,8 @@ def check_name(name: str) -> None:
             f"run.log(**{{{name!r}: ...}}): names appear on terminals and in files; leave out "
             "characters that can't be printed"
         )
-    if not name or name.startswith(PREFIX):
+    if not name or name.startswith(TRACKER_PREFIX):
         raise UsageError(
             f"run.log(**{{{name!r}: ...}}): give a name that isn't empty and doesn't begin with "
-            f"{PREFIX!r}"
+            f"{TRACKER_PREFIX!r}"
         )

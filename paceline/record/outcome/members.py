@@ -16,8 +16,8 @@ from paceline.trace import PARTS, SENT
 
 # Seconds between two looks at all workers: at least this, and at least this share of the time so
 # far. Looks become rarer, so that a day has only a few thousand.
-EVERY = 1.0
-PART = 0.002
+LOOK_INTERVAL = 1.0
+LOOK_SHARE = 0.002
 
 
 @dataclass
@@ -31,22 +31,25 @@ class MemberTotals:
     seconds: list[float] = field(default_factory=lambda: [0.0] * len(PARTS))
     late: float = 0.0
     sent: list[int] = field(default_factory=lambda: [0] * len(SENT))
-    first: int = 0  # first step; 0 before there is one
-    last: int = 0
+    first_step: int = 0  # first step; 0 before there is one
+    last_step: int = 0
 
-    def step(self, step: int, seconds: Sequence[float], sent: Sequence[int]) -> None:
+    def add_step(self, step: int, seconds: Sequence[float], sent: Sequence[int]) -> None:
         """Add a step with its seconds of PARTS and bytes of SENT."""
         self.steps += 1
-        self.first, self.last = self.first or step, step
+        self.first_step, self.last_step = self.first_step or step, step
         for at, value in enumerate(seconds):
             self.seconds[at] += value
         for at, more in enumerate(sent):
             self.sent[at] += more
 
-    def add(self, other: MemberTotals) -> None:
+    def add_totals(self, other: MemberTotals) -> None:
         """Add the totals of later steps of the same worker."""
         self.steps, self.late = self.steps + other.steps, self.late + other.late
-        self.first, self.last = self.first or other.first, other.last or self.last
+        self.first_step, self.last_step = (
+            self.first_step or other.first_step,
+            other.last_step or self.last_step,
+        )
         self.seconds = [a + b for a, b in zip(self.seconds, other.seconds, strict=True)]
         self.sent = [a + b for a, b in zip(self.sent, other.sent, strict=True)]
 
@@ -58,78 +61,84 @@ class RunMembers:
     """
 
     def __init__(self) -> None:
-        self._all: dict[int, MemberTotals] = {}
-        self._since: dict[int, MemberTotals] = {}
+        self._all_totals: dict[int, MemberTotals] = {}
+        self._recent_totals: dict[int, MemberTotals] = {}
         self._hosts: dict[int, str] = {}
         # Numbers of the current workers, in rank order.
-        self._present: tuple[int, ...] = ()
+        self._present_workers: tuple[int, ...] = ()
         # Time of the next look, in seconds since the start of the run.
-        self._next = 0.0
+        self._next_look = 0.0
 
-    def meet(self, numbers: Sequence[int], hosts: Sequence[str]) -> None:
+    def set_workers(self, numbers: Sequence[int], hosts: Sequence[str]) -> None:
         """Set the current workers and their hosts, in rank order.
 
         `hosts` is empty if they aren't known.
         """
-        self._present = tuple(numbers)
+        self._present_workers = tuple(numbers)
         self._hosts.update(zip(numbers, hosts, strict=False))
 
-    def step(self, worker: int, step: int, seconds: Sequence[float], sent: Sequence[int]) -> None:
+    def add_step(
+        self, worker: int, step: int, seconds: Sequence[float], sent: Sequence[int]
+    ) -> None:
         """Count a step of a worker, with its seconds of PARTS and bytes of SENT."""
-        self._of(worker).step(step, seconds, sent)
+        self._totals_of_worker(worker).add_step(step, seconds, sent)
 
-    def late(self, seconds: Mapping[int, float]) -> None:
+    def add_lateness(self, seconds: Mapping[int, float]) -> None:
         """Add the seconds by which workers were late."""
         for worker, late_seconds in seconds.items():
-            self._of(worker).late += late_seconds
+            self._totals_of_worker(worker).late += late_seconds
 
-    def _of(self, worker: int) -> MemberTotals:
+    def _totals_of_worker(self, worker: int) -> MemberTotals:
         """Return the totals of a worker since the last look."""
-        return self._since.setdefault(worker, MemberTotals())
+        return self._recent_totals.setdefault(worker, MemberTotals())
 
-    def _gather(self) -> dict[int, MemberTotals]:
+    def _move_recent(self) -> dict[int, MemberTotals]:
         """Move the counts since the last look to all counts, and return them."""
-        recent, self._since = self._since, {}
+        recent, self._recent_totals = self._recent_totals, {}
         for worker, totals in recent.items():
-            self._all.setdefault(worker, MemberTotals()).add(totals)
+            self._all_totals.setdefault(worker, MemberTotals()).add_totals(totals)
         return recent
 
-    def look(self, time: float) -> dict[str, list[float]] | None:
+    def take_look(self, time: float) -> dict[str, list[float]] | None:
         """Return what each worker did since the last look, if it is time for a look.
 
         Values are steps, the seconds of PARTS in them, and the seconds of lateness.
         """
         # A single worker needs no looks: its steps are in the lines anyway.
-        if time < self._next or len(self._since) < 2:
+        if time < self._next_look or len(self._recent_totals) < 2:
             return None
-        self._next = time + max(EVERY, PART * time)
+        self._next_look = time + max(LOOK_INTERVAL, LOOK_SHARE * time)
         return {
             str(worker): [
                 totals.steps,
                 *(round(value, 6) for value in (*totals.seconds, totals.late)),
             ]
-            for worker, totals in sorted(self._gather().items())
+            for worker, totals in sorted(self._move_recent().items())
         }
 
-    def fields(self) -> list[dict[str, Any]]:
+    def to_fields(self) -> list[dict[str, Any]]:
         """Return the fields of each member for the summary.
 
         They are its number, host, rank at the end (None if it had left), steps, and the seconds and
         bytes of a mean step.
         """
-        totals_by_worker = {worker: MemberTotals() for worker in sorted({*self._all, *self._since})}
+        totals_by_worker = {
+            worker: MemberTotals() for worker in sorted({*self._all_totals, *self._recent_totals})
+        }
         # `_recent_totals` stays as it is, so that this call doesn't disturb the looks.
-        for totals in (self._all, self._since):
+        for totals in (self._all_totals, self._recent_totals):
             for worker, member_totals in totals.items():
-                totals_by_worker[worker].add(member_totals)
+                totals_by_worker[worker].add_totals(member_totals)
         return [
             {
                 "worker": worker,
                 "host": self._hosts.get(worker),
-                "rank": self._present.index(worker) if worker in self._present else None,
+                "rank": self._present_workers.index(worker)
+                if worker in self._present_workers
+                else None,
                 "steps": totals.steps,
-                "first_step": totals.first,
-                "last_step": totals.last,
+                "first_step": totals.first_step,
+                "last_step": totals.last_step,
                 "seconds": {
                     part: value / max(totals.steps, 1)
                     for part, value in zip(PARTS, totals.seconds, strict=True)

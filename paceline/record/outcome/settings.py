@@ -21,23 +21,25 @@ from paceline.cluster.discover import Place
 from paceline.data.loader import ShareLoader
 from paceline.formatting import spell
 from paceline.prepare.registry import Prepared
-from paceline.record.folder import script
+from paceline.record.folder import script_name
 
 # Stands in place of a secret value.
-HIDDEN: Final = "..."
-_SECRET = re.compile(r"key|token|secret|passw", re.IGNORECASE)
+HIDDEN_VALUE: Final = "..."
+_SECRET_NAME = re.compile(r"key|token|secret|passw", re.IGNORECASE)
 
 
-def settings(place: Place, device: torch.device, seed: int, prepared: Prepared) -> dict[str, Any]:
+def collect_settings(
+    place: Place, device: torch.device, seed: int, prepared: Prepared
+) -> dict[str, Any]:
     """Return the settings of a run as plain data. Settings that were not given are left out."""
     # If a model is cut, this worker holds only a part of it, so the count is left out.
     parameters = [parameter for _, model in prepared.models for parameter in model.parameters()]
     fields = {
-        "script": script(),
-        "arguments": disclosed(sys.argv[1:]),
+        "script": script_name(),
+        "arguments": hide_secrets(sys.argv[1:]),
         "seed": seed,
         "cut": [spell(cut) for cut in prepared.cuts.applied],
-        "optimizers": [hyperparameters(optimizer) for optimizer in prepared.optimizers],
+        "optimizers": [read_hyperparameters(optimizer) for optimizer in prepared.optimizers],
         "parameters": None
         if prepared.cuts.applied
         else sum(parameter.numel() for parameter in parameters),
@@ -47,14 +49,14 @@ def settings(place: Place, device: torch.device, seed: int, prepared: Prepared) 
         "launcher": place.launcher,
         "min_workers": place.min_workers if place.min_workers > 1 else None,
         "straggler": place.straggler,
-        "paceline": _version("paceline"),
+        "paceline": _installed_version("paceline"),
         "torch": str(torch.__version__),
     }
-    fields |= _dealt(prepared.loaders)
+    fields |= _describe_batches(prepared.loaders)
     return {name: value for name, value in fields.items() if value not in (None, [], "")}
 
 
-def disclosed(arguments: Sequence[str]) -> list[str]:
+def hide_secrets(arguments: Sequence[str]) -> list[str]:
     """Return the arguments of a script, with the values of secret options hidden.
 
     An option counts as secret if its name contains "key", "token", "secret" or "passw".
@@ -62,22 +64,22 @@ def disclosed(arguments: Sequence[str]) -> list[str]:
     shown, hide_next = list[str](), False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
-        is_secret = name.startswith("-") and _SECRET.search(name) is not None
+        is_secret = name.startswith("-") and _SECRET_NAME.search(name) is not None
         # `--api-key VALUE`: the value follows as an argument of its own.
         if hide_next and not argument.startswith("-"):
-            shown.append(HIDDEN)
+            shown.append(HIDDEN_VALUE)
         else:
-            shown.append(f"{name}={HIDDEN}" if is_secret and equals else argument)
+            shown.append(f"{name}={HIDDEN_VALUE}" if is_secret and equals else argument)
         hide_next = is_secret and not equals
     return shown
 
 
-def hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
+def read_hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
     """Return the class of an optimizer and its numeric defaults."""
-    return {"name": type(optimizer).__name__, **dict(_numbers(optimizer.defaults))}
+    return {"name": type(optimizer).__name__, **dict(_find_numbers(optimizer.defaults))}
 
 
-def _numbers(defaults: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+def _find_numbers(defaults: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     """Yield the defaults that are one number, or several."""
     for name, value in defaults.items():
         # Booleans are numbers in Python, but no hyperparameters here.
@@ -94,7 +96,7 @@ def _numbers(defaults: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
             yield name, [float(each) for each in value]
 
 
-def _dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any]:
+def _describe_batches(loaders: Iterable[ShareLoader]) -> dict[str, Any]:
     """Describe how batches of the first training loader are shared out."""
     terms = next(
         (
@@ -111,7 +113,7 @@ def _dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any]:
 
 
 @functools.cache
-def _version(name: str) -> str | None:
+def _installed_version(name: str) -> str | None:
     """Return the installed version of a package; None for a checkout that isn't installed."""
     try:
         return metadata.version(name)

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from paceline.record.trackers.tracker import Tracker
 
 # Module that each tracker needs.
-NEEDS: Final = {
+REQUIRED_MODULES: Final = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "mlflow": "mlflow",
     "prometheus": "prometheus_client",
 }
-NOWHERE: Final = "none"
+NO_TRACKER: Final = "none"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TrackerSpec:
         return f"{self.name}:{self.detail}" if self.detail else self.name
 
 
-def read(asked: str | Sequence[str] | None) -> tuple[TrackerSpec, ...]:
+def parse_trackers(asked: str | Sequence[str] | None) -> tuple[TrackerSpec, ...]:
     """Parse the option `report_to`.
 
     Args:
@@ -54,15 +54,15 @@ def read(asked: str | Sequence[str] | None) -> tuple[TrackerSpec, ...]:
     if not isinstance(texts, list | tuple) or not all(isinstance(word, str) for word in texts):
         raise UsageError(
             f"report_to={asked!r} is neither a name nor a list of names; "
-            f"possible are {', '.join(NEEDS)}"
+            f"possible are {', '.join(REQUIRED_MODULES)}"
         )
     specs = tuple(TrackerSpec(*map(str.strip, word.split(":", 1))) for word in texts)
-    if specs == (TrackerSpec(NOWHERE),):
+    if specs == (TrackerSpec(NO_TRACKER),):
         return ()
     for spec in specs:
-        if spec.name not in NEEDS:
+        if spec.name not in REQUIRED_MODULES:
             raise UsageError(
-                f"report_to={str(spec)!r} is unknown; {choices(spec.name, list(NEEDS))}"
+                f"report_to={str(spec)!r} is unknown; {choices(spec.name, list(REQUIRED_MODULES))}"
             )
     names = [spec.name for spec in specs]
     if len(set(names)) < len(names):
@@ -73,9 +73,11 @@ def read(asked: str | Sequence[str] | None) -> tuple[TrackerSpec, ...]:
     return specs
 
 
-def check_installed(specs: Sequence[TrackerSpec]) -> None:
+def check_trackers_installed(specs: Sequence[TrackerSpec]) -> None:
     """Raise `UsageError` if a module that a tracker needs isn't installed."""
-    absent = [spec.name for spec in specs if importlib.util.find_spec(NEEDS[spec.name]) is None]
+    absent = [
+        spec.name for spec in specs if importlib.util.find_spec(REQUIRED_MODULES[spec.name]) is None
+    ]
     if absent:
         raise UsageError(
             "report_to needs packages that are not installed: "
@@ -83,37 +85,37 @@ def check_installed(specs: Sequence[TrackerSpec]) -> None:
         )
 
 
-def make(specs: Sequence[TrackerSpec]) -> list[Tracker]:
+def make_trackers(specs: Sequence[TrackerSpec]) -> list[Tracker]:
     """Create the trackers, which open nothing yet.
 
     Raises:
         UsageError: The text behind a colon doesn't fit the tracker.
     """
-    return [_KINDS[spec.name](spec.detail) for spec in specs]
+    return [_FACTORIES[spec.name](spec.detail) for spec in specs]
 
 
-def _tensorboard(detail: str) -> Tracker:
+def _make_tensorboard(detail: str) -> Tracker:
     """Create the TensorBoard tracker."""
     from paceline.record.trackers.tensorboard import TensorBoardTracker
 
     return TensorBoardTracker(detail)
 
 
-def _wandb(detail: str) -> Tracker:
+def _make_wandb(detail: str) -> Tracker:
     """Create the W&B tracker."""
     from paceline.record.trackers.wandb import WandbTracker
 
     return WandbTracker(detail)
 
 
-def _mlflow(detail: str) -> Tracker:
+def _make_mlflow(detail: str) -> Tracker:
     """Create the MLflow tracker."""
     from paceline.record.trackers.mlflow import MlflowTracker
 
     return MlflowTracker(detail)
 
 
-def _prometheus(detail: str) -> Tracker:
+def _make_prometheus(detail: str) -> Tracker:
     """Create the Prometheus tracker."""
     from paceline.record.trackers.prometheus import PrometheusTracker
 
@@ -122,9 +124,9 @@ def _prometheus(detail: str) -> Tracker:
 
 # The trackers are imported when they are created: the command line needs only their names, and
 # should not have to import torch.
-_KINDS: Final[dict[str, Callable[[str], Any]]] = {
-    "tensorboard": _tensorboard,
-    "wandb": _wandb,
-    "mlflow": _mlflow,
-    "prometheus": _prometheus,
+_FACTORIES: Final[dict[str, Callable[[str], Any]]] = {
+    "tensorboard": _make_tensorboard,
+    "wandb": _make_wandb,
+    "mlflow": _make_mlflow,
+    "prometheus": _make_prometheus,
 }

@@ -18,8 +18,8 @@ from typing import Final
 from paceline.record.trackers.tracker import TrackedRun, TrackedStep, Tracker
 
 # Items, mostly steps, that may wait for a tracker.
-MOST: Final = 50_000
-_Thing = TrackedStep | Callable[[], None]
+MAX_WAITING: Final = 50_000
+_Item = TrackedStep | Callable[[], None]
 
 
 class TrackerDelivery:
@@ -29,59 +29,61 @@ class TrackerDelivery:
     `_has_ended` nothing is added. `say` is told what the user has to know.
     """
 
-    def __init__(self, tracker: Tracker, say: Callable[[str], None], *, most: int = MOST) -> None:
-        self.tracker, self._say, self._most = tracker, say, most
-        self._waiting = deque[_Thing]()
-        self._there = threading.Condition()
+    def __init__(
+        self, tracker: Tracker, say: Callable[[str], None], *, most: int = MAX_WAITING
+    ) -> None:
+        self.tracker, self._say, self._max_waiting = tracker, say, most
+        self._queue = deque[_Item]()
+        self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._ended = self._behind = False
+        self._has_ended = self._is_behind = False
         # Whether the tracker has failed, and gets nothing more.
-        self.failed = False
+        self.has_failed = False
 
-    def begin(self, run: TrackedRun) -> str:
+    def begin_now(self, run: TrackedRun) -> str:
         """Begin the run at once. The error of a tracker that can't is raised."""
-        return self.tracker.begin(run)
+        return self.tracker.begin_run(run)
 
     def begin_later(self, run: TrackedRun, say: Callable[[str], None]) -> None:
         """Begin the run on the thread, and announce where it can be seen."""
-        self.act(lambda: say(f"{self.tracker.name}: {self.tracker.begin(run)}"))
+        self.deliver_action(lambda: say(f"{self.tracker.name}: {self.tracker.begin_run(run)}"))
 
-    def steps(self, steps: Sequence[TrackedStep]) -> None:
+    def deliver_steps(self, steps: Sequence[TrackedStep]) -> None:
         """Deliver steps. Never waits."""
-        self._put(steps)
+        self._enqueue(steps)
 
-    def act(self, act: Callable[[], None]) -> None:
+    def deliver_action(self, act: Callable[[], None]) -> None:
         """Call `act` on the thread after everything delivered before. Never waits."""
-        self._put([act])
+        self._enqueue([act])
 
-    def end(self, *, failed: bool, deadline: float) -> bool:
+    def end_delivery(self, *, failed: bool, deadline: float) -> bool:
         """Close the tracker after everything delivered before.
 
         Returns False if that is not done at `deadline` (`time.monotonic`). The thread is then left
         alone and ends with the process. Calling it twice is harmless.
         """
-        with self._there:
-            if not self._ended:
-                self._ended = True
-                self._waiting.append(lambda: self.tracker.close(failed=failed))
-                self._start()
-            self._there.notify()
+        with self._condition:
+            if not self._has_ended:
+                self._has_ended = True
+                self._queue.append(lambda: self.tracker.close(failed=failed))
+                self._start_thread()
+            self._condition.notify()
         assert self._thread is not None
         self._thread.join(max(deadline - time.monotonic(), 0.0))
         return not self._thread.is_alive()
 
-    def _put(self, items: Sequence[_Thing]) -> None:
+    def _enqueue(self, items: Sequence[_Item]) -> None:
         """Add items to the queue, and thin it out if it is too long."""
-        with self._there:
-            if self.failed or self._ended:
+        with self._condition:
+            if self.has_failed or self._has_ended:
                 return
-            self._waiting.extend(items)
-            overflows = len(self._waiting) > self._most
+            self._queue.extend(items)
+            overflows = len(self._queue) > self._max_waiting
             if overflows:
-                self._thin_out()
-            self._start()
-            self._there.notify()
-            was_behind, self._behind = self._behind, self._behind or overflows
+                self._thin_out_steps()
+            self._start_thread()
+            self._condition.notify()
+            was_behind, self._is_behind = self._is_behind, self._is_behind or overflows
         # Outside of the lock: `say` may write to a terminal, which may be slow.
         if overflows and not was_behind:
             self._say(
@@ -89,43 +91,43 @@ class TrackerDelivery:
                 "them; metrics.jsonl has all"
             )
 
-    def _thin_out(self) -> None:
+    def _thin_out_steps(self) -> None:
         """Drop every second step that waits.
 
         Other items stay, as do values that were logged after their step had ended, up to the bound.
         """
-        remaining, is_odd = deque[_Thing](maxlen=self._most), False
-        for item in self._waiting:
+        remaining, is_odd = deque[_Item](maxlen=self._max_waiting), False
+        for item in self._queue:
             if isinstance(item, TrackedStep) and item.samples is not None:
                 is_odd = not is_odd
                 if is_odd:
                     continue
             remaining.append(item)
-        self._waiting = remaining
+        self._queue = remaining
 
-    def _start(self) -> None:
+    def _start_thread(self) -> None:
         """Start the thread, unless it runs."""
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._deliver, name=f"paceline-{self.tracker.name}", daemon=True
+                target=self._deliver_until_end, name=f"paceline-{self.tracker.name}", daemon=True
             )
             self._thread.start()
 
-    def _deliver(self) -> None:
+    def _deliver_until_end(self) -> None:
         """Deliver items until the end."""
         over = False
         while not over:
-            with self._there:
-                self._there.wait_for(lambda: self._waiting)
-                items, self._waiting = list(self._waiting), deque[_Thing]()
-                over = self._ended
+            with self._condition:
+                self._condition.wait_for(lambda: self._queue)
+                items, self._queue = list(self._queue), deque[_Item]()
+                over = self._has_ended
             try:
-                self._give(items)
+                self._give_items(items)
             # Libraries may raise anything, and none of it may end the run.
             except Exception as error:  # noqa: BLE001
-                over = self._fail(error)
+                over = self._announce_failure(error)
 
-    def _give(self, items: Sequence[_Thing]) -> None:
+    def _give_items(self, items: Sequence[_Item]) -> None:
         """Give items to the tracker in order, steps in a row together."""
         steps: list[TrackedStep] = []
         for item in items:
@@ -133,20 +135,20 @@ class TrackerDelivery:
                 steps.append(item)
                 continue
             if steps:
-                self.tracker.steps(steps)
+                self.tracker.log_steps(steps)
                 steps = []
             item()
         if steps:
-            self.tracker.steps(steps)
+            self.tracker.log_steps(steps)
 
-    def _fail(self, error: Exception) -> bool:
+    def _announce_failure(self, error: Exception) -> bool:
         """Announce that the tracker has failed, and close it if possible.
 
         Returns True, because the delivery is over.
         """
-        with self._there:
-            self.failed = self._ended = True
-            self._waiting.clear()
+        with self._condition:
+            self.has_failed = self._has_ended = True
+            self._queue.clear()
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         self._say(
             f"{self.tracker.name} gets nothing more of this run ({reason}); "

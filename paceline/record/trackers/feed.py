@@ -25,10 +25,10 @@ from paceline.record.trackers.delivery import TrackerDelivery
 from paceline.record.trackers.media_folder import MediaFolder
 from paceline.record.trackers.tracker import (
     Setting,
-    TrackedEnd,
     TrackedEvent,
     TrackedRun,
     TrackedStep,
+    TrackedSummary,
     Tracker,
 )
 from paceline.timings import TrackerTimings
@@ -61,35 +61,37 @@ class TrackerFeed:
         events_told: int = 0,
         timings: TrackerTimings,
     ) -> None:
-        self._folder, self._history, self._settings, self._again, self._timings = (
+        self._folder, self._history, self._settings, self._is_restart, self._timings = (
             folder,
             history,
             settings or {},
             again,
             timings,
         )
-        self._trackers = [TrackerDelivery(tracker, history.tell) for tracker in trackers]
-        self._media: TrackerDelivery | None = None
-        self._events_told = events_told
-        self._say, self._begun = say, False
+        self._deliveries = [
+            TrackerDelivery(tracker, history.announce_event) for tracker in trackers
+        ]
+        self._media_delivery: TrackerDelivery | None = None
+        self._reported_events = events_told
+        self._say, self._has_begun = say, False
         # Histograms and images whose step has no line yet.
-        self._shown: list[MediaItem] = []
+        self._waiting_media: list[MediaItem] = []
 
-    def begin(self) -> None:
+    def begin_trackers(self) -> None:
         """Begin the run in all trackers, and announce where it can be seen.
 
         Raises:
             UsageError: A tracker can't begin.
         """
-        run, self._begun = self._run(again=self._again), True
-        for place, delivery in enumerate(self._trackers):
+        run, self._has_begun = self._describe_run(again=self._is_restart), True
+        for place, delivery in enumerate(self._deliveries):
             try:
-                self._say(f"{delivery.tracker.name}: {delivery.begin(run)}")
+                self._say(f"{delivery.tracker.name}: {delivery.begin_now(run)}")
             except Exception as error:
                 # All or none: trackers that have begun are closed again.
                 deadline = time.monotonic() + self._timings.leave
-                for begun in self._trackers[:place]:
-                    begun.end(failed=True, deadline=deadline)
+                for begun in self._deliveries[:place]:
+                    begun.end_delivery(failed=True, deadline=deadline)
                 if isinstance(error, PacelineError):
                     raise
                 name, reason = delivery.tracker.name, " ".join(str(error).split())
@@ -103,15 +105,15 @@ class TrackerFeed:
 
         They begin on their threads, because other workers wait for this one.
         """
-        self._begun = True
-        for delivery in self._trackers:
-            delivery.begin_later(self._run(again=True), self._say)
+        self._has_begun = True
+        for delivery in self._deliveries:
+            delivery.begin_later(self._describe_run(again=True), self._say)
 
-    def pass_over(self) -> None:
+    def skip_events(self) -> None:
         """Leave the events up to now to the first worker."""
-        self._events_told = len(self._history.events)
+        self._reported_events = len(self._history.events)
 
-    def write(
+    def write_lines(
         self, lines: Sequence[Mapping[str, Any]], late: Callable[[int], Sequence[RankLateness]]
     ) -> None:
         """Report lines of the metrics, and the events since the last call.
@@ -119,108 +121,113 @@ class TrackerFeed:
         `late` returns the late workers of a step.
         """
         steps: list[TrackedStep] = []
-        for line in lines if self._trackers or self._shown else ():
-            steps.append(TrackedStep.of(line, late(line["step"])))
+        for line in lines if self._deliveries or self._waiting_media else ():
+            steps.append(TrackedStep.from_line(line, late(line["step"])))
             # Some trackers want steps in order, so media of this step come before the next line.
-            if self._shown and self._shown[0].step <= line["step"]:
-                self._give(steps)
-                self._give_media(line["step"])
+            if self._waiting_media and self._waiting_media[0].step <= line["step"]:
+                self._deliver_steps(steps)
+                self._deliver_media(line["step"])
                 steps = []
-        self._give(steps)
+        self._deliver_steps(steps)
         events = [
             TrackedEvent(event["time"], event["what"])
-            for event in self._history.events[self._events_told :]
+            for event in self._history.events[self._reported_events :]
         ]
-        self._events_told += len(events)
-        for delivery in self._trackers:
+        self._reported_events += len(events)
+        for delivery in self._deliveries:
             for event in events:
-                delivery.act(functools.partial(delivery.tracker.event, event))
+                delivery.deliver_action(functools.partial(delivery.tracker.log_event, event))
 
-    def show(self, items: Sequence[MediaItem]) -> None:
+    def show_media(self, items: Sequence[MediaItem]) -> None:
         """Report histograms and images after the line of their step."""
-        self._shown.extend(items)
+        self._waiting_media.extend(items)
 
-    def _give(self, steps: Sequence[TrackedStep]) -> None:
+    def _deliver_steps(self, steps: Sequence[TrackedStep]) -> None:
         """Deliver steps to all trackers."""
-        for delivery in self._trackers if steps else ():
-            delivery.steps(steps)
+        for delivery in self._deliveries if steps else ():
+            delivery.deliver_steps(steps)
 
-    def _give_media(self, upto: float) -> None:
+    def _deliver_media(self, upto: float) -> None:
         """Deliver histograms and images of steps up to `upto` to the trackers and the folder."""
-        items = [item for item in self._shown if item.step <= upto]
-        self._shown = [item for item in self._shown if item.step > upto]
+        items = [item for item in self._waiting_media if item.step <= upto]
+        self._waiting_media = [item for item in self._waiting_media if item.step > upto]
         if not items:
             return
-        if self._media is None:
-            self._media = TrackerDelivery(MediaFolder(self._folder), self._history.tell)
-        for delivery in (self._media, *self._trackers):
-            delivery.act(functools.partial(delivery.tracker.media, items))
+        if self._media_delivery is None:
+            self._media_delivery = TrackerDelivery(
+                MediaFolder(self._folder), self._history.announce_event
+            )
+        for delivery in (self._media_delivery, *self._deliveries):
+            delivery.deliver_action(functools.partial(delivery.tracker.log_media, items))
 
-    def rewind(self, step: int) -> None:
+    def rewind_to_step(self, step: int) -> None:
         """Report that the run goes on after `step`, and takes later steps again."""
-        if self._media is None:
-            MediaFolder(self._folder).rewind(step)
-        for delivery in (*self._trackers, *([] if self._media is None else [self._media])):
-            delivery.act(functools.partial(delivery.tracker.rewind, step))
+        if self._media_delivery is None:
+            MediaFolder(self._folder).rewind_to_step(step)
+        for delivery in (
+            *self._deliveries,
+            *([] if self._media_delivery is None else [self._media_delivery]),
+        ):
+            delivery.deliver_action(functools.partial(delivery.tracker.rewind_to_step, step))
 
-    def conclude(self, fields: Mapping[str, Any]) -> None:
+    def report_summary(self, fields: Mapping[str, Any]) -> None:
         """Report the summary, given its fields."""
-        self._give_media(math.inf)
-        self.write([], lambda step: ())
-        end = TrackedEnd.of(fields, self._folder.summary, self._settings)
-        for delivery in self._trackers:
-            delivery.act(functools.partial(delivery.tracker.conclude, end))
+        self._deliver_media(math.inf)
+        self.write_lines([], lambda step: ())
+        end = TrackedSummary.from_fields(fields, self._folder.summary, self._settings)
+        for delivery in self._deliveries:
+            delivery.deliver_action(functools.partial(delivery.tracker.log_summary, end))
 
-    def close(self, *, failed: bool) -> None:
+    def close_trackers(self, *, failed: bool) -> None:
         """Let trackers take in the rest, and close them. Calling it twice is harmless.
 
         It waits for slow trackers, up to a limit, and announces that.
         """
-        self._give_media(math.inf)
+        self._deliver_media(math.inf)
         unfinished = [
-            *(self._trackers if self._begun else []),
-            *([] if self._media is None else [self._media]),
+            *(self._deliveries if self._has_begun else []),
+            *([] if self._media_delivery is None else [self._media_delivery]),
         ]
-        self._trackers, self._media = [], None
+        self._deliveries, self._media_delivery = [], None
         began_at = time.monotonic()
         # First a short wait without a word, then an announcement and a longer one.
         patience = self._timings.leave if failed else self._timings.quiet
         unfinished = [
             delivery
             for delivery in unfinished
-            if not delivery.end(failed=failed, deadline=began_at + patience)
+            if not delivery.end_delivery(failed=failed, deadline=began_at + patience)
         ]
         if unfinished and not failed:
             self._say(
-                f"waiting for {_named(unfinished)} to take in the rest of the run, "
+                f"waiting for {_join_names(unfinished)} to take in the rest of the run, "
                 f"{self._timings.close:g} s at most"
             )
             deadline = began_at + self._timings.close
             unfinished = [
                 delivery
                 for delivery in unfinished
-                if not delivery.end(failed=failed, deadline=deadline)
+                if not delivery.end_delivery(failed=failed, deadline=deadline)
             ]
         if unfinished:
             self._say(
-                f"{_named(unfinished)} did not take in all of the run; "
+                f"{_join_names(unfinished)} did not take in all of the run; "
                 "the run's folder has everything"
             )
 
-    def _run(self, *, again: bool) -> TrackedRun:
+    def _describe_run(self, *, again: bool) -> TrackedRun:
         """Describe the run for trackers."""
         history = self._history
         settings = {**self._settings, "seed": history.seed}
         return TrackedRun(
             self._folder.name,
             self._folder.path,
-            history.identity(self._folder.name),
+            history.make_identity(self._folder.name),
             history.began,
             settings,
             again,
         )
 
 
-def _named(deliveries: Sequence[TrackerDelivery]) -> str:
+def _join_names(deliveries: Sequence[TrackerDelivery]) -> str:
     """Join the names of trackers."""
     return " and ".join(delivery.tracker.name for delivery in deliveries)

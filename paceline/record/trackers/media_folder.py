@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from paceline.record.folder import RunFolder, strict_json
+from paceline.record.folder import RunFolder, to_strict_json
 from paceline.record.jsonl import JsonLines
 from paceline.record.logged.image import Pixels
 from paceline.record.logged.media import MediaItem
-from paceline.record.trackers.tracker import TrackedEnd, TrackedEvent, TrackedRun, TrackedStep
+from paceline.record.trackers.tracker import TrackedEvent, TrackedRun, TrackedStep, TrackedSummary
 
 
 class MediaFolder:
@@ -27,14 +27,14 @@ class MediaFolder:
     def __init__(self, folder: RunFolder) -> None:
         self._folder, self._lines = folder, JsonLines(folder.media)
 
-    def begin(self, run: TrackedRun) -> str:
+    def begin_run(self, run: TrackedRun) -> str:
         """Return the path of the file."""
         return str(self._folder.media)
 
-    def steps(self, steps: Sequence[TrackedStep]) -> None:
+    def log_steps(self, steps: Sequence[TrackedStep]) -> None:
         """Do nothing, because steps are in metrics.jsonl."""
 
-    def media(self, items: Sequence[MediaItem]) -> None:
+    def log_media(self, items: Sequence[MediaItem]) -> None:
         """Write histograms and images.
 
         Raises:
@@ -46,28 +46,28 @@ class MediaFolder:
                 "step": item.step,
                 "time": round(item.time, 6),
                 "name": item.name,
-                **item.content.fields(),
+                **item.content.to_fields(),
             }
             if isinstance(item.content, Pixels):
-                file = Path("media", f"{file_name(item.name)}-{item.step}.png")
+                file = Path("media", f"{media_file_name(item.name)}-{item.step}.png")
                 path = self._folder.path / file
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(item.content.png())
+                path.write_bytes(item.content.to_png())
                 fields["file"] = file.as_posix()
-            lines.append(strict_json(fields))
-        self._lines.append(lines)
+            lines.append(to_strict_json(fields))
+        self._lines.append_lines(lines)
 
-    def event(self, event: TrackedEvent) -> None:
+    def log_event(self, event: TrackedEvent) -> None:
         """Do nothing, because events are in the summary."""
 
-    def rewind(self, step: int) -> None:
+    def rewind_to_step(self, step: int) -> None:
         """Remove the lines of steps after `step`.
 
         Images of those steps are overwritten when the steps are taken again.
         """
-        self._lines.cut(step)
+        self._lines.cut_after_step(step)
 
-    def conclude(self, end: TrackedEnd) -> None:
+    def log_summary(self, end: TrackedSummary) -> None:
         """Do nothing, because summary.json has it."""
 
     def close(self, *, failed: bool) -> None:
@@ -75,7 +75,7 @@ class MediaFolder:
         self._lines.close()
 
 
-def file_name(name: str) -> str:
+def media_file_name(name: str) -> str:
     """Return a safe relative path for a logged name.
 
     The name may contain slashes. No part can lead out of the folder, and special characters are

@@ -17,18 +17,18 @@ from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from paceline.cluster import network
-from paceline.comm.p2p.connection import CallerCrowd
+from paceline.comm.p2p.connection import UnprovedCallers
 from paceline.errors import UsageError
 from paceline.formatting import printable
 from paceline.record.logged.media import MediaItem
-from paceline.record.trackers.tracker import TrackedEnd, TrackedEvent, TrackedRun, TrackedStep
+from paceline.record.trackers.tracker import TrackedEvent, TrackedRun, TrackedStep, TrackedSummary
 
 # The usual port of exporters inside a program.
-PORT: Final = 9464
+DEFAULT_PORT: Final = 9464
 LOOPBACK: Final = "127.0.0.1"
-CALLERS: Final = 16  # connections at once
+MAX_CALLERS: Final = 16  # connections at once
 # Seconds in which a caller has to send something.
-SILENT: Final = 5.0
+CALLER_TIMEOUT: Final = 5.0
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
@@ -43,7 +43,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
 
     def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
         self.address_family = network.family(address[0])
-        self._crowd = CallerCrowd(CALLERS)
+        self._crowd = UnprovedCallers(MAX_CALLERS)
         super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -62,10 +62,10 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
     def handle_error(self, request: Any, client_address: Any) -> None: ...
 
 
-class MetricsRequest(WSGIRequestHandler):
+class MetricsRequestHandler(WSGIRequestHandler):
     """Reads one request, and logs nothing."""
 
-    timeout = SILENT
+    timeout = CALLER_TIMEOUT
 
     def log_message(self, format: str, *args: Any) -> None: ...
 
@@ -80,21 +80,21 @@ class PrometheusTracker:
     name = "prometheus"
 
     def __init__(self, detail: str) -> None:
-        self._host, self._port = _address(detail)
+        self._host, self._port = _parse_address(detail)
         self._server: tuple[Any, threading.Thread] | None = None
         self._lock = threading.Lock()
         self._run: TrackedRun | None = None
         self._counts = dict.fromkeys(("steps", "samples", "events"), 0)
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by part
         # Seconds by worker and cause.
-        self._late: defaultdict[tuple[int, str], float] = defaultdict(float)
-        self._logged: dict[str, float] = {}
+        self._late_seconds: defaultdict[tuple[int, str], float] = defaultdict(float)
+        self._last_values: dict[str, float] = {}
         # Number of the last step.
-        self._last = 0
+        self._last_step = 0
         # Samples per second in the last delivered steps.
         self._rate: float | None = None
 
-    def begin(self, run: TrackedRun) -> str:
+    def begin_run(self, run: TrackedRun) -> str:
         """Listen.
 
         Raises:
@@ -108,7 +108,11 @@ class PrometheusTracker:
         registry.register(self)
         try:
             server = make_server(
-                self._host, self._port, make_wsgi_app(registry), MetricsServer, MetricsRequest
+                self._host,
+                self._port,
+                make_wsgi_app(registry),
+                MetricsServer,
+                MetricsRequestHandler,
             )
         except OSError as error:
             raise UsageError(
@@ -124,7 +128,7 @@ class PrometheusTracker:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{server.server_port}/metrics"
 
-    def steps(self, steps: Sequence[TrackedStep]) -> None:
+    def log_steps(self, steps: Sequence[TrackedStep]) -> None:
         """Count steps."""
         # Values that were logged after their step had ended have no samples and seconds.
         finished = [step for step in steps if step.samples is not None and step.seconds is not None]
@@ -134,32 +138,32 @@ class PrometheusTracker:
         )
         with self._lock:
             for step in steps:
-                self._logged |= step.values
+                self._last_values |= step.values
             for step in finished:
-                self._last = step.step
+                self._last_step = step.step
                 self._counts["steps"] += 1
                 self._counts["samples"] += step.samples or 0
                 for part, part_seconds in (step.seconds or {}).items():
                     self._seconds[part] += part_seconds
                 for lateness in step.late:
                     for cause, part_seconds in lateness.by_cause.items():
-                        self._late[lateness.rank, cause] += part_seconds
+                        self._late_seconds[lateness.rank, cause] += part_seconds
             # The rate is that of the delivered steps, about those of the last second.
             if seconds > 0:
                 self._rate = samples / seconds
 
-    def media(self, items: Sequence[MediaItem]) -> None:
+    def log_media(self, items: Sequence[MediaItem]) -> None:
         """Do nothing, because Prometheus has no histograms of tensors, and no images."""
 
-    def event(self, event: TrackedEvent) -> None:
+    def log_event(self, event: TrackedEvent) -> None:
         """Count an event."""
         with self._lock:
             self._counts["events"] += 1
 
-    def rewind(self, step: int) -> None:
+    def rewind_to_step(self, step: int) -> None:
         """Do nothing, because counters of Prometheus never go back."""
 
-    def conclude(self, end: TrackedEnd) -> None:
+    def log_summary(self, end: TrackedSummary) -> None:
         """Do nothing, because the endpoint ends with the run."""
 
     def close(self, *, failed: bool) -> None:
@@ -194,12 +198,12 @@ class PrometheusTracker:
 
         # Copy under the lock, and build the answer without it.
         with self._lock:
-            counts, last, rate = dict(self._counts), self._last, self._rate
+            counts, last, rate = dict(self._counts), self._last_step, self._rate
             seconds = {(part,): value for part, value in self._seconds.items()}
             late_seconds = {
-                (str(worker), cause): value for (worker, cause), value in self._late.items()
+                (str(worker), cause): value for (worker, cause), value in self._late_seconds.items()
             }
-            logged = {(name,): value for name, value in self._logged.items()}
+            logged = {(name,): value for name, value in self._last_values.items()}
         settings = {name: printable(str(value)) for name, value in self._run.settings.items()}
         yield gauge(
             "paceline_run_info",
@@ -238,11 +242,11 @@ class PrometheusTracker:
         )
 
 
-def _address(detail: str) -> tuple[str, int]:
+def _parse_address(detail: str) -> tuple[str, int]:
     """Parse PORT or HOST:PORT. An IPv6 address is in brackets."""
     host, _, port = detail.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or LOOPBACK
-    port_number = network.port(port) if detail else PORT
+    port_number = network.port(port) if detail else DEFAULT_PORT
     if port_number is None:
         raise UsageError(
             f"report_to='prometheus:{detail}' has no port; write prometheus:PORT or "

@@ -19,16 +19,16 @@ from paceline.record.logged.histogram import HistogramCounts
 from paceline.record.logged.media import MediaItem
 from paceline.record.trackers.tracker import (
     Setting,
-    TrackedEnd,
     TrackedEvent,
     TrackedRun,
     TrackedStep,
+    TrackedSummary,
 )
 
-EVENTS: Final = "paceline/events"
+EVENTS_TAG: Final = "paceline/events"
 # Prefix of the names of a run's results.
-SUMMARY: Final = "summary/"
-_FILES = itertools.count()
+SUMMARY_PREFIX: Final = "summary/"
+_FILE_NUMBERS = itertools.count()
 
 
 class TensorBoardTracker:
@@ -44,9 +44,9 @@ class TensorBoardTracker:
         self._file: EventFile | None = None
         self._began = 0.0
         # Last step that was delivered.
-        self._step = 0
+        self._last_step = 0
 
-    def begin(self, run: TrackedRun) -> str:
+    def begin_run(self, run: TrackedRun) -> str:
         """Begin a new file, which TensorBoard reads after the files that are in the folder already.
 
         Raises:
@@ -55,54 +55,56 @@ class TensorBoardTracker:
         """
         folder = run.folder / "tensorboard" if self._root is None else self._root / run.name
         self._file, self._began = EventFile(folder), run.began
-        self._file.text("settings", _table(run.settings), 0, run.began)
+        self._file.write_text("settings", _format_table(run.settings), 0, run.began)
         self._file.flush()
         return (
             "tensorboard --logdir "
             f"{shlex.quote(str(run.folder.parent if self._root is None else self._root))}"
         )
 
-    def steps(self, steps: Sequence[TrackedStep]) -> None:
+    def log_steps(self, steps: Sequence[TrackedStep]) -> None:
         """Write the numbers of steps."""
         assert self._file is not None
         for step_record in steps:
-            for name, value in step_record.scalars().items():
-                self._file.scalar(name, value, step_record.step, self._began + step_record.time)
-        self._step = max([self._step, *(step_record.step for step_record in steps)])
+            for name, value in step_record.to_scalars().items():
+                self._file.write_scalar(
+                    name, value, step_record.step, self._began + step_record.time
+                )
+        self._last_step = max([self._last_step, *(step_record.step for step_record in steps)])
         self._file.flush()
 
-    def media(self, items: Sequence[MediaItem]) -> None:
+    def log_media(self, items: Sequence[MediaItem]) -> None:
         """Write histograms and images."""
         assert self._file is not None
         for item in items:
             wall_time = self._began + item.time
             if isinstance(item.content, HistogramCounts):
-                self._file.histogram(item.name, item.content, item.step, wall_time)
+                self._file.write_histogram(item.name, item.content, item.step, wall_time)
             else:
-                self._file.image(
-                    item.name, item.content.png(), item.content.data.shape, item.step, wall_time
+                self._file.write_image(
+                    item.name, item.content.to_png(), item.content.data.shape, item.step, wall_time
                 )
         self._file.flush()
 
-    def event(self, event: TrackedEvent) -> None:
+    def log_event(self, event: TrackedEvent) -> None:
         """Write an event as a text at the last step that was written."""
         assert self._file is not None
-        self._file.text(EVENTS, event.what, self._step, self._began + event.time)
+        self._file.write_text(EVENTS_TAG, event.what, self._last_step, self._began + event.time)
         self._file.flush()
 
-    def rewind(self, step: int) -> None:
+    def rewind_to_step(self, step: int) -> None:
         """Tell readers to forget everything that was written for later steps."""
         assert self._file is not None
-        self._file.restart(step + 1)
-        self._step = step
+        self._file.restart_at_step(step + 1)
+        self._last_step = step
 
-    def conclude(self, end: TrackedEnd) -> None:
+    def log_summary(self, end: TrackedSummary) -> None:
         """Write the settings as hyperparameters, and the results as their metrics."""
         assert self._file is not None
-        results = {SUMMARY + name: value for name, value in end.results.items()}
+        results = {SUMMARY_PREFIX + name: value for name, value in end.results.items()}
         for name, value in results.items():
-            self._file.scalar(name, value, self._step, time.time())
-        self._file.parameters(dict(end.settings), results)
+            self._file.write_scalar(name, value, self._last_step, time.time())
+        self._file.write_parameters(dict(end.settings), results)
         self._file.flush()
 
     def close(self, *, failed: bool) -> None:
@@ -126,19 +128,19 @@ class EventFile:
         self._events, self._log, self._summaries, self._make = Event, SessionLog, Summary, summary
         folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard finds files by "tfevents" in their names, and reads them in alphabetic order.
-        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_FILES)}.paceline"  # noqa: E501
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_FILE_NUMBERS)}.paceline"  # noqa: E501
         self._file = (folder / name).open("xb")
         self._writer = RecordWriter(self._file)
         # The first event of a file has to be its version.
-        self._write(time.time(), file_version="brain.Event:2")
+        self._write_event(time.time(), file_version="brain.Event:2")
 
-    def scalar(self, name: str, value: float, step: int, when: float) -> None:
+    def write_scalar(self, name: str, value: float, step: int, when: float) -> None:
         """Write a number. TensorBoard keeps 32 bits of it."""
-        self._show(
+        self._write_summary(
             self._summaries(value=[self._summaries.Value(tag=name, simple_value=value)]), step, when
         )
 
-    def histogram(self, name: str, counts: HistogramCounts, step: int, when: float) -> None:
+    def write_histogram(self, name: str, counts: HistogramCounts, step: int, when: float) -> None:
         """Write a histogram."""
         summary = self._make.histogram_raw(
             name,
@@ -147,33 +149,35 @@ class EventFile:
             counts.count,
             counts.total,
             counts.squares,
-            bucket_limits=counts.edges[1:],
+            bucket_limits=counts.bin_edges[1:],
             bucket_counts=list(counts.counts),
         )
-        self._show(summary, step, when)
+        self._write_summary(summary, step, when)
 
-    def image(self, name: str, png: bytes, shape: tuple[int, ...], step: int, when: float) -> None:
+    def write_image(
+        self, name: str, png: bytes, shape: tuple[int, ...], step: int, when: float
+    ) -> None:
         """Write a PNG with its (height, width, channels)."""
         height, width, channels = shape
         image = self._summaries.Image(
             height=height, width=width, colorspace=channels, encoded_image_string=png
         )
-        self._show(
+        self._write_summary(
             self._summaries(value=[self._summaries.Value(tag=name, image=image)]), step, when
         )
 
-    def text(self, name: str, text: str, step: int, when: float) -> None:
+    def write_text(self, name: str, text: str, step: int, when: float) -> None:
         """Write a text in Markdown."""
-        self._show(self._make.text(name, text), step, when)
+        self._write_summary(self._make.text(name, text), step, when)
 
-    def parameters(self, settings: dict[str, Setting], results: dict[str, float]) -> None:
+    def write_parameters(self, settings: dict[str, Setting], results: dict[str, float]) -> None:
         """Write hyperparameters, and the names of the numbers that are their metrics."""
         for summary in self._make.hparams(settings, results):
-            self._show(summary, 0, time.time())
+            self._write_summary(summary, 0, time.time())
 
-    def restart(self, step: int) -> None:
+    def restart_at_step(self, step: int) -> None:
         """Tell readers to forget what earlier files have for `step` and later steps."""
-        self._write(time.time(), step=step, session_log=self._log(status=self._log.START))
+        self._write_event(time.time(), step=step, session_log=self._log(status=self._log.START))
 
     def flush(self) -> None:
         """Write everything to the disk.
@@ -187,16 +191,16 @@ class EventFile:
         """Close the file. Calling it twice is harmless."""
         self._file.close()
 
-    def _show(self, summary: Any, step: int, when: float) -> None:
+    def _write_summary(self, summary: Any, step: int, when: float) -> None:
         """Write a summary, TensorBoard's message for a value."""
-        self._write(when, step=step, summary=summary)
+        self._write_event(when, step=step, summary=summary)
 
-    def _write(self, when: float, **fields: Any) -> None:
+    def _write_event(self, when: float, **fields: Any) -> None:
         """Write an event."""
         self._writer.write(self._events(wall_time=when, **fields).SerializeToString())
 
 
-def _table(settings: Any) -> str:
+def _format_table(settings: Any) -> str:
     """Format settings as a table in Markdown."""
     return "\n".join(
         [

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from paceline.record.logged.media import MediaItem
-from paceline.record.logged.values import PREFIX, RESERVED
+from paceline.record.logged.values import RESERVED_FIELDS, TRACKER_PREFIX
 from paceline.unequal.stragglers.lateness import RankLateness
 
 Setting = str | int | float | bool
 # Fields of a summary that are settings of the run.
-_SETTINGS: Final = ("sync", "workers", "hosts")
+_SETTING_FIELDS: Final = ("sync", "workers", "hosts")
 # Fields of a summary that are its results.
-_RESULTS: Final = (
+_RESULT_FIELDS: Final = (
     *(
         "steps",
         "samples",
@@ -68,30 +68,30 @@ class TrackedStep:
     late: Sequence[RankLateness] = ()
 
     @staticmethod
-    def of(line: Mapping[str, Any], late: Sequence[RankLateness]) -> TrackedStep:
+    def from_line(line: Mapping[str, Any], late: Sequence[RankLateness]) -> TrackedStep:
         """Convert a line of metrics.jsonl."""
-        values = {name: value for name, value in line.items() if name not in RESERVED}
+        values = {name: value for name, value in line.items() if name not in RESERVED_FIELDS}
         return TrackedStep(
             line["step"], line["time"], values, line.get("samples"), line.get("seconds"), late
         )
 
-    def scalars(self) -> dict[str, float]:
+    def to_scalars(self) -> dict[str, float]:
         """Return all numbers by name: logged values, and the time of the step as `paceline/...`."""
         numbers = dict(self.values)
         if self.seconds is not None and self.samples is not None:
             step_seconds = sum(self.seconds.values())
             numbers |= {
-                f"{PREFIX}seconds/{part}": part_seconds
+                f"{TRACKER_PREFIX}seconds/{part}": part_seconds
                 for part, part_seconds in self.seconds.items()
             }
             if step_seconds > 0:
-                numbers[f"{PREFIX}samples_per_second"] = self.samples / step_seconds
+                numbers[f"{TRACKER_PREFIX}samples_per_second"] = self.samples / step_seconds
         # Of several late workers, the latest one is reported.
         if self.late:
             latest = max(self.late, key=lambda each: each.seconds)
             numbers |= {
-                f"{PREFIX}late/seconds": latest.seconds,
-                f"{PREFIX}late/worker": float(latest.rank),
+                f"{TRACKER_PREFIX}late/seconds": latest.seconds,
+                f"{TRACKER_PREFIX}late/worker": float(latest.rank),
             }
         return numbers
 
@@ -105,7 +105,7 @@ class TrackedEvent:
 
 
 @dataclass(frozen=True)
-class TrackedEnd:
+class TrackedSummary:
     """The summary of a run that went well: settings, numbers by name, and its path."""
 
     settings: Mapping[str, Setting]
@@ -113,15 +113,17 @@ class TrackedEnd:
     summary: Path
 
     @staticmethod
-    def of(fields: Mapping[str, Any], summary: Path, known: Mapping[str, Setting]) -> TrackedEnd:
+    def from_fields(
+        fields: Mapping[str, Any], summary: Path, known: Mapping[str, Setting]
+    ) -> TrackedSummary:
         """Convert the fields of a summary. `known` are settings that the summary doesn't have."""
         loader = fields.get("loader") or {}
-        given = dict(_settings("", fields.get("settings") or {}))
+        given = dict(_flatten_settings("", fields.get("settings") or {}))
         # Later entries win: the summary is more reliable than what was known at the start.
         settings: dict[str, Setting] = {
             **known,
             **given,
-            **{name: fields[name] for name in _SETTINGS},
+            **{name: fields[name] for name in _SETTING_FIELDS},
         }
         if fields.get("mesh"):
             settings["mesh"] = ", ".join(f"{axis}={size}" for axis, size in fields["mesh"].items())
@@ -130,12 +132,12 @@ class TrackedEnd:
                 "loader_workers": loader["num_workers"],
                 "shares": ", ".join(map(str, loader["shares"])),
             }
-        return TrackedEnd(
+        return TrackedSummary(
             settings,
             {
                 name: value
-                for field in _RESULTS
-                for name, value in _numbers(field, fields.get(field))
+                for field in _RESULT_FIELDS
+                for name, value in _flatten_numbers(field, fields.get(field))
             },
             summary,
         )
@@ -150,30 +152,30 @@ class Tracker(Protocol):
 
     name: str
 
-    def begin(self, run: TrackedRun) -> str:
+    def begin_run(self, run: TrackedRun) -> str:
         """Begin the run, or continue it, and return in a few words where it can be seen.
 
         It may raise anything.
         """
         ...
 
-    def steps(self, steps: Sequence[TrackedStep]) -> None:
+    def log_steps(self, steps: Sequence[TrackedStep]) -> None:
         """Log steps, in order."""
         ...
 
-    def media(self, items: Sequence[MediaItem]) -> None:
+    def log_media(self, items: Sequence[MediaItem]) -> None:
         """Log histograms and images."""
         ...
 
-    def event(self, event: TrackedEvent) -> None:
+    def log_event(self, event: TrackedEvent) -> None:
         """Log an event."""
         ...
 
-    def rewind(self, step: int) -> None:
+    def rewind_to_step(self, step: int) -> None:
         """Forget steps after `step`, which are taken again, as far as possible."""
         ...
 
-    def conclude(self, end: TrackedEnd) -> None:
+    def log_summary(self, end: TrackedSummary) -> None:
         """Log the summary."""
         ...
 
@@ -185,27 +187,27 @@ class Tracker(Protocol):
         ...
 
 
-def _settings(name: str, value: Any) -> Iterator[tuple[str, Setting]]:
+def _flatten_settings(name: str, value: Any) -> Iterator[tuple[str, Setting]]:
     """Yield the settings in a value, each with a name of its own.
 
     For example, `optimizers/1/lr` is the learning rate of the second optimizer.
     """
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _settings(f"{name}/{key}" if name else key, item)
+            yield from _flatten_settings(f"{name}/{key}" if name else key, item)
     elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
         for place, item in enumerate(value):
-            yield from _settings(f"{name}/{place}", item)
+            yield from _flatten_settings(f"{name}/{place}", item)
     elif isinstance(value, list):
         yield name, ", ".join(map(str, value))
     else:
         yield name, value
 
 
-def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+def _flatten_numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
     """Yield the numbers in a field of a summary, each with a name of its own."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _numbers(f"{name}/{key}", item)
+            yield from _flatten_numbers(f"{name}/{key}", item)
     elif isinstance(value, int | float):
         yield name, float(value)

@@ -17,15 +17,15 @@ from typing import Any, Final
 from paceline.errors import UsageError
 from paceline.record.logged.histogram import HistogramCounts
 from paceline.record.logged.media import MediaItem
-from paceline.record.trackers.tracker import TrackedEnd, TrackedEvent, TrackedRun, TrackedStep
+from paceline.record.trackers.tracker import TrackedEvent, TrackedRun, TrackedStep, TrackedSummary
 
-EVENT: Final = "paceline/event"
+EVENT_KEY: Final = "paceline/event"
 # Seconds at most to reach the server at the start.
 _REACH: Final = 30
 # Private setting of W&B: seconds between two writes of an offline run. A kill loses all that came
 # since. If W&B renames the setting, W&B's own default applies.
-_FLUSH: Final = "x_transaction_log_flush_interval"
-_OFFLINE: Final = ("offline", "dryrun")
+_FLUSH_SETTING: Final = "x_transaction_log_flush_interval"
+_OFFLINE_MODES: Final = ("offline", "dryrun")
 
 
 class WandbTracker:
@@ -46,11 +46,11 @@ class WandbTracker:
         self._entity, self._project = entity or None, project or None
         self._wandb: Any = None
         self._run: Any = None
-        self._step = 0  # last step that was delivered
+        self._last_step = 0  # last step that was delivered
         self._events: list[str] = []  # all events
-        self._since: list[str] = []  # events since that step
+        self._step_events: list[str] = []  # events since that step
 
-    def begin(self, run: TrackedRun) -> str:
+    def begin_run(self, run: TrackedRun) -> str:
         """Begin a run, or continue it.
 
         It never prompts for a key. If there is no key or no network, the run is offline.
@@ -64,29 +64,29 @@ class WandbTracker:
         self._wandb = wandb
         mode = wandb.setup().settings.mode
         if mode == "disabled":
-            self._run = self._init(run, mode)
+            self._run = self._init_run(run, mode)
             return "nothing is kept, as W&B is disabled here (WANDB_MODE)"
-        if mode in _OFFLINE:
-            return self._offline(run, "as WANDB_MODE says so")
+        if mode in _OFFLINE_MODES:
+            return self._begin_offline(run, "as WANDB_MODE says so")
         if not self._has_key():
-            return self._offline(run, "as there is no API key (wandb login)")
+            return self._begin_offline(run, "as there is no API key (wandb login)")
         try:
-            self._run = self._init(run, None)
+            self._run = self._init_run(run, None)
         except wandb.errors.CommError as error:
             reason = " ".join(str(error).split())
-            return self._offline(
+            return self._begin_offline(
                 run, f"as the server can't be reached ({reason})", again="-offline"
             )
         return str(self._run.url)
 
-    def steps(self, steps: Sequence[TrackedStep]) -> None:
+    def log_steps(self, steps: Sequence[TrackedStep]) -> None:
         """Log the numbers of steps."""
         for step_record in steps:
-            if step_record.step != self._step:
-                self._step, self._since = step_record.step, []
-            self._run.log(step_record.scalars(), step=step_record.step)
+            if step_record.step != self._last_step:
+                self._last_step, self._step_events = step_record.step, []
+            self._run.log(step_record.to_scalars(), step=step_record.step)
 
-    def media(self, items: Sequence[MediaItem]) -> None:
+    def log_media(self, items: Sequence[MediaItem]) -> None:
         """Log histograms and images.
 
         Raises:
@@ -95,25 +95,25 @@ class WandbTracker:
         for item in items:
             if isinstance(item.content, HistogramCounts):
                 media = self._wandb.Histogram(
-                    np_histogram=(list(item.content.counts), item.content.edges)
+                    np_histogram=(list(item.content.counts), item.content.bin_edges)
                 )
             else:
                 from PIL import Image
 
-                media = self._wandb.Image(Image.open(io.BytesIO(item.content.png())))
+                media = self._wandb.Image(Image.open(io.BytesIO(item.content.to_png())))
             self._run.log({item.name: media}, step=item.step)
 
-    def event(self, event: TrackedEvent) -> None:
+    def log_event(self, event: TrackedEvent) -> None:
         """Log an event as a text at the last step."""
-        self._since.append(event.what)
+        self._step_events.append(event.what)
         self._events.append(f"{event.time:.1f} s: {event.what}")
         # W&B keeps one value of a name in a step, so all events of the step go into one text.
-        self._run.log({EVENT: "; ".join(self._since)}, step=self._step)
+        self._run.log({EVENT_KEY: "; ".join(self._step_events)}, step=self._last_step)
 
-    def rewind(self, step: int) -> None:
+    def rewind_to_step(self, step: int) -> None:
         """Do nothing: W&B keeps its values of steps that are taken again. They are the same."""
 
-    def conclude(self, end: TrackedEnd) -> None:
+    def log_summary(self, end: TrackedSummary) -> None:
         """Log the settings, and the results in the run's summary."""
         self._run.config.update(dict(end.settings), allow_val_change=True)
         self._run.summary.update({**end.results, "paceline/events": "\n".join(self._events)})
@@ -133,20 +133,20 @@ class WandbTracker:
         finally:
             settings.silent = was_silent
 
-    def _offline(self, run: TrackedRun, why: str, *, again: str = "") -> str:
+    def _begin_offline(self, run: TrackedRun, why: str, *, again: str = "") -> str:
         """Begin the run offline, and return where it is, and `why`.
 
         `again` is added to its identifier.
         """
-        self._run = self._init(run, "offline", again)
+        self._run = self._init_run(run, "offline", again)
         folder = run.folder / "wandb" / Path(self._run.dir).parent.name
         return f"offline, {why}: wandb sync {shlex.quote(str(folder))} sends it later"
 
-    def _init(self, run: TrackedRun, mode: str | None, again: str = "") -> Any:
+    def _init_run(self, run: TrackedRun, mode: str | None, again: str = "") -> Any:
         """Call `wandb.init` for this run."""
         settings = self._wandb.Settings(silent=True, init_timeout=_REACH)
-        if _FLUSH in self._wandb.Settings.model_fields:
-            settings.update_from_dict({_FLUSH: 1.0})
+        if _FLUSH_SETTING in self._wandb.Settings.model_fields:
+            settings.update_from_dict({_FLUSH_SETTING: 1.0})
         return self._wandb.init(
             entity=self._entity,
             project=self._project,

@@ -162,7 +162,7 @@ def decode(phases: Phases, bucket: Bucket, message: Tensor, used: bytes, turn: i
         )
     gradient = torch.empty(flat.numel(), dtype=torch.float32)
     coding.decode(parts(coding, flat.numel(), message), gradient)
-    for view, reached in zip(bucket.over(gradient), used, strict=True):
+    for view, reached in zip(bucket.views_over(gradient), used, strict=True):
         if not reached:
             view.zero_()
     return gradient.to(flat.dtype)

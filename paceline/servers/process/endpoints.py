@@ -15,7 +15,7 @@ class ServerPool(Protocol):
     `next`: the number of the one that is started next, alike on all.
     """
 
-    next: int
+    next_step: int
 
     def join_info(self) -> Any:
         """Return the facts that a newcomer needs for `join`, as JSON."""

@@ -33,7 +33,7 @@ import torch
 from paceline.cluster.discover import timings as environment_timings
 from paceline.cluster.launcher.janitor import place_of_sockets, sockets
 from paceline.cluster.launcher.worker import preparation
-from paceline.comm.rpc import RpcMessage, RpcServer, keys
+from paceline.comm.rpc import RpcMessage, RpcServer, derive_rpc_keys
 from paceline.errors import PacelineError
 from paceline.servers.process.scheduler_rpc import SchedulerRpc
 from paceline.servers.process.shard_rpc import ShardRpc
@@ -219,7 +219,7 @@ def main() -> None:
     try:
         path = os.path.join(folder, "server")
         given = environment_timings().servers
-        known = keys(bytes.fromhex(asked["secret"]), asked["job"])
+        known = derive_rpc_keys(bytes.fromhex(asked["secret"]), asked["job"])
         receiver = RpcServer(known, hosts=asked["hosts"], path=path, say=_say, timings=given)
         with contextlib.closing(receiver):
             print(json.dumps(receiver.addresses), flush=True)

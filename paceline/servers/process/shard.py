@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.comm.bucket_layout import Bucket, BucketShape, build
+from paceline.comm.bucket_layout import Bucket, BucketShape, build_buckets
 from paceline.errors import Mismatch
 from paceline.servers.process import optimizers as recipe
 from paceline.servers.process.codings import Phases, decode
@@ -129,7 +129,7 @@ class ShardUnit:
     def assign(self, flat: Tensor, used: bytes) -> None:
         """Let this be the gradient of the pieces that were used."""
         for parameter, view, reached in zip(
-            self.parameters, self.bucket.over(flat), used, strict=True
+            self.parameters, self.bucket.views_over(flat), used, strict=True
         ):
             parameter.grad = view if reached else None
 
@@ -166,7 +166,7 @@ class Shard:
     """
 
     def __init__(self, plan: ShardPlan) -> None:
-        buckets = build(
+        buckets = build_buckets(
             plan.shapes,
             plan.runs,
             lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device),

@@ -168,8 +168,10 @@ class SentRequest(NamedTuple, Generic[R]):
     request: type[Request[R]]
 
     def wait(self, seconds: float) -> R:
-        """Wait for the reply. Raises what `RpcClient.wait` raises."""
-        return _replied(self.request, self.caller, self.caller.wait(self.number, seconds))
+        """Wait for the reply. Raises what `RpcClient.wait_for_answer` raises."""
+        return _replied(
+            self.request, self.caller, self.caller.wait_for_answer(self.number, seconds)
+        )
 
 
 def send(caller: RpcClient, request: Request[R], seconds: float) -> SentRequest[R]:

@@ -274,7 +274,7 @@ class TableClient:
         if found is None:
             self.waits += 1
             asked = self._ask(ids, self.steps)
-            found = self._library.context.agreement.wait(
+            found = self._library.context.agreement.wait_for_some(
                 lambda: self._take(asked), f"the rows of {self.name}"
             )
         self.seconds += time.perf_counter() - began
@@ -304,7 +304,7 @@ class TableClient:
         if not same and not torch.equal(asked.ids[places], ids):
             return None
         self._ahead = [other for other in self._ahead if other is not asked]
-        values = self._library.context.agreement.wait(
+        values = self._library.context.agreement.wait_for_some(
             lambda: self._take(asked), f"the rows of {self.name}"
         )
         return values if same else values[places]

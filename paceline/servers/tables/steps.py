@@ -240,7 +240,7 @@ class LockstepRowSteps:
                 library.wait(sent)
             return list(agreement.origins)
 
-        self._workers = agreement.settle(act, "optimizer.step", apart=True)
+        self._workers = agreement.settle_call(act, "optimizer.step", apart=True)
 
     def make(self, tables: Sequence[TableClient]) -> None:
         """Make the step that was settled."""
@@ -273,7 +273,7 @@ class LockstepRowSteps:
                 with contextlib.suppress(*LOSSES):
                     library.wait(each)
 
-        library.context.agreement.wait(act, "optimizer.step")
+        library.context.agreement.wait_for_some(act, "optimizer.step")
 
     def begin(self) -> None:
         """Begin a turn."""
@@ -299,7 +299,7 @@ class LockstepRowSteps:
         for lookup in library.tables:
             lookup.discard_ahead(floors.get(lookup.number))
         for caller in library.wires.callers:
-            caller.forget()
+            caller.forget_messages()
         floors.clear()
 
     # ---- other workers, other servers

@@ -205,10 +205,10 @@ class ParameterServerSync:
             agreement.meet("servers rest")  # from here on no worker pushes
             # what lost workers had pushed
             if self.context.survives and self.context.group.rank == 0:
-                agreement.lasting(
+                agreement.retry_after_losses(
                     lambda: [call(caller, DiscardPushes(), link.seconds) for caller in link.callers]
                 )
-            agreement.lasting(lambda: link.catch_up({}))
+            agreement.retry_after_losses(lambda: link.catch_up({}))
             agreement.meet("servers are read")  # no worker pushes again before all have read
 
     def join_info(self) -> Any:
@@ -264,7 +264,7 @@ class ParameterServerSync:
 
     def facts(self) -> list[dict[str, Any]]:
         """Return what each server has done so far, for the summary."""
-        return self.context.agreement.lasting(
+        return self.context.agreement.retry_after_losses(
             lambda: self.link.connections.facts(self.link.seconds)
         )
 

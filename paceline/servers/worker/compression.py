@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline.codec.codec import Codec, finite
 from paceline.codec.coding import NARROWED, Coding, room, seeded
-from paceline.comm.group import Finished, Traffic
+from paceline.comm.group_protocol import FinishedWork, Traffic
 from paceline.servers.process.codings import CodingPhase, Phases, at, phases
 from paceline.servers.protocol.message import send
 from paceline.servers.protocol.service import Echo
@@ -113,7 +113,7 @@ class PushPullCodec:
                 lambda x: LinkEcho(connections, x, seconds),
             )
             self.account.rate = ExactRate(found.latency, found.per_byte, 2.0)  # there and back
-            self._context.probe_traffic.count(connections.traffic - before)
+            self._context.probe_traffic.add_sent(connections.traffic - before)
 
     # ---- what is sent
 
@@ -177,7 +177,7 @@ class PushPullCodec:
         coding.add(message, left, minus=True)
         self._decoding[index] = time.thread_time() - began
         if looked:
-            self.account.compare(Finished(before), before - sampled(left, self._every, turn))
+            self.account.compare(FinishedWork(before), before - sampled(left, self._every, turn))
         return whole, left if phase.feedback else None
 
     # ---- what is kept

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from paceline.comm.cancellation import CancelScope
-from paceline.comm.group import Traffic
+from paceline.comm.group_protocol import Traffic
 from paceline.comm.rpc import RpcClient
 from paceline.errors import LOSSES, DeadlineExceeded, PacelineError, ServerLost
 from paceline.servers.process.endpoints import ServerEndpoints
@@ -120,7 +120,7 @@ class ReplicaConnections(ServerLinks):
         for number in self._by_number.keys() - {*numbers}:
             caller = self._by_number.pop(number)
             # another server is asked instead
-            caller.end(ServerLost(f"{caller.who} is not among the servers any more"))
+            caller.end_waits(ServerLost(f"{caller.who} is not among the servers any more"))
             self._hang_up(caller)
         shards = endpoints.shards or numbers
         self.of = [[] for _ in range(max(shards, default=-1) + 1)]
@@ -162,7 +162,7 @@ class ReplicaConnections(ServerLinks):
         """
         end, asked, lost = time.monotonic() + seconds, dict[int, SentRequest[Alive]](), list[int]()
         for number, caller in self._by_number.items():
-            caller.forget()
+            caller.forget_messages()
             try:
                 asked[number] = send(caller, CheckAlive(), max(end - time.monotonic(), 0.0))
             except (*LOSSES, DeadlineExceeded):

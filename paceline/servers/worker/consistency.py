@@ -145,7 +145,9 @@ class BulkSynchronous:
     def _repeat(self, act: Callable[[], T], what: str) -> T:
         """Run `act`; where losses are survived, again after each loss, on all workers."""
         return (
-            act() if self.recovery is None else self._link.context.agreement.repeat(act, what=what)
+            act()
+            if self.recovery is None
+            else self._link.context.agreement.repeat_until_settled(act, what=what)
         )
 
     def _wait(self, sent: SentRequest[R], what: str, number: int, step: int) -> R:
@@ -321,7 +323,7 @@ class StaleSynchronous(ScheduledSteps):
         if sample_queue.clock - known <= self._bound:
             return
         steps = sample_queue.go()
-        link.context.agreement.lasting(lambda: link.catch_up(steps))
+        link.context.agreement.retry_after_losses(lambda: link.catch_up(steps))
         for number, step in steps.items():
             self._rows.go(number, step)
         self._known = dict.fromkeys(

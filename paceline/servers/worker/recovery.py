@@ -82,7 +82,7 @@ class LockstepRecovery:
             link.settle(number)
             return list(link.workers)
 
-        self._makers[number] = link.context.agreement.settle(act, "optimizer.step", apart=True)
+        self._makers[number] = link.context.agreement.settle_call(act, "optimizer.step", apart=True)
         return self._makers[number]
 
     def stepped(self, number: int) -> None:
@@ -93,7 +93,7 @@ class LockstepRecovery:
         self._made.append(number)
         del self._makers[number]
         if self.copies.waits:
-            self._link.context.agreement.repeat(self._quieten, what="optimizer.step")
+            self._link.context.agreement.repeat_until_settled(self._quieten, what="optimizer.step")
         self.copies.renew()
 
     def _quieten(self) -> None:

@@ -110,10 +110,12 @@ class ServerReplication:
             "anew": anew,
             "taken": self._taken,
         }
-        mine |= {"here": pool.here, "next": pool.next}
-        answers = [json.loads(body) for body in context.group.agree(json.dumps(mine).encode())]
+        mine |= {"here": pool.here, "next": pool.next_step}
+        answers = [
+            json.loads(body) for body in context.group.gather_bytes(json.dumps(mine).encode())
+        ]
         lost = {number for each in answers for number in each["lost"]}
-        pool.next = max(each["next"] for each in answers)
+        pool.next_step = max(each["next"] for each in answers)
         self._anew = {
             number: StartingReplica(*found) for each in answers for number, found in each["anew"]
         }
@@ -258,7 +260,11 @@ class ServerReplication:
         then as long as that takes.
         """
         if self.waits:
-            self.take_in(*self.context.agreement.repeat(self._renewed, what=f"{self.kind}s begin"))
+            self.take_in(
+                *self.context.agreement.repeat_until_settled(
+                    self._renewed, what=f"{self.kind}s begin"
+                )
+            )
 
     def _renewed(self) -> tuple[list[Any], list[int]]:
         """Return the copies that have begun, with what all workers need to know, and the numbers

@@ -65,7 +65,7 @@ class SampleQueueClient:
         self._had = self._letters = 0  # how many letters came last, and how many were sent
 
     def _lasting(self, act: Callable[[], T]) -> T:
-        return self._link.context.agreement.lasting(act)
+        return self._link.context.agreement.retry_after_losses(act)
 
     def _call(self, request: Request[R]) -> R:
         link = self._link
@@ -180,7 +180,7 @@ class SampleQueueClient:
     # ---- letters
 
     def together(self) -> AbstractContextManager[None]:
-        return self._link.context.agreement.lockstep.entered()
+        return self._link.context.agreement.lockstep.all_entered()
 
     def post(self, body: bytes, *, stop: bool = False) -> list[tuple[int, bytes]]:
         link = self._link

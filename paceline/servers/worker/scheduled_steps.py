@@ -69,7 +69,7 @@ class ScheduledSteps:
                 "whoever is ready for them: prepare the loader too, or leave both out"
             )
         gradient = self._gradient(number)
-        link.context.agreement.lasting(lambda: self._step(number))
+        link.context.agreement.retry_after_losses(lambda: self._step(number))
         self._count[number] = gradient
         self._decided.pop(number, None)
         link.factors.pop(number, None)
@@ -160,7 +160,9 @@ class ScheduledSteps:
     # ---- clipping
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        return self._link.context.agreement.lasting(lambda: self._ask_norms(numbers, kind, limit))
+        return self._link.context.agreement.retry_after_losses(
+            lambda: self._ask_norms(numbers, kind, limit)
+        )
 
     def _ask_norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
         alone = len(numbers) == 1  # several are waited for: none goes on before its step is made

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.comm.bucket_layout import BucketShape, build, cut
-from paceline.comm.group import Traffic
+from paceline.comm.bucket_layout import BucketShape, build_buckets, cut_runs
+from paceline.comm.group_protocol import Traffic
 from paceline.comm.rpc import RpcClient
 from paceline.errors import PacelineError, UsageError, WorkerLost
 from paceline.servers.process import optimizers as recipe
@@ -110,7 +110,7 @@ class UnitLayout:
         *,
         ways: Sequence[Phases] = (),
     ) -> None:
-        shapes = [BucketShape.of(slot.parameter) for slot in slots]
+        shapes = [BucketShape.of_parameter(slot.parameter) for slot in slots]
         settings = [recipe.settings(optimizer) for optimizer in optimizers]
         names = [recipe.describe(optimizer) for optimizer in optimizers]
         # optimizer and group of each slot
@@ -128,7 +128,7 @@ class UnitLayout:
                 piece.shape._replace(kind=(self.owners[piece.slot][0], ways[piece.slot]))
                 for piece in mine
             ]
-            runs = cut(kinds, reversed(range(len(mine))), nbytes)
+            runs = cut_runs(kinds, reversed(range(len(mine))), nbytes)
             owners, coded = (
                 [self.owners[piece.slot] for piece in mine],
                 [ways[mine[run[0]].slot] for run in runs],
@@ -136,7 +136,7 @@ class UnitLayout:
             plan = ShardPlan(mine, runs, owners, list(zip(names, settings, strict=True)), coded)
             self.plans.append(plan)
             for number, (run, bucket) in enumerate(
-                zip(runs, build(plan.shapes, runs, _empty), strict=True)
+                zip(runs, build_buckets(plan.shapes, runs, _empty), strict=True)
             ):
                 members = [
                     (mine[piece], view) for piece, view in zip(run, bucket.views, strict=True)
@@ -192,7 +192,7 @@ class ServerLinks:
     def end(self, error: PacelineError) -> None:
         """End all waits with this error. Any thread may call it."""
         for caller in self.callers:
-            caller.end(error)
+            caller.end_waits(error)
 
 
 def packed(body: bytes) -> Tensor:

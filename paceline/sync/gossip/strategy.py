@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.codec.coding import Coding, Message, exact, parts, room, seeded
-from paceline.comm.bucket_layout import Bucket, BucketShape, build, cut, weighted
-from paceline.comm.group import Finished, Traffic, Work
+from paceline.comm.bucket_layout import Bucket, BucketShape, build_buckets, cut_runs, scale_copy
+from paceline.comm.group_protocol import FinishedWork, Traffic, Work
 from paceline.errors import UsageError
 from paceline.formatting import spell
 from paceline.sync.base import Slot, Sync, check_strategy
@@ -110,7 +110,7 @@ class _MixingRound:
         account.add(
             CodecTurn(float(self.sent), float(sum(self.exact)), self.coding, shown, exact_shown)
         )
-        account.compare(Finished(torch.cat(self.mine)), torch.cat(self.known))
+        account.compare(FinishedWork(torch.cat(self.mine)), torch.cat(self.known))
         account.settle()
 
 
@@ -148,10 +148,11 @@ class GossipSync:
         self.converge()
         self._slots = list(slots)
         shapes = [
-            BucketShape.of(slot.parameter)._replace(kind=("gossip", slot.shard)) for slot in slots
+            BucketShape.of_parameter(slot.parameter)._replace(kind=("gossip", slot.shard))
+            for slot in slots
         ]
-        runs = cut(shapes, range(len(shapes)), int(self._plan.bucket_mb * 1e6))
-        self._buckets = build(
+        runs = cut_runs(shapes, range(len(shapes)), int(self._plan.bucket_mb * 1e6))
+        self._buckets = build_buckets(
             shapes,
             runs,
             lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device),
@@ -182,7 +183,7 @@ class GossipSync:
 
         before = group.traffic + Traffic()
         account.rate = measure(group, self._buckets[0].flat.device, send)
-        self._context.probe_traffic.count(group.traffic - before)
+        self._context.probe_traffic.add_sent(group.traffic - before)
 
     def _forget(self) -> None:
         """Begin anew from equal replicas: all neighbours know each other."""
@@ -208,7 +209,7 @@ class GossipSync:
 
     def ready(self, number: int, grad: Tensor, scale: float) -> None:
         factor = scale * self._context.group.size
-        value = weighted(grad, factor)
+        value = scale_copy(grad, factor)
         self._grads[number] = self._grads[number] + value if number in self._grads else value
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
@@ -236,7 +237,9 @@ class GossipSync:
 
     def _mix(self, turn: int) -> None:
         begun, self._turn = time.perf_counter(), _MixingRound()
-        equal = self._context.agreement.repeat(lambda: self._mixed(turn), what="mixing")
+        equal = self._context.agreement.repeat_until_settled(
+            lambda: self._mixed(turn), what="mixing"
+        )
         for bucket in self._buckets:
             self._write(bucket)
         if equal:
@@ -331,7 +334,7 @@ class GossipSync:
         """Make every replica the mean of all."""
         if self._equals:
             return
-        self._context.agreement.repeat(self._means, what="the mean of replicas")
+        self._context.agreement.repeat_until_settled(self._means, what="the mean of replicas")
         for bucket in self._buckets:
             self._write(bucket)
         self._forget()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.bucket_layout import Bucket
-from paceline.comm.group import Work
+from paceline.comm.group_protocol import Work
 from paceline.errors import UsageError
 from paceline.formatting import spell
 

@@ -55,6 +55,6 @@ def _views(units: Iterable[FragmentUnit], slots: Sequence[Slot]) -> Iterable[tup
     for unit in units:
         if unit.memory is not None and named(unit):
             for number, view in zip(
-                unit.bucket.members, unit.bucket.over(unit.memory), strict=True
+                unit.bucket.members, unit.bucket.views_over(unit.memory), strict=True
             ):
                 yield slots[number].name, view

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.codec.codec import lift, plain
-from paceline.comm.bucket_layout import Bucket, BucketShape, build, cut, weighted
+from paceline.comm.bucket_layout import Bucket, BucketShape, build_buckets, cut_runs, scale_copy
 from paceline.errors import LOSSES, UsageError, ViewChanged
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Slot, check_strategy
@@ -82,7 +82,7 @@ class LocalSGDSync:
             for slot, kind in zip(self._slots, kinds, strict=True)
         ]
         shapes = [
-            BucketShape.of(slot.parameter)._replace(kind=kind)
+            BucketShape.of_parameter(slot.parameter)._replace(kind=kind)
             for slot, kind in zip(self._slots, layouts, strict=True)
         ]
         whole, before, count = sum(shape.numel for shape in shapes) or 1, 0, self._options.fragments
@@ -93,9 +93,9 @@ class LocalSGDSync:
         runs = [
             (run, turn)
             for numbers, turn in zip(members, rounds, strict=True)
-            for run in cut(shapes, numbers, self._limit)
+            for run in cut_runs(shapes, numbers, self._limit)
         ]
-        buckets = build(shapes, [run for run, _ in runs], self._empty)
+        buckets = build_buckets(shapes, [run for run, _ in runs], self._empty)
         if self._coded is not None:
             self._coded.lay_out(buckets, [slot.name for slot in self._slots], shapes, kinds)
         for index, (bucket, (_, turn)) in enumerate(zip(buckets, runs, strict=True)):
@@ -119,7 +119,7 @@ class LocalSGDSync:
 
     def _read(self, bucket: Bucket, into: Tensor) -> Tensor:
         """Copy the parameters as they are, laid out as in the bucket."""
-        for number, view in zip(bucket.members, bucket.over(into), strict=True):
+        for number, view in zip(bucket.members, bucket.views_over(into), strict=True):
             view.copy_(self._slots[number].parameter.detach())
         return into
 
@@ -135,7 +135,7 @@ class LocalSGDSync:
             self._warm.ready(number, grad, scale)
             return
         state = self._context.step_state
-        value = weighted(
+        value = scale_copy(
             grad, state.local_factor(grad, scale) if self._context.sharers is None else scale
         )
         self._grads[number] = self._grads[number] + value if number in self._grads else value
@@ -164,7 +164,7 @@ class LocalSGDSync:
         if self._warm is not None:
             self._warm.commit()
             if self._steps >= self._options.after:
-                self._context.agreement.attempt(self._end_warm_up)
+                self._context.agreement.attempt_call(self._end_warm_up)
             return
         self._count()
         self._part, self._open, self._counted = 0.0, False, False
@@ -268,7 +268,7 @@ class LocalSGDSync:
     def _land(self, number: int, alpha: float) -> None:
         """Go on from the mean change of all workers, once it has arrived."""
         begun, apart, moved, turn = time.perf_counter_ns(), 0.0, 0.0, self._rounds[number]
-        changes, memories = self._context.agreement.repeat(
+        changes, memories = self._context.agreement.repeat_until_settled(
             lambda: self._arrive(number), lambda: self._void(number), f"round of {number}"
         )
         for unit, change in zip(turn.units, changes, strict=True):
@@ -279,7 +279,9 @@ class LocalSGDSync:
                 apart += float((mine - change).square().sum())
                 moved += float(change.square().sum())
             self._options.outer.move(unit.start, change, unit.memory)
-            for index, view in zip(unit.bucket.members, unit.bucket.over(unit.start), strict=True):
+            for index, view in zip(
+                unit.bucket.members, unit.bucket.views_over(unit.start), strict=True
+            ):
                 parameter = self._slots[index].parameter.detach()
                 parameter.copy_(view) if not alpha else parameter.lerp_(view, 1 - alpha)
         for memory, mean in memories:
@@ -416,7 +418,7 @@ class LocalSGDSync:
         they began. Collective.
         """
         return not self._options.after or any(
-            self._context.group.agree(b"1" if self._units else b"")
+            self._context.group.gather_bytes(b"1" if self._units else b"")
         )
 
     def load_from_peer(self, state: dict[str, Any]) -> None:

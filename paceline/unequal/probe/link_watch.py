@@ -19,7 +19,7 @@ import torch
 
 from paceline.codec.coding import nbytes, room
 from paceline.codec.dense import int8
-from paceline.comm.pairs import pairs
+from paceline.comm.pairs import connect_pairs
 from paceline.errors import PacelineError
 from paceline.formatting import spell
 from paceline.loop.turns import TrainingLoop
@@ -126,7 +126,7 @@ class LinkWatch:
             f"{slowdown.usual * 1e3:.1f} ms"
         )
         if self._survives:
-            self._history.tell(
+            self._history.announce_event(
                 f"{longer}: a link between hosts has become slow, or who uses it; "
                 "where losses are survived none is measured"
             )
@@ -136,7 +136,7 @@ class LinkWatch:
             rates = self._measured()
         except PacelineError as error:
             if sure:
-                self._history.tell(f"{longer}, and links can't be measured ({error})")
+                self._history.announce_event(f"{longer}, and links can't be measured ({error})")
             return False
         (before, sent), (steps, total) = self._marks[0], self._marks[-1]
         mine = [(total - sent) / max(steps - before, 1), *_coding(len(self._axes.cluster().hosts))]
@@ -153,7 +153,7 @@ class LinkWatch:
         if link is None or most / link.rate < EXPLAINS * slowdown.now:
             slowest = _mbit(min(rates.values()))
             if sure:
-                self._history.tell(
+                self._history.announce_event(
                     f"{longer}, though every link between hosts carries {slowest} or more: "
                     "see what else runs on the hosts"
                 )
@@ -196,13 +196,13 @@ class LinkWatch:
             }
             | {"words": words, "advice": advice}
         )
-        self._history.tell(f"{words}. {advice or 'See what else uses it'}")
+        self._history.announce_event(f"{words}. {advice or 'See what else uses it'}")
 
     def _measured(self) -> dict[tuple[int, int], float]:
         """Measure how many bytes a second go from each host to each other. Collective."""
         cluster, group = self._axes.cluster(), self._axes.everyone.group
         first = [host.ranks[0] for host in cluster.hosts]
-        connected = pairs(group, hostnames=cluster.names())
+        connected = connect_pairs(group, hostnames=cluster.names())
         try:
             meter = LinkMeter(connected)
             mine = meter.alone(

@@ -160,7 +160,7 @@ class ShareFollower:
                 loader.reshare(loader.terms.reshared())
         shares = self._shares(terms, batch)
         if shares != before or not batch:
-            self._history.tell(describe(split, shares, hosts))
+            self._history.announce_event(describe(split, shares, hosts))
 
     def _shares(self, terms: LoaderSpec, batch: int) -> list[int]:
         """Return the shares of a usual batch; none where there is no usual one."""
@@ -175,7 +175,7 @@ class ShareFollower:
                 if self._said == 1
                 else "shares stay equal until step times are steady"
             )
-            self._history.tell(
+            self._history.announce_event(
                 "step times vary too much to tell how fast workers are (does something else run "
                 f"there?): {then}"
             )

@@ -163,7 +163,7 @@ def hosts(script, launch) -> Both:
         path, join = script(body), f"127.0.0.1:{free_port()}"
         request = {"hosts": count, "join": join, "restarts": 3} | options
         started = [launch(path, 1, **request, **ENVIRON) for _ in range(count)]
-        start.another = lambda: launch(path, 1, **request, **ENVIRON)  # type: ignore[attr-defined]
+        start.make_another_group = lambda: launch(path, 1, **request, **ENVIRON)  # type: ignore[attr-defined]
         return started
 
     return start
@@ -315,7 +315,7 @@ def test_another_launcher_in_the_place_of_one_that_was_killed(hosts: Both, tmp_p
         lost.process.kill()
         lost.end()
         launched.remove(lost)
-        launched.append(hosts.another())  # type: ignore[attr-defined]
+        launched.append(hosts.make_another_group())  # type: ignore[attr-defined]
         there(tmp_path, start + 1, 3)
     ends = [each.end() for each in launched]
     assert [code for code, _, _ in ends] == [0] * 3, ends

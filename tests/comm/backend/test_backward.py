@@ -24,7 +24,7 @@ def go_back(hook: Callable[[Tensor], None]) -> None:
     x = torch.ones(3, requires_grad=True)
     between = x * 2
     between.register_hook(hook)
-    assert not backward.inside()
+    assert not backward.is_inside_backward()
     between.sum().backward()
 
 
@@ -32,12 +32,12 @@ def test_a_pass_is_known_from_within_and_calls_back_at_its_end_in_order() -> Non
     said: list[Any] = []
 
     def hook(grad: Tensor) -> None:
-        backward.at_end(lambda: said.append("first"))
-        backward.at_end(lambda: said.append("second"))
-        said.append(backward.inside())
+        backward.call_at_end(lambda: said.append("first"))
+        backward.call_at_end(lambda: said.append("second"))
+        said.append(backward.is_inside_backward())
 
     go_back(hook)
-    assert said == [True, "first", "second"] and not backward.inside()
+    assert said == [True, "first", "second"] and not backward.is_inside_backward()
 
 
 def test_a_thread_that_waits_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,14 +53,14 @@ def test_a_thread_that_waits_does_not_compute(monkeypatch: pytest.MonkeyPatch) -
     other.start()
     ready.wait(PATIENCE)
     monkeypatch.setattr(backward, "REST", math.inf)
-    assert made[0].computes()
+    assert made[0].is_computing()
     monkeypatch.setattr(backward, "REST", 0.0)
-    wait_for(lambda: not made[0].computes())
+    wait_for(lambda: not made[0].is_computing())
     assert other.is_alive()
     leave.set()
     other.join(PATIENCE)
     monkeypatch.setattr(backward, "REST", math.inf)
-    wait_for(lambda: not made[0].computes())  # the kernel forgets it
+    wait_for(lambda: not made[0].is_computing())  # the kernel forgets it
 
 
 def test_where_no_core_is_spare_the_thread_of_the_pass_ends_what_began_in_it(
@@ -82,7 +82,7 @@ def test_where_no_core_is_spare_the_thread_of_the_pass_ends_what_began_in_it(
                     .get_future()
                     .then(lambda _: threading.get_ident())
                 )
-            backward.at_end(lambda: done.extend(future.done() for future in futures))
+            backward.call_at_end(lambda: done.extend(future.done() for future in futures))
 
         go_back(hook)
         assert done == [True] * 3 and {future.wait() for future in futures} == {

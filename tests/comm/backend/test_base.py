@@ -11,7 +11,7 @@ import torch
 
 from paceline.cluster.store import Store
 from paceline.comm.backend.process_group import GroupBackend
-from paceline.comm.shm.group import SharedGroup
+from paceline.comm.shm.shared_group import SharedGroup
 from paceline.errors import DeadlineExceeded, PacelineError, ViewChanged
 from tests.harness.backends import (
     PATIENCE,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.comm.backend.issue import Issuer, Members
-from paceline.comm.group import Group
+from paceline.comm.backend.issue import GroupMembers, Issuer
+from paceline.comm.group_protocol import Group
 from paceline.comm.solo import SoloGroup
 from paceline.errors import DeadlineExceeded, PlaceError, UsageError, ViewChanged, WorkerLost
 from tests.harness.thread_groups import spawn
@@ -22,11 +22,11 @@ def test_a_call_that_waits_for_others_does_not_hold_the_caller() -> None:
     back = threading.Event()
 
     def body(group: Group) -> tuple[float, float]:
-        issuer = Issuer(lambda: Members(group), range(2))
+        issuer = Issuer(lambda: GroupMembers(group), range(2))
         if group.rank:
             assert back.wait(PATIENCE)
         works = [
-            issuer.begin(
+            issuer.begin_call(
                 lambda group, i=i: group.all_reduce(torch.tensor([10.0**i * (group.rank + 1)]))
             )
             for i in range(3)
@@ -40,9 +40,9 @@ def test_a_call_that_waits_for_others_does_not_hold_the_caller() -> None:
 def test_ranks_meet_in_the_background_and_order_is_kept() -> None:
     met, order = threading.Event(), []
 
-    def meet() -> Members:
+    def meet() -> GroupMembers:
         assert met.wait(PATIENCE)
-        return Members(SoloGroup())
+        return GroupMembers(SoloGroup())
 
     issuer = Issuer(meet, [0])
 
@@ -51,7 +51,7 @@ def test_ranks_meet_in_the_background_and_order_is_kept() -> None:
             order.append(number)
             return group.all_reduce(torch.ones(1))
 
-        return issuer.begin(call)
+        return issuer.begin_call(call)
 
     before = [begin(number) for number in range(3)]
     assert not any(work.done() for work in before)
@@ -66,48 +66,51 @@ def test_ranks_meet_in_the_background_and_order_is_kept() -> None:
 
 
 def test_ranks_that_can_not_meet_fail_every_operation() -> None:
-    def meet() -> Members:
+    def meet() -> GroupMembers:
         raise PlaceError("no way there")
 
     issuer = Issuer(meet, [0])
-    work = issuer.begin(lambda group: group.barrier())
+    work = issuer.begin_call(lambda group: group.barrier())
     with pytest.raises(PlaceError, match="no way there"):
         work.wait(PATIENCE)
     assert work.done() and isinstance(work.exception(), PlaceError)
     with pytest.raises(PlaceError, match="no way there"):
-        issuer.begin(lambda group: group.barrier()).wait(PATIENCE)
+        issuer.begin_call(lambda group: group.barrier()).wait(PATIENCE)
 
 
 def test_a_call_that_fails_leaves_the_next_ones_whole() -> None:
     def wrong(_: Group) -> Any:
         raise UsageError("not this one")
 
-    issuer = Issuer(lambda: Members(SoloGroup()), [0])
-    failed, good = issuer.begin(wrong), issuer.begin(lambda group: group.all_reduce(torch.ones(2)))
+    issuer = Issuer(lambda: GroupMembers(SoloGroup()), [0])
+    failed, good = (
+        issuer.begin_call(wrong),
+        issuer.begin_call(lambda group: group.all_reduce(torch.ones(2))),
+    )
     with pytest.raises(UsageError, match="not this one"):
         failed.wait(PATIENCE)
     assert good.wait(PATIENCE).tolist() == [1.0, 1.0]
 
 
 def test_errors_say_on_which_hosts_the_ranks_are_that_they_name() -> None:
-    issuer = Issuer(lambda: Members(SoloGroup(), ("left", "right")), [4, 7])
-    issuer.begin(lambda group: group.barrier()).wait(PATIENCE)
+    issuer = Issuer(lambda: GroupMembers(SoloGroup(), ("left", "right")), [4, 7])
+    issuer.begin_call(lambda group: group.barrier()).wait(PATIENCE)
     late, lost, other = (
         DeadlineExceeded("late", (7,)),
         WorkerLost("gone", (4, 7)),
         ViewChanged("closed"),
     )
     for error in (late, lost, other):
-        issuer.locate(error)
+        issuer.add_hosts(error)
     assert late.__notes__ == ["Of these, rank 7 is on host right."]
     assert lost.__notes__ == ["Of these, rank 4 is on host left, rank 7 is on host right."]
     assert not hasattr(other, "__notes__")
 
 
 def test_after_the_end_nothing_begins() -> None:
-    issuer, ended = Issuer(lambda: Members(SoloGroup()), [0]), []
-    issuer.begin(lambda group: group.barrier()).wait(PATIENCE)
-    issuer.end(ended.append)
+    issuer, ended = Issuer(lambda: GroupMembers(SoloGroup()), [0]), []
+    issuer.begin_call(lambda group: group.barrier()).wait(PATIENCE)
+    issuer.end_operations(ended.append)
     with pytest.raises(ViewChanged, match="destroyed"):
-        issuer.begin(lambda group: group.barrier())
+        issuer.begin_call(lambda group: group.barrier())
     assert len(ended) == 1

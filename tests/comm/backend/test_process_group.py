@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.cluster.store import Store
 from paceline.comm.backend.process_group import GroupBackend
 from paceline.comm.backend.work import BackendWork, Completer
-from paceline.comm.shm.group import SharedGroup
+from paceline.comm.shm.shared_group import SharedGroup
 from paceline.errors import DeadlineExceeded, Mismatch, UsageError
 from tests.harness.backends import (
     PATIENCE,
@@ -169,10 +169,10 @@ def test_a_monitored_barrier_names_the_missing_though_the_completer_is_quick(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def complete(completer: Completer, work: BackendWork, *, soon: bool = False) -> None:
-        threading.Thread(target=work.end, daemon=True).start()
+        threading.Thread(target=work.bring_to_end, daemon=True).start()
         wait_for(lambda: work._lock.locked() or work.ended)
 
-    monkeypatch.setattr(Completer, "add", complete)
+    monkeypatch.setattr(Completer, "add_work", complete)
 
     def body(rank: int, size: int, store: Store) -> None:
         group = SharedGroup.from_store(store, rank, size, deadline=PATIENCE)

@@ -14,8 +14,8 @@ from paceline.cluster.store import Store
 from paceline.comm.backend import work as works
 from paceline.comm.backend.process_group import GroupBackend
 from paceline.comm.backend.work import CompositeWork, GlooResult, JoinedWork, PairWork
-from paceline.comm.group import Finished
-from paceline.comm.shm.group import SharedGroup
+from paceline.comm.group_protocol import FinishedWork
+from paceline.comm.shm.shared_group import SharedGroup
 from paceline.errors import DeadlineExceeded, Mismatch, WorkerLost
 from tests.harness.backends import RUNNERS, backend, mine, on_threads, reducing
 from tests.harness.processes import threads
@@ -144,12 +144,12 @@ def test_a_sparse_sum_that_is_late_is_no_loss_of_a_worker() -> None:
 def test_several_works_have_the_time_of_one_together(
     kind: type[CompositeWork | JoinedWork], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Slow(Finished):
+    class Slow(FinishedWork):
         def wait(self, timeout: float | None = None) -> None:
             given.append(timeout)
             now[0] += 4.0
 
-        complete = wait
+        wait_and_raise = wait
 
     now, given = [100.0], list[float | None]()
     monkeypatch.setattr(works.time, "monotonic", lambda: now[0])

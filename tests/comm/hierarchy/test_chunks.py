@@ -11,7 +11,7 @@ from paceline.comm.hierarchy import chunks
     ("numel", "count"), [(0, 0), (1, 1), (chunks.WIDTH, 1), (chunks.WIDTH + 1, 2), (25_000_000, 12)]
 )
 def test_chunks_are_few_and_of_a_size(numel: int, count: int) -> None:
-    found = chunks.cut(numel)
+    found = chunks.cut_chunks(numel)
     widths = [stop - start for start, stop in found]
     assert len(found) == count and sum(widths) == numel
     assert all(one[1] == other[0] for one, other in itertools.pairwise(found))

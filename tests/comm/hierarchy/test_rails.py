@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from paceline.cluster.store import Store
-from paceline.comm import reduction
-from paceline.comm.group import Op, Work, gather_into, pieces
-from paceline.comm.hierarchy import chunks, executor
-from paceline.comm.hierarchy import group as module
-from paceline.comm.hierarchy.group import HostsGroup
-from paceline.comm.hierarchy.rails import even
+from paceline.comm import reduction_rules
+from paceline.comm.group_protocol import Op, Work, gather_into, piece_bounds
+from paceline.comm.hierarchy import chunks, staged_executor
+from paceline.comm.hierarchy import hosts_group as module
+from paceline.comm.hierarchy.hosts_group import HostsGroup
+from paceline.comm.hierarchy.rails import is_even
 from paceline.errors import (
     DeadlineExceeded,
     Mismatch,
@@ -121,16 +121,16 @@ def test_each_rank_gets_its_piece_of_the_reduction(
         whole, lengths = made(group, hosts), iter((shapes,))
         for op in OPS:
             try:
-                reduction.admit(op, dtype)
+                reduction_rules.check_operation(op, dtype)
             except UsageError:
                 with pytest.raises(UsageError):
                     whole.reduce_scatter(data(group.rank, (60,), dtype), op=op)
                 continue
             for shape in next(lengths, shapes[:1]):
-                total = reduction.reduce(
+                total = reduction_rules.reduce_parts(
                     op, [data(rank, shape, dtype) for rank in range(group.size)]
                 ).flatten()
-                start, stop = pieces(total.numel(), group.size)[group.rank]
+                start, stop = piece_bounds(total.numel(), group.size)[group.rank]
                 x, out = data(group.rank, shape, dtype), torch.empty(stop - start, dtype=dtype)
                 assert whole.reduce_scatter_into(x, out, op=op).wait() is out
                 for found in (
@@ -148,7 +148,7 @@ def test_each_rank_gets_its_piece_of_the_reduction(
 
 @pytest.mark.parametrize("hosts", UNEVEN)
 def test_where_hosts_are_not_even_all_ranks_exchange_at_once(hosts: tuple[int, ...]) -> None:
-    assert not even(hosts)
+    assert not is_even(hosts)
 
     def body(group: ThreadGroup) -> None:
         whole, size = made(group, hosts), group.size
@@ -156,8 +156,8 @@ def test_where_hosts_are_not_even_all_ranks_exchange_at_once(hosts: tuple[int, .
         outs = [torch.empty(50) for _ in range(size)]
         whole.all_gather_into(data(group.rank, (50,)), outs).wait()
         assert all(torch.equal(out, data(rank, (50,))) for rank, out in enumerate(outs))
-        total = reduction.reduce("mean", [data(rank, (50,)) for rank in range(size)])
-        start, stop = pieces(50, size)[group.rank]
+        total = reduction_rules.reduce_parts("mean", [data(rank, (50,)) for rank in range(size)])
+        start, stop = piece_bounds(50, size)[group.rank]
         out = torch.empty(stop - start)
         assert whole.reduce_scatter_into(data(group.rank, (50,)), out, op="mean").wait() is out
         for found in (out, whole.reduce_scatter_agreed(data(group.rank, (50,)), op="mean").wait()):
@@ -169,8 +169,8 @@ def test_where_hosts_are_not_even_all_ranks_exchange_at_once(hosts: tuple[int, .
 
 
 def test_even_hosts_are_several_with_several_workers_each() -> None:
-    assert all(map(even, EVEN))
-    assert not even((0,))
+    assert all(map(is_even, EVEN))
+    assert not is_even((0,))
 
 
 def test_small_pieces_are_exchanged_by_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +287,7 @@ def test_a_reduction_that_is_not_compared_waits_for_nobody() -> None:
             if connects:
                 group.connect()
             works = [group.reduce_scatter_agreed(torch.ones(400) * (rank + 1))] if rank == 0 else []
-            group.agree(b"")  # to which the others come without their calls
+            group.gather_bytes(b"")  # to which the others come without their calls
             works = works or [group.reduce_scatter_agreed(torch.ones(400) * (rank + 1))]
             assert bool((works[0].wait() == 10).all()) and laid(group) == connects
         group.close()
@@ -346,7 +346,7 @@ def _mixed(group: HostsGroup, dice: random.Random, pause: Callable[[], None], ro
             numel, kind = order.choice([5, 90, 700]), order.randrange(6)
             mine = [data(other + 10 * number + 100 * turn, (numel,)) for other in range(size)]
             total = torch.stack(mine).sum(0)
-            start, stop = pieces(numel, size)[rank]
+            start, stop = piece_bounds(numel, size)[rank]
             pause()
             if kind == 0:
                 pending.append((group.all_reduce(mine[rank]), total))
@@ -361,7 +361,7 @@ def _mixed(group: HostsGroup, dice: random.Random, pause: Callable[[], None], ro
             elif kind == 4:
                 pending.append((group.reduce_scatter_agreed(mine[rank]), total[start:stop]))
             else:
-                assert group.agree(bytes([turn])) == [bytes([turn])] * size
+                assert group.gather_bytes(bytes([turn])) == [bytes([turn])] * size
                 pending.append((group.broadcast(mine[rank].clone(), root=1), mine[1]))
         dice.shuffle(pending)
         for work, wanted in pending:
@@ -377,7 +377,7 @@ def _mixed(group: HostsGroup, dice: random.Random, pause: Callable[[], None], ro
 def test_many_calls_under_way_beside_others_with_delays(
     hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor, "AHEAD", 200)  # stages wait for each other
+    monkeypatch.setattr(staged_executor, "AHEAD", 200)  # stages wait for each other
 
     def body(group: ThreadGroup) -> None:
         whole, dice = made(group, hosts), random.Random(group.rank)
@@ -392,7 +392,7 @@ def test_many_calls_under_way_beside_others_with_delays(
 def test_many_calls_under_way_on_processes(
     hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor, "AHEAD", 200)
+    monkeypatch.setattr(staged_executor, "AHEAD", 200)
 
     def body(rank: int, size: int, store: Store) -> None:
         group, dice = networked(store, rank, hosts), random.Random(rank)
@@ -469,7 +469,7 @@ def test_whoever_ends_the_group_under_way_ends_it_for_all(call: str, end: str) -
         group.connect()
         rails = group._rails
         assert rails is not None
-        cross, held, goes_on = rails._cross, threading.Event(), threading.Event()
+        cross, held, goes_on = rails._exchange_on_rail, threading.Event(), threading.Event()
 
         def later(*args: Any) -> Any:
             held.set()
@@ -477,7 +477,7 @@ def test_whoever_ends_the_group_under_way_ends_it_for_all(call: str, end: str) -
             return cross(*args)
 
         if rank == 1:
-            rails._cross = later  # type: ignore[method-assign]
+            rails._exchange_on_rail = later  # type: ignore[method-assign]
         work = CALLS[call](group)
         if rank == 1:
             assert held.wait(20)

@@ -40,7 +40,9 @@ def connected() -> Iterator[Callable[[int], Ends]]:
         made.extend(ends)
         meeting = store.memory(b"s" * 32)
         together(
-            lambda end: end.connect(meeting, [other.listening for other in ends], PATIENCE, never),
+            lambda end: end.connect_ranks(
+                meeting, [other.listening for other in ends], PATIENCE, never
+            ),
             ends,
         )
         return ends
@@ -52,8 +54,8 @@ def connected() -> Iterator[Callable[[int], Ends]]:
 
 def tell(end: ControlNetwork, channel: int, number: int, payload: bytes) -> list[bytes]:
     """What all ranks tell in a call: this one `payload`."""
-    exchange = end.gather(channel, number, payload)
-    assert exchange.within(PATIENCE)
+    exchange = end.gather_payloads(channel, number, payload)
+    assert exchange.wait_within(PATIENCE)
     return [*exchange.answers[: end.rank], payload, *exchange.answers[end.rank :]]
 
 
@@ -79,12 +81,16 @@ def test_a_rank_may_be_ahead_on_one_channel_and_behind_on_another(
     connected: Callable[[int], Ends],
 ) -> None:
     first, second = connected(2)
-    early = [first.gather(1, 0, b"a"), first.gather(1, 1, b"b"), first.gather(2, 0, b"c")]
-    assert not early[0].within(0.01) and not early[0].now()
+    early = [
+        first.gather_payloads(1, 0, b"a"),
+        first.gather_payloads(1, 1, b"b"),
+        first.gather_payloads(2, 0, b"c"),
+    ]
+    assert not early[0].wait_within(0.01) and not early[0].is_ready()
     assert tell(second, 2, 0, b"C") == [b"c", b"C"]
-    assert early[2].within(PATIENCE) and not early[1].now()
+    assert early[2].wait_within(PATIENCE) and not early[1].is_ready()
     assert (tell(second, 1, 0, b"A"), tell(second, 1, 1, b"B")) == ([b"a", b"A"], [b"b", b"B"])
-    assert all(exchange.within(PATIENCE) for exchange in early) and [
+    assert all(exchange.wait_within(PATIENCE) for exchange in early) and [
         exchange.answers for exchange in early
     ] == [[b"A"], [b"B"], [b"C"]]
 
@@ -92,18 +98,18 @@ def test_a_rank_may_be_ahead_on_one_channel_and_behind_on_another(
 def test_messages_of_one_key_keep_their_order(connected: Callable[[int], Ends]) -> None:
     first, second = connected(2)
     for text in (b"1", b"2", b"3"):
-        assert first.start(3, 7, [(1, text)], []).within(PATIENCE)
+        assert first.start_exchange(3, 7, [(1, text)], []).wait_within(PATIENCE)
     places = [bytearray(1) for _ in range(4)]
-    takes = [second.start(3, 7, [], [0], [memoryview(place)]) for place in places]
-    assert all(take.within(PATIENCE) for take in takes[:3]) and not takes[3].now()
-    first.start(3, 7, [(1, b"4")], [])
-    assert takes[3].within(PATIENCE) and places == [b"1", b"2", b"3", b"4"]
-    wrong = second.start(3, 8, [], [0], [memoryview(bytearray(2))])
-    first.start(3, 8, [(1, b"abc")], [])
+    takes = [second.start_exchange(3, 7, [], [0], [memoryview(place)]) for place in places]
+    assert all(take.wait_within(PATIENCE) for take in takes[:3]) and not takes[3].is_ready()
+    first.start_exchange(3, 7, [(1, b"4")], [])
+    assert takes[3].wait_within(PATIENCE) and places == [b"1", b"2", b"3", b"4"]
+    wrong = second.start_exchange(3, 8, [], [0], [memoryview(bytearray(2))])
+    first.start_exchange(3, 8, [(1, b"abc")], [])
     with pytest.raises(
         RuntimeError, match="rank 10 sent 3 bytes, not the 2 that it should have sent"
     ):
-        wrong.within(PATIENCE)
+        wrong.wait_within(PATIENCE)
 
 
 def test_what_the_network_does_not_take_is_written_by_a_thread(
@@ -111,12 +117,12 @@ def test_what_the_network_does_not_take_is_written_by_a_thread(
 ) -> None:
     first, second = connected(2)
     text = random.Random(1).randbytes(24 << 20)
-    sent = first.start(3, 0, [(1, text)], [])
-    first.push()
+    sent = first.start_exchange(3, 0, [(1, text)], [])
+    first.write_in_background()
     place = bytearray(len(text))
     # nobody waits on the first
-    assert second.start(3, 0, [], [0], [memoryview(place)]).within(PATIENCE)
-    assert place == text and sent.within(PATIENCE) and not first.sending
+    assert second.start_exchange(3, 0, [], [0], [memoryview(place)]).wait_within(PATIENCE)
+    assert place == text and sent.wait_within(PATIENCE) and not first.unsent_ranks
 
 
 def test_a_thread_that_looks_at_the_connections_learns_that_there_is_more_to_send(
@@ -124,31 +130,31 @@ def test_a_thread_that_looks_at_the_connections_learns_that_there_is_more_to_sen
 ) -> None:
     first, second = connected(2)
     text, place = bytes(24 << 20), bytearray(24 << 20)
-    waiting = first.start(1, 0, [], [1])
+    waiting = first.start_exchange(1, 0, [], [1])
     with ThreadPoolExecutor(2) as pool:
-        heard = pool.submit(waiting.within, 10 * PATIENCE)
+        heard = pool.submit(waiting.wait_within, 10 * PATIENCE)
         while not first._polling:
             time.sleep(0.001)
         # more than the network takes; the thread above has to write the rest
-        sent = first.start(3, 0, [(1, text)], [])
+        sent = first.start_exchange(3, 0, [(1, text)], [])
         assert pool.submit(
-            second.start(3, 0, [], [0], [memoryview(place)]).within, PATIENCE
+            second.start_exchange(3, 0, [], [0], [memoryview(place)]).wait_within, PATIENCE
         ).result()
-        assert sent.within(PATIENCE) and not heard.done()
-        second.start(1, 0, [(0, b"end")], [])
+        assert sent.wait_within(PATIENCE) and not heard.done()
+        second.start_exchange(1, 0, [(0, b"end")], [])
         assert heard.result()
 
 
 def test_who_sends_to_one_that_has_gone_learns_of_it(connected: Callable[[int], Ends]) -> None:
     first, second, _ = connected(3)
-    lost = first.start(3, 0, [(1, bytes(24 << 20))], [])
-    assert not lost.now()
+    lost = first.start_exchange(3, 0, [(1, bytes(24 << 20))], [])
+    assert not lost.is_ready()
     second.close()
     with pytest.raises(RuntimeError, match="the connection to rank 11 has ended: "):
-        lost.within(PATIENCE)
+        lost.wait_within(PATIENCE)
     with pytest.raises(RuntimeError, match="the connection to rank 11 has ended: "):
-        first.start(3, 0, [(1, b"x")], []).within(PATIENCE)
-    assert first.start(3, 0, [(2, b"x")], []).within(PATIENCE)
+        first.start_exchange(3, 0, [(1, b"x")], []).wait_within(PATIENCE)
+    assert first.start_exchange(3, 0, [(2, b"x")], []).wait_within(PATIENCE)
 
 
 def test_threads_wait_at_a_time_and_none_holds_the_other_up(
@@ -180,28 +186,28 @@ def test_threads_wait_at_a_time_and_none_holds_the_other_up(
     for thread in threads:
         thread.join(PATIENCE)
     assert heard == ["done"] * 12
-    assert not any(end._early or end._awaited or end.sending for end in ends)
+    assert not any(end._early or end._awaited or end.unsent_ranks for end in ends)
 
 
 def test_what_was_told_before_the_end_still_counts(connected: Callable[[int], Ends]) -> None:
     first, second, third = connected(3)
-    second.gather(1, 0, b"b")
+    second.gather_payloads(1, 0, b"b")
     second.close()
-    late = first.gather(1, 0, b"a")
-    third.gather(1, 0, b"c")
-    assert late.within(PATIENCE) and late.answers == [b"b", b"c"]
-    lost = first.gather(1, 1, b"a")
+    late = first.gather_payloads(1, 0, b"a")
+    third.gather_payloads(1, 0, b"c")
+    assert late.wait_within(PATIENCE) and late.answers == [b"b", b"c"]
+    lost = first.gather_payloads(1, 1, b"a")
     with pytest.raises(RuntimeError, match="the connection to rank 11 has ended: "):
         while True:
-            assert not lost.within(1.0)
-    assert lost.now()
+            assert not lost.wait_within(1.0)
+    assert lost.is_ready()
 
 
 def test_a_thread_that_waits_learns_of_the_end_at_once(connected: Callable[[int], Ends]) -> None:
     first, second = connected(2)
-    waiting = first.gather(1, 0, b"a")
+    waiting = first.gather_payloads(1, 0, b"a")
     with ThreadPoolExecutor(1) as pool:
-        caught = pool.submit(waiting.within, PATIENCE)
+        caught = pool.submit(waiting.wait_within, PATIENCE)
         second.links[0].connection.shutdown(socket.SHUT_RDWR)
         with pytest.raises(RuntimeError, match="rank 11 has ended: it has hung up"):
             caught.result(PATIENCE / 2)
@@ -248,7 +254,7 @@ class TestConnecting:
         deadline: float = PATIENCE,
         check: Callable[[], None] = never,
     ) -> None:
-        end.connect(meeting, [other.listening for other in ends], deadline, check)
+        end.connect_ranks(meeting, [other.listening for other in ends], deadline, check)
 
     def test_who_does_not_come_is_named(self, ends: Ends) -> None:
         with pytest.raises(

@@ -20,9 +20,9 @@ def test_connections_that_are_not_ours_are_left_alone() -> None:
     server = socket.create_server(("127.0.0.1", 0))
     client = socket.create_connection(server.getsockname())
     accepted, _ = server.accept()
-    assert wires.announce(HashStore(), 0, 1, 1.0, "told") == ["told"]
-    assert wires.severed() == ()
-    wires.cut()
+    assert wires.announce_listeners(HashStore(), 0, 1, 1.0, "told") == ["told"]
+    assert wires.find_severed_ranks() == ()
+    wires.cut_connections()
     client.sendall(b"still here")
     assert accepted.recv(10) == b"still here"
     for line in (client, accepted, server):
@@ -31,7 +31,7 @@ def test_connections_that_are_not_ours_are_left_alone() -> None:
 
 def test_who_does_not_come_is_named() -> None:
     with pytest.raises(DeadlineExceeded) as caught:
-        GroupSockets("127.0.0.1", 1).announce(HashStore(), 1, 3, 0.1)
+        GroupSockets("127.0.0.1", 1).announce_listeners(HashStore(), 1, 3, 0.1)
     assert caught.value.missing == (0, 2)
 
 

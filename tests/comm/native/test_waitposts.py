@@ -23,11 +23,11 @@ def test_ranks_see_each_others_waits_until_they_leave() -> None:
     store = HashStore()
     one, other = Waitposts(store, 0, 2), Waitposts(store, 1, 2)
     wait = RankWait("data", 3, "all_reduce", {"data": 4})
-    one.enter(wait)
-    other.enter(wait)
+    one.post_wait(wait)
+    other.post_wait(wait)
     until(lambda: one.others == {1: wait})
     assert one.stuck == {} == other.stuck
-    other.leave()
+    other.clear_wait()
     until(lambda: one.others == {})
     one.close()
     other.close()
@@ -36,8 +36,8 @@ def test_ranks_see_each_others_waits_until_they_leave() -> None:
 def test_a_circle_is_found_by_both() -> None:
     store = HashStore()
     one, other = Waitposts(store, 0, 2), Waitposts(store, 1, 2)
-    one.enter(RankWait("agree", 0, "agree", {"agree": 1}))
-    other.enter(RankWait("calls", 0, "barrier", {"calls": 1}))
+    one.post_wait(RankWait("agree", 0, "agree", {"agree": 1}))
+    other.post_wait(RankWait("calls", 0, "barrier", {"calls": 1}))
     until(lambda: set(one.stuck) == {0, 1} == set(other.stuck))
     one.close()
     other.close()
@@ -52,13 +52,13 @@ def test_a_store_that_is_slow_is_waited_for() -> None:
 
     base = HashStore()
     first = GroupEnd("WorkerLost", "rank 2 is gone", (2,))
-    assert Waitposts(base, 0, 2).verdict(first) == first
-    assert Waitposts(Slow(base), 1, 2).verdict(GroupEnd("ViewChanged", "aborted")) == first
+    assert Waitposts(base, 0, 2).decide_end(first) == first
+    assert Waitposts(Slow(base), 1, 2).decide_end(GroupEnd("ViewChanged", "aborted")) == first
 
 
 def test_the_first_verdict_counts() -> None:
     store = HashStore()
     one, other = Waitposts(store, 0, 2), Waitposts(store, 1, 2)
     first = GroupEnd("WorkerLost", "rank 2 is gone", (2,))
-    assert one.verdict(first) == first
-    assert other.verdict(GroupEnd("ViewChanged", "aborted")) == first
+    assert one.decide_end(first) == first
+    assert other.decide_end(GroupEnd("ViewChanged", "aborted")) == first

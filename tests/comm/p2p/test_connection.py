@@ -16,18 +16,18 @@ from paceline.comm.p2p import connection
 from paceline.comm.p2p.connection import (
     HELLO,
     MAGIC,
-    Listening,
-    admit,
-    call,
-    frames,
+    ListeningAddress,
+    admit_sender,
+    call_worker,
     has_hung_up,
-    introduce,
-    read,
+    message_frames,
+    prove_as_sender,
+    read_message,
     send_all,
     send_some,
 )
-from paceline.comm.p2p.memory import MemoryPool
-from paceline.comm.p2p.message import pack
+from paceline.comm.p2p.memory_pool import MemoryPool
+from paceline.comm.p2p.pair_message import pack_header
 from paceline.comm.wire_format import MalformedMessage
 from paceline.errors import SecretError
 from tests.harness.jobs import PATIENCE, wait_for
@@ -72,7 +72,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_that_know_the_key_let_each_other_in() -> None:
     here, there = pair()
     assert both(
-        lambda: introduce(here, KEY, (3, 5), "rank 5"), lambda: admit(there, KEY, 5, {3})
+        lambda: prove_as_sender(here, KEY, (3, 5), "rank 5"),
+        lambda: admit_sender(there, KEY, 5, {3}),
     ) == (None, 3)
 
 
@@ -96,18 +97,18 @@ def test_who_was_not_let_in_calls_again() -> None:
 
         def answer() -> tuple[int | None, socket.socket]:
             with server.accept()[0] as first, pytest.raises(TimeoutError):
-                admit(Impatient(first), KEY, 5, {3})  # type: ignore[arg-type]
+                admit_sender(Impatient(first), KEY, 5, {3})  # type: ignore[arg-type]
             second = server.accept()[0]
-            return admit(second, KEY, 5, {3}), second
+            return admit_sender(second, KEY, 5, {3}), second
 
-        place = Listening(*server.getsockname(), "")
+        place = ListeningAddress(*server.getsockname(), "")
         options: dict[str, Any] = {
             "who": "rank 5",
             "name": 5,
             "deadline": PATIENCE,
             "check": lambda: None,
         }
-        here, (admitted, there) = both(lambda: call(place, KEY, (3, 5), **options), answer)
+        here, (admitted, there) = both(lambda: call_worker(place, KEY, (3, 5), **options), answer)
     with here, there:
         assert admitted == 3 and here.getsockname() == there.getpeername()
 
@@ -122,13 +123,13 @@ def test_a_stranger_is_not_let_in(key: bytes, ranks: tuple[int, int]) -> None:
     here, there = pair()
 
     def answer() -> int | None:
-        found = admit(there, KEY, 5, {3})
+        found = admit_sender(there, KEY, 5, {3})
         there.close()
         return found
 
     def call() -> None:
         with here:
-            introduce(here, key, ranks, "rank 5 on node")
+            prove_as_sender(here, key, ranks, "rank 5 on node")
 
     caller, admitted = both(call, answer)
     assert admitted is None or isinstance(admitted, OSError)
@@ -153,12 +154,15 @@ def test_a_proof_does_not_count_a_second_time() -> None:
             here.sendall(data)
 
     assert (
-        both(lambda: introduce(Tapped(), KEY, (3, 5), ""), lambda: admit(there, KEY, 5, {3}))[1]
+        both(
+            lambda: prove_as_sender(Tapped(), KEY, (3, 5), ""),
+            lambda: admit_sender(there, KEY, 5, {3}),
+        )[1]
         == 3
     )  # type: ignore[arg-type]
     here, there = pair()
     here.sendall(b"".join(heard))
-    assert admit(there, KEY, 5, {3}) is None
+    assert admit_sender(there, KEY, 5, {3}) is None
 
 
 @pytest.mark.parametrize(
@@ -171,7 +175,7 @@ def test_noise_is_not_let_in(said: bytes, monkeypatch: pytest.MonkeyPatch) -> No
     here, there = pair()
     here.sendall(said)
     with contextlib.suppress(OSError):  # it says too little, for too long
-        assert admit(there, KEY, 5, {3}) is None
+        assert admit_sender(there, KEY, 5, {3}) is None
 
 
 def test_messages_come_as_they_were_sent_however_they_are_cut() -> None:
@@ -190,11 +194,13 @@ def test_messages_come_as_they_were_sent_however_they_are_cut() -> None:
 
     def send() -> None:
         for lane, head, tensors in messages:
-            send_all(here, send_some(here, frames(pack(lane, head, tensors), tensors)))
+            send_all(
+                here, send_some(here, message_frames(pack_header(lane, head, tensors), tensors))
+            )
         here.close()
 
     def receive() -> list[Any]:
-        return [read(there, MemoryPool()) for _ in range(31)]
+        return [read_message(there, MemoryPool()) for _ in range(31)]
 
     error, found = both(send, receive)
     assert error is None and found.pop() is None
@@ -210,17 +216,21 @@ def test_messages_come_as_they_were_sent_however_they_are_cut() -> None:
 def test_a_message_that_breaks_off_is_an_error(cut: int) -> None:
     here, there = pair()
     x = torch.ones(1000)
-    here.sendall(b"".join(bytes(part) for part in frames(pack(0, {"a": "b" * 40}, [x]), [x]))[:cut])
+    here.sendall(
+        b"".join(bytes(part) for part in message_frames(pack_header(0, {"a": "b" * 40}, [x]), [x]))[
+            :cut
+        ]
+    )
     here.close()
     with pytest.raises((ConnectionResetError, MalformedMessage)):
-        read(there, MemoryPool())
+        read_message(there, MemoryPool())
 
 
 def test_a_header_that_is_too_long_is_not_read() -> None:
     here, there = pair()
     here.sendall(struct.pack("<I", 1 << 31) + b"{}")
     with pytest.raises(MalformedMessage):
-        read(there, MemoryPool())
+        read_message(there, MemoryPool())
 
 
 def test_who_has_hung_up_is_seen() -> None:

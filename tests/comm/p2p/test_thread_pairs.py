@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.comm.pairs import pairs
+from paceline.comm.pairs import connect_pairs
 from paceline.errors import DeadlineExceeded, UsageError, ViewChanged, WorkerLost
 from tests.harness.jobs import PATIENCE
 from tests.harness.thread_groups import ThreadGroup, spawn
@@ -14,7 +14,7 @@ from tests.harness.thread_groups import ThreadGroup, spawn
 
 def test_lanes_do_not_hold_each_other_up_and_keep_their_order() -> None:
     def body(group: ThreadGroup) -> list[Any]:
-        both = pairs(group)
+        both = connect_pairs(group)
         other = 1 - group.rank
         late = both.receive(other, 5)
         for lane in (0, 1, 0, 1):
@@ -31,7 +31,7 @@ def test_lanes_do_not_hold_each_other_up_and_keep_their_order() -> None:
 
 def test_a_received_tensor_is_the_receivers_own() -> None:
     def body(group: ThreadGroup) -> None:
-        both, x = pairs(group), torch.full((3,), float(group.rank), requires_grad=True)
+        both, x = connect_pairs(group), torch.full((3,), float(group.rank), requires_grad=True)
         both.send(1 - group.rank, 0, {}, [x, x])
         with torch.no_grad():
             x.fill_(9)
@@ -46,7 +46,7 @@ def test_a_message_that_never_comes_is_named() -> None:
     met = threading.Barrier(2)
 
     def body(group: ThreadGroup) -> None:
-        both = pairs(group)
+        both = connect_pairs(group)
         if group.rank == 0:
             work = both.receive(1, 0, what="the output of stage 1 for micro-batch 3")
             said = (
@@ -67,7 +67,7 @@ def test_a_message_that_never_comes_is_named() -> None:
 
 def test_who_has_gone_is_named_after_its_last_message() -> None:
     def body(group: ThreadGroup) -> None:
-        both = pairs(group)
+        both = connect_pairs(group)
         if group.rank == 1:
             both.send(0, 0, {}, [torch.ones(1)])
             both.close()
@@ -91,7 +91,7 @@ def test_an_abort_ends_the_others_too() -> None:
     both_wait = threading.Barrier(2)
 
     def body(group: ThreadGroup) -> None:
-        both = pairs(group)
+        both = connect_pairs(group)
         work = both.receive(1 - group.rank, 3)
         both_wait.wait(PATIENCE)
         if group.rank == 0:
@@ -109,7 +109,7 @@ def test_the_end_of_the_group_ends_the_pairs() -> None:
     both_wait = threading.Barrier(2)
 
     def body(group: ThreadGroup) -> None:
-        work = pairs(group).receive(1 - group.rank, 0)
+        work = connect_pairs(group).receive(1 - group.rank, 0)
         both_wait.wait(PATIENCE)
         if group.rank == 0:
             group.abort()
@@ -121,7 +121,7 @@ def test_the_end_of_the_group_ends_the_pairs() -> None:
 
 def test_bytes_are_counted_within_and_between_hosts() -> None:
     def body(group: ThreadGroup) -> tuple[int, int]:
-        both = pairs(group)
+        both = connect_pairs(group)
         for to in range(3):
             both.send(to, 0, {}, [torch.ones(1000 * (group.rank + 1))])
         return both.traffic.within, both.traffic.between
@@ -135,17 +135,17 @@ def test_bytes_are_counted_within_and_between_hosts() -> None:
 
 def test_a_rank_that_is_not_there_is_refused() -> None:
     with pytest.raises(UsageError, match=r"rank 2 is not one of 0..1"):
-        spawn(2, lambda group: pairs(group).send(2, 0, {}, []))
+        spawn(2, lambda group: connect_pairs(group).send(2, 0, {}, []))
     with pytest.raises(UsageError, match="rank -1"):
-        spawn(2, lambda group: pairs(group).receive(-1, 0))
+        spawn(2, lambda group: connect_pairs(group).receive(-1, 0))
 
 
 def test_subgroups_have_pairs_with_the_names_of_all_workers() -> None:
     def body(group: ThreadGroup) -> None:
-        part = group.sub([1, 2])
+        part = group.make_subgroup([1, 2])
         if part is None:
             return
-        both = pairs(part)
+        both = connect_pairs(part)
         both.send(1 - part.rank, 0, {"from": group.rank}, [])
         assert both.receive(1 - part.rank, 0).wait().head == {"from": 3 - group.rank}
         with pytest.raises(DeadlineExceeded, match=f"from rank {3 - group.rank}"):

@@ -11,7 +11,7 @@ from paceline.comm.shm import futex
 from paceline.comm.shm.bell import Bell
 from tests.harness.jobs import PATIENCE
 
-pytestmark = pytest.mark.skipif(not futex.available(), reason="this machine has no futexes")
+pytestmark = pytest.mark.skipif(not futex.has_futex(), reason="this machine has no futexes")
 PLACES = (0, 8, 16)
 
 
@@ -39,13 +39,13 @@ class Cells:
 def test_whoever_is_ready_does_not_sleep() -> None:
     ours = Cells()
     began = time.monotonic()
-    ours.bells[0].rest(lambda: True, PATIENCE)
+    ours.bells[0].sleep_until_rung(lambda: True, PATIENCE)
     assert time.monotonic() - began < PATIENCE / 2 and not ours.asleep(0)
 
 
 def test_a_sleep_ends_by_itself() -> None:
     ours = Cells()
-    ours.bells[0].rest(lambda: False, 0.01)
+    ours.bells[0].sleep_until_rung(lambda: False, 0.01)
     assert not ours.asleep(0)
 
 
@@ -53,7 +53,9 @@ def test_all_that_sleep_are_woken_and_no_bell_rings_for_others() -> None:
     ours = Cells()
     threads = [
         threading.Thread(
-            target=ours.bells[rank].rest, args=(ours.posted(2, 1), PATIENCE), daemon=True
+            target=ours.bells[rank].sleep_until_rung,
+            args=(ours.posted(2, 1), PATIENCE),
+            daemon=True,
         )
         for rank in (0, 1, 1)
     ]
@@ -82,7 +84,7 @@ def test_two_that_wait_for_each_other_in_turn_lose_no_round() -> None:
         for number in range(1, rounds + 1):
             ours.post(rank)
             while not ours.posted(other, number)():
-                ours.bells[rank].rest(ours.posted(other, number), 0.05)
+                ours.bells[rank].sleep_until_rung(ours.posted(other, number), 0.05)
 
     threads = [threading.Thread(target=play, args=pair, daemon=True) for pair in ((0, 1), (1, 0))]
     for thread in threads:

@@ -10,8 +10,8 @@ from tests.harness.jobs import PATIENCE
 
 def test_a_number_that_has_changed_is_not_waited_for() -> None:
     cell = torch.tensor([7 + (5 << 32)])
-    futex.wait(cell.data_ptr(), 6 + (5 << 32), PATIENCE)
-    futex.wait(cell.data_ptr(), 7 + (5 << 32), 0.001)  # and a wait ends in time
+    futex.futex_wait(cell.data_ptr(), 6 + (5 << 32), PATIENCE)
+    futex.futex_wait(cell.data_ptr(), 7 + (5 << 32), 0.001)  # and a wait ends in time
 
 
 def test_all_sleepers_wake() -> None:
@@ -20,14 +20,14 @@ def test_all_sleepers_wake() -> None:
 
     def sleep(number: int) -> None:
         while cell.item() == 0:
-            futex.wait(cell.data_ptr(), 0, PATIENCE)
+            futex.futex_wait(cell.data_ptr(), 0, PATIENCE)
         awake.append(number)
 
     sleepers = [threading.Thread(target=sleep, args=(number,), daemon=True) for number in range(3)]
     for each in sleepers:
         each.start()
     cell.fill_(1)
-    futex.wake(cell.data_ptr())
+    futex.futex_wake(cell.data_ptr())
     for each in sleepers:
         each.join(PATIENCE)
     assert sorted(awake) == [0, 1, 2]

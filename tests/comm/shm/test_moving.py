@@ -25,9 +25,9 @@ from torch import Tensor
 
 from paceline.cluster.store import Store
 from paceline.comm.shm import moving
-from paceline.comm.shm.group import SharedGroup
-from paceline.comm.shm.memory import SharedSegment
-from paceline.comm.shm.moving import MovedStorage, movable
+from paceline.comm.shm.moving import MovedStorage, is_movable
+from paceline.comm.shm.shared_group import SharedGroup
+from paceline.comm.shm.shared_segment import SharedSegment
 from paceline.errors import Mismatch, ViewChanged, WorkerLost
 from tests.harness.backends import mine
 from tests.harness.jobs import PATIENCE
@@ -60,7 +60,7 @@ def total(size: int, seed: int) -> Tensor:
 def reduce(group: SharedGroup, x: Tensor, *, may_move: bool = True) -> MovedStorage | None:
     """Reduce, and return where `x` lies then."""
     assert group.all_reduce_moving(x, may_move=may_move).wait() is x
-    return group._moved.find(x)
+    return group._moved.find_moved(x)
 
 
 @pytest.mark.each_choice
@@ -83,7 +83,7 @@ def test_a_tensor_and_its_views_go_to_memory_that_all_ranks_reach(size: int, sta
         assert x[1500] == 7
         part = x[5000:205_000].fill_(group.rank + 1)  # reduced where it lies
         assert (
-            reduce(group, part) is group._moved.find(x)
+            reduce(group, part) is group._moved.find_moved(x)
             and bool((part == size * (size + 1) / 2).all())
             and x[1500] == 7
         )
@@ -263,7 +263,7 @@ def test_calls_that_differ_are_a_mismatch_and_move_nothing() -> None:
         x = mine(group.rank, COUNT + group.rank)
         with pytest.raises(Mismatch):
             group.all_reduce_moving(x, may_move=True).wait()
-        assert group._moved.find(x) is None
+        assert group._moved.find_moved(x) is None
         y = mine(group.rank, COUNT)
         assert reduce(group, y) is not None and torch.equal(y, total(2, 0))
 
@@ -321,7 +321,7 @@ def test_memory_that_a_storage_gets_later_is_not_taken_for_that_which_it_was_mov
         if rank == 0:
             storages: Any = [each.untyped_storage() for each in (x, y, z)]
             storages[0]._swap_data_ptr_(storages[1])
-            assert group._moved.find(x) is group._moved.find(y) is None
+            assert group._moved.find_moved(x) is group._moved.find_moved(y) is None
             address, own, segment = (
                 z.data_ptr(),
                 torch.zeros(COUNT),
@@ -330,16 +330,18 @@ def test_memory_that_a_storage_gets_later_is_not_taken_for_that_which_it_was_mov
             filled = fill_above(address, 4 * COUNT)
             others: Any = own.untyped_storage()
             storages[2]._swap_data_ptr_(others)
-            assert group._moved.find(z) is None
+            assert group._moved.find_moved(z) is None
             del own, others
             gc.collect()  # what z was moved to is not mapped any more
-            kept: list[Any] = [segment.again() for _ in range(20)]
+            kept: list[Any] = [segment.map_again() for _ in range(20)]
             segment.seal()
             later = next(storage for storage in kept if storage.data_ptr() == address)
             del filled
             storages[2]._swap_data_ptr_(later)
             assert (
-                z.data_ptr() == address and storages[2].is_shared() and group._moved.find(z) is None
+                z.data_ptr() == address
+                and storages[2].is_shared()
+                and group._moved.find_moved(z) is None
             )
         for seed, each in enumerate((x, y, z)):
             each.copy_(mine(rank, COUNT, seed=seed + 5))
@@ -353,14 +355,14 @@ def test_memory_that_a_storage_gets_later_is_not_taken_for_that_which_it_was_mov
 
 def test_tensors_outlive_their_group_and_two_groups_move_their_own() -> None:
     def body(group: SharedGroup) -> tuple[Tensor, Tensor]:
-        other = group.sub(range(group.size))
+        other = group.make_subgroup(range(group.size))
         assert other is not None
         x, y = mine(group.rank, COUNT), mine(group.rank, COUNT, seed=1)
         work = group.all_reduce_moving(x, may_move=True), other.all_reduce_moving(y, may_move=True)  # type: ignore[attr-defined]
         assert torch.equal(work[1].wait(), total(2, 1)) and torch.equal(work[0].wait(), total(2, 0))
-        assert group._moved.find(y) is None and other._moved.find(y) is not None  # type: ignore[attr-defined]
+        assert group._moved.find_moved(y) is None and other._moved.find_moved(y) is not None  # type: ignore[attr-defined]
         other.all_reduce_moving(x.copy_(mine(group.rank, COUNT, seed=2)), may_move=True).wait()  # type: ignore[attr-defined]
-        assert torch.equal(x, total(2, 2)) and group._moved.find(x) is not None
+        assert torch.equal(x, total(2, 2)) and group._moved.find_moved(x) is not None
         other.close()
         assert torch.equal(y, total(2, 1)) and y.untyped_storage().is_shared()
         return x, y
@@ -456,18 +458,18 @@ def test_what_has_moved_can_be_sent_to_another_process_and_copied() -> None:
 
 def test_only_whole_storages_of_torch_move() -> None:
     x = torch.zeros(100)
-    assert movable(x) and movable(x.view(10, 10))
+    assert is_movable(x) and is_movable(x.view(10, 10))
     assert (
-        not movable(x[1:])
-        and not movable(x[:50])
-        and not movable(x.view(10, 10).t())
-        and not movable(torch.empty(0))
+        not is_movable(x[1:])
+        and not is_movable(x[:50])
+        and not is_movable(x.view(10, 10).t())
+        and not is_movable(torch.empty(0))
     )
-    assert not movable(torch.nn.Parameter(x)), "somebody else's class"
-    assert not movable(torch.frombuffer(bytearray(400), dtype=torch.float32)), "memory of others"
-    assert not movable(torch.zeros(100).share_memory_())
+    assert not is_movable(torch.nn.Parameter(x)), "somebody else's class"
+    assert not is_movable(torch.frombuffer(bytearray(400), dtype=torch.float32)), "memory of others"
+    assert not is_movable(torch.zeros(100).share_memory_())
     x.numpy()
-    assert not movable(x), "an array looks into it"
+    assert not is_movable(x), "an array looks into it"
 
 
 def test_a_rank_that_dies_is_named_the_memory_stays_and_nothing_has_a_name(

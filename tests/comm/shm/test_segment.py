@@ -24,7 +24,7 @@ def test_payloads_of_any_length_are_exchanged() -> None:
                 os.urandom(0) + bytes([r + length & 255]) * (length * (r + 1) // size)
                 for r in range(size)
             ]
-            assert segment.agree(wanted[rank]) == wanted
+            assert segment.gather_bytes(wanted[rank]) == wanted
 
     for size in (1, 2, 5):
         threads(size, body)
@@ -39,14 +39,14 @@ def test_other_calls_of_agree_are_told_apart_and_the_lane_goes_on() -> None:
                 Mismatch,
                 match=r"rank 0 at this \(\S+\); ranks 1, 2 at that of 'w' \(\S+test_segment.py:\d+\)",  # noqa: E501
             ):
-                segment.agree(
+                segment.gather_bytes(
                     payload, CallFingerprint("that", "w") if rank else CallFingerprint("this")
                 )
             with pytest.raises(UsageError, match=r"that: it is wrong \(rank 2\)"):
-                segment.agree(
+                segment.gather_bytes(
                     payload, CallFingerprint("that", flaw="it is wrong" if rank == 2 else "")
                 )
-            assert segment.agree(bytes([rank])) == [b"\0", b"\1", b"\2"]
+            assert segment.gather_bytes(bytes([rank])) == [b"\0", b"\1", b"\2"]
 
     threads(3, body)
 
@@ -56,7 +56,7 @@ def run(segment: ControlSegment, call: CallFingerprint, meta: object = None) -> 
     try:
         while True:
             target = next(steps)
-            while not segment.reached(target):
+            while not segment.has_reached(target):
                 os.sched_yield()
     except StopIteration as stop:
         found: list[object] = stop.value
@@ -91,27 +91,27 @@ def test_meetings_give_every_ranks_meta() -> None:
 def test_every_place_of_the_segment_has_one_writer() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         segment = join(store, rank, size)
-        segment.agree(b"")
+        segment.gather_bytes(b"")
         for slot in range(SLOTS):
-            segment.stage(rank, slot, 0, STAGE, torch.uint8).fill_(10 * rank + slot)
+            segment.view_stage(rank, slot, 0, STAGE, torch.uint8).fill_(10 * rank + slot)
         for half in range(2):
-            segment.small(rank, half, 8192, torch.float32).fill_(rank - half)
-        segment.agree(b"y" * MAIL)
+            segment.view_small(rank, half, 8192, torch.float32).fill_(rank - half)
+        segment.gather_bytes(b"y" * MAIL)
         run(segment, CallFingerprint("call"), ["z" * 1000])
         for r in range(size):
             assert all(
-                bool((segment.stage(r, slot, 0, STAGE, torch.uint8) == 10 * r + slot).all())
+                bool((segment.view_stage(r, slot, 0, STAGE, torch.uint8) == 10 * r + slot).all())
                 for slot in range(SLOTS)
             )
             assert all(
-                bool((segment.small(r, half, 8192, torch.float32) == r - half).all())
+                bool((segment.view_small(r, half, 8192, torch.float32) == r - half).all())
                 for half in range(2)
             )
             assert (
-                segment.stage(r, SLOTS + 1, 64, 1, torch.uint8).data_ptr()
-                == segment.stage_at(r, 1) + 64
+                segment.view_stage(r, SLOTS + 1, 64, 1, torch.uint8).data_ptr()
+                == segment.stage_address(r, 1) + 64
             )
-        segment.agree(b"")
+        segment.gather_bytes(b"")
 
     fork(3, body)
 

@@ -12,8 +12,8 @@ import torch
 
 from paceline.cluster.store import Store
 from paceline.comm.shm import waiting
-from paceline.comm.shm.group import SharedGroup
 from paceline.comm.shm.segment import AGREES, OPS, SPAN
+from paceline.comm.shm.shared_group import SharedGroup
 from paceline.comm.shm.waiting import FEW_SPINS, SPINS, RankWaiter, WaitCondition
 from paceline.comm.waitgraph import GRACE
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
@@ -53,7 +53,7 @@ def test_a_killed_rank_is_named_before_the_deadline(call: str) -> None:
         with pytest.raises(WorkerLost):  # and it stays so
             group.barrier().wait()
         with pytest.raises(WorkerLost):
-            group.agree(b"")
+            group.gather_bytes(b"")
         group.close()
 
     fork(3, body, mortal=[1])
@@ -63,7 +63,7 @@ def test_a_rank_killed_in_the_middle_of_a_sum_is_named() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         group = join(store, rank, size)
         if rank == 1:
-            group.segment.stage_at = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
+            group.segment.stage_address = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
         works = [group.all_reduce(torch.ones(3_000_000)) for _ in range(3)]
         for work in works:
             with pytest.raises(WorkerLost, match="rank 1 has died"):
@@ -136,7 +136,7 @@ def test_abort_ends_a_meeting() -> None:
         if rank == 0:
             threading.Timer(0.05, group.abort).start()
             with pytest.raises(ViewChanged, match="aborted"):
-                group.agree(b"")
+                group.gather_bytes(b"")
             store.put("aborted", True)
         else:
             store.take("aborted")
@@ -252,7 +252,7 @@ def test_an_interrupted_wait_may_be_tried_again_an_interrupted_meeting_not() -> 
         assert work.wait()[0] == 2
         with pytest.raises(KeyboardInterrupt):
             threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
-            group.agree(b"")
+            group.gather_bytes(b"")
         with pytest.raises(WorkerLost, match="KeyboardInterrupt"):
             group.barrier().wait()
         group.close()
@@ -263,13 +263,13 @@ def test_an_interrupted_wait_may_be_tried_again_an_interrupted_meeting_not() -> 
 def test_ranks_that_wait_for_each_other_are_found_before_the_deadline() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         group = join(store, rank, size)
-        group.agree(b"")
+        group.gather_bytes(b"")
         group.barrier().wait()
         pending = group.all_reduce(torch.ones(3)) if rank == 1 else None
         with pytest.raises(
             Mismatch, match=r"rank 0 at agree \(\S+\); ranks? [12](, 2)? at barrier of 'b' \(\S+\)"
         ):
-            group.agree(b"") if rank == 0 else (
+            group.gather_bytes(b"") if rank == 0 else (
                 pending or group.all_reduce(torch.ones(3))
             ) and group.barrier(name="b").wait()
         group.close()
@@ -284,11 +284,11 @@ def test_waits_that_end_late_are_no_mismatch() -> None:
             time.sleep(GRACE + 0.3)
         work = group.all_reduce(torch.ones(30_000))
         if rank != 0:
-            group.agree(b"")
+            group.gather_bytes(b"")
         work.wait()
         if rank == 0:
             time.sleep(0.2)
-            group.agree(b"")
+            group.gather_bytes(b"")
         group.close()
 
     threads(3, body)
@@ -341,7 +341,7 @@ def test_deaths_at_any_moment(seed: int) -> None:
                     group.all_reduce(torch.ones(400_000)),
                     group.all_gather(torch.ones(90_000)),
                 ]
-                group.agree(b"")
+                group.gather_bytes(b"")
                 for work in works:
                     work.wait()
 
@@ -363,7 +363,7 @@ def test_a_wait_yields_less_often_after_waits_that_yields_did_not_end(
         """How often a wait yields that ends at the look after so many."""
         left = [None] * looks
         yields.clear()
-        waiter.wait(
+        waiter.wait_until_ready(
             WaitCondition(
                 lambda: not left or bool(left.pop()), lambda: [], "operations", 0, "a test"
             )

@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 
 import paceline as pl
-from paceline.comm.pairs import pairs
+from paceline.comm.pairs import connect_pairs
 from tests.harness.every_strategy import leaving
 from tests.harness.pair_traffic import converse
 
 LANES = 3
 
 with pl.start(seed=1, folder=sys.argv[1], name="test") as run:
-    both = pairs(run.group)
+    both = connect_pairs(run.group)
     converse(both, 100, 3)  # any shapes, lanes and orders, over the network and inside of hosts
     run.barrier()
     before, sent = leaving(), replace(both.traffic)

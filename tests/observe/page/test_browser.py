@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.observe.page.data import page_data
-from paceline.observe.page.document import page
+from paceline.observe.page.data import make_page_data
+from paceline.observe.page.document import render_page
 from tests.harness.jobs import PATIENCE
 from tests.harness.page_runs import whole
 from tests.harness.pages import Tags, compare_figures
@@ -36,7 +36,7 @@ document.fonts.ready.then(() => {
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)")
 def test_a_page_in_a_browser(tmp_path: Path) -> None:
     folder, out = whole(tmp_path), tmp_path / "page.html"
-    out.write_text(page([page_data(folder)], script=POINT), encoding="utf-8")
+    out.write_text(render_page([make_page_data(folder)], script=POINT), encoding="utf-8")
     quiet = (
         "--disable-gpu",
         "--disable-background-networking",

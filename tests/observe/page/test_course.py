@@ -9,8 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from paceline.observe.metrics import MetricsReader
-from paceline.observe.page.course import LOOKS, NAMES, course, looks, numbers, values
+from paceline.observe.metrics_reader import MetricsReader
+from paceline.observe.page.course import (
+    MAX_CURVES,
+    MAX_LOOKS,
+    summarize_looks,
+    summarize_steps,
+    summarize_values,
+    to_json_numbers,
+)
 from paceline.record.folder import RunFolder
 
 SPLIT = {"compute": 0.4, "exchange": 0.3, "wait": 0.2, "data": 0.1}
@@ -20,7 +27,7 @@ def reader(tmp_path: Path, *lines: dict[str, object]) -> MetricsReader:
     folder = RunFolder(tmp_path)
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = MetricsReader(folder)
-    found.read()
+    found.read_new_lines()
     return found
 
 
@@ -29,7 +36,7 @@ def step(number: int, **more: object) -> dict[str, object]:
 
 
 def test_sums_stay(tmp_path: Path) -> None:
-    found = course(
+    found = summarize_steps(
         reader(
             tmp_path,
             *(step(number, bytes_sent={"within": 2, "between": 3}) for number in range(1, 1001)),
@@ -46,22 +53,22 @@ def test_bytes_up_to_each_step(tmp_path: Path) -> None:
         step(number, loss=1.0, bytes_sent={"within": 0, "between": 10 * number})
         for number in range(1, 5)
     ]
-    assert values(reader(tmp_path, *told), None)["loss"]["between"] == [10, 30, 60, 100]
+    assert summarize_values(reader(tmp_path, *told), None)["loss"]["between"] == [10, 30, 60, 100]
     untold = [step(number, loss=1.0) for number in range(1, 5)]
     usual = {"within": 1.0, "between": 5.0}
-    assert values(reader(tmp_path, *untold), usual)["loss"]["between"] == [5, 10, 15, 20]
+    assert summarize_values(reader(tmp_path, *untold), usual)["loss"]["between"] == [5, 10, 15, 20]
 
 
 def test_loss_is_first_and_names_have_a_limit(tmp_path: Path) -> None:
-    found = values(
+    found = summarize_values(
         reader(tmp_path, step(1, **{f"a{at:02}": 1.0 for at in range(40)}, loss=1.0)), None
     )
-    assert next(iter(found)) == "loss" and len(found) == NAMES
+    assert next(iter(found)) == "loss" and len(found) == MAX_CURVES
 
 
 def test_what_single_workers_did(tmp_path: Path) -> None:
     there = {"0": [10, 4.0, 3.0, 2.0, 1.0, 5.0], "1": [10, 10.0, 0.0, 0.0, 0.0, 0.0]}
-    found = looks(
+    found = summarize_looks(
         reader(
             tmp_path,
             step(10, ranks=there),
@@ -74,10 +81,12 @@ def test_what_single_workers_did(tmp_path: Path) -> None:
         "0": [[0.4, 0.3, 0.2, 0.1, 0.5]] * 2 + [None],
         "1": [[1.0, 0.0, 0.0, 0.0, 0.0], None, None],
     }
-    many = looks(reader(tmp_path, *(step(number, ranks=there) for number in range(1, 1000))))
-    assert len(many["time"]) == len(many["workers"]["0"]) == LOOKS
-    assert looks(reader(tmp_path)) == {"step": [], "time": [], "workers": {}}
+    many = summarize_looks(
+        reader(tmp_path, *(step(number, ranks=there) for number in range(1, 1000)))
+    )
+    assert len(many["time"]) == len(many["workers"]["0"]) == MAX_LOOKS
+    assert summarize_looks(reader(tmp_path)) == {"step": [], "time": [], "workers": {}}
 
 
 def test_numbers() -> None:
-    assert numbers([1.0, float("nan"), float("inf")]) == [1.0, None, None]
+    assert to_json_numbers([1.0, float("nan"), float("inf")]) == [1.0, None, None]

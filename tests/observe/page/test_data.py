@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from paceline.errors import UsageError
-from paceline.observe.metrics import MetricsReader
-from paceline.observe.page.data import page_data, plain
-from paceline.observe.page.decimation import POINTS
+from paceline.observe.metrics_reader import MetricsReader
+from paceline.observe.page.data import make_page_data, to_strict_values
+from paceline.observe.page.decimation import MAX_POINTS
 from paceline.record.folder import RunFolder
 from tests.harness.finished_runs import finished
 from tests.harness.page_runs import whole
@@ -21,7 +21,7 @@ from tests.harness.page_runs import whole
 
 def test_a_run_that_has_ended(tmp_path: Path) -> None:
     folder = whole(tmp_path)
-    data = page_data(folder)
+    data = make_page_data(folder)
     json.dumps(data, allow_nan=False)
     assert (data["name"], data["ended"], len(data["verdict"])) == ("run", True, 3)
     assert data["summary"] == json.loads((folder / "summary.json").read_text())
@@ -44,14 +44,14 @@ def test_a_run_under_way(tmp_path: Path) -> None:
         "".join(json.dumps({"step": step, **line}) + "\n" for step in range(1, 1001))
         + '{"step": 10'
     )
-    data = page_data(folder)
+    data = make_page_data(folder)
     json.dumps(data, allow_nan=False)
     assert not data["ended"]
     assert (
         data["summary"]["steps"] == sum(data["course"]["count"]) == 1000
         and data["summary"]["final_loss"] == "nan"
     )
-    assert len(data["course"]["step"]) == len(data["values"]["loss"]["mean"]) == POINTS
+    assert len(data["course"]["step"]) == len(data["values"]["loss"]["mean"]) == MAX_POINTS
     assert set(data["values"]["loss"]["mean"]) == {None}
     assert sum(data["values"]["loss"]["bad"]) == 1000
 
@@ -64,7 +64,7 @@ def test_what_a_run_under_way_tells_of_itself(tmp_path: Path) -> None:
     }
     (folder / "live.json").write_text(json.dumps(told))
     (folder / "summary.json").unlink()
-    data = page_data(folder)
+    data = make_page_data(folder)
     assert (data["ended"], data["summary"]["sync"], len(data["events"])) == (
         False,
         "AllReduce()",
@@ -77,12 +77,12 @@ def test_what_a_run_under_way_tells_of_itself(tmp_path: Path) -> None:
         in data["verdict"][0]
     )
     (folder / "live.json").write_text('{"sy')
-    assert "sync" not in page_data(folder)["summary"]
+    assert "sync" not in make_page_data(folder)["summary"]
 
 
 def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    data = page_data(tmp_path / "run")
+    data = make_page_data(tmp_path / "run")
     assert (data["verdict"], data["course"]["step"], data["values"]) == (
         ["No step was finished, so there is nothing to tell about time."],
         [],
@@ -93,17 +93,17 @@ def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
 def test_a_reader_goes_on(tmp_path: Path) -> None:
     folder = finished(tmp_path)
     reader = MetricsReader(RunFolder(folder))
-    reader.read()
-    assert page_data(folder, reader) == page_data(folder)
+    reader.read_new_lines()
+    assert make_page_data(folder, reader) == make_page_data(folder)
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no run folder"):
-        page_data(tmp_path / "nothing")
+        make_page_data(tmp_path / "nothing")
 
 
 def test_plain() -> None:
-    assert plain({1: (float("nan"), [float("-inf"), 2.0]), "a": None}) == {
+    assert to_strict_values({1: (float("nan"), [float("-inf"), 2.0]), "a": None}) == {
         "1": ["nan", ["-inf", 2.0]],
         "a": None,
     }

@@ -6,8 +6,8 @@ import json
 import re
 from pathlib import Path
 
-from paceline.observe.page.data import page_data
-from paceline.observe.page.document import page
+from paceline.observe.page.data import make_page_data
+from paceline.observe.page.document import render_page
 from paceline.record.folder import RunFolder
 from tests.harness.pages import Tags
 
@@ -30,7 +30,7 @@ def test_a_page_is_one_file(tmp_path: Path) -> None:
         for step in range(1, 30)
     )
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = page([page_data(folder)], head="<!-- more -->", script="/* mine */")
+    text = render_page([make_page_data(folder)], head="<!-- more -->", script="/* mine */")
     assert text.startswith("<!doctype html>")
     assert "<title>a &lt;b&gt; &amp; c - paceline</title>" in text
     assert "<!-- more -->" in text and "/* mine */</script>" in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.observe.page.events import KINDS, kind
+from paceline.observe.page.events import EVENT_KINDS, classify_event
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,9 @@ from paceline.observe.page.events import KINDS, kind
     ],
 )
 def test_words(what: str, found: str) -> None:
-    assert kind({"what": what}) == found and found in KINDS
+    assert classify_event({"what": what}) == found and found in EVENT_KINDS
 
 
 def test_what_an_event_says_of_itself() -> None:
-    assert kind({"what": "kill(rank=3, step=90)", "event": "fault"}) == "fault"
-    assert kind({"what": "saved x", "event": "of another version"}) == "checkpoint"
+    assert classify_event({"what": "kill(rank=3, step=90)", "event": "fault"}) == "fault"
+    assert classify_event({"what": "saved x", "event": "of another version"}) == "checkpoint"

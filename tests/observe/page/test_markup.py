@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.observe.page.markup import Markup, element, join
+from paceline.observe.page.markup import Markup, element, join_markup
 from tests.harness.pages import Tags
 
 
@@ -33,6 +33,6 @@ def test_numbers() -> None:
 
 
 def test_markup_is_not_escaped_again() -> None:
-    assert join(Markup("<b>1</b>"), "<", [None, 2]) == "<b>1</b>&lt;2"
+    assert join_markup(Markup("<b>1</b>"), "<", [None, 2]) == "<b>1</b>&lt;2"
     # which browsers don't take for an end without its slash alone
     assert element("div") == "<div></div>"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ResourceError, UsageError
-from paceline.observe.page.writing import MOST, write
+from paceline.observe.page.writing import MAX_RUNS, write_page
 from tests.harness.finished_runs import QUIET
 from tests.harness.page_runs import whole
 from tests.harness.pages import Tags
@@ -16,10 +16,10 @@ from tests.harness.pages import Tags
 
 def test_a_page(tmp_path: Path) -> None:
     folder, out = whole(tmp_path), tmp_path / "out.html"
-    assert write([folder], out) == out.stat().st_size < 500_000
+    assert write_page([folder], out) == out.stat().st_size < 500_000
     ids = [given.get("id") for tag, given in Tags(out.read_text()).found if tag == "section"]
     assert ids[0] == "overview" and len(ids) == 10
-    write([folder, folder], out)
+    write_page([folder, folder], out)
     assert "2 runs compared" in out.read_text()
 
 
@@ -30,7 +30,7 @@ def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
         json.dumps({"step": step, "time": step / 10, **line}) + "\n" for step in range(1, 20_001)
     )
     (folder / "metrics.jsonl").write_text("".join(text))
-    assert write([folder], tmp_path / "out.html") < 500_000
+    assert write_page([folder], tmp_path / "out.html") < 500_000
 
 
 def test_places_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,9 +38,9 @@ def test_places_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(
         UsageError, match=r"missing/out\.html: there is no folder .*missing; make it first"
     ):
-        write([folder], tmp_path / "missing" / "out.html")
+        write_page([folder], tmp_path / "missing" / "out.html")
     with pytest.raises(UsageError, match="is a folder: give a file in it"):
-        write([folder], tmp_path)
+        write_page([folder], tmp_path)
 
     def refuse(kind: type[OSError], number: int, why: str) -> None:
         def fail(self: Path, data: bytes) -> int:
@@ -52,18 +52,18 @@ def test_places_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(
         UsageError, match=r"can't be written \(Permission denied\): give another place"
     ):
-        write([folder], tmp_path / "out.html")
+        write_page([folder], tmp_path / "out.html")
     refuse(OSError, 28, "No space left on device")
     with pytest.raises(ResourceError, match=r"can't be written \(No space left on device\)"):
-        write([folder], tmp_path / "out.html")
+        write_page([folder], tmp_path / "out.html")
 
 
 def test_what_is_no_run_leaves_no_page(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no run folder"):
-        write([whole(tmp_path), tmp_path / "other"], tmp_path / "out.html")
+        write_page([whole(tmp_path), tmp_path / "other"], tmp_path / "out.html")
     assert not (tmp_path / "out.html").exists()
 
 
 def test_too_many_runs(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"{MOST + 1} runs are too many"):
-        write([tmp_path] * (MOST + 1), tmp_path / "out.html")
+    with pytest.raises(UsageError, match=f"{MAX_RUNS + 1} runs are too many"):
+        write_page([tmp_path] * (MAX_RUNS + 1), tmp_path / "out.html")

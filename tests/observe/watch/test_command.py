@@ -14,7 +14,7 @@ import pytest
 from paceline.errors import UsageError
 from paceline.observe.watch import address
 from paceline.observe.watch.address import WatchAddress
-from paceline.observe.watch.command import check_run, watch
+from paceline.observe.watch.command import check_run_folder, serve_run
 from tests.harness.jobs import PATIENCE
 
 HERE = WatchAddress("127.0.0.1", 0, "--listen")
@@ -22,19 +22,19 @@ HERE = WatchAddress("127.0.0.1", 0, "--listen")
 
 def test_folders_that_are_no_runs(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no run folder"):
-        check_run(tmp_path / "none")
+        check_run_folder(tmp_path / "none")
     with pytest.raises(UsageError, match="is empty: give the folder of a run that has begun"):
-        check_run(tmp_path)
+        check_run_folder(tmp_path)
     (tmp_path / "x").touch()
     with pytest.raises(UsageError, match="is not a run folder"):
-        check_run(tmp_path)
+        check_run_folder(tmp_path)
     with pytest.raises(UsageError, match="is a file"):
-        check_run(tmp_path / "x")
+        check_run_folder(tmp_path / "x")
     for name in ("live.json", "metrics.jsonl", "summary.json"):
         folder = tmp_path / name.partition(".")[0]
         folder.mkdir()
         (folder / name).touch()
-        check_run(folder)
+        check_run_folder(folder)
 
 
 def test_what_is_missing_or_taken_is_said_before_anything_is_served(
@@ -42,13 +42,15 @@ def test_what_is_missing_or_taken_is_said_before_anything_is_served(
 ) -> None:
     (tmp_path / "live.json").touch()
     with (
-        HERE.listen() as taken,
+        HERE.open_socket() as taken,
         pytest.raises(UsageError, match=r"no page can be served for --listen: port \d+ is in use"),
     ):
-        watch(tmp_path, WatchAddress("127.0.0.1", taken.getsockname()[1], "--listen"), b"", print)
+        serve_run(
+            tmp_path, WatchAddress("127.0.0.1", taken.getsockname()[1], "--listen"), b"", print
+        )
     monkeypatch.setattr(address, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="pip install"):
-        watch(tmp_path, HERE, b"", print)
+        serve_run(tmp_path, HERE, b"", print)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -79,7 +81,7 @@ def test_it_serves_until_a_signal(tmp_path: Path, number: int) -> None:
         thread.start()
 
     try:
-        assert watch(tmp_path, HERE, b"", say) == 128 + number
+        assert serve_run(tmp_path, HERE, b"", say) == 128 + number
     finally:
         thread.join(PATIENCE)
         for each, handler in before.items():

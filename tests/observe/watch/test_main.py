@@ -16,7 +16,7 @@ from tests.harness.jobs import PATIENCE, ROOT
 
 
 def test_it_lives_as_long_as_its_input() -> None:
-    with WatchAddress.parse("0", "--watch").listen() as listening:
+    with WatchAddress.parse_address("0", "--watch").open_socket() as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
         command = [
             sys.executable,

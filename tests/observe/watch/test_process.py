@@ -35,8 +35,10 @@ def test_a_job_is_shown_from_before_it_begins_to_its_last_words(
 ) -> None:
     monkeypatch.setattr(process, "PATIENCE", PATIENCE)
     said: list[str] = []
-    with WatchedJob(WatchAddress.parse("127.0.0.1:0", "--watch"), KEY, say=said.append) as job:
-        job.begin(), job.begin()
+    with WatchedJob(
+        WatchAddress.parse_address("127.0.0.1:0", "--watch"), KEY, say=said.append
+    ) as job:
+        job.begin_serving(), job.begin_serving()
         found = re.fullmatch(r"this run can be watched at (http://127\.0\.0\.1:\d+/)", said[0])
         assert found and len(said) == 1
         page = f"{found[1]}events"
@@ -44,7 +46,7 @@ def test_a_job_is_shown_from_before_it_begins_to_its_last_words(
         (tmp_path / "live.json").write_text(
             json.dumps(facts() | {"live": facts()["live"] | {"state": "running"}})
         )
-        job.follow(tmp_path), job.tell("rank 1 was killed; all start again")
+        job.follow_run(tmp_path), job.show_line("rank 1 was killed; all start again")
         wait_for(lambda: "40 of 100" in read(page))
         assert "rank 1 was killed; all start again" in read(page)
         with urllib.request.urlopen(page, timeout=PATIENCE) as stream:
@@ -61,48 +63,50 @@ def test_a_job_is_shown_from_before_it_begins_to_its_last_words(
 
 def test_its_death_is_no_matter_of_the_job(tmp_path: Path) -> None:
     said: list[str] = []
-    with WatchedJob(WatchAddress.parse("0", "--watch"), KEY, say=said.append) as job:
-        job.begin()
+    with WatchedJob(WatchAddress.parse_address("0", "--watch"), KEY, say=said.append) as job:
+        job.begin_serving()
         assert job._process is not None
         os.kill(job._process.pid, signal.SIGKILL)
         job._process.wait()
-        job.follow(tmp_path)
-        job.tell("x" * 10_000)
+        job.follow_run(tmp_path)
+        job.show_line("x" * 10_000)
     assert len(said) == 1
 
 
 def test_one_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "PATIENCE", 0.2)
-    with WatchedJob(WatchAddress.parse("0", "--watch"), KEY, say=lambda text: None) as job:
-        job.begin()
+    with WatchedJob(WatchAddress.parse_address("0", "--watch"), KEY, say=lambda text: None) as job:
+        job.begin_serving()
         assert job._process is not None
         os.kill(job._process.pid, signal.SIGSTOP)
         for _ in range(300):
-            job.tell("x" * 1000)  # more than the pipe takes
+            job.show_line("x" * 1000)  # more than the pipe takes
     assert job._process.returncode == -signal.SIGKILL
 
 
 def test_a_port_in_use() -> None:
     port = str(free_port())
-    address = WatchAddress.parse(port, "--watch")
+    address = WatchAddress.parse_address(port, "--watch")
     said: list[str] = []
-    with address.listen():
+    with address.open_socket():
         with pytest.raises(UsageError, match="is in use"):
             WatchedJob(address, KEY, say=said.append)
         with WatchedJob(address, KEY, elsewhere=True, say=said.append) as job:
             assert said == []  # as the run may be of another host
             with pytest.raises(UsageError, match="is in use"):
-                job.begin()
+                job.begin_serving()
             # it has become this host's in the middle of the training
-            job.follow(Path("x")), job.follow(Path("y"))
+            job.follow_run(Path("x")), job.follow_run(Path("y"))
             assert [text.partition(": port ")[0] for text in said] == [
                 "no page can be served for --watch"
             ]
 
 
 def test_the_secret_is_on_no_command_line() -> None:
-    with WatchedJob(WatchAddress.parse("0.0.0.0:0", "--watch"), KEY, say=lambda text: None) as job:
-        job.begin()
+    with WatchedJob(
+        WatchAddress.parse_address("0.0.0.0:0", "--watch"), KEY, say=lambda text: None
+    ) as job:
+        job.begin_serving()
         assert job._process is not None
         words = " ".join(psutil.Process(job._process.pid).cmdline())
         assert KEY.decode() not in words and "token" not in words

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.observe.watch.now import LateRank, RunNow, State
-from paceline.observe.watch.section import SHOWN, now_section
+from paceline.observe.watch.section import MAX_EVENTS, draw_now_section
 
 NOW = RunNow(
     name="mine",
@@ -37,7 +37,7 @@ def words(html: str) -> str:
 
 
 def test_all_that_is_known_is_there() -> None:
-    found = words(now_section(NOW, ["rank 1 failed; all start again"]))
+    found = words(draw_now_section(NOW, ["rank 1 failed; all start again"]))
     for part in (
         "mine running",
         "rank 1 failed; all start again",
@@ -57,7 +57,7 @@ def test_all_that_is_known_is_there() -> None:
         "1:05 saved step-00000020 0:03 rank 3 was lost",
     ):
         assert part in found, (part, found)
-    assert now_section(NOW).startswith('<section id="now" data-state="running">')
+    assert draw_now_section(NOW).startswith('<section id="now" data-state="running">')
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,9 @@ def test_all_that_is_known_is_there() -> None:
 )
 def test_the_states_of_a_run(state: State, said: str) -> None:
     found = words(
-        now_section(replace(NOW, state=state, why="ValueError: no" if state == "failed" else ""))
+        draw_now_section(
+            replace(NOW, state=state, why="ValueError: no" if state == "failed" else "")
+        )
     )
     assert said in found
     assert ("step 1,040" in found) == (state != "waiting")
@@ -80,12 +82,12 @@ def test_the_states_of_a_run(state: State, said: str) -> None:
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    found = words(now_section(RunNow(name="mine", state="running", workers=1)))
+    found = words(draw_now_section(RunNow(name="mine", state="running", workers=1)))
     assert found == "Now mine running step 0 loss none logged workers 1"
 
 
 def test_a_worker_that_is_hardly_late_is_not_named() -> None:
-    found = words(now_section(replace(NOW, late=LateRank(2, "b", 0.01, 0.1, "compute"))))
+    found = words(draw_now_section(replace(NOW, late=LateRank(2, "b", 0.01, 0.1, "compute"))))
     assert (
         "No worker makes the others wait." in found
         and "late by" not in found
@@ -94,13 +96,13 @@ def test_a_worker_that_is_hardly_late_is_not_named() -> None:
 
 
 def test_of_many_events_the_last_are_shown() -> None:
-    found = now_section(
+    found = draw_now_section(
         replace(NOW, events=tuple((float(number), f"event {number}.") for number in range(100)))
     )
     assert (
-        found.count("<li>") == SHOWN
+        found.count("<li>") == MAX_EVENTS
         and "event 99." in found
-        and f"event {99 - SHOWN}." not in found
+        and f"event {99 - MAX_EVENTS}." not in found
     )
 
 
@@ -117,4 +119,4 @@ def test_names_are_no_markup() -> None:
         late=late,
         events=((1.0, evil),),
     )
-    assert "<script" not in now_section(now, [evil])
+    assert "<script" not in draw_now_section(now, [evil])

@@ -17,7 +17,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from paceline.observe.watch.address import PageGuard, WatchAddress
-from paceline.observe.watch.server import HEADERS, READERS, PageServer, serve
+from paceline.observe.watch.server import HEADERS, MAX_READERS, PageServer, serve_page
 
 TOKEN = "0123456789abcdef"
 PATIENCE = 60.0
@@ -28,14 +28,14 @@ class Source:
 
     def __init__(self) -> None:
         self.found = {"now": "<section id=now>1</section>", "loss": "<section id=loss>a</section>"}
-        self.key = "run"
+        self.layout_key = "run"
         self.looks = 0
 
-    def look(self) -> dict[str, str]:
+    def read_sections(self) -> dict[str, str]:
         self.looks += 1
         return dict(self.found)
 
-    def document(self) -> str:
+    def render_document(self) -> str:
         return f"<html><script>first()</script>{''.join(self.found.values())}<script>last()</script></html>"  # noqa: E501
 
 
@@ -51,7 +51,7 @@ def served(
         source = Source()
         server = PageServer(source, PageGuard(token), **({"every": 0.01} | options))
         async with TestClient(
-            TestServer(server.application()), connector=aiohttp.TCPConnector(limit=0)
+            TestServer(server.make_application()), connector=aiohttp.TCPConnector(limit=0)
         ) as client:
             await asyncio.wait_for(body(client, source, server), PATIENCE)
 
@@ -195,7 +195,7 @@ def test_readers_get_what_has_changed_alone() -> None:
             "sections",
             {"key": "run", "changed": {"now": source.found["now"]}},
         )
-        source.key = "another"
+        source.layout_key = "another"
         source.found = {"now": "<section id=now>3</section>"}
         assert await event(stream) == ("sections", {"key": "another", "changed": source.found})
 
@@ -208,8 +208,8 @@ def test_nothing_is_looked_at_while_nobody_reads() -> None:
         await event(stream)
         await until(lambda: source.looks > 3)
         stream.close()
-        await until(lambda: server.readers == 0)
-        async with server._looking:  # the last look is over
+        await until(lambda: server.reader_count == 0)
+        async with server._look_lock:  # the last look is over
             looks = source.looks
         await asyncio.sleep(0.2)
         assert source.looks == looks
@@ -224,7 +224,7 @@ def test_the_last_words_end_a_stream_after_what_is_new() -> None:
         stream = await client.get("/events")
         await event(stream)
         source.found["now"] = "<section id=now>over</section>"
-        await server.end("it has ended")
+        await server.end_page("it has ended")
         found = await event(stream)
         assert found == ("sections", {"key": "run", "changed": {"now": source.found["now"]}})
         assert await event(stream) == ("end", {"words": "it has ended"})
@@ -256,16 +256,16 @@ def test_a_slow_reader_holds_up_nobody_and_is_let_go() -> None:
         slow = await stalled(client)
         stream = await client.get("/events", read_bufsize=1 << 26)
         await event(stream)
-        assert server.readers == 2
+        assert server.reader_count == 2
         count = 0
         # each look has another megabyte: the slow one is given up once it has taken nothing for
         # long
-        while server.readers == 2:
+        while server.reader_count == 2:
             count += 1
             source.found["now"] = f"{count} {'x' * (1 << 20)}"
             kind, news = await event(stream)
             assert kind == "sections" and news["changed"]["now"].startswith(str(count))
-        assert server.readers == 1
+        assert server.reader_count == 1
         slow.close()
 
     served(body, stalled=3.0)
@@ -273,27 +273,27 @@ def test_a_slow_reader_holds_up_nobody_and_is_let_go() -> None:
 
 def test_a_hundred_readers_have_all_and_more_than_enough_are_refused() -> None:
     async def body(client: TestClient[Any, Any], source: Source, server: PageServer) -> None:
-        streams = [await client.get("/events") for _ in range(READERS)]
+        streams = [await client.get("/events") for _ in range(MAX_READERS)]
         assert [await event(stream) for stream in streams] == [
             ("sections", {"key": "run", "changed": source.found})
-        ] * READERS
+        ] * MAX_READERS
         assert (await client.get("/events")).status == 503
         looks = source.looks
         source.found["now"] = "<section id=now>2</section>"
         assert {json.dumps(await event(stream)) for stream in streams} == {
             json.dumps(("sections", {"key": "run", "changed": {"now": source.found["now"]}}))
         }
-        assert source.looks - looks < READERS  # all read from the same looks
+        assert source.looks - looks < MAX_READERS  # all read from the same looks
         for stream in streams:
             stream.close()
-        await until(lambda: server.readers == 0)
+        await until(lambda: server.reader_count == 0)
 
     served(body, every=0.05)
 
 
 def test_served_on_a_socket_until_it_is_over() -> None:
     async def run() -> None:
-        listening = WatchAddress.parse("0", "--watch").listen()
+        listening = WatchAddress.parse_address("0", "--watch").open_socket()
         port, over = listening.getsockname()[1], asyncio.Event()
 
         async def ending() -> str:
@@ -301,7 +301,7 @@ def test_served_on_a_socket_until_it_is_over() -> None:
             return "over"
 
         serving = asyncio.create_task(
-            serve(PageServer(Source(), PageGuard(), every=0.01), listening, ending)
+            serve_page(PageServer(Source(), PageGuard(), every=0.01), listening, ending)
         )
         async with aiohttp.ClientSession() as session:
             stream = await session.get(f"http://127.0.0.1:{port}/events")

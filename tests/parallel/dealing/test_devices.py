@@ -20,9 +20,9 @@ import paceline as pl
 from paceline import notation
 from paceline.errors import UsageError
 from paceline.parallel.dealing import devices as spreading
-from paceline.parallel.dealing import placed
+from paceline.parallel.dealing import placed_forward
 from paceline.parallel.layers import layers
-from paceline.parallel.pipelining.chain import LayerGraph
+from paceline.parallel.pipelining.layer_graph import LayerGraph
 from paceline.parallel.pipelining.split import LayerCost
 from paceline.session.run import Run
 from tests.harness.jobs import Jobs
@@ -78,9 +78,11 @@ def trained(
 def test_layers_on_two_devices_end_where_the_model_does(
     monkeypatch: pytest.MonkeyPatch, steps: bool, split: Any
 ) -> None:
-    own, moves = placed.move, list[Any]()
+    own, moves = placed_forward.move_values, list[Any]()
     monkeypatch.setattr(
-        placed, "move", lambda value, device: (moves.append(value), own(value, device))[1]
+        placed_forward,
+        "move_values",
+        lambda value, device: (moves.append(value), own(value, device))[1],
     )
     wanted, values = alone(trained(None))
     for losses, found in workers(

@@ -34,12 +34,14 @@ def held(split: list[int]) -> list[Any]:
             name: parameter for name, parameter in model.named_parameters() if parameter.numel()
         }
         for name, parameter in model.named_parameters():
-            placement = cuts.placements.of(parameter)
+            placement = cuts.placements.placement_of(parameter)
             assert (name in mine) == bool(placement.regions)
             assert placement.axes == ("stage",) and placement.shape == tuple(whole[name].shape)
             assert torch.Size(placement.local) == parameter.shape
             assert name not in mine or torch.equal(parameter.detach(), whole[name])
-        copies = [name for name, parameter in mine.items() if cuts.placements.of(parameter).copy]
+        copies = [
+            name for name, parameter in mine.items() if cuts.placements.placement_of(parameter).copy
+        ]
         return (
             sum(name.endswith("qkv.weight") for name in mine),
             copies,

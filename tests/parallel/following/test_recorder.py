@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.parallel.following.recorder import EVERY, UseRecorder
+from paceline.parallel.following.recorder import ALL_STAGES, UseRecorder
 
 
 def uses(act: Any) -> dict[int, set[Any]]:
     """What layer 2 uses after `act` has made its input of what layers 0 and 1 have returned."""
     recorder = UseRecorder(nn.Linear(2, 2), range(3))
     with torch.no_grad(), recorder:
-        recorder.begin()
+        recorder.begin_forward()
         a, b = torch.ones(3, 3), torch.ones(3, 3)
-        recorder.leave(0, a)
-        recorder.leave(1, {"b": (b, None)})
-        recorder.enter(2, act(a, b))
+        recorder.leave_layer(0, a)
+        recorder.leave_layer(1, {"b": (b, None)})
+        recorder.enter_layer(2, act(a, b))
     return {layer: found for layer, found in recorder.uses.items() if found}
 
 
@@ -41,8 +41,8 @@ def test_memory_that_is_written_through_a_view_is_known() -> None:
 
 
 def test_numbers_and_sizes_that_depend_on_values_are_for_all() -> None:
-    assert uses(lambda a, b: b * float(a.sum())) == {EVERY: {0}, 2: {1}}
-    assert uses(lambda a, b: torch.ones(len(a.nonzero()))) == {EVERY: {0}}
+    assert uses(lambda a, b: b * float(a.sum())) == {ALL_STAGES: {0}, 2: {1}}
+    assert uses(lambda a, b: torch.ones(len(a.nonzero()))) == {ALL_STAGES: {0}}
 
 
 def test_random_draws_are_sources_of_their_own() -> None:
@@ -54,9 +54,9 @@ def test_what_a_layer_returns_as_it_came_is_its_own() -> None:
     recorder = UseRecorder(nn.Linear(2, 2), range(3))
     with torch.no_grad(), recorder:
         a = torch.ones(3)
-        recorder.leave(0, a)
-        recorder.leave(1, a.relu_())
-        recorder.enter(2, a)
+        recorder.leave_layer(0, a)
+        recorder.leave_layer(1, a.relu_())
+        recorder.enter_layer(2, a)
     assert recorder.uses[2] == {1}
 
 
@@ -64,6 +64,6 @@ def test_inside_of_layers_nothing_is_noted() -> None:
     recorder = UseRecorder(nn.Linear(2, 2), range(2))
     with torch.no_grad(), recorder:
         a = torch.ones(3)
-        recorder.leave(0, a)
-        recorder.call(1, lambda x: float(x.sum() * torch.rand(())), (a,), {})
-    assert recorder.plain == [[EVERY], [0], [1, 0]]
+        recorder.leave_layer(0, a)
+        recorder.call_layer(1, lambda x: float(x.sum() * torch.rand(())), (a,), {})
+    assert recorder.rows == [[ALL_STAGES], [0], [1, 0]]

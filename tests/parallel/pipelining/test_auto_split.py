@@ -7,7 +7,7 @@ import pytest
 from paceline.errors import UsageError
 from paceline.parallel.pipelining.auto_split import agree_problem
 from paceline.parallel.pipelining.schedules import make_schedule
-from paceline.parallel.pipelining.split import LayerCost, best_split
+from paceline.parallel.pipelining.split import LayerCost, find_best_split
 from tests.harness.thread_groups import ThreadGroup, spawn
 
 pytestmark = pytest.mark.unit
@@ -21,7 +21,7 @@ def measured(by: float, layers: int = 12) -> list[LayerCost]:
 def test_a_slow_worker_gets_fewer_layers_and_all_agree() -> None:
     def body(group: ThreadGroup) -> list[int]:
         own = measured([0.01, 0.021][group.rank])
-        return best_split(agree_problem(group, group.rank, make_schedule("1f1b", 2, 16), own))
+        return find_best_split(agree_problem(group, group.rank, make_schedule("1f1b", 2, 16), own))
 
     assert spawn(2, body) == [[8, 4]] * 2
 
@@ -37,7 +37,7 @@ def test_a_place_is_as_slow_as_the_slowest_replica_there_and_as_small_as_the_sma
         problem = agree_problem(
             group, group.rank % 2, make_schedule("1f1b", 2, 4), own, memory=memory
         )
-        return list(problem.speeds), problem.memory, best_split(problem)
+        return list(problem.speeds), problem.memory, find_best_split(problem)
 
     found = spawn(4, body)
     assert found == [found[0]] * 4
@@ -52,7 +52,7 @@ def test_who_says_nothing_of_memory_has_enough() -> None:
         problem = agree_problem(
             group, group.rank, make_schedule("1f1b", 2, 4), measured(1.0), memory=memory
         )
-        return problem.memory, best_split(problem)
+        return problem.memory, find_best_split(problem)
 
     assert spawn(2, body) == [([float("inf"), 2000.0], [8, 4])] * 2
 

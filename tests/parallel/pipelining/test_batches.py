@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.parallel.pipelining.batches import Share, cut_batch
+from paceline.parallel.pipelining.batches import BatchShare, cut_batch
 
 
-def share(rows: int = 7, **terms: Any) -> Share:
+def share(rows: int = 7, **terms: Any) -> BatchShare:
     numbers = torch.Generator().manual_seed(1)
     x = torch.randn(rows, 3, generator=numbers, dtype=torch.float64, requires_grad=True)
     y = torch.randint(-1, 3, (rows,), generator=numbers)
-    return Share(
+    return BatchShare(
         (x,),
         {"flag": True},
         y,
@@ -56,9 +56,9 @@ def test_means_over_tokens_add_up() -> None:
     wanted = mean(whole.inputs[0], whole.target)
     found = 0.0
     for batch in cut_batch(whole, 4, bind):
-        root, value = whole.criterion(batch.inputs["x"], batch)
+        root, value = whole.compute_loss(batch.inputs["x"], batch)
         root.backward()  # type: ignore[no-untyped-call]
-        found += value * whole.worth(batch)
+        found += value * whole.loss_weight(batch)
     assert abs(found - float(wanted.detach())) < 1e-12
     given, again = whole.inputs[0].grad.clone(), torch.autograd.grad(wanted, whole.inputs[0])[0]
     assert torch.allclose(given, again, atol=1e-14, rtol=0)
@@ -67,14 +67,14 @@ def test_means_over_tokens_add_up() -> None:
 def test_a_part_without_weight_gives_zeros_and_no_nan() -> None:
     whole = share(2, loss=lambda out, y: out.sum() / 0, weigh=lambda batch: 0.0)
     (batch,) = cut_batch(whole, 1, bind)
-    root, value = whole.criterion(batch.inputs["x"], batch)
+    root, value = whole.compute_loss(batch.inputs["x"], batch)
     root.backward()  # type: ignore[no-untyped-call]
     assert value == 0.0 and torch.equal(whole.inputs[0].grad, torch.zeros_like(whole.inputs[0]))
 
 
 def test_a_sum_counts_each_part_whole() -> None:
     whole = share(5, reduction="sum", scale=8.0)
-    parts = [whole.criterion(batch.inputs["x"], batch) for batch in cut_batch(whole, 2, bind)]
+    parts = [whole.compute_loss(batch.inputs["x"], batch) for batch in cut_batch(whole, 2, bind)]
     assert (
         abs(
             sum(value for _, value in parts)
@@ -89,11 +89,11 @@ def test_a_sum_leaves_out_copies() -> None:
     whole = share(3, reduction="sum")
     found = cut_batch(whole, 5, bind)
     for batch in found:
-        whole.criterion(batch.inputs["x"], batch)[0].backward()  # type: ignore[no-untyped-call]
+        whole.compute_loss(batch.inputs["x"], batch)[0].backward()  # type: ignore[no-untyped-call]
     given = whole.inputs[0].grad.clone()
     wanted = torch.autograd.grad(whole.loss(whole.inputs[0], whole.target), whole.inputs[0])[0]  # type: ignore[misc]
     assert torch.allclose(given, wanted, atol=1e-14, rtol=0)
-    assert [whole.worth(batch) for batch in found] == [1.0, 1.0, 1.0, 0.0, 0.0]
+    assert [whole.loss_weight(batch) for batch in found] == [1.0, 1.0, 1.0, 0.0, 0.0]
 
 
 def test_a_weigh_of_other_batches_is_refused() -> None:
@@ -104,7 +104,7 @@ def test_a_weigh_of_other_batches_is_refused() -> None:
 
 def test_rows_that_differ_are_refused() -> None:
     with pytest.raises(UsageError, match="3 and 4 rows"):
-        _ = Share((torch.zeros(3, 1), torch.zeros(4, 1)), {}, None, None).rows
+        _ = BatchShare((torch.zeros(3, 1), torch.zeros(4, 1)), {}, None, None).rows
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,10 @@ class Row:
 
 def test_dataclasses_are_cut_and_put_together_by_rows() -> None:
     x = torch.arange(7.0)
-    whole = Share((Row(x),), {}, x, None)
+    whole = BatchShare((Row(x),), {}, x, None)
     assert whole.rows == 7
     parts = [
         batch.inputs["x"] for batch in cut_batch(whole, 3, lambda args, options: {"x": args[0]})
     ]
     assert [len(part.x) for part in parts] == [3, 2, 2]
-    assert torch.equal(whole.whole(parts).x, x) and whole.whole(parts).name == "row"
+    assert torch.equal(whole.join_outputs(parts).x, x) and whole.join_outputs(parts).name == "row"

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import UsageError
 from paceline.parallel.pipelining.boundaries import place_boundaries
-from paceline.parallel.pipelining.chain import trace_layers
 from paceline.parallel.pipelining.flow import ValueFlow
-from paceline.parallel.pipelining.operations import Attribute, Operation, Ref
+from paceline.parallel.pipelining.layer_graph import trace_layers
+from paceline.parallel.pipelining.operations import ModelPath, Operation, ValueRef
 from tests.harness.layered_models import Looped
 from tests.harness.sharded_models import gpt, unet
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.unit
 
 def gives(model: nn.Module, layers: str) -> list[tuple[str, ...]]:
     graph = trace_layers(model, layers)
-    return [graph.part(at, at + 1).gives for at in range(len(graph.layers) - 1)]
+    return [graph.make_part(at, at + 1).gives for at in range(len(graph.layers) - 1)]
 
 
 class Between(nn.Module):
@@ -75,7 +75,7 @@ def test_parameters_and_numbers_do_not_cross() -> None:
 
 def test_layers_given_to_one_function_are_refused() -> None:
     both = Operation(
-        "both", "function", checkpoint, (Attribute("one"), Attribute("two"), Ref("x")), {}
+        "both", "function", checkpoint, (ModelPath("one"), ModelPath("two"), ValueRef("x")), {}
     )
     with pytest.raises(UsageError, match="gives one and two to one function"):
         place_boundaries(ValueFlow(nn.Linear(1, 1), [both], ["x"]), ["one", "two"])

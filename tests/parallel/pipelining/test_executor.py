@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.group import Group
-from paceline.comm.pairs import pairs
+from paceline.comm.group_protocol import Group
+from paceline.comm.pairs import connect_pairs
 from paceline.errors import PacelineError
 from paceline.parallel.pipelining.executor import MicroBatch, PipelineExecutor
 from paceline.parallel.pipelining.operations import OUTPUT
 from paceline.parallel.pipelining.schedules import make_schedule
-from paceline.parallel.pipelining.values import Values
+from paceline.parallel.pipelining.stage_messages import Values
 from tests.harness.jobs import PATIENCE
 from tests.harness.models import fill
 from tests.harness.thread_groups import spawn
@@ -40,7 +40,7 @@ class Layer:
     def __init__(self, number: int, last: int, seconds: float) -> None:
         self.layer, self._ends, self._seconds = linear(number), number == last, seconds
 
-    def run(self, values: Values) -> Values:
+    def run_stage(self, values: Values) -> Values:
         time.sleep(self._seconds)
         out = torch.tanh(self.layer(values["x"]))
         return {OUTPUT: out} if self._ends else {"x": out}
@@ -89,7 +89,7 @@ def executor(
     stages = {
         stage: Layer(stage, schedule.stages - 1, seconds) for stage in schedule.held(group.rank)
     }
-    messages = pairs(group)
+    messages = connect_pairs(group)
     try:
         yield PipelineExecutor(stages, messages, group.rank), stages
     finally:
@@ -121,7 +121,7 @@ def test_gradients_and_losses_are_those_of_one_process(
             for _ in range(2):  # the second as the first
                 for stage in stages.values():
                     stage.layer.zero_grad()
-                done = running.run(
+                done = running.run_schedule(
                     schedule,
                     batches,
                     lambda out, batch: ((loss := out.square().sum()), float(loss.detach())),
@@ -150,7 +150,7 @@ def test_a_stage_that_never_sends_is_named() -> None:
     schedule, over = make_schedule("1f1b", 2, 2), threading.Event()
 
     def body(group: Group) -> str:
-        messages: Any = pairs(group)
+        messages: Any = connect_pairs(group)
         if group.rank == 0:
             assert over.wait(PATIENCE)
             return ""
@@ -158,7 +158,7 @@ def test_a_stage_that_never_sends_is_named() -> None:
         running = PipelineExecutor({1: Layer(1, 1, 0.0)}, messages, 1)
         batches = [MicroBatch({}, None, 1.0, ROWS)] * 2
         with pytest.raises(PacelineError) as caught:
-            running.run(
+            running.run_schedule(
                 schedule, batches, lambda out, batch: (out.sum(), 0.0), Passes(), where="run.step 7"
             )
         over.set()

@@ -8,26 +8,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.parallel.pipelining.chain import LayerGraph, trace_layers
+from paceline.parallel.pipelining.layer_graph import LayerGraph, trace_layers
 from tests.harness.layered_models import Masked, run_parts
 
 pytestmark = pytest.mark.unit
 
 
 def gives(graph: LayerGraph) -> list[tuple[str, ...]]:
-    return [graph.part(at, at + 1).gives for at in range(len(graph.layers) - 1)]
+    return [graph.make_part(at, at + 1).gives for at in range(len(graph.layers) - 1)]
 
 
 def test_masks_are_made_by_each_part_and_not_sent() -> None:
     model, x = Masked(), torch.randint(7, (5, 6))
     graph = trace_layers(model, "embed, blocks.*, head")
     for at in range(3):
-        part = graph.part(at, at + 1)
+        part = graph.make_part(at, at + 1)
         run = run_parts(graph, [0, 1, 2, 3], (x,))[1][at][1]
         assert tuple(run) == part.gives
         assert sum(isinstance(value, Tensor) for value in run.values()) == 1
         assert {type(value) for value in run.values()} <= {Tensor, int, str}
-    assert "turns" in graph.part(2, 3).attributes and "turns" not in graph.part(4, 5).attributes
+    assert (
+        "turns" in graph.make_part(2, 3).attributes
+        and "turns" not in graph.make_part(4, 5).attributes
+    )
 
 
 class Begun(nn.Module):

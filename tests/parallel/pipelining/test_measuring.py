@@ -15,10 +15,10 @@ from paceline.apps.gpt import GPT, GPTShape, next_token_loss
 from paceline.errors import UsageError
 from paceline.parallel.meta import meta
 from paceline.parallel.pipelining import measuring
-from paceline.parallel.pipelining.chain import trace_layers
+from paceline.parallel.pipelining.layer_graph import trace_layers
 from paceline.parallel.pipelining.measuring import combine_costs, count_layers, measure_layers
 from paceline.parallel.pipelining.schedules import make_schedule
-from paceline.parallel.pipelining.split import LayerCost, SplitProblem, best_split
+from paceline.parallel.pipelining.split import LayerCost, SplitProblem, find_best_split
 from tests.harness.layered_models import Looped
 from tests.harness.sharded_models import gpt, pictures, texts, unet
 
@@ -129,7 +129,7 @@ def test_a_layer_that_works_more_takes_longer_and_gets_a_stage_of_its_own() -> N
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), Slow(64, 64))
     costs = measure_layers(trace_layers(model, "*"), (torch.randn(256, 64),), repeats=5)
     assert costs[3].forward_seconds > max(cost.forward_seconds for cost in costs[:3])
-    assert best_split(SplitProblem(costs, make_schedule("1f1b", 2, 4), [1.0, 1.0])) == [3, 1]
+    assert find_best_split(SplitProblem(costs, make_schedule("1f1b", 2, 4), [1.0, 1.0])) == [3, 1]
 
 
 def test_counting_a_model_without_memory_agrees_on_bytes() -> None:

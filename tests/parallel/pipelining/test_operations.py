@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from paceline.parallel.pipelining.operations import (
-    Attribute,
     ByMode,
+    ModelPath,
     Operation,
-    Ref,
-    foreign,
+    ValueRef,
+    find_foreign_type,
     merge_modes,
 )
 
@@ -27,13 +27,13 @@ class Pair(NamedTuple):
 
 
 def test_an_operation_tells_what_it_reads_and_uses() -> None:
-    args = ([Ref("x"), (Attribute("weight"),)], slice(Ref("stop")))
+    args = ([ValueRef("x"), (ModelPath("weight"),)], slice(ValueRef("stop")))
     operation = Operation(
-        "call", "function", print, args, {"by": ByMode(Ref("y"), {"deep": Ref("z")})}
+        "call", "function", print, args, {"by": ByMode(ValueRef("y"), {"deep": ValueRef("z")})}
     )
-    assert set(operation.reads()) == {"x", "stop", "y", "z"}
-    assert list(operation.paths()) == ["weight"]
-    assert list(Operation("call", "module", "blocks.0", (), {}).paths()) == ["blocks.0"]
+    assert set(operation.value_names()) == {"x", "stop", "y", "z"}
+    assert list(operation.model_paths()) == ["weight"]
+    assert list(Operation("call", "module", "blocks.0", (), {}).model_paths()) == ["blocks.0"]
 
 
 def test_values_stand_where_their_names_were() -> None:
@@ -42,19 +42,22 @@ def test_values_stand_where_their_names_were() -> None:
         "item",
         "function",
         operator.getitem,
-        (Attribute("weight"), (slice(None, Ref("stop")), Ref("column"))),
+        (ModelPath("weight"), (slice(None, ValueRef("stop")), ValueRef("column"))),
         {},
     )
-    assert torch.equal(item.call({"stop": 1, "column": 2}, model), model.weight[:1, 2])
-    mode = Operation("mode", "function", operator.add, (Ref("x"), ByMode(1, 2)), {})
-    assert [mode.call({"x": 1}, model.train(way)) for way in (True, False)] == [2, 3]
-    assert Operation("up", "method", "upper", (Ref("x"),), {}).call({"x": "a"}, model) == "A"
+    assert torch.equal(item.run_operation({"stop": 1, "column": 2}, model), model.weight[:1, 2])
+    mode = Operation("mode", "function", operator.add, (ValueRef("x"), ByMode(1, 2)), {})
+    assert [mode.run_operation({"x": 1}, model.train(way)) for way in (True, False)] == [2, 3]
+    assert (
+        Operation("up", "method", "upper", (ValueRef("x"),), {}).run_operation({"x": "a"}, model)
+        == "A"
+    )
 
 
 def test_a_chained_module_is_given_a_tuple_as_arguments() -> None:
     model = nn.ModuleDict({"both": nn.Bilinear(2, 2, 1)})
     x = torch.randn(3, 2)
-    assert Operation("both", "chained", "both", (Ref("x"),), {}).call(
+    assert Operation("both", "chained", "both", (ValueRef("x"),), {}).run_operation(
         {"x": (x, x)}, model
     ).shape == (3, 1)
 
@@ -70,7 +73,7 @@ def test_arguments_of_two_modes_differ_where_they_differ() -> None:
 
 def test_what_cannot_be_sent_is_found() -> None:
     assert (
-        foreign(
+        find_foreign_type(
             {
                 "a": [torch.ones(1), None, 2, (True, 0.5)],
                 "b": Pair(torch.ones(1), 3),
@@ -79,5 +82,5 @@ def test_what_cannot_be_sent_is_found() -> None:
         )
         is None
     )
-    assert foreign({"a": [object()]}) is object
-    assert foreign(lambda: 1) is not None
+    assert find_foreign_type({"a": [object()]}) is object
+    assert find_foreign_type(lambda: 1) is not None

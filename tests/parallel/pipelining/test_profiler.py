@@ -13,7 +13,13 @@ import torch
 from torch import nn
 
 from paceline.parallel.pipeline import pipeline
-from paceline.parallel.pipelining.profiler import EVERY, FIRST, KEPT, WARM, PipelineProfiler
+from paceline.parallel.pipelining.profiler import (
+    ALL_MEASURED_UNTIL,
+    KEPT_STEPS,
+    MEASURED_EVERY,
+    WARMUP_STEPS,
+    PipelineProfiler,
+)
 from paceline.parallel.pipelining.schedules import make_schedule
 from paceline.session.run import Run
 from paceline.trace import Span
@@ -36,7 +42,7 @@ def profiled(
         optimizer.zero_grad()
         with torch.no_grad():
             run.step(model, tokens, tokens, loss=next_tokens)  # an evaluation, which isn't measured
-    return run._prepared.cuts.pipelines[0][1].profile(), run._prepared.context.trace.spans()
+    return run._prepared.cuts.pipelines[0][1].make_profile(), run._prepared.context.trace.spans()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
@@ -56,7 +62,7 @@ def test_every_action_is_measured_with_its_wait(schedule: str) -> None:
             moments = [moment for time in each[number] for moment in time]
             assert len(each[number]) == len(row) and moments == sorted(moments)
         for action, (_, ready, _) in at.items():
-            for need in plan.needs(action):
+            for need in plan.find_needed(action):
                 assert at[need][1] <= ready, f"{action} had what it needs before {need} began"
 
 
@@ -97,14 +103,14 @@ def test_a_wait_is_named_by_what_comes() -> None:
             run._prepared.context.meters[-1],
         )
         if run.rank == 1:
-            wait = profiler.wait
+            wait = profiler.wait_for_message
 
             def waiting(work: Any, what: str) -> Any:
                 own = work.wait
                 work.wait = lambda: (gate.set(), own())[1]
                 return wait(work, what)
 
-            profiler.wait = waiting  # type: ignore[method-assign]
+            profiler.wait_for_message = waiting  # type: ignore[method-assign]
         run.step(model, torch.ones(4, 4), torch.ones(4, 4), loss=nn.functional.mse_loss)
         assert meter.traffic.within > 0  # messages count along `stage`
         return [span.name for span in run._prepared.context.trace.spans() if span.kind == "stage"]
@@ -140,7 +146,7 @@ def test_what_a_stage_keeps_is_counted_without_parameters() -> None:
             torch.ones(8, 50).double(),
             loss=nn.functional.mse_loss,
         )
-        kept: dict[int, int] = run._prepared.cuts.pipelines[0][1].profile()["kept"]
+        kept: dict[int, int] = run._prepared.cuts.pipelines[0][1].make_profile()["kept"]
         return kept
 
     rows = 4 * 50 * 8
@@ -151,20 +157,20 @@ def test_what_a_stage_keeps_is_counted_without_parameters() -> None:
 
 def test_the_last_steps_are_kept() -> None:
     profiler = PipelineProfiler(None, lambda what, began, ended: None)  # type: ignore[arg-type]
-    for _ in range(EVERY * (KEPT + 5)):
-        with profiler.step(4, train=True):
+    for _ in range(MEASURED_EVERY * (KEPT_STEPS + 5)):
+        with profiler.measure_step(4, train=True):
             pass
-        with profiler.step(4, train=False):
+        with profiler.measure_step(4, train=False):
             pass
     numbers = [number for number, _, _ in profiler.steps]
     assert (
-        len(numbers) == KEPT
-        and numbers[-1] == EVERY * (KEPT + 4)
-        and numbers[1] - numbers[0] == EVERY
+        len(numbers) == KEPT_STEPS
+        and numbers[-1] == MEASURED_EVERY * (KEPT_STEPS + 4)
+        and numbers[1] - numbers[0] == MEASURED_EVERY
     )
 
     fresh = PipelineProfiler(None, lambda what, began, ended: None)  # type: ignore[arg-type]
-    for _ in range(FIRST):
-        with fresh.step(4, train=True):
+    for _ in range(ALL_MEASURED_UNTIL):
+        with fresh.measure_step(4, train=True):
             pass
-    assert [number for number, _, _ in fresh.steps] == list(range(WARM, FIRST))
+    assert [number for number, _, _ in fresh.steps] == list(range(WARMUP_STEPS, ALL_MEASURED_UNTIL))

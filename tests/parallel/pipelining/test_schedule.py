@@ -9,9 +9,9 @@ import pytest
 from paceline.parallel.pipelining.schedule import (
     Action,
     PipelineSchedule,
-    in_order,
-    most_kept,
-    prove,
+    count_kept,
+    order_actions,
+    prove_schedule,
 )
 
 
@@ -32,27 +32,28 @@ HALVES = PipelineSchedule(
 
 
 def test_a_good_schedule() -> None:
-    prove(GOOD), prove(HALVES)
-    assert (GOOD.ranks, GOOD.split, HALVES.split) == (2, False, True)
-    assert most_kept(GOOD) == [2, 1] and most_kept(HALVES) == [1]
-    assert GOOD.last(1) == backward(1, 1) and HALVES.last(0) == Action("weight", 0, 0)
-    assert [GOOD.held(rank) for rank in range(2)] == [(0,), (1,)]
+    prove_schedule(GOOD), prove_schedule(HALVES)
+    assert (GOOD.ranks, GOOD.splits_backward, HALVES.splits_backward) == (2, False, True)
+    assert count_kept(GOOD) == [2, 1] and count_kept(HALVES) == [1]
+    assert GOOD.last_action(1) == backward(1, 1) and HALVES.last_action(0) == Action("weight", 0, 0)
+    assert [GOOD.stages_of_rank(rank) for rank in range(2)] == [(0,), (1,)]
 
 
 def test_what_an_action_needs() -> None:
-    assert GOOD.needs(forward(0, 1)) == ()
-    assert GOOD.needs(forward(1, 1)) == (forward(0, 1),)
-    assert GOOD.needs(backward(1, 0)) == (forward(1, 0),)
-    assert GOOD.needs(backward(0, 0)) == (forward(0, 0), backward(1, 0))
-    assert HALVES.needs(Action("weight", 0, 0)) == (Action("input", 0, 0),)
+    assert GOOD.find_needed(forward(0, 1)) == ()
+    assert GOOD.find_needed(forward(1, 1)) == (forward(0, 1),)
+    assert GOOD.find_needed(backward(1, 0)) == (forward(1, 0),)
+    assert GOOD.find_needed(backward(0, 0)) == (forward(0, 0), backward(1, 0))
+    assert HALVES.find_needed(Action("weight", 0, 0)) == (Action("input", 0, 0),)
 
 
 def test_in_order() -> None:
-    assert [str(action) for _, action in in_order(GOOD)][
+    assert [str(action) for _, action in order_actions(GOOD)][
         -1
     ] == "backward of micro-batch 1 in stage 0"
     assert {
-        rank: [action for where, action in in_order(GOOD) if where == rank] for rank in range(2)
+        rank: [action for where, action in order_actions(GOOD) if where == rank]
+        for rank in range(2)
     } == {0: list(FIRST), 1: list(LAST)}
 
 
@@ -91,4 +92,4 @@ def test_in_order() -> None:
 )
 def test_the_proof_finds(wrong: PipelineSchedule, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        prove(wrong)
+        prove_schedule(wrong)

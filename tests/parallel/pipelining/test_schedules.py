@@ -11,8 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.parallel.pipelining.schedule import PipelineSchedule, in_order, most_kept, prove
-from paceline.parallel.pipelining.schedules import SCHEDULES, check, make_schedule
+from paceline.parallel.pipelining.schedule import (
+    PipelineSchedule,
+    count_kept,
+    order_actions,
+    prove_schedule,
+)
+from paceline.parallel.pipelining.schedules import SCHEDULES, check_schedule, make_schedule
 from tests.harness.compiling import COMPILES
 
 KINDS = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
@@ -24,8 +29,8 @@ def makespan(schedule: PipelineSchedule) -> int:
     """Time until all is done, where a forward of one stage takes 1."""
     ends: dict[object, int] = {}
     clock = [0] * schedule.ranks
-    for rank, action in in_order(schedule):
-        start = max([clock[rank], *(ends[need] for need in schedule.needs(action))])
+    for rank, action in order_actions(schedule):
+        start = max([clock[rank], *(ends[need] for need in schedule.find_needed(action))])
         ends[action] = clock[rank] = start + UNITS[action.kind]
     return max(clock)
 
@@ -34,7 +39,7 @@ def makespan(schedule: PipelineSchedule) -> int:
 @settings(max_examples=120, deadline=None)
 def test_any_size_is_proved(name: str, ranks: int, micro_batches: int, chunks: int) -> None:
     schedule = make_schedule(name, ranks, micro_batches, chunks if name == "interleaved" else None)
-    prove(schedule)
+    prove_schedule(schedule)
     assert (schedule.ranks, schedule.micro_batches) == (ranks, micro_batches)
 
 
@@ -42,7 +47,7 @@ def test_any_size_is_proved(name: str, ranks: int, micro_batches: int, chunks: i
 def test_memory_and_time_are_as_promised(ranks: int, micro_batches: int) -> None:
     p, m = ranks, micro_batches
     schedules = {name: make_schedule(name, p, m) for name in SCHEDULES}
-    kept = {name: most_kept(schedule) for name, schedule in schedules.items()}
+    kept = {name: count_kept(schedule) for name, schedule in schedules.items()}
     times = {name: makespan(schedule) for name, schedule in schedules.items()}
     assert kept["gpipe"] == [m] * p
     assert kept["1f1b"] == [min(m, p - r) for r in range(p)]
@@ -141,8 +146,8 @@ def test_where_stages_are() -> None:
 
 
 def test_chunks_of_a_user() -> None:
-    assert [check(name, 2, 4) for name in SCHEDULES] == [1, 1, 2, 1, 2]
-    assert check("interleaved", 2, 4, 3) == 3 and check("zbv", 2, 4, 2) == 2
+    assert [check_schedule(name, 2, 4) for name in SCHEDULES] == [1, 1, 2, 1, 2]
+    assert check_schedule("interleaved", 2, 4, 3) == 3 and check_schedule("zbv", 2, 4, 2) == 2
 
 
 @pytest.mark.parametrize(
@@ -164,7 +169,7 @@ def test_chunks_of_a_user() -> None:
     ],
 )
 def test_what_cant_be(asked: tuple[str, int, int], message: str) -> None:
-    for function in (check, make_schedule):
+    for function in (check_schedule, make_schedule):
         with pytest.raises(UsageError, match=message):
             function(*asked)
 
@@ -177,5 +182,5 @@ def test_too_few_micro_batches_for_an_interleaved_schedule() -> None:
             r"take 1f1b"
         ),
     ):
-        check("interleaved", 4, 3)
-    prove(make_schedule("interleaved", 4, 3))  # a last batch may be smaller
+        check_schedule("interleaved", 4, 3)
+    prove_schedule(make_schedule("interleaved", 4, 3))  # a last batch may be smaller

@@ -14,7 +14,12 @@ from paceline.comm.schedule import LinkSpeed
 from paceline.errors import UsageError
 from paceline.parallel.pipelining.schedule import Action, PipelineSchedule
 from paceline.parallel.pipelining.schedules import SCHEDULES, make_schedule
-from paceline.parallel.pipelining.simulate import PipelineTimeline, StageTimes, even_times, simulate
+from paceline.parallel.pipelining.simulate import (
+    PipelineTimeline,
+    StageTimes,
+    make_even_times,
+    simulate_schedule,
+)
 
 SIZES = [(1, 1), (2, 2), (2, 5), (3, 3), (3, 7), (4, 8), (4, 13)]
 
@@ -33,19 +38,19 @@ def by_ticks(schedule: PipelineSchedule, times: StageTimes) -> dict[Action, tupl
                 action = row[at[rank]]
                 if any(
                     need.stage != action.stage and there.get(need, tick + 1) > tick
-                    for need in schedule.needs(action)
+                    for need in schedule.find_needed(action)
                 ):
                     break
                 busy[rank] = tick + int(times.seconds(action.kind, action.stage))
                 done[action] = tick, busy[rank]
                 at[rank] += 1
-                goes = schedule.target(action)
+                goes = schedule.target_stage(action)
                 there[action] = busy[rank]
                 if goes is not None and schedule.placed[goes] != rank:
                     boundary, way = min(goes, action.stage), (rank, schedule.placed[goes])
                     assert times.links is not None
                     links[way] = max(links.get(way, 0), busy[rank]) + int(
-                        times.nbytes(boundary, back=goes < action.stage)
+                        times.transfer_nbytes(boundary, back=goes < action.stage)
                     )
                     there[action] = links[way] + int(times.links[boundary].latency_seconds)
         if all(at[rank] == len(row) for rank, row in enumerate(schedule.rows)):
@@ -78,7 +83,7 @@ def test_it_is_as_if_time_went_by(data: st.DataObject) -> None:
         returns,
         [LinkSpeed(float(wait), 1.0) for wait in latencies],
     )
-    timeline = simulate(schedule, times)
+    timeline = simulate_schedule(schedule, times)
     assert {
         span.action: (span.start, span.end) for row in timeline.rows for span in row
     } == by_ticks(schedule, times)
@@ -86,7 +91,7 @@ def test_it_is_as_if_time_went_by(data: st.DataObject) -> None:
 
 def unit(name: str, ranks: int, micro_batches: int, chunks: int | None = None) -> PipelineTimeline:
     schedule = make_schedule(name, ranks, micro_batches, chunks)
-    return simulate(schedule, even_times(schedule, 1.0, 2.0))
+    return simulate_schedule(schedule, make_even_times(schedule, 1.0, 2.0))
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), SIZES)
@@ -100,12 +105,14 @@ def test_bubbles_are_those_of_the_papers(ranks: int, micro_batches: int) -> None
 
 
 def test_what_is_kept() -> None:
-    assert unit("1f1b", 4, 8).kept == (4, 3, 2, 1)
-    assert unit("interleaved", 4, 8).kept == (5.5, 4.5, 3.5, 2.5)
-    assert unit("zbv", 4, 8).kept == (4, 4, 4, 4)
+    assert unit("1f1b", 4, 8).kept_micro_batches == (4, 3, 2, 1)
+    assert unit("interleaved", 4, 8).kept_micro_batches == (5.5, 4.5, 3.5, 2.5)
+    assert unit("zbv", 4, 8).kept_micro_batches == (4, 4, 4, 4)
     assert unit("1f1b", 4, 8).kept_bytes == (0, 0, 0, 0)  # nobody said
     schedule = make_schedule("1f1b", 2, 5)
-    assert simulate(schedule, replace(even_times(schedule, 1, 2), kept=(10, 100))).kept_bytes == (
+    assert simulate_schedule(
+        schedule, replace(make_even_times(schedule, 1, 2), kept=(10, 100))
+    ).kept_bytes == (
         20,
         100,
     )
@@ -116,7 +123,7 @@ def test_transfers_run_beside_computing_and_one_after_another() -> None:
     when the link is free again.
     """
     schedule = make_schedule("gpipe", 2, 2)
-    timeline = simulate(
+    timeline = simulate_schedule(
         schedule, StageTimes([1, 1], [2, 2], sends=[6], returns=[1], links=[LinkSpeed(1.0, 2.0)])
     )
     there, back = timeline.transfers[:2], timeline.transfers[2:]
@@ -136,17 +143,18 @@ def test_stages_of_one_rank_send_nothing() -> None:
     schedule = make_schedule("zbv", 2, 3)
     ways = {
         (way.action.stage, way.source, way.target)
-        for way in simulate(schedule, even_times(schedule, 1, 2, 1)).transfers
+        for way in simulate_schedule(schedule, make_even_times(schedule, 1, 2, 1)).transfers
     }
     # nothing from stage 1 to 2, and back, which are both on rank 1
     assert ways == {(0, 0, 1), (2, 1, 0), (3, 0, 1), (1, 1, 0)}
-    assert simulate(make_schedule("1f1b", 1, 3), StageTimes([1], [2])).transfers == ()
+    assert simulate_schedule(make_schedule("1f1b", 1, 3), StageTimes([1], [2])).transfers == ()
 
 
 def test_a_slow_rank_is_waited_for() -> None:
     schedule = make_schedule("1f1b", 2, 10)
     even, slow = (
-        simulate(schedule, even_times(schedule, 1, 2), speeds) for speeds in ([1, 1], [1, 0.5])
+        simulate_schedule(schedule, make_even_times(schedule, 1, 2), speeds)
+        for speeds in ([1, 1], [1, 0.5])
     )
     # ten times as long at the slow one, and what comes before and after
     assert (even.makespan, slow.makespan) == (33, 63)
@@ -155,8 +163,14 @@ def test_a_slow_rank_is_waited_for() -> None:
 
 def test_halves_of_a_backward() -> None:
     schedule = make_schedule("zero-bubble", 1, 1)
-    assert [span.end for span in simulate(schedule, StageTimes([1], [4])).rows[0]] == [1, 3, 5]
-    assert [span.end for span in simulate(schedule, StageTimes([1], [4], [3], [2])).rows[0]] == [
+    assert [span.end for span in simulate_schedule(schedule, StageTimes([1], [4])).rows[0]] == [
+        1,
+        3,
+        5,
+    ]
+    assert [
+        span.end for span in simulate_schedule(schedule, StageTimes([1], [4], [3], [2])).rows[0]
+    ] == [
         1,
         4,
         6,
@@ -166,7 +180,7 @@ def test_halves_of_a_backward() -> None:
 def test_nothing_takes_no_time() -> None:
     assert unit("gpipe", 1, 4).bubble == 0
     schedule = make_schedule("gpipe", 2, 1)
-    assert simulate(schedule, even_times(schedule, 0, 0)).bubble == 0
+    assert simulate_schedule(schedule, make_even_times(schedule, 0, 0)).bubble == 0
 
 
 @pytest.mark.parametrize(
@@ -193,4 +207,4 @@ def test_nothing_takes_no_time() -> None:
 )
 def test_times_that_dont_fit(times: StageTimes, speeds: list[float] | None, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        simulate(make_schedule("1f1b", 2, 2), times, speeds)
+        simulate_schedule(make_schedule("1f1b", 2, 2), times, speeds)

@@ -12,15 +12,15 @@ from paceline.comm.schedule import LinkSpeed
 from paceline.errors import UsageError
 from paceline.parallel.pipelining.schedule import PipelineSchedule
 from paceline.parallel.pipelining.schedules import make_schedule
-from paceline.parallel.pipelining.simulate import simulate
+from paceline.parallel.pipelining.simulate import simulate_schedule
 from paceline.parallel.pipelining.split import (
     LayerCost,
     SplitProblem,
-    all_splits,
-    best_split,
     check_split,
-    even_split,
-    fastest_slowest,
+    find_best_split,
+    list_splits,
+    make_even_split,
+    minimise_slowest_stage,
 )
 
 pytestmark = pytest.mark.unit
@@ -96,7 +96,7 @@ def fits(problem: SplitProblem, counts: list[int]) -> bool:
         return True
     parts = [problem.costs[start:stop] for start, stop in pairwise([0, *accumulate(counts)])]
     for rank, row in enumerate(problem.schedule.rows):
-        mine = [cost for stage in problem.schedule.held(rank) for cost in parts[stage]]
+        mine = [cost for stage in problem.schedule.stages_of_rank(rank) for cost in parts[stage]]
         state = sum(
             cost.parameters + round(cost.trained * (1 + problem.remembered)) for cost in mine
         )
@@ -123,48 +123,53 @@ def fits(problem: SplitProblem, counts: list[int]) -> bool:
 def test_no_split_is_better_than_the_one_found(problem: SplitProblem) -> None:
     possible = [
         counts
-        for counts in all_splits(len(problem.costs), problem.schedule.stages)
+        for counts in list_splits(len(problem.costs), problem.schedule.stages)
         if fits(problem, counts)
     ]
-    found = fastest_slowest(problem)
+    found = minimise_slowest_stage(problem)
     if not possible:
         assert found is None
         with pytest.raises(UsageError, match="no split of these"):
-            best_split(problem)
+            find_best_split(problem)
         return
     assert found in possible
     assert slowest(problem, found) == pytest.approx(
         min(slowest(problem, counts) for counts in possible)
     )
-    best = best_split(problem)
+    best = find_best_split(problem)
     assert best in possible
     spans = {
-        tuple(counts): simulate(problem.schedule, problem.times(counts), problem.speeds).makespan
+        tuple(counts): simulate_schedule(
+            problem.schedule, problem.stage_times(counts), problem.speeds
+        ).makespan
         for counts in possible
     }
     assert spans[tuple(best)] <= min(spans.values()) * 1.001
 
 
 def test_all_splits_are_tried() -> None:
-    assert list(all_splits(4, 2)) == [[1, 3], [2, 2], [3, 1]]
-    assert len(list(all_splits(8, 4))) == 35 and all(
-        sum(counts) == 8 and min(counts) > 0 for counts in all_splits(8, 4)
+    assert list(list_splits(4, 2)) == [[1, 3], [2, 2], [3, 1]]
+    assert len(list(list_splits(8, 4))) == 35 and all(
+        sum(counts) == 8 and min(counts) > 0 for counts in list_splits(8, 4)
     )
 
 
 def test_a_worker_at_half_speed_gets_half_the_layers() -> None:
     problem = SplitProblem(layers(*[1.0] * 12), make_schedule("1f1b", 2, 16), [1.0, 0.5])
-    assert best_split(problem) == [8, 4]
-    assert best_split(
+    assert find_best_split(problem) == [8, 4]
+    assert find_best_split(
         SplitProblem(layers(*[1.0] * 12), make_schedule("1f1b", 2, 16), [0.5, 1.0])
     ) == [4, 8]
 
 
 def test_a_large_head_counts_as_what_it_takes() -> None:
     problem = SplitProblem(layers(0.1, *[1.0] * 8, 4.0), make_schedule("1f1b", 2, 16), [1.0, 1.0])
-    best = best_split(problem)
-    assert best == [7, 3] != even_split(10, 2)
-    assert problem.timeline(best).makespan < problem.timeline(even_split(10, 2)).makespan
+    best = find_best_split(problem)
+    assert best == [7, 3] != make_even_split(10, 2)
+    assert (
+        problem.simulate_split(best).makespan
+        < problem.simulate_split(make_even_split(10, 2)).makespan
+    )
 
 
 def test_a_slow_link_moves_the_boundary_to_where_less_crosses() -> None:
@@ -173,12 +178,14 @@ def test_a_slow_link_moves_the_boundary_to_where_less_crosses() -> None:
         for at, size in enumerate([900, 100, 900, 900])
     ]
     schedule = make_schedule("1f1b", 2, 8)
-    assert best_split(SplitProblem(costs, schedule, [1.0, 1.0])) == [2, 2]
+    assert find_best_split(SplitProblem(costs, schedule, [1.0, 1.0])) == [2, 2]
     costs = [
         LayerCost(str(at), 1.0, 2.0, sends=size, returns=size)
         for at, size in enumerate([100, 900, 900, 900])
     ]
-    assert best_split(SplitProblem(costs, schedule, [1.0, 1.0], links=[LinkSpeed(0.0, 50.0)])) == [
+    assert find_best_split(
+        SplitProblem(costs, schedule, [1.0, 1.0], links=[LinkSpeed(0.0, 50.0)])
+    ) == [
         1,
         3,
     ]
@@ -197,15 +204,15 @@ def many(name: str, ranks: int, chunks: int | None) -> tuple[PipelineSchedule, l
 def test_too_many_splits_to_try_all(name: str, ranks: int, chunks: int | None) -> None:
     schedule, costs = many(name, ranks, chunks)
     free = SplitProblem(costs, schedule, [1.0] * ranks)
-    best = best_split(free)
-    span = free.timeline(best).makespan
-    assert span <= free.timeline(even_split(len(costs), schedule.stages)).makespan
-    assert span <= free.timeline(fastest_slowest(free) or []).makespan
+    best = find_best_split(free)
+    span = free.simulate_split(best).makespan
+    assert span <= free.simulate_split(make_even_split(len(costs), schedule.stages)).makespan
+    assert span <= free.simulate_split(minimise_slowest_stage(free) or []).makespan
     tight = SplitProblem(
         costs, schedule, [1.0] * ranks, memory=[0.95 * max(free.memory_bytes(best))] * ranks
     )
-    assert not tight.fits(best)
-    assert tight.fits(best_split(tight))
+    assert not tight.fits_memory(best)
+    assert tight.fits_memory(find_best_split(tight))
 
 
 def test_no_split_fits_into_too_little_memory() -> None:
@@ -220,7 +227,7 @@ def test_no_split_fits_into_too_little_memory() -> None:
         r"parameters, .*, 2.0 KB for activations\)"
     )
     with pytest.raises(UsageError, match=words):
-        best_split(problem)
+        find_best_split(problem)
 
 
 def test_splits_written_by_hand() -> None:
@@ -231,7 +238,7 @@ def test_splits_written_by_hand() -> None:
             match=r"doesn't deal 4 layers to 2 stages: it needs 2 numbers .* such as \[2, 2\]",
         ):
             check_split(wrong, ["a", "b", "c", "d"], 2)
-    assert even_split(11, 4) == [3, 3, 3, 2]
+    assert make_even_split(11, 4) == [3, 3, 3, 2]
 
 
 def test_what_makes_no_problem_is_refused() -> None:

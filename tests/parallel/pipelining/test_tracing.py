@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import UsageError
 from paceline.parallel.containers import tree_leaves
-from paceline.parallel.pipelining.chain import LayerGraph, trace_layers
+from paceline.parallel.pipelining.layer_graph import LayerGraph, trace_layers
 from paceline.parallel.pipelining.tracing import trace_operations
 from tests.harness.layered_models import Looped, Made, run_parts
 from tests.harness.sharded_models import gpt, texts

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from paceline.cluster.store import Store
 from paceline.comm.axis_meter import AxisMeter
-from paceline.comm.group import Group
-from paceline.comm.shm.group import SharedGroup
+from paceline.comm.group_protocol import Group
+from paceline.comm.shm.shared_group import SharedGroup
 from paceline.errors import Mismatch
 from paceline.parallel.shard import shard
 from paceline.parallel.sharding import gradients
+from paceline.parallel.sharding.flat_memory import FlatMemory, ModelParameter
 from paceline.parallel.sharding.gradients import GradientBucket
-from paceline.parallel.sharding.memory import FlatMemory, Held
 from tests.harness.jobs import PATIENCE
 from tests.harness.models import fill
 from tests.harness.processes import threads
@@ -40,9 +40,9 @@ def test_uneven_batches_and_ghosts(zero: Any, cuts: list[int]) -> None:
 
 @STAGES
 def test_a_weight_that_is_forgotten_is_seen(zero: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = GradientBucket.put
+    own = GradientBucket.add_gradient
     monkeypatch.setattr(
-        GradientBucket, "put", lambda self, index, grad, scale: own(self, index, grad, 1.0)
+        GradientBucket, "add_gradient", lambda self, index, grad, scale: own(self, index, grad, 1.0)
     )
     with pytest.raises(AssertionError):
         same(odd_net, fitting(vectors), shard("blocks.*", zero=zero), 2)
@@ -121,23 +121,23 @@ class BucketAhead(GradientBucket):
     ahead: threading.Event
     under_way: set[str]
 
-    def put(self, index: int, grad: Tensor, scale: float) -> None:
+    def add_gradient(self, index: int, grad: Tensor, scale: float) -> None:
         assert self.memory.rank == 0 or self.ahead.wait(PATIENCE)
-        super().put(index, grad, scale)
+        super().add_gradient(index, grad, scale)
 
-    def send(self, group: Group) -> None:
-        super().send(group)
+    def begin_sum(self, group: Group) -> None:
+        super().begin_sum(group)
         if group.rank == 0:
             self.under_way.add(self.memory.unit)
 
-    def arrives(self, seconds: float, meter: AxisMeter) -> bool:
+    def wait_briefly(self, seconds: float, meter: AxisMeter) -> bool:
         self.ahead.set()
-        return super().arrives(seconds, meter)
+        return super().wait_briefly(seconds, meter)
 
-    def reset(self) -> None:
+    def forget_pass(self) -> None:
         if self.memory.rank == 0:
             self.under_way.discard(self.memory.unit)
-        super().reset()
+        super().forget_pass()
 
 
 def test_a_worker_that_is_ahead_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,8 +147,8 @@ def test_a_worker_that_is_ahead_waits_for_the_others(monkeypatch: pytest.MonkeyP
     class Watched(BucketAhead):
         ahead, under_way = threading.Event(), set[str]()
 
-        def send(self, group: Group) -> None:
-            super().send(group)
+        def begin_sum(self, group: Group) -> None:
+            super().begin_sum(group)
             if group.rank == 0:
                 most.append(len(self.under_way))
                 if most[-1] > 2:
@@ -202,9 +202,9 @@ def test_a_worker_that_keeps_its_buckets_is_not_waited_for_long(
         one.optimizer.step()
 
     class Watched(GradientBucket):
-        def arrives(self, seconds: float, meter: AxisMeter) -> bool:
+        def wait_briefly(self, seconds: float, meter: AxisMeter) -> bool:
             waits.append((self.memory.rank, steps[self.memory.rank]))
-            return super().arrives(seconds, meter)
+            return super().wait_briefly(seconds, meter)
 
     steps, waits = dict[int, int](), list[tuple[int, int]]()
     monkeypatch.setattr(gradients, "GradientBucket", Watched)
@@ -222,15 +222,18 @@ def test_workers_that_sum_different_units_are_told_which() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         group = SharedGroup.from_store(store, rank, size, deadline=20)
         memory = FlatMemory(
-            f"blocks.{rank}", [Held("weight", nn.Parameter(torch.ones(6)), ())], group, frees=False
+            f"blocks.{rank}",
+            [ModelParameter("weight", nn.Parameter(torch.ones(6)), ())],
+            group,
+            frees=False,
         )
         bucket = GradientBucket(memory, None, keeps=True)
-        bucket.put(0, torch.ones(6), 0.5)
-        bucket.send(group)
+        bucket.add_gradient(0, torch.ones(6), 0.5)
+        bucket.begin_sum(group)
         with pytest.raises(
             Mismatch, match=r"'the gradients of blocks\.0'.*'the gradients of blocks\.1'"
         ):
-            bucket.sums(AxisMeter("shard"))
+            bucket.wait_for_pieces(AxisMeter("shard"))
         group.close()
 
     threads(2, body)
@@ -247,12 +250,12 @@ def test_a_large_gradient_is_copied_when_no_bucket_is_on_its_way(
     class Watched(BucketAhead):
         ahead, under_way = threading.Event(), set[str]()
 
-        def put(self, index: int, grad: Tensor, scale: float) -> None:
-            if self.memory.rank == 0 and 2 * grad.numel() > self.memory.layout.padded:
+        def add_gradient(self, index: int, grad: Tensor, scale: float) -> None:
+            if self.memory.rank == 0 and 2 * grad.numel() > self.memory.layout.padded_numel:
                 found.append(len(self.under_way))
                 if self.under_way:
                     self.ahead.set()
-            super().put(index, grad, scale)
+            super().add_gradient(index, grad, scale)
 
     monkeypatch.setattr(gradients, "GradientBucket", Watched)
     monkeypatch.setattr(gradients, "LONGEST_WAIT", PATIENCE)

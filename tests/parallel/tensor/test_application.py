@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.parallel.tensor.cut import tensor
 from paceline.parallel.tensor.styles import column, row, sequence, vocab
+from paceline.parallel.tensor.tensor_cut import tensor
 from tests.harness.tensor_cuts import PIECES, Unasked, context_of, gpt
 from tests.harness.thread_groups import ThreadGroup, spawn
 

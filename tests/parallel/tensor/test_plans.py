@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 from paceline.errors import UsageError
-from paceline.parallel.tensor.cut import tensor
-from paceline.parallel.tensor.plans import of_model, of_transformers
+from paceline.parallel.tensor.plans import find_plan, read_transformers_plan
 from paceline.parallel.tensor.styles import column, row, summed
+from paceline.parallel.tensor.tensor_cut import tensor
 from paceline.session.run import Run
 from tests.harness.runs import alone, workers
 from tests.harness.tensor_cuts import (
@@ -129,13 +129,13 @@ class Circular(Perceptron):
 
 
 def test_modules_bring_their_plans_under_the_names_that_they_have() -> None:
-    found = of_model(nn.Sequential(nn.Linear(4, 4), Perceptron()), 2)
+    found = find_plan(nn.Sequential(nn.Linear(4, 4), Perceptron()), 2)
     assert found == ({"1.up": column(), "1.down": row()}, ["1.parts"])
-    assert of_model(ForCausalLM(), 2) == (of_transformers(ForCausalLM(), 2), [])
+    assert find_plan(ForCausalLM(), 2) == (read_transformers_plan(ForCausalLM(), 2), [])
     with pytest.raises(
         UsageError, match=r"tensor_plan of Circular is tensor\('auto'\); a plan has to name layers"
     ):
-        of_model(Circular(), 2)
+        find_plan(Circular(), 2)
 
 
 def test_what_else_is_divided_is_added_to_a_plan() -> None:
@@ -145,7 +145,7 @@ def test_what_else_is_divided_is_added_to_a_plan() -> None:
 
 
 def test_a_plan_is_read_with_the_names_of_the_whole_model() -> None:
-    found = of_transformers(ForCausalLM(), 2)
+    found = read_transformers_plan(ForCausalLM(), 2)
     assert found.pop("lm_head") == column(gather=True)
     assert found.pop("model.layers.*.q_norm") == summed()
     assert {name for name, style in found.items() if style == row()} == {
@@ -161,7 +161,7 @@ def test_a_plan_is_read_with_the_names_of_the_whole_model() -> None:
 def test_a_model_with_a_plan_equals_one_process(tied: bool) -> None:
     torch.manual_seed(1)
     model, data = ForCausalLM(tie_word_embeddings=tied).double(), batches(5)
-    assert ("model.embed" in of_transformers(model, 2)) == tied
+    assert ("model.embed" in read_transformers_plan(model, 2)) == tied
     losses, parameters = cut_training(2, model, tensor("auto"), data, adamw)
     wanted, _ = train(model, data, adamw)
     assert losses[0] == losses[1] == pytest.approx(wanted, rel=1e-9)
@@ -187,7 +187,7 @@ def test_a_model_with_a_plan_equals_one_process(tied: bool) -> None:
 )
 def test_what_cant_be_cut_by_itself_is_refused(model: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        of_transformers(model(), 2)
+        read_transformers_plan(model(), 2)
 
 
 # ---- transformers' own models, two workers each in two replicas with other samples
@@ -300,15 +300,15 @@ def test_a_model_trains_as_in_one_process(kind: str) -> None:
 
 @pytest.mark.slow
 def test_what_is_cut_of_each() -> None:
-    layers, divide = of_model(gpt2(), 2)
+    layers, divide = find_plan(gpt2(), 2)
     assert {name.rpartition(".")[2] for name in layers} == {"c_attn", "c_fc", "c_proj"} and divide
-    layers, _ = of_model(mixtral(), 2)
+    layers, _ = find_plan(mixtral(), 2)
     assert {
         "model.layers.*.mlp.experts",
         "model.layers.*.self_attn.q_proj",
         "lm_head",
     } <= layers.keys()
-    assert "model.embed_tokens" in of_model(gemma2(), 2).layers
+    assert "model.embed_tokens" in find_plan(gemma2(), 2).layers
 
 
 class Experts(nn.Module):

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.cluster.store import Store
-from paceline.comm.group import Group
-from paceline.comm.shm.group import SharedGroup
-from paceline.parallel.tensor.cut import tensor
+from paceline.comm.group_protocol import Group
+from paceline.comm.shm.shared_group import SharedGroup
 from paceline.parallel.tensor.random_zone import RandomZone
 from paceline.parallel.tensor.styles import column, row, sequence
+from paceline.parallel.tensor.tensor_cut import tensor
 from tests.harness.processes import fork
 from tests.harness.tensor_cuts import context_of
 
@@ -124,10 +124,10 @@ def test_layers_that_run_again_draw_the_same() -> None:
 def test_nothing_drawn_leaves_the_generator_as_it_was() -> None:
     before = torch.get_rng_state()
     zone = RandomZone(1)
-    zone.enter(CPU)
-    zone.enter(CPU)
-    zone.leave(CPU)
-    zone.leave(CPU)
+    zone.enter_zone(CPU)
+    zone.enter_zone(CPU)
+    zone.leave_zone(CPU)
+    zone.leave_zone(CPU)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -137,9 +137,9 @@ def test_what_is_drawn_moves_the_generator_on_alike_on_all_ranks() -> None:
     for rank in range(2):
         torch.set_rng_state(before)
         zone = RandomZone(rank)
-        zone.enter(CPU)
+        zone.enter_zone(CPU)
         drawn.append(torch.rand(4))
-        zone.leave(CPU)
+        zone.leave_zone(CPU)
         after.append(torch.get_rng_state())
     assert torch.equal(*after)
     assert not torch.equal(after[0], before)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.parallel.tensor.cut import tensor
 from paceline.parallel.tensor.styles import column, row, sequence
+from paceline.parallel.tensor.tensor_cut import tensor
 
 torch.set_num_threads(1)
 

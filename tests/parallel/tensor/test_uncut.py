@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.cluster.store import Store
-from paceline.comm.shm.group import SharedGroup
+from paceline.comm.shm.shared_group import SharedGroup
 from paceline.errors import UsageError
 from paceline.parallel.pipelining.tracing import trace_operations
-from paceline.parallel.tensor.cut import tensor
 from paceline.parallel.tensor.styles import column, row, sequence, summed
+from paceline.parallel.tensor.tensor_cut import tensor
 from tests.harness.processes import fork
 from tests.harness.tensor_cuts import (
     PIECES,

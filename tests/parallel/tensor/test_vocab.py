@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.parallel.tensor.functions import TensorAxis
+from paceline.parallel.tensor.exchanges import TensorAxis
 from paceline.parallel.tensor.vocab import VocabLogits
 from tests.harness.tensor_cuts import CountingGroup
 from tests.harness.thread_groups import ThreadGroup, spawn
@@ -32,7 +32,7 @@ def cut(group: Any, logits: Tensor) -> tuple[VocabLogits, Tensor]:
     """My part of logits as the whole, and the leaf that gets the gradient of my part."""
     width = WORDS // group.size
     leaf = logits[..., group.rank * width : (group.rank + 1) * width].clone().requires_grad_()
-    return VocabLogits.of(leaf * 1, TensorAxis(group), WORDS, "head"), leaf
+    return VocabLogits.wrap_part(leaf * 1, TensorAxis(group), WORDS, "head"), leaf
 
 
 def agree(

@@ -14,7 +14,7 @@ from paceline.record.logged.histogram import HistogramCounts, histogram
 
 
 def counted(values: Tensor, bins: int = 64) -> HistogramCounts:
-    return HistogramCounts.of(histogram(values, bins).compact())
+    return HistogramCounts.from_vector(histogram(values, bins).to_compact_tensor())
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_it_equals_that_of_numpy(dtype: torch.dtype) -> None:
     wanted, edges = np.histogram(
         exact.astype(np.float64 if dtype == torch.float64 else np.float32), bins=16
     )
-    assert found.edges == pytest.approx(edges.tolist())
+    assert found.bin_edges == pytest.approx(edges.tolist())
     # on an edge
     assert (
         found.counts == tuple(wanted)
@@ -51,14 +51,14 @@ def test_what_is_not_finite_is_counted_apart() -> None:
 def test_equal_numbers_have_an_interval() -> None:
     found = counted(torch.full((3,), 7.0), 4)
     assert (found.low, found.high, found.counts) == (7.0, 7.0, (3, 0, 0, 0))
-    assert found.edges == sorted(set(found.edges))
+    assert found.bin_edges == sorted(set(found.bin_edges))
 
 
 def test_it_is_counted_when_it_is_logged() -> None:
     values = torch.zeros(2)
     asked = histogram(values, 2)
     values += torch.tensor([1.0, 3.0])
-    assert HistogramCounts.of(asked.compact()).high == 3.0
+    assert HistogramCounts.from_vector(asked.to_compact_tensor()).high == 3.0
 
 
 def test_fields_are_those_of_a_line() -> None:
@@ -72,7 +72,7 @@ def test_fields_are_those_of_a_line() -> None:
         "squares": 1.0,
         "counts": [1, 1],
     }
-    assert counted(torch.tensor([0, 1]), 2).fields() == fields
+    assert counted(torch.tensor([0, 1]), 2).to_fields() == fields
 
 
 @pytest.mark.parametrize("given", [torch.empty(0), torch.ones(2) * 1j, [1.0], 3])

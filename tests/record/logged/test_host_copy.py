@@ -11,10 +11,10 @@ def test_it_keeps_what_the_tensor_was() -> None:
     tensor = torch.ones(3)
     copy = HostCopy(tensor)
     tensor += 1
-    assert copy.done()
-    assert copy.read().tolist() == [1.0, 1.0, 1.0]
+    assert copy.has_arrived()
+    assert copy.read_tensor().tolist() == [1.0, 1.0, 1.0]
 
 
 def test_what_is_shared_is_not_copied() -> None:
     tensor = torch.ones(3)
-    assert HostCopy(tensor, shared=True).read() is tensor
+    assert HostCopy(tensor, shared=True).read_tensor() is tensor

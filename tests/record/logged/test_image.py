@@ -16,7 +16,7 @@ PIL = pytest.importorskip("PIL.Image")
 
 
 def shown(pixels: Tensor, **options: tuple[float, float]) -> list[object]:
-    return image(pixels, **options).compact()[..., 0].tolist()
+    return image(pixels, **options).to_compact_tensor()[..., 0].tolist()
 
 
 def test_numbers_become_bytes() -> None:
@@ -36,7 +36,7 @@ def test_images_lie_side_by_side() -> None:
 
 def test_it_keeps_what_the_tensor_was() -> None:
     pixels = torch.zeros(1, 2, 2, dtype=torch.uint8)
-    kept = image(pixels).compact()
+    kept = image(pixels).to_compact_tensor()
     pixels += 9
     assert kept.sum() == 0
 
@@ -46,14 +46,14 @@ def test_others_read_the_png(channels: int, mode: str) -> None:
     pixels = torch.randint(
         0, 256, (channels, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(2)
     )
-    kept = Pixels.of(image(pixels).compact())
-    found = PIL.open(io.BytesIO(kept.png()))
+    kept = Pixels.from_tensor(image(pixels).to_compact_tensor())
+    found = PIL.open(io.BytesIO(kept.to_png()))
     assert (found.mode, found.size) == (mode, (7, 5))
     assert np.array_equal(
         np.asarray(found).reshape(5, 7, channels), pixels.permute(1, 2, 0).numpy()
     )
-    assert kept.png() is kept.png()
-    assert kept.fields() == {"kind": "image", "width": 7, "height": 5}
+    assert kept.to_png() is kept.to_png()
+    assert kept.to_fields() == {"kind": "image", "width": 7, "height": 5}
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 5, 5), (5, 5, 3), (1, 2, 3, 4, 5), (3, 0, 4)])

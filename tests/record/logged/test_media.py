@@ -11,16 +11,16 @@ from paceline.state.snapshot import loads, pack
 
 
 def test_what_is_held_comes_out() -> None:
-    found = HeldMedia.hold(histogram(torch.tensor([1.0, 2.0]), 2)).content()
+    found = HeldMedia.hold_media(histogram(torch.tensor([1.0, 2.0]), 2)).read_content()
     assert found == HistogramCounts(1.0, 2.0, 2, 0, 3.0, 5.0, (1, 1))
 
 
 def test_a_checkpoint_keeps_it() -> None:
     shown = (
-        HeldMedia.hold(image(torch.ones(1, 2, 2))),
-        HeldMedia.hold(histogram(torch.tensor([1.0, 2.0]), 2)),
+        HeldMedia.hold_media(image(torch.ones(1, 2, 2))),
+        HeldMedia.hold_media(histogram(torch.tensor([1.0, 2.0]), 2)),
     )
-    states = loads(pack([each.state() for each in shown]).dumps()).unpack()
-    pixels, counts = (HeldMedia.load(state).content() for state in states)
+    states = loads(pack([each.to_state() for each in shown]).dumps()).unpack()
+    pixels, counts = (HeldMedia.from_state(state).read_content() for state in states)
     assert isinstance(pixels, Pixels) and pixels.data.tolist() == [[[255], [255]]] * 2
-    assert counts == shown[1].content()
+    assert counts == shown[1].read_content()

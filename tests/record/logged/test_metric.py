@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.errors import UsageError
-from paceline.record.logged.metric import HeldState, MetricValues, is_metric
+from paceline.record.logged.metric import HeldMetricState, MetricValues, is_metric
 from paceline.session.run import Run
 from paceline.sync.localsgd.strategy import LocalSGD
 from tests.harness.runs import cut, workers
@@ -88,8 +88,8 @@ def whole(made: Made, update: Callable[..., None]) -> dict[str, float]:
     metric = made()
     update(metric, SCORES, CLASSES)
     values = MetricValues()
-    values.know("x", metric)
-    return values.of("x", [HeldState(metric).packed()])
+    values.register_metric("x", metric)
+    return values.compute_values("x", [HeldMetricState(metric).pack_state()])
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -226,14 +226,14 @@ def test_a_value_of_very_many_numbers_is_refused() -> None:
     metric = MulticlassConfusionMatrix(11)
     metric.update(torch.tensor([1]), torch.tensor([1]))
     values = MetricValues()
-    values.know("x", metric)
+    values.register_metric("x", metric)
     with pytest.raises(UsageError, match="whose value is 121 numbers"):
-        values.of("x", [HeldState(metric).packed()])
+        values.compute_values("x", [HeldMetricState(metric).pack_state()])
 
 
 def test_the_first_worker_has_to_log_it() -> None:
     with pytest.raises(UsageError, match="got a metric on other workers but not on the first one"):
-        MetricValues().of("x", [b""])
+        MetricValues().compute_values("x", [b""])
 
 
 def test_without_torchmetrics_nothing_is_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,45 +13,47 @@ from paceline.record.logged.values import LoggedValues
 def logged(*, shows: bool = True, **values: object) -> LoggedValues:
     found = LoggedValues()
     for name, value in values.items():
-        found.add(name, value, 2.0, shows=shows)
+        found.add_value(name, value, 2.0, shows=shows)
     return found
 
 
 def test_kinds_are_kept_apart() -> None:
     found = logged(loss=3.0, weights=histogram(torch.ones(2), 2))
-    found.send()
-    assert found.done()
-    assert found.means() == {"loss": [6.0, 2.0]}
-    assert [(item.step, item.time, item.name) for item in found.shown(4, 1.5)] == [
+    found.send_to_host()
+    assert found.has_arrived()
+    assert found.read_sums() == {"loss": [6.0, 2.0]}
+    assert [(item.step, item.time, item.name) for item in found.read_media(4, 1.5)] == [
         (4, 1.5, "weights")
     ]
-    assert found.packed_states() == {}
+    assert found.pack_states() == {}
 
 
 def test_who_shows_nothing_computes_nothing() -> None:
     found = logged(shows=False, weights=histogram(torch.ones(2), 2))
-    assert found.empty
-    found.add("loss", 1.0, 0.0, shows=False)  # of a ghost
-    assert found.empty
+    assert found.is_empty
+    found.add_value("loss", 1.0, 0.0, shows=False)  # of a ghost
+    assert found.is_empty
 
 
 def test_what_comes_later_is_taken_in() -> None:
     found = logged(loss=3.0, a=histogram(torch.ones(2), 2))
-    found.take_in(logged(loss=1.0, other=1.0, a=histogram(torch.zeros(2), 2)))
-    assert found.means() == {"loss": [8.0, 4.0], "other": [2.0, 2.0]}
-    (shown,) = found.shown(1, 0.0)
+    found.add_later_values(logged(loss=1.0, other=1.0, a=histogram(torch.zeros(2), 2)))
+    assert found.read_sums() == {"loss": [8.0, 4.0], "other": [2.0, 2.0]}
+    (shown,) = found.read_media(1, 0.0)
     assert isinstance(shown.content, HistogramCounts) and shown.content.high == 0.0
 
 
 def test_it_is_saved() -> None:
-    found = LoggedValues.load(*logged(loss=3.0, weights=histogram(torch.ones(2), 2)).state())
-    assert found.means() == {"loss": [6.0, 2.0]}
-    assert [item.name for item in found.shown(4, 1.5)] == ["weights"]
+    found = LoggedValues.from_state(
+        *logged(loss=3.0, weights=histogram(torch.ones(2), 2)).to_state()
+    )
+    assert found.read_sums() == {"loss": [6.0, 2.0]}
+    assert [item.name for item in found.read_media(4, 1.5)] == ["weights"]
 
 
 @pytest.mark.parametrize("name", ["val/accuracy", "a b", "paceline", "x/paceline/y"])
 def test_names_may_have_slashes(name: str) -> None:
-    assert logged(**{name: 1.0}).means() == {name: [2.0, 2.0]}
+    assert logged(**{name: 1.0}).read_sums() == {name: [2.0, 2.0]}
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from paceline.trace import PARTS
 
 def test_the_drawing() -> None:
     members = RunMembers()
-    members.meet([0, 1, 2], ["A", "A", "B"])
+    members.set_workers([0, 1, 2], ["A", "A", "B"])
     for step in range(1, 321):
         for number in (0, 1, *[2] * (step <= 90), *[3] * (step >= 200)):
-            members.step(number, step, [0.01 * (number + 1), 0.0, 0.0, 0.0], [10, number])
+            members.add_step(number, step, [0.01 * (number + 1), 0.0, 0.0, 0.0], [10, number])
         if step == 200:
-            members.meet([0, 1, 3], ["A", "A", "B"])
-    found = members.fields()
+            members.set_workers([0, 1, 3], ["A", "A", "B"])
+    found = members.to_fields()
     assert [
         (
             each["worker"],
@@ -43,25 +43,25 @@ def test_the_drawing() -> None:
 
 def test_looks_have_what_was_since_the_last_one_and_lose_nothing() -> None:
     members = RunMembers()
-    members.meet([0, 1], [])
-    assert members.look(0.0) is None  # nothing was done
-    members.step(0, 1, [0.1, 0.2, 0.3, 0.4], [0, 0])
-    members.late({0: 0.05, 1: 0.0})
-    assert members.look(0.5) == {
+    members.set_workers([0, 1], [])
+    assert members.take_look(0.0) is None  # nothing was done
+    members.add_step(0, 1, [0.1, 0.2, 0.3, 0.4], [0, 0])
+    members.add_lateness({0: 0.05, 1: 0.0})
+    assert members.take_look(0.5) == {
         "0": [1, 0.1, 0.2, 0.3, 0.4, 0.05],
         "1": [0, *[0.0] * len(PARTS), 0.0],
     }
     for worker in (0, 1):
-        members.step(worker, 2, [0.1, 0.2, 0.3, 0.4], [0, 0])
-    assert members.look(1.0) is None  # too soon
+        members.add_step(worker, 2, [0.1, 0.2, 0.3, 0.4], [0, 0])
+    assert members.take_look(1.0) is None  # too soon
     # and those who ask before it is time take nothing from the next look
-    assert members.fields()[0]["steps"] == 2
-    members.step(0, 3, [0.1, 0.2, 0.3, 0.4], [0, 0])
-    assert members.look(1.6) == {
+    assert members.to_fields()[0]["steps"] == 2
+    members.add_step(0, 3, [0.1, 0.2, 0.3, 0.4], [0, 0])
+    assert members.take_look(1.6) == {
         "0": [2, 0.2, 0.4, 0.6, 0.8, 0.0],
         "1": [1, 0.1, 0.2, 0.3, 0.4, 0.0],
     }
-    (first, second) = members.fields()
+    (first, second) = members.to_fields()
     assert (first["steps"], first["late"], second["steps"]) == (3, pytest.approx(0.05 / 3), 1)
     assert first["host"] is None and first["rank"] == 0
 
@@ -70,14 +70,14 @@ def test_looks_become_rarer() -> None:
     members, looks = RunMembers(), 0
     for second in range(1, 20_001):
         for worker in (0, 1):
-            members.step(worker, second, [1.0, 0.0, 0.0, 0.0], [0, 0])
-        looks += members.look(float(second)) is not None
+            members.add_step(worker, second, [1.0, 0.0, 0.0, 0.0], [0, 0])
+        looks += members.take_look(float(second)) is not None
     assert 1000 < looks < 2500
-    assert members.fields()[0]["seconds"]["compute"] == pytest.approx(1.0)
+    assert members.to_fields()[0]["seconds"]["compute"] == pytest.approx(1.0)
 
 
 def test_one_worker_alone_needs_no_looks() -> None:
     members = RunMembers()
-    members.step(0, 1, [1.0, 0.0, 0.0, 0.0], [0, 0])
-    assert members.look(5.0) is None
-    assert members.fields()[0]["steps"] == 1
+    members.add_step(0, 1, [1.0, 0.0, 0.0, 0.0], [0, 0])
+    assert members.take_look(5.0) is None
+    assert members.to_fields()[0]["steps"] == 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.record.outcome.settings import disclosed, hyperparameters
+from paceline.record.outcome.settings import hide_secrets, read_hyperparameters
 from paceline.session.run import Run
 from tests.harness.runs import batches, workers
 
@@ -25,12 +25,14 @@ from tests.harness.runs import batches, workers
     ],
 )
 def test_secrets_stay_out(arguments: list[str], found: list[str]) -> None:
-    assert disclosed(arguments) == found
+    assert hide_secrets(arguments) == found
 
 
 def test_optimizers() -> None:
     parameters = [nn.Parameter(torch.zeros(1))]
-    found = hyperparameters(torch.optim.AdamW(parameters, lr=torch.tensor(0.5), betas=(0.8, 0.9)))
+    found = read_hyperparameters(
+        torch.optim.AdamW(parameters, lr=torch.tensor(0.5), betas=(0.8, 0.9))
+    )
     assert found == {
         "name": "AdamW",
         "lr": 0.5,
@@ -38,7 +40,7 @@ def test_optimizers() -> None:
         "eps": 1e-8,
         "weight_decay": 0.01,
     }
-    assert hyperparameters(torch.optim.SGD(parameters, lr=1))["lr"] == 1.0
+    assert read_hyperparameters(torch.optim.SGD(parameters, lr=1))["lr"] == 1.0
 
 
 def test_those_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

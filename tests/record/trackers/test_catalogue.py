@@ -10,7 +10,13 @@ from collections.abc import Sequence
 import pytest
 
 from paceline.errors import UsageError
-from paceline.record.trackers.catalogue import NEEDS, TrackerSpec, check_installed, make, read
+from paceline.record.trackers.catalogue import (
+    REQUIRED_MODULES,
+    TrackerSpec,
+    check_trackers_installed,
+    make_trackers,
+    parse_trackers,
+)
 
 BOTH = (TrackerSpec("tensorboard"), TrackerSpec("wandb", "team/project"))
 
@@ -24,17 +30,17 @@ BOTH = (TrackerSpec("tensorboard"), TrackerSpec("wandb", "team/project"))
     ],
 )
 def test_names_are_read(asked: str | Sequence[str]) -> None:
-    assert read(asked) == BOTH
+    assert parse_trackers(asked) == BOTH
 
 
 @pytest.mark.parametrize("asked", [None, "none", ["none"], []])
 def test_nowhere(asked: str | Sequence[str] | None) -> None:
-    assert read(asked) == ()
+    assert parse_trackers(asked) == ()
 
 
 def test_what_stands_behind_the_colon_may_have_colons() -> None:
-    assert read("prometheus:0.0.0.0:9500") == (TrackerSpec("prometheus", "0.0.0.0:9500"),)
-    assert str(read("prometheus:0.0.0.0:9500")[0]) == "prometheus:0.0.0.0:9500"
+    assert parse_trackers("prometheus:0.0.0.0:9500") == (TrackerSpec("prometheus", "0.0.0.0:9500"),)
+    assert str(parse_trackers("prometheus:0.0.0.0:9500")[0]) == "prometheus:0.0.0.0:9500"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +57,7 @@ def test_what_stands_behind_the_colon_may_have_colons() -> None:
 )
 def test_what_is_wrong_is_said(asked: object, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        read(asked)  # type: ignore[arg-type]
+        parse_trackers(asked)  # type: ignore[arg-type]
 
 
 def test_what_is_not_installed_is_said_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,13 +67,15 @@ def test_what_is_not_installed_is_said_with_the_command(monkeypatch: pytest.Monk
         "find_spec",
         lambda name: None if name in ("tensorboard", "prometheus_client") else found(name),
     )
-    check_installed(())
+    check_trackers_installed(())
     with pytest.raises(UsageError, match=r"pip install 'paceline\[tensorboard,prometheus\]'$"):
-        check_installed(read("tensorboard,prometheus:9500"))
+        check_trackers_installed(parse_trackers("tensorboard,prometheus:9500"))
 
 
 def test_each_has_its_object_and_its_extra() -> None:
-    assert [tracker.name for tracker in make([TrackerSpec(name) for name in NEEDS])] == list(NEEDS)
+    assert [
+        tracker.name for tracker in make_trackers([TrackerSpec(name) for name in REQUIRED_MODULES])
+    ] == list(REQUIRED_MODULES)
 
 
 @pytest.mark.parametrize(
@@ -82,4 +90,4 @@ def test_each_has_its_object_and_its_extra() -> None:
 )
 def test_details_that_can_not_be_are_refused(asked: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        make(read(asked))
+        make_trackers(parse_trackers(asked))

@@ -29,35 +29,35 @@ class Held(Notes):
         super().__init__("held")
         self.go, self.came = threading.Event(), threading.Event()
 
-    def steps(self, steps: Iterable[TrackedStep]) -> None:
+    def log_steps(self, steps: Iterable[TrackedStep]) -> None:
         self.came.set()
         assert self.go.wait(PATIENCE)
-        super().steps(steps)
+        super().log_steps(steps)
 
 
 def test_everything_comes_in_order() -> None:
     notes = Notes()
     delivery = TrackerDelivery(notes, [].append)
-    delivery.steps(steps(1, 2))
-    delivery.act(lambda: notes.event(TrackedEvent(0.0, "x")))
-    delivery.steps(steps(3))
-    assert delivery.end(failed=False, deadline=later())
-    assert delivery.end(failed=False, deadline=later())
+    delivery.deliver_steps(steps(1, 2))
+    delivery.deliver_action(lambda: notes.log_event(TrackedEvent(0.0, "x")))
+    delivery.deliver_steps(steps(3))
+    assert delivery.end_delivery(failed=False, deadline=later())
+    assert delivery.end_delivery(failed=False, deadline=later())
     assert notes.told == [("step", 1), ("step", 2), ("event", "x"), ("step", 3), ("close", False)]
-    delivery.steps(steps(4))
+    delivery.deliver_steps(steps(4))
     assert notes.told[-1] == ("close", False)
 
 
 def test_one_that_hangs_holds_nobody_up() -> None:
     held = Held()
     delivery = TrackerDelivery(held, [].append)
-    delivery.steps(steps(1))
+    delivery.deliver_steps(steps(1))
     assert held.came.wait(PATIENCE)
-    delivery.steps(steps(2))
-    assert not delivery.end(failed=False, deadline=time.monotonic())
+    delivery.deliver_steps(steps(2))
+    assert not delivery.end_delivery(failed=False, deadline=time.monotonic())
     assert held.told == []
     held.go.set()
-    assert delivery.end(failed=False, deadline=later())
+    assert delivery.end_delivery(failed=False, deadline=later())
     assert held.told == [("step", 1), ("step", 2), ("close", False)]
 
 
@@ -65,10 +65,10 @@ def test_one_that_fails_is_said_once() -> None:
     said: list[str] = []
     notes = Notes(fails=OSError(28, "No space left on device"))
     delivery = TrackerDelivery(notes, said.append)
-    delivery.steps(steps(1))
-    delivery.act(lambda: notes.event(TrackedEvent(0.0, "x")))
-    assert delivery.end(failed=False, deadline=later())
-    assert delivery.failed
+    delivery.deliver_steps(steps(1))
+    delivery.deliver_action(lambda: notes.log_event(TrackedEvent(0.0, "x")))
+    assert delivery.end_delivery(failed=False, deadline=later())
+    assert delivery.has_failed
     (line,) = said
     assert line.startswith(
         "notes gets nothing more of this run (OSError: [Errno 28] No space left on device); "
@@ -81,13 +81,13 @@ def test_one_that_is_slow_gets_fewer_steps() -> None:
     said: list[str] = []
     held = Held()
     delivery = TrackerDelivery(held, said.append, most=8)
-    delivery.steps(steps(0))
+    delivery.deliver_steps(steps(0))
     assert held.came.wait(PATIENCE)
     beside = TrackedStep(5, 0.0, {"val/x": 1.0})
-    delivery.steps([*steps(1, 2, 3, 4, 5), beside, *steps(6, 7, 8)])
-    delivery.steps(steps(*range(9, 13)))
+    delivery.deliver_steps([*steps(1, 2, 3, 4, 5), beside, *steps(6, 7, 8)])
+    delivery.deliver_steps(steps(*range(9, 13)))
     held.go.set()
-    assert delivery.end(failed=False, deadline=later())
+    assert delivery.end_delivery(failed=False, deadline=later())
     assert said == [
         (
             "held is too slow for all steps of this run, and gets only some of them; "
@@ -102,5 +102,5 @@ def test_it_begins_on_its_thread_and_says_where() -> None:
     said: list[str] = []
     delivery = TrackerDelivery(Notes(), [].append)
     delivery.begin_later(None, said.append)  # type: ignore[arg-type]  # which the tracker notes
-    assert delivery.end(failed=False, deadline=later())
+    assert delivery.end_delivery(failed=False, deadline=later())
     assert said == ["notes: here"]

@@ -23,7 +23,7 @@ from paceline.timings import DEFAULTS
 from tests.harness.jobs import PATIENCE
 from tests.harness.tracked import STEPS, Notes, lines, reported, summary
 
-COUNTS = HistogramCounts.of(Histogram(torch.tensor([1.0, 2.0]), 2).compact())
+COUNTS = HistogramCounts.from_vector(Histogram(torch.tensor([1.0, 2.0]), 2).to_compact_tensor())
 LINES = [
     {"step": step, "time": 0.5 * step, "loss": 1.0, "samples": 8, "seconds": {"compute": 0.1}}
     for step in range(1, 5)
@@ -84,16 +84,16 @@ def test_a_run_is_reported_as_its_folder_has_it(tmp_path: Path) -> None:
 def test_histograms_come_behind_their_step(tmp_path: Path) -> None:
     notes = Notes()
     made, _ = feed(tmp_path, notes)
-    made.begin()
-    made.show(
+    made.begin_trackers()
+    made.show_media(
         [
             MediaItem(2, 1.0, "a", COUNTS),
             MediaItem(3, 1.5, "b", COUNTS),
             MediaItem(9, 1.5, "c", COUNTS),
         ]
     )
-    made.write(LINES, late)  # type: ignore[arg-type]
-    made.close(failed=False)
+    made.write_lines(LINES, late)  # type: ignore[arg-type]
+    made.close_trackers(failed=False)
     steps = [each[1] for each in notes.told if each[0] in ("step", "media")]
     assert steps == [1, 2, 2, 3, 3, 4, 9]
     assert len((tmp_path / "media.jsonl").read_text().splitlines()) == 3
@@ -111,22 +111,22 @@ def test_without_trackers_the_folder_has_them(tmp_path: Path) -> None:
 def test_another_worker_takes_over(tmp_path: Path) -> None:
     notes = Notes()
     made, history = feed(tmp_path, notes)
-    history.note("before")
-    made.pass_over()
-    history.note("lost")
+    history.note_event("before")
+    made.skip_events()
+    history.note_event("lost")
     made.take_over()
-    made.write(LINES[2:], late)  # type: ignore[arg-type]
-    made.rewind(3)
-    made.close(failed=True)
+    made.write_lines(LINES[2:], late)  # type: ignore[arg-type]
+    made.rewind_to_step(3)
+    made.close_trackers(failed=True)
     begun, *told = notes.told
-    assert begun[1].again and begun[1].identity == history.identity(tmp_path.name)
+    assert begun[1].again and begun[1].identity == history.make_identity(tmp_path.name)
     assert told == [("step", 3), ("step", 4), ("event", "lost"), ("rewind", 3), ("close", True)]
 
 
 def test_one_that_stood_by_to_the_end_says_nothing(tmp_path: Path) -> None:
     notes = Notes()
     made, _ = feed(tmp_path, notes)
-    made.close(failed=False)
+    made.close_trackers(failed=False)
     assert notes.told == []
 
 
@@ -134,10 +134,10 @@ def test_another_start_tells_of_new_events_alone(tmp_path: Path) -> None:
     notes = Notes()
     made, history = feed(tmp_path, notes, again=True, events_told=1)
     for what in ("told", "why the last start ended"):
-        history.note(what)
-    made.begin()
-    made.write([], late)  # type: ignore[arg-type]
-    made.close(failed=False)
+        history.note_event(what)
+    made.begin_trackers()
+    made.write_lines([], late)  # type: ignore[arg-type]
+    made.close_trackers(failed=False)
     assert notes.told[0][1].again
     assert notes.told[1] == ("event", "why the last start ended")
 
@@ -152,19 +152,19 @@ def test_what_can_not_begin_ends_the_start(tmp_path: Path) -> None:
             r"fix that, or leave second out"
         ),
     ):
-        made.begin()
+        made.begin_trackers()
     assert first.told[-1] == ("close", True)
 
 
 def test_errors_of_ours_stay_what_they_are(tmp_path: Path) -> None:
     made, _ = feed(tmp_path, Notes(fails=ResourceError("port")))
     with pytest.raises(ResourceError, match=r"^port$"):
-        made.begin()
+        made.begin_trackers()
 
 
 def test_a_run_goes_on_without_a_tracker_that_fails(tmp_path: Path) -> None:
     class Full(Notes):
-        def steps(self, steps: Iterable[TrackedStep]) -> None:
+        def log_steps(self, steps: Iterable[TrackedStep]) -> None:
             raise OSError(28, "No space left on device")
 
     said: list[str] = []
@@ -182,7 +182,7 @@ def test_one_that_hangs_is_waited_for_and_left(tmp_path: Path) -> None:
     class Hangs(Notes):
         go = threading.Event()
 
-        def steps(self, steps: Iterable[TrackedStep]) -> None:
+        def log_steps(self, steps: Iterable[TrackedStep]) -> None:
             assert self.go.wait(PATIENCE)
 
     said: list[str] = []
@@ -190,10 +190,10 @@ def test_one_that_hangs_is_waited_for_and_left(tmp_path: Path) -> None:
     made = TrackerFeed(
         [hangs], RunFolder(tmp_path), RunHistory(7, 0.0, [].append), said.append, timings=SHORT
     )
-    made.begin()
-    made.write(LINES, late)  # type: ignore[arg-type]
-    made.close(failed=False)
-    made.close(failed=False)
+    made.begin_trackers()
+    made.write_lines(LINES, late)  # type: ignore[arg-type]
+    made.close_trackers(failed=False)
+    made.close_trackers(failed=False)
     hangs.go.set()
     assert said[1:] == [
         "waiting for hangs to take in the rest of the run, 0 s at most",

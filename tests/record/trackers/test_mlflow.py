@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import UsageError
-from paceline.record.trackers.mlflow import TAG, MlflowTracker, metric_name
-from paceline.record.trackers.tracker import TrackedEnd, TrackedRun, TrackedStep
+from paceline.record.trackers.mlflow import IDENTITY_TAG, MlflowTracker, clean_metric_name
+from paceline.record.trackers.tracker import TrackedRun, TrackedStep, TrackedSummary
 from tests.harness.runs import workers
 from tests.harness.tracked import STEPS, Library, reported, rows, summary, train
 
@@ -65,7 +65,7 @@ def test_numbers_are_those_of_the_log(run: Any) -> None:
 def test_settings_results_and_events(run: Any) -> None:
     folder, found, _ = run
     ended = summary(folder)
-    assert (found.info.run_name, found.info.status, len(found.data.tags[TAG])) == (
+    assert (found.info.run_name, found.info.status, len(found.data.tags[IDENTITY_TAG])) == (
         "test",
         "FINISHED",
         12,
@@ -104,13 +104,15 @@ def test_another_start_is_the_same_run(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text("{}")
     for again, size, numbers in ((False, 3, (1, 2, 3)), (True, 2, (3, 4))):
         tracker = MlflowTracker("again")
-        tracker.begin(TrackedRun("x", tmp_path, "same", 0.0, {"workers": size, "sync": "x"}, again))
-        tracker.steps(
+        tracker.begin_run(
+            TrackedRun("x", tmp_path, "same", 0.0, {"workers": size, "sync": "x"}, again)
+        )
+        tracker.log_steps(
             [TrackedStep(number, 0.0, {"loss@1": float(number + again)}) for number in numbers]
         )
         if again:
-            tracker.conclude(
-                TrackedEnd({"workers": size, "shares": "4"}, {}, tmp_path / "summary.json")
+            tracker.log_summary(
+                TrackedSummary({"workers": size, "shares": "4"}, {}, tmp_path / "summary.json")
             )
         tracker.close(failed=not again)
         tracker.close(failed=not again)
@@ -120,7 +122,9 @@ def test_another_start_is_the_same_run(tmp_path: Path) -> None:
         found.data.params == {"workers": "3", "sync": "x", "shares": "4"}
         and found.data.tags["paceline.workers"] == "2"
     )
-    history = mlflow.MlflowClient().get_metric_history(found.info.run_id, metric_name("loss@1"))
+    history = mlflow.MlflowClient().get_metric_history(
+        found.info.run_id, clean_metric_name("loss@1")
+    )
     assert [(metric.step, metric.value) for metric in history] == [
         (1, 1.0),
         (2, 2.0),

@@ -16,7 +16,12 @@ from typing import Any
 import pytest
 
 from paceline.errors import UsageError
-from paceline.record.trackers.prometheus import CALLERS, PORT, MetricsRequest, PrometheusTracker
+from paceline.record.trackers.prometheus import (
+    DEFAULT_PORT,
+    MAX_CALLERS,
+    MetricsRequestHandler,
+    PrometheusTracker,
+)
 from paceline.record.trackers.tracker import TrackedEvent, TrackedRun, TrackedStep
 from paceline.session.run import Run
 from paceline.unequal.stragglers.lateness import RankLateness
@@ -91,16 +96,16 @@ def test_numbers_are_those_of_the_log(tmp_path: Path) -> None:
 
 
 def told(tracker: PrometheusTracker, folder: Path) -> str:
-    where = tracker.begin(TrackedRun("x", folder, "id", 0.0, {"sync": 'a"b', "seed": 3}))
+    where = tracker.begin_run(TrackedRun("x", folder, "id", 0.0, {"sync": 'a"b', "seed": 3}))
     late = [RankLateness(1, {"compute": 0.25, "reading": 0.5})]
-    tracker.steps(
+    tracker.log_steps(
         [
             TrackedStep(3, 0.0, {"loss": 2.0}, 8, {"compute": 0.5}, late),
             TrackedStep(4, 0.0, {"loss": 1.0}, 8, {"compute": 0.5}, late),
         ]
     )
-    tracker.steps([TrackedStep(4, 0.0, {"val/x": float("nan")})])
-    tracker.event(TrackedEvent(0.0, "x"))
+    tracker.log_steps([TrackedStep(4, 0.0, {"val/x": float("nan")})])
+    tracker.log_event(TrackedEvent(0.0, "x"))
     return where
 
 
@@ -134,7 +139,7 @@ def test_a_port_in_use_is_said_at_the_start(tmp_path: Path) -> None:
         with pytest.raises(
             UsageError, match=rf"127\.0\.0\.1:{port}' can't listen there .*prometheus:{port + 1}"
         ) as found:
-            PrometheusTracker(str(port)).begin(TrackedRun("x", tmp_path, "id", 0.0))
+            PrometheusTracker(str(port)).begin_run(TrackedRun("x", tmp_path, "id", 0.0))
     assert "\n" not in str(found.value)
 
 
@@ -146,7 +151,7 @@ def test_it_listens_where_it_is_asked_to(tmp_path: Path) -> None:
     tracker.close(failed=False)
     assert (
         vars(PrometheusTracker(""))["_host"] == "127.0.0.1"
-        and vars(PrometheusTracker(""))["_port"] == PORT
+        and vars(PrometheusTracker(""))["_port"] == DEFAULT_PORT
     )
 
 
@@ -156,16 +161,16 @@ def test_strangers_that_say_nothing_cost_few_threads_and_descriptors(tmp_path: P
     url = told(tracker, tmp_path)
     point = "127.0.0.1", int(url.split(":")[2].partition("/")[0])
     threads, before = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    with strangers.held_open(point, 6 * CALLERS) as silent:
+    with strangers.held_open(point, 6 * MAX_CALLERS) as silent:
         # the last in the queue: all others have been taken
         assert scrape(url)["paceline_step", ()] == 4
-        assert threading.active_count() - threads <= CALLERS + 1
-        assert len(os.listdir("/proc/self/fd")) - before <= len(silent) + CALLERS + 1
+        assert threading.active_count() - threads <= MAX_CALLERS + 1
+        assert len(os.listdir("/proc/self/fd")) - before <= len(silent) + MAX_CALLERS + 1
     tracker.close(failed=False)
 
 
 def test_who_says_nothing_is_hung_up_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MetricsRequest, "timeout", 0.05)
+    monkeypatch.setattr(MetricsRequestHandler, "timeout", 0.05)
     tracker = PrometheusTracker("0")
     url = told(tracker, tmp_path)
     with socket.create_connection(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.record.trackers.tensorboard import EVENTS, EventFile, TensorBoardTracker
+from paceline.record.trackers.tensorboard import EVENTS_TAG, EventFile, TensorBoardTracker
 from paceline.record.trackers.tracker import TrackedRun, TrackedStep
 from paceline.session.run import Run
 from tests.harness.runs import workers
@@ -77,7 +77,7 @@ def test_events_are_text_and_the_summary_hyperparameters(run: Any) -> None:
     folder, found, _ = run
     texts = [
         event.tensor_proto.string_val[0].decode()
-        for event in found.Tensors(f"{EVENTS}/text_summary")
+        for event in found.Tensors(f"{EVENTS_TAG}/text_summary")
     ]
     assert texts == [event["what"] for event in summary(folder)["events"]]
     plugin = found.SummaryMetadata("_hparams_/session_start_info").plugin_data
@@ -106,10 +106,10 @@ def test_histograms_and_images(run: Any) -> None:
 def test_another_start_goes_on_and_takes_steps_again(tmp_path: Path) -> None:
     for again, numbers, value in ((False, range(1, 6), 1.0), (True, range(3, 8), 2.0)):
         tracker = TensorBoardTracker(str(tmp_path))
-        tracker.begin(TrackedRun("x", tmp_path, "id", 0.0, again=again))
+        tracker.begin_run(TrackedRun("x", tmp_path, "id", 0.0, again=again))
         if again:
-            tracker.rewind(2)
-        tracker.steps([TrackedStep(number, 0.0, {"loss": value}) for number in numbers])
+            tracker.rewind_to_step(2)
+        tracker.log_steps([TrackedStep(number, 0.0, {"loss": value}) for number in numbers])
         tracker.close(failed=not again)
         tracker.close(failed=not again)
     assert [(event.step, event.value) for event in read(tmp_path / "x").Scalars("loss")] == [
@@ -129,14 +129,14 @@ def test_a_full_disk_is_said_and_ends_no_run(
 
     said: list[str] = []
     tracker = TensorBoardTracker("")
-    begin = tracker.begin
+    begin = tracker.begin_run
 
     def begins(run: TrackedRun) -> str:
         where = begin(run)
         monkeypatch.setattr(EventFile, "flush", full)  # from now on
         return where
 
-    monkeypatch.setattr(tracker, "begin", begins)
+    monkeypatch.setattr(tracker, "begin_run", begins)
     folder = reported(tmp_path, [tracker], said)
     assert len(lines(folder)) == STEPS + 2
     assert [line for line in said if "No space left" in line] == [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.record.trackers.tracker import TrackedEnd, TrackedStep
+from paceline.record.trackers.tracker import TrackedStep, TrackedSummary
 from paceline.unequal.stragglers.lateness import RankLateness
 
 LINE = {
@@ -19,14 +19,14 @@ LINE = {
 
 def test_a_step_has_the_numbers_of_its_line() -> None:
     late = [RankLateness(0, {"compute": 0.1}), RankLateness(2, {"compute": 0.2, "reading": 0.1})]
-    step = TrackedStep.of(LINE, late)
+    step = TrackedStep.from_line(LINE, late)
     assert (step.step, step.time, step.samples, step.values) == (
         3,
         1.5,
         8,
         {"loss": 2.0, "val/x": 1.0},
     )
-    assert step.scalars() == {
+    assert step.to_scalars() == {
         **{"loss": 2.0, "val/x": 1.0},
         **{
             "paceline/seconds/compute": 0.3,
@@ -43,7 +43,9 @@ def test_a_step_has_the_numbers_of_its_line() -> None:
 
 
 def test_what_was_logged_later_has_nothing_else() -> None:
-    assert TrackedStep.of({"step": 3, "time": 2.0, "val/x": 1.0}, ()).scalars() == {"val/x": 1.0}
+    assert TrackedStep.from_line({"step": 3, "time": 2.0, "val/x": 1.0}, ()).to_scalars() == {
+        "val/x": 1.0
+    }
 
 
 def test_a_summary_has_settings_and_results() -> None:
@@ -79,7 +81,7 @@ def test_a_summary_has_settings_and_results() -> None:
         },
         **{"events": [{"time": 0.0, "what": "x"}], "rank_late": [{"compute": 1.0}]},
     }
-    end = TrackedEnd.of(fields, Path("summary.json"), {"seed": 7, "sync": "old"})
+    end = TrackedSummary.from_fields(fields, Path("summary.json"), {"seed": 7, "sync": "old"})
     assert end.settings == {
         **{
             "seed": 7,

@@ -121,8 +121,8 @@ def test_another_start_is_the_same_run(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     for again, numbers in ((False, (1, 2, 3)), (True, (3, 4))):
         tracker = WandbTracker("")
-        tracker.begin(TrackedRun("x", tmp_path / "x", "sameid", 0.0, again=again))
-        tracker.steps([TrackedStep(number, 0.0, {"loss": float(number)}) for number in numbers])
+        tracker.begin_run(TrackedRun("x", tmp_path / "x", "sameid", 0.0, again=again))
+        tracker.log_steps([TrackedStep(number, 0.0, {"loss": float(number)}) for number in numbers])
         tracker.close(failed=not again)
         tracker.close(failed=not again)
     found = sorted(offline(tmp_path / "x"), key=lambda each: min(each.history))
@@ -136,10 +136,10 @@ def test_the_run_of_a_script_is_left_alone(tmp_path: Path) -> None:
     own = wandb.init(dir=str(tmp_path), mode="offline", settings=wandb.Settings(silent=True))
     try:
         tracker = WandbTracker("")
-        tracker.begin(TrackedRun("x", tmp_path, "other", 0.0))
+        tracker.begin_run(TrackedRun("x", tmp_path, "other", 0.0))
         assert wandb.run is own
         wandb.log({"mine": 1.0})
-        tracker.steps([TrackedStep(7, 0.0, {"loss": 2.0})])
+        tracker.log_steps([TrackedStep(7, 0.0, {"loss": 2.0})])
         tracker.close(failed=False)
         assert wandb.run is own
     finally:
@@ -157,8 +157,8 @@ def test_a_server_that_can_not_be_reached_ends_no_run(
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setattr(tracked, "_REACH", 1)
     tracker = WandbTracker("")
-    where = tracker.begin(TrackedRun("x", tmp_path, "id", 0.0))
-    tracker.steps([TrackedStep(1, 0.0, {"loss": 2.0})])
+    where = tracker.begin_run(TrackedRun("x", tmp_path, "id", 0.0))
+    tracker.log_steps([TrackedStep(1, 0.0, {"loss": 2.0})])
     tracker.close(failed=False)
     wandb.teardown()
     assert where.startswith("offline, as the server can't be reached (") and where.endswith(
@@ -171,8 +171,8 @@ def test_a_user_who_has_switched_it_off(tmp_path: Path, monkeypatch: pytest.Monk
     wandb.teardown()
     monkeypatch.setenv("WANDB_MODE", "disabled")
     tracker = WandbTracker("")
-    assert "WANDB_MODE" in tracker.begin(TrackedRun("x", tmp_path, "id", 0.0))
-    tracker.steps([TrackedStep(1, 0.0, {"loss": 2.0})])
+    assert "WANDB_MODE" in tracker.begin_run(TrackedRun("x", tmp_path, "id", 0.0))
+    tracker.log_steps([TrackedStep(1, 0.0, {"loss": 2.0})])
     tracker.close(failed=False)
     wandb.teardown()
     assert not (tmp_path / "wandb").exists() or not list((tmp_path / "wandb").glob("*run-*"))

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.comm.rpc import RpcClient, RpcServer, keys
+from paceline.comm.rpc import RpcClient, RpcServer, derive_rpc_keys
 from paceline.servers.process.main import Server, _warm_up
 from paceline.servers.protocol import message
 from paceline.servers.protocol.message import Index, Request, SentRequest
 from paceline.servers.protocol.parameters import FillUnit, PlanShard
 from tests.harness.shard_plans import SECONDS, WAYS, packed, plan
 
-KEYS = keys(b"0123456789abcdef", "a job")
+KEYS = derive_rpc_keys(b"0123456789abcdef", "a job")
 
 
 @pytest.fixture

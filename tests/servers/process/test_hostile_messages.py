@@ -118,7 +118,7 @@ class Told:
         found = RpcMessage(
             kind, message.number, 0, message.view, message.step, body or {}, tuple(tensors)
         )
-        found.dump(FRAME)  # it can be sent
+        found.to_frames(FRAME)  # it can be sent
         self.answers.append(found)
         return True
 
@@ -229,12 +229,12 @@ def over_the_wire(message: RpcMessage) -> RpcMessage | None:
     try:
         frames = [
             bytearray(memoryview(frame).cast("B")) if memoryview(frame) else b""
-            for frame in message.dump()
+            for frame in message.to_frames()
         ]
     except (TypeError, ValueError, OverflowError, MalformedMessage):
         return None
     try:
-        return RpcMessage.load(frames)
+        return RpcMessage.from_frames(frames)
     except MalformedMessage:
         return None
 
@@ -308,7 +308,7 @@ def test_absurd_shapes(shape: Any) -> None:
     push = parameters.PushGradient(Index(0), 1, 0, b"\1", False, False, torch.ones(1))
     head = msgpack.packb([push.kind, 1, 5, 0, 1, push.pack().body, [["float32", shape]]])
     try:
-        found = RpcMessage.load([head, b""])
+        found = RpcMessage.from_frames([head, b""])
     except MalformedMessage:
         return
     told = Told()

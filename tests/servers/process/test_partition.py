@@ -13,7 +13,9 @@ from paceline.servers.process.partition import PARTS, SMALLEST, deal, pieces
 
 def shapes(*sizes: tuple[int, ...]) -> list[BucketShape]:
     return [
-        BucketShape.of(torch.empty(size, device="meta"))._replace(device=torch.device("cpu"))
+        BucketShape.of_parameter(torch.empty(size, device="meta"))._replace(
+            device=torch.device("cpu")
+        )
         for size in sizes
     ]
 
@@ -57,5 +59,5 @@ def test_small_and_whole_parameters_are_not_cut():
 def test_strides_are_kept():
     """A piece of a channels-last convolution is channels-last."""
     weight = torch.empty(512, 64, 3, 3).to(memory_format=torch.channels_last)
-    cut = pieces([BucketShape.of(weight)], 2, [False])
+    cut = pieces([BucketShape.of_parameter(weight)], 2, [False])
     assert len(cut) > 2 and all(piece.shape.stride == weight.stride() for piece in cut)

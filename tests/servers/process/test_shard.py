@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.bucket_layout import BucketShape, cut
+from paceline.comm.bucket_layout import BucketShape, cut_runs
 from paceline.errors import Mismatch
 from paceline.servers.process import optimizers as recipe
 from paceline.servers.process.partition import RowRange, deal, pieces
@@ -40,7 +40,7 @@ class Servers:
             for g, group in enumerate(o.param_groups)
             for p in group["params"]
         }
-        found = pieces([BucketShape.of(p) for p in model], count, [False] * len(model))
+        found = pieces([BucketShape.of_parameter(p) for p in model], count, [False] * len(model))
         told = [(recipe.describe(o), recipe.settings(o)) for o in optimizers]
         self.shards = []
         for numbers in deal(found, count):
@@ -51,7 +51,9 @@ class Servers:
             ]
             self.shards.append(
                 Shard(
-                    ShardPlan(mine, cut(kinds, reversed(range(len(mine))), 100_000), owners, told)
+                    ShardPlan(
+                        mine, cut_runs(kinds, reversed(range(len(mine))), 100_000), owners, told
+                    )
                 )
             )
         for shard in self.shards:
@@ -62,7 +64,7 @@ class Servers:
         """Some tensors of all parameters, as they lie in a unit."""
         bucket = shard.units[number].bucket
         found = torch.zeros_like(bucket.flat)
-        for index, view in zip(shard.plan.runs[number], bucket.over(found), strict=True):
+        for index, view in zip(shard.plan.runs[number], bucket.views_over(found), strict=True):
             value = values[(piece := shard.plan.pieces[index]).slot]
             if value is not None:
                 view.copy_(value[piece.start : piece.stop] if value.dim() else value)
@@ -91,7 +93,7 @@ class Servers:
         for shard in self.shards:
             for number, unit in enumerate(shard.units):
                 for index, view in zip(
-                    shard.plan.runs[number], unit.bucket.over(shard.read(number)), strict=True
+                    shard.plan.runs[number], unit.bucket.views_over(shard.read(number)), strict=True
                 ):
                     piece: RowRange = shard.plan.pieces[index]
                     found[piece.slot][piece.start : piece.stop] = view.detach()

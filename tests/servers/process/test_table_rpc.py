@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.comm.rpc import RpcClient, RpcServer, keys
+from paceline.comm.rpc import RpcClient, RpcServer, derive_rpc_keys
 from paceline.errors import Mismatch
 from paceline.servers.process.main import Server
 from paceline.servers.process.table import TableSpec
@@ -17,7 +17,7 @@ from paceline.servers.protocol import rows
 from paceline.servers.protocol.message import Index, SentRequest, call, send
 from tests.harness.jobs import PATIENCE as SECONDS
 
-KEYS = keys(b"0123456789abcdef", "tests")
+KEYS = derive_rpc_keys(b"0123456789abcdef", "tests")
 SPEC = TableSpec(rows=100, dim=2, dtype="float64", seed=3, std=1.0, rule="SGD")
 Callers = list[RpcClient]
 Sent = SentRequest[Any]

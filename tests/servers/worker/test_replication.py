@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from paceline.comm.agreement import Agreement
-from paceline.comm.group import Group
-from paceline.comm.rpc import keys
+from paceline.comm.group_protocol import Group
+from paceline.comm.rpc import derive_rpc_keys
 from paceline.errors import ServerLost, StateLost
 from paceline.servers.process.endpoints import ServerEndpoints
 from paceline.servers.worker.replication import ServerReplication
@@ -26,7 +26,7 @@ class Town:
     """A `House` whose servers begin as soon as they are started."""
 
     def __init__(self, here: str, servers: list[Server]) -> None:
-        self.here, self.servers, self.next = (
+        self.here, self.servers, self.next_step = (
             here,
             list(servers),
             1 + max(number for number, _, _ in servers),
@@ -37,7 +37,13 @@ class Town:
         numbers, shards, _ = zip(*servers, strict=True) if servers else ((), (), ())
         names = tuple(f"server {shard}" for shard in shards)
         return ServerEndpoints(
-            names, names, keys(b"k" * 32, "job"), lambda told: None, lambda: None, numbers, shards
+            names,
+            names,
+            derive_rpc_keys(b"k" * 32, "job"),
+            lambda told: None,
+            lambda: None,
+            numbers,
+            shards,
         )
 
     def lose(self, numbers: Collection[int]) -> ServerEndpoints:
@@ -45,10 +51,10 @@ class Town:
         return self._endpoints(self.servers)
 
     def spawn(self, shard: int, *, mine: bool) -> int:
-        self.next += 1
+        self.next_step += 1
         if mine:
-            self.started[self.next - 1] = self.next - 1, shard, self.here
-        return self.next - 1
+            self.started[self.next_step - 1] = self.next_step - 1, shard, self.here
+        return self.next_step - 1
 
     def spawned(self, number: int) -> Any:
         return self.started[number]
@@ -132,7 +138,7 @@ def all_in(replacing: ServerReplication) -> None:
     """Take in what has begun, wherever."""
     told = [
         found
-        for answer in replacing.context.group.agree(json.dumps(replacing.begun()).encode())
+        for answer in replacing.context.group.gather_bytes(json.dumps(replacing.begun()).encode())
         for found in json.loads(answer)
     ]
     replacing.take_in(told, filled(replacing, told))
@@ -144,7 +150,7 @@ def test_what_leaving_hosts_keep_is_copied_to_those_that_stay(leaving: list[str]
         hosts = dict(enumerate(HOSTS))
         assert not replacing.relieve(hosts, leaving) and replacing.waits
         # they are under way
-        assert not replacing.relieve(hosts, leaving) and pool.next == 3 + len(leaving)
+        assert not replacing.relieve(hosts, leaving) and pool.next_step == 3 + len(leaving)
         all_in(replacing)
         assert replacing.relieve(hosts, leaving) and not replacing.waits
         replacing.part(leaving)
@@ -213,7 +219,9 @@ def test_who_has_not_taken_a_copy_in_yet_does_so_after_a_loss(quick: tuple[int, 
         replacing.relieve(dict(enumerate(HOSTS)), ["a"])
         told = [
             found
-            for answer in replacing.context.group.agree(json.dumps(replacing.begun()).encode())
+            for answer in replacing.context.group.gather_bytes(
+                json.dumps(replacing.begun()).encode()
+            )
             for found in json.loads(answer)
         ]
         alive = filled(replacing, told)
@@ -242,7 +250,7 @@ def test_a_copy_that_its_starter_has_not_heard_of_is_not_waited_for() -> None:
         assert not replacing.waits
         replacing.relieve(dict(enumerate(where)), ["c"])
         all_in(replacing)
-        return pool.next, sorted(pool.servers), ends.of
+        return pool.next_step, sorted(pool.servers), ends.of
 
     found = play(act, SERVERS, hosts=where)
     assert all(each == found[0] for each in found), found

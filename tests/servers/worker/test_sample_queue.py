@@ -184,7 +184,7 @@ class TestTheRestOfARun:
                     if run.rank != 1 and turns > 100:
                         time.sleep(0.1)  # rank 1 has time to come to its fourth turn
                     turn(model, optimizer, ids)
-                    run._collector._meetings.next = 0  # hand over in each step
+                    run._collector._meetings.next_step = 0  # hand over in each step
                     turns += 1
             return turns
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.observe.report import report
+from paceline.observe.report import format_report
 from paceline.record import log
 from paceline.session.run import Run
 from paceline.unequal.probe import link_watch, slow_links
@@ -49,7 +49,7 @@ def test_in_a_run(
     """Any exchange counts as slow, and the links of the last host are pretended to be, once
     those between threads have been measured.
     """
-    monkeypatch.setattr(log, "_APART", 0.01)
+    monkeypatch.setattr(log, "_DRAIN_INTERVAL", 0.01)
     for name, value in ({"STEPS": 1, "LEAST": -1.0} | looks).items():
         monkeypatch.setattr(slow_links, name, value)
     monkeypatch.setattr(link_watch, "EXPLAINS", 0.0)
@@ -70,14 +70,14 @@ def test_in_a_run(
     assert found and found[0]["words"].rpartition(": ")[2].startswith(
         f"{whose} carries 80 Mbit/s"
     ), found
-    assert f"From step {found[0]['step']} on exchanges take " in report(tmp_path / "test")
+    assert f"From step {found[0]['step']} on exchanges take " in format_report(tmp_path / "test")
 
 
 @pytest.mark.slow
 def test_a_glance_that_finds_all_links_fine_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log, "_APART", 0.01)
+    monkeypatch.setattr(log, "_DRAIN_INTERVAL", 0.01)
     for name, value in ({"STEPS": 1, "LEAST": -1.0, "PAUSE": 0.0} | GLANCES).items():
         monkeypatch.setattr(slow_links, name, value)
     measured: list[int] = []

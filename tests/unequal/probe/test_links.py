@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.comm.group import Group
-from paceline.comm.pairs import pairs
+from paceline.comm.group_protocol import Group
+from paceline.comm.pairs import connect_pairs
 from paceline.errors import DeadlineExceeded, PacelineError, WorkerLost
 from paceline.timings import ProbeTimings
 from paceline.unequal.probe import links
@@ -55,7 +55,7 @@ def test_long_links_have_long_streams() -> None:
 
 def test_each_source_has_the_figures_of_its_pairs() -> None:
     def body(group: Group) -> tuple[list[LinkFigures], list[LinkFigures]]:
-        meter = LinkMeter(pairs(group))
+        meter = LinkMeter(connect_pairs(group))
         alone = meter.alone([[(0, 1)], [(1, 2)], [(2, 0), (1, 3)], [(3, 0)]], 0.005)
         crowded = meter.crowded([[(0, 1), (1, 2), (2, 0)]], 0.005)
         meter.meet()
@@ -83,7 +83,7 @@ def test_nobody_goes_on_before_all_have_met() -> None:
     came: list[int] = []
 
     def body(group: Group) -> list[int]:
-        meter = LinkMeter(pairs(group))
+        meter = LinkMeter(connect_pairs(group))
         for _ in range(20):
             came.append(group.rank)
             meter.meet()
@@ -109,7 +109,7 @@ def test_a_worker_that_does_not_come_is_named(late: int) -> None:
     )
 
     def body(group: Group) -> None:
-        network = pairs(group)
+        network = connect_pairs(group)
         meter = LinkMeter(network, timings)
         try:
             if group.rank == 0 and late:
@@ -147,7 +147,7 @@ def test_a_link_whose_other_end_does_not_answer() -> None:
     over = threading.Event()
 
     def body(group: Group) -> str:
-        meter = LinkMeter(pairs(group), ProbeTimings(0.2, PATIENCE, PATIENCE))
+        meter = LinkMeter(connect_pairs(group), ProbeTimings(0.2, PATIENCE, PATIENCE))
         meter.meet()
         if group.rank == 1:
             over.wait(PATIENCE)
@@ -168,7 +168,7 @@ def test_a_worker_that_dies_ends_it_for_all(dies: int) -> None:
     ended: dict[int, BaseException] = {}
 
     def body(group: Group) -> None:
-        meter = LinkMeter(pairs(group))
+        meter = LinkMeter(connect_pairs(group))
         try:
             meter.alone([[(0, 1)], [(1, 2)]], 0.005)
             if group.rank == dies:

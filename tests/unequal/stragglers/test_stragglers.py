@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline.cluster.mesh import Mesh
 from paceline.loop.interruptions import InterruptionMeter
-from paceline.observe.report import report
+from paceline.observe.report import format_report
 from paceline.session.run import Run
 from paceline.trace import MEASURED
 from paceline.unequal.stragglers import stragglers
@@ -326,7 +326,9 @@ def test_planted_causes_are_told_apart(
         if event.get("cat") == "late"
     ]
     assert WORDS[cause] in drawn
-    assert WORDS[cause] in report(folder / "test").partition("and why:")[2].partition("\n\n")[0]
+    assert (
+        WORDS[cause] in format_report(folder / "test").partition("and why:")[2].partition("\n\n")[0]
+    )
 
 
 CUT = """

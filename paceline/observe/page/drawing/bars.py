@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from paceline.observe.page.markup import Child, Markup, element
 
-THICK = 18  # pixels
+BAR_HEIGHT = 18  # pixels
 # CSS class of each part, which gives its colour and its hatching.
-PARTS_KINDS: Mapping[str, str] = {
+PART_CLASSES: Mapping[str, str] = {
     "compute": "k0",
     "exchange": "k1",
     "wait": "k2",
@@ -40,7 +40,7 @@ class Bar:
     note: str = ""  # below the label
 
 
-def bars(
+def draw_bars(
     title: str, rows: Sequence[Bar], words: Mapping[str, str], *, least: float = 0.0
 ) -> Markup:
     """Draw bars on one scale, with a legend of their parts.
@@ -54,9 +54,12 @@ def bars(
     # `or 1.0`: if all sizes are 0, the bars are empty.
     longest = max([least, *(sum(row.sizes.values()) for row in rows)]) or 1.0
     shown_parts = [part for part in words if any(row.sizes.get(part, 0.0) > 0 for row in rows)]
-    keys = (element("span", {"class": "key"}, swatch(part), words[part]) for part in shown_parts)
+    keys = (
+        element("span", {"class": "key"}, draw_part_swatch(part), words[part])
+        for part in shown_parts
+    )
     legend = element("figcaption", {"class": "legend"}, keys)
-    body = (_row(title, row, words, longest) for row in rows)
+    body = (_draw_row(title, row, words, longest) for row in rows)
     return element(
         "figure",
         None,
@@ -65,29 +68,29 @@ def bars(
     )
 
 
-def swatch(part: str) -> Markup:
+def draw_part_swatch(part: str) -> Markup:
     """Draw a piece of a part's colour for a legend."""
     box = element(
-        "rect", {"class": f"fill {PARTS_KINDS[part]}", "width": 14, "height": 12, "rx": 2}
+        "rect", {"class": f"fill {PART_CLASSES[part]}", "width": 14, "height": 12, "rx": 2}
     )
     return element(
         "svg",
         {"class": "swatch", "width": 14, "height": 12, "aria-hidden": "true"},
         box,
-        _hatch(part, "0", "14", 12),
+        _draw_hatching(part, "0", "14", 12),
     )
 
 
-def _row(title: str, row: Bar, words: Mapping[str, str], longest: float) -> Markup:
+def _draw_row(title: str, row: Bar, words: Mapping[str, str], longest: float) -> Markup:
     """Draw one bar with its label."""
     description = ", ".join(
         f"{words[part]} {size / longest:.0%}" for part, size in row.sizes.items() if size > 0
     )
     bar = element(
         "svg",
-        {"class": "bar", "width": "100%", "height": THICK, "role": "img"},
+        {"class": "bar", "width": "100%", "height": BAR_HEIGHT, "role": "img"},
         element("title", None, f"{title}, {row.label}: {description or 'nothing'} of the longest"),
-        *_pieces(row, words, longest),
+        *_draw_pieces(row, words, longest),
     )
     note = element("small", None, row.note) if row.note else None
     label = element("span", {"class": "label"}, row.label, note)
@@ -100,7 +103,7 @@ def _row(title: str, row: Bar, words: Mapping[str, str], longest: float) -> Mark
     )
 
 
-def _pieces(row: Bar, words: Mapping[str, str], longest: float) -> Iterator[Markup]:
+def _draw_pieces(row: Bar, words: Mapping[str, str], longest: float) -> Iterator[Markup]:
     """Draw the parts of a bar side by side."""
     position = 0.0
     for part in words:
@@ -110,21 +113,26 @@ def _pieces(row: Bar, words: Mapping[str, str], longest: float) -> Iterator[Mark
             x, width = f"{100 * position / longest:.3f}%", f"{100 * size / longest:.3f}%"
             yield element(
                 "rect",
-                {"class": f"fill {PARTS_KINDS[part]}", "x": x, "width": width, "height": THICK},
+                {
+                    "class": f"fill {PART_CLASSES[part]}",
+                    "x": x,
+                    "width": width,
+                    "height": BAR_HEIGHT,
+                },
             )
-            yield _hatch(part, x, width, THICK)
+            yield _draw_hatching(part, x, width, BAR_HEIGHT)
             position += size
 
 
-def _hatch(part: str, x: str, width: str, height: int) -> Markup:
+def _draw_hatching(part: str, x: str, width: str, height: int) -> Markup:
     """Draw the hatching over a part. The page defines its pattern once."""
-    kind = PARTS_KINDS[part]
+    kind = PART_CLASSES[part]
     return element(
         "rect", {"fill": f"url(#hatch-{kind})", "x": x, "width": width, "height": height}
     )
 
 
-def hatchings() -> Markup:
+def define_hatchings() -> Markup:
     """Define the pattern of each hatching, once for a page."""
     paths = {
         "k1": "M-1 1l2-2M0 6l6-6M5 7l2-2",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from paceline.observe.page.markup import Child, Markup, element
 
 
-def table(head: Sequence[Child], rows: Iterable[Sequence[Child]], caption: str = "") -> Markup:
+def make_table(head: Sequence[Child], rows: Iterable[Sequence[Child]], caption: str = "") -> Markup:
     """Return a table, which scrolls if it is wider than the screen.
 
     Args:
@@ -36,6 +36,6 @@ def table(head: Sequence[Child], rows: Iterable[Sequence[Child]], caption: str =
     )
 
 
-def folded(title: str, content: Child) -> Markup:
+def fold_content(title: str, content: Child) -> Markup:
     """Put content under a title that opens and closes it."""
     return element("details", None, element("summary", None, title), content)

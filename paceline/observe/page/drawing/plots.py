@@ -17,13 +17,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from paceline.observe.page.drawing.scales import Scale, plain, scale
+from paceline.observe.page.drawing.scales import Scale, format_number, make_scale
 from paceline.observe.page.markup import Attributes, Markup, element
 
 # Width of the plane of curves, in units of its own.
-WIDE = 1000
+PLANE_WIDTH = 1000
 # Weight of the earlier points in a moving average.
-KEPT = 0.9
+AVERAGE_WEIGHT = 0.9
 COLOURS, DASHES = 6, 6  # kinds of colours and of dashes
 
 Numbers = Sequence[float | None]
@@ -80,12 +80,12 @@ class Plot:
     read: Sequence[Curve] | None = None
 
 
-def smoothed(plot: Plot) -> Plot:
+def smooth_plot(plot: Plot) -> Plot:
     """Return a plot of moving averages over its faint curves.
 
     The axis is logarithmic if all values are positive.
     """
-    all_values = finite([curve.y for curve in plot.curves])
+    all_values = finite_values([curve.y for curve in plot.curves])
     is_log = min(all_values, default=0.0) > 0
 
     def column(values: Iterable[float | None]) -> Numbers:
@@ -95,31 +95,40 @@ def smoothed(plot: Plot) -> Plot:
         replace(curve, name="", y=column(curve.y), low=(), high=(), faint=True)
         for curve in plot.curves
     ]
-    firm = [replace(curve, y=column(_averages(curve.y)), low=(), high=()) for curve in plot.curves]
+    firm = [
+        replace(curve, y=column(_moving_averages(curve.y)), low=(), high=())
+        for curve in plot.curves
+    ]
     # The limits go through the same transformation as the curves.
-    low, high = finite([column([min(all_values, default=0.0), max(all_values, default=1.0)])])
-    words = (lambda value: plain(10**value)) if is_log else plain
-    return replace(plot, curves=[*faint, *firm], y=scale(low, high, words), read=plot.curves)
+    low, high = finite_values(
+        [column([min(all_values, default=0.0), max(all_values, default=1.0)])]
+    )
+    words = (lambda value: format_number(10**value)) if is_log else format_number
+    return replace(plot, curves=[*faint, *firm], y=make_scale(low, high, words), read=plot.curves)
 
 
-def _averages(values: Numbers) -> Iterator[float | None]:
+def _moving_averages(values: Numbers) -> Iterator[float | None]:
     """Yield the exponential moving average of a column, starting from its first value."""
     average: float | None = None
     for value in values:
         if value is not None:
-            average = value if average is None else KEPT * average + (1 - KEPT) * value
+            average = (
+                value
+                if average is None
+                else AVERAGE_WEIGHT * average + (1 - AVERAGE_WEIGHT) * value
+            )
         yield None if value is None else average
 
 
-def draw(plot: Plot) -> Markup:
+def draw_plot(plot: Plot) -> Markup:
     """Draw a plot: numbers of both axes, curves and marks."""
-    lines = [line for curve in plot.curves for line in _curve(curve, plot)]
+    lines = [line for curve in plot.curves for line in _draw_curve(curve, plot)]
     # Only the curves stretch (`preserveAspectRatio="none"`). Text, marks and grid lie outside of
     # the plane, in pixels and percentages.
     plane = element(
         "svg",
         {
-            "viewBox": f"0 0 {WIDE} {plot.high}",
+            "viewBox": f"0 0 {PLANE_WIDTH} {plot.high}",
             "preserveAspectRatio": "none",
             "width": "100%",
             "height": plot.high,
@@ -128,11 +137,11 @@ def draw(plot: Plot) -> Markup:
     )
     plane_with_marks = element(
         "svg",
-        {"class": "plane", "width": "100%", "height": _height(plot), "role": "img"},
+        {"class": "plane", "width": "100%", "height": _full_height(plot), "role": "img"},
         element("title", None, plot.title),
-        _grid(plot),
+        _draw_grid(plot),
         plane,
-        (_mark(mark, plot) for mark in plot.marks),
+        (_draw_mark(mark, plot) for mark in plot.marks),
         element("line", {"class": "cursor", "y1": 0, "y2": plot.high, "x1": 0, "x2": 0}),
     )
     sheet = element(
@@ -141,26 +150,28 @@ def draw(plot: Plot) -> Markup:
         plane_with_marks,
         element("output", {"class": "read-out", "hidden": ""}),
     )
-    points = json.dumps(_read_outs(plot), separators=(",", ":"))
-    plot_with_axis = element("div", {"class": "plot", "data-points": points}, _heights(plot), sheet)
-    return element("figure", None, _legend(plot.curves), plot_with_axis)
+    points = json.dumps(_collect_read_outs(plot), separators=(",", ":"))
+    plot_with_axis = element(
+        "div", {"class": "plot", "data-points": points}, _draw_heights(plot), sheet
+    )
+    return element("figure", None, _draw_legend(plot.curves), plot_with_axis)
 
 
-def _height(plot: Plot) -> int:
+def _full_height(plot: Plot) -> int:
     """Return the height of a plot with the numbers below it, in pixels."""
     return plot.high + (38 if plot.under else 22)
 
 
-def _read_outs(plot: Plot) -> dict[str, object]:
+def _collect_read_outs(plot: Plot) -> dict[str, object]:
     """Return the names and values that the page's script shows at the pointer, by position."""
     curves = plot.curves if plot.read is None else plot.read
     positions = dict.fromkeys(x for curve in curves for x in curve.x if x is not None)
     # Curves may have different positions. Each gets a column over all of them, with gaps.
     index_by_position = {x: at for at, x in enumerate(sorted(positions))}
-    columns = {curve.name: _placed(curve, index_by_position) for curve in curves}
+    columns = {curve.name: _arrange_values(curve, index_by_position) for curve in curves}
     read_outs: dict[str, object] = {
         "x": list(index_by_position),
-        "at": [round(_across(x, plot.x), 4) for x in index_by_position],
+        "at": [round(_horizontal_position(x, plot.x), 4) for x in index_by_position],
         "unit": plot.unit,
         "curves": columns,
     }
@@ -171,7 +182,7 @@ def _read_outs(plot: Plot) -> dict[str, object]:
     )
 
 
-def _placed(curve: Curve, index_by_position: dict[float, int]) -> list[float | None]:
+def _arrange_values(curve: Curve, index_by_position: dict[float, int]) -> list[float | None]:
     """Arrange the values of a curve by position, rounded to five digits."""
     column: list[float | None] = [None] * len(index_by_position)
     for x, y in zip(curve.x, curve.y, strict=True):
@@ -180,23 +191,25 @@ def _placed(curve: Curve, index_by_position: dict[float, int]) -> list[float | N
     return column
 
 
-def _curve(curve: Curve, plot: Plot) -> Iterator[Markup]:
+def _draw_curve(curve: Curve, plot: Plot) -> Iterator[Markup]:
     """Draw the band and the line of a curve, interrupted where values are missing."""
-    for part in _pieces(curve.x, curve.low, curve.high) if curve.low else ():
-        lower_edge = [_point(x, low, plot) for x, low, _ in part]
-        upper_edge = [_point(x, high, plot) for x, _, high in reversed(part)]
+    for part in _split_at_gaps(curve.x, curve.low, curve.high) if curve.low else ():
+        lower_edge = [_format_point(x, low, plot) for x, low, _ in part]
+        upper_edge = [_format_point(x, high, plot) for x, _, high in reversed(part)]
         classes = f"fill {curve.area}" if curve.area else f"band c{curve.kind % COLOURS}"
         yield element("path", {"class": classes, "d": f"M{' '.join([*lower_edge, *upper_edge])}Z"})
-    for piece in _pieces(curve.x, curve.y, curve.y):
-        points = [_point(x, y, plot) for x, y, _ in piece]
+    for piece in _split_at_gaps(curve.x, curve.y, curve.y):
+        points = [_format_point(x, y, plot) for x, y, _ in piece]
         # A path of one point is invisible, so it becomes a line to itself: a dot.
         if len(points) == 1:
             points *= 2
-        classes = "edge" if curve.area else f"line {line(curve.kind)}{' faint' * curve.faint}"
+        classes = (
+            "edge" if curve.area else f"line {line_classes(curve.kind)}{' faint' * curve.faint}"
+        )
         yield element("path", {"class": classes, "d": f"M{' '.join(points)}"})
 
 
-def line(kind: int) -> str:
+def line_classes(kind: int) -> str:
     """Return the CSS classes of a line of this kind.
 
     Colour and dashes both differ, so that neither is needed alone.
@@ -204,7 +217,9 @@ def line(kind: int) -> str:
     return f"c{kind % COLOURS} d{(kind + kind // COLOURS) % DASHES}"
 
 
-def _pieces(x: Numbers, low: Numbers, high: Numbers) -> Iterator[list[tuple[float, float, float]]]:
+def _split_at_gaps(
+    x: Numbers, low: Numbers, high: Numbers
+) -> Iterator[list[tuple[float, float, float]]]:
     """Yield the stretches of a curve that are not interrupted."""
     piece: list[tuple[float, float, float]] = []
     for position, lower, upper in zip(x, low, high, strict=True):
@@ -218,31 +233,33 @@ def _pieces(x: Numbers, low: Numbers, high: Numbers) -> Iterator[list[tuple[floa
         yield piece
 
 
-def _point(x: float, y: float, plot: Plot) -> str:
+def _format_point(x: float, y: float, plot: Plot) -> str:
     """Format a point of the plane."""
-    return f"{_across(x, plot.x) * WIDE:.1f},{_down(y, plot):.1f}"
+    return f"{_horizontal_position(x, plot.x) * PLANE_WIDTH:.1f},{_vertical_position(y, plot):.1f}"
 
 
-def _across(x: float, axis: Scale) -> float:
+def _horizontal_position(x: float, axis: Scale) -> float:
     """Return the position of a value on the horizontal axis, from 0 to 1."""
-    return min(max(axis.at(x), 0.0), 1.0)
+    return min(max(axis.position_of(x), 0.0), 1.0)
 
 
-def _down(y: float, plot: Plot) -> float:
+def _vertical_position(y: float, plot: Plot) -> float:
     """Return the height of a value below the top, in pixels."""
     # Values outside of the axis are drawn just beyond it.
-    return (1 - min(max(plot.y.at(y), -0.02), 1.02)) * plot.high
+    return (1 - min(max(plot.y.position_of(y), -0.02), 1.02)) * plot.high
 
 
-def _grid(plot: Plot) -> Iterator[Markup]:
+def _draw_grid(plot: Plot) -> Iterator[Markup]:
     """Draw horizontal lines at the numbers of the vertical axis, and the horizontal axis."""
     for value, _ in plot.y.ticks:
-        y = _down(value, plot)
+        y = _vertical_position(value, plot)
         yield element("line", {"class": "grid", "x1": 0, "x2": "100%", "y1": y, "y2": y})
-    yield from across(plot.x, plot.high + 16, plot.under)
+    yield from draw_axis(plot.x, plot.high + 16, plot.under)
 
 
-def across(axis: Scale, y: float, under: Callable[[float], str] | None = None) -> Iterator[Markup]:
+def draw_axis(
+    axis: Scale, y: float, under: Callable[[float], str] | None = None
+) -> Iterator[Markup]:
     """Draw the numbers of a horizontal axis.
 
     Args:
@@ -251,7 +268,7 @@ def across(axis: Scale, y: float, under: Callable[[float], str] | None = None) -
         under: Text below a number, such as the time of a step.
     """
     for index, (value, words) in enumerate(axis.ticks):
-        position = axis.at(value)
+        position = axis.position_of(value)
         # Numbers near the ends would stick out, so they are aligned to the inside.
         anchor = "start" if position < 0.06 else "end" if position > 0.94 else "middle"
         attributes = {"class": "tick", "x": f"{100 * position:.2f}%", "text-anchor": anchor}
@@ -264,7 +281,7 @@ def across(axis: Scale, y: float, under: Callable[[float], str] | None = None) -
             )
 
 
-def _heights(plot: Plot) -> Markup:
+def _draw_heights(plot: Plot) -> Markup:
     """Draw the numbers of the vertical axis."""
     ticks = (
         element(
@@ -272,7 +289,7 @@ def _heights(plot: Plot) -> Markup:
             {
                 "class": "tick",
                 "x": "100%",
-                "y": max(_down(value, plot) + 4, 9),
+                "y": max(_vertical_position(value, plot) + 4, 9),
                 "text-anchor": "end",
             },
             words,
@@ -284,7 +301,7 @@ def _heights(plot: Plot) -> Markup:
         "svg",
         {
             "class": "heights",
-            "height": _height(plot),
+            "height": _full_height(plot),
             "width": 8 + 7 * longest,
             "aria-hidden": "true",
         },
@@ -292,15 +309,15 @@ def _heights(plot: Plot) -> Markup:
     )
 
 
-def _mark(mark: Mark, plot: Plot) -> Markup:
+def _draw_mark(mark: Mark, plot: Plot) -> Markup:
     """Draw an event as a vertical line."""
-    position = f"{100 * _across(mark.x, plot.x):.2f}%"
+    position = f"{100 * _horizontal_position(mark.x, plot.x):.2f}%"
     geometry: Attributes = {"x1": position, "x2": position, "y1": 0, "y2": plot.high}
     title = element("title", None, mark.words)
     return element("line", {"class": f"mark {mark.kind}", **geometry}, title)
 
 
-def _legend(curves: Sequence[Curve]) -> Markup | None:
+def _draw_legend(curves: Sequence[Curve]) -> Markup | None:
     """Draw a legend, if there are several named curves."""
     named = [curve for curve in curves if curve.name and not curve.area]
     if len(named) < 2:
@@ -308,19 +325,24 @@ def _legend(curves: Sequence[Curve]) -> Markup | None:
     return element(
         "figcaption",
         {"class": "legend"},
-        (element("span", {"class": "key"}, swatch(curve.kind), curve.name) for curve in named),
+        (
+            element("span", {"class": "key"}, draw_line_swatch(curve.kind), curve.name)
+            for curve in named
+        ),
     )
 
 
-def swatch(kind: int) -> Markup:
+def draw_line_swatch(kind: int) -> Markup:
     """Draw a piece of a curve's line for a legend."""
-    sample = element("line", {"class": f"line {line(kind)}", "x1": 1, "x2": 29, "y1": 6, "y2": 6})
+    sample = element(
+        "line", {"class": f"line {line_classes(kind)}", "x1": 1, "x2": 29, "y1": 6, "y2": 6}
+    )
     return element(
         "svg", {"class": "swatch", "width": 30, "height": 12, "aria-hidden": "true"}, sample
     )
 
 
-def finite(columns: Sequence[Numbers]) -> list[float]:
+def finite_values(columns: Sequence[Numbers]) -> list[float]:
     """Return all finite numbers of these columns."""
     return [
         value

@@ -10,7 +10,7 @@ from paceline.formatting import sized, spoken
 from paceline.observe import tables
 from paceline.unequal.probe.oddities import rated
 
-Words = Callable[[float], str]
+NumberFormat = Callable[[float], str]
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,15 @@ class Scale:
     high: float
     ticks: tuple[tuple[float, str], ...]
 
-    def at(self, value: float) -> float:
+    def position_of(self, value: float) -> float:
         """Return the position of a value: 0 at the start of the axis, 1 at its end."""
         return (value - self.low) / (self.high - self.low)
 
 
-def scale(
+def make_scale(
     low: float,
     high: float,
-    words: Words,
+    words: NumberFormat,
     count: int = 5,
     *,
     zero: bool = False,
@@ -50,30 +50,30 @@ def scale(
         # All values are equal: leave some space around them.
         pad = abs(low) * 0.1 or 1.0
         low, high = (low if zero else low - pad), high + pad
-    step = nice((high - low) / count)
+    step = round_up_step((high - low) / count)
     step = max(step, 1.0) if whole else step
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     ticks = tuple((index * step, words(index * step)) for index in range(first, last + 1))
     return Scale(low, high, ticks)
 
 
-def nice(step: float) -> float:
+def round_up_step(step: float) -> float:
     """Round up to 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(power * each for each in (1, 2, 5, 10) if power * each >= step * (1 - 1e-9))
 
 
-def plain(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a number with four digits, as the report formats a loss."""
     return f"{value:,.0f}" if abs(value) >= 1000 and value == int(value) else f"{value:.4g}"
 
 
-def whole(value: float) -> str:
+def format_whole(value: float) -> str:
     """Format a whole number, with commas."""
     return f"{value:,.0f}"
 
 
-def short(value: float) -> str:
+def format_short(value: float) -> str:
     """Format a large number briefly: 12k, 3.4M."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
@@ -81,16 +81,16 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def clock(value: float) -> str:
+def format_clock(value: float) -> str:
     """Format seconds since the start as on a clock; below a minute as seconds."""
     return f"{value:.3g} s" if value < 60 else spoken(value)
 
 
-def percent(value: float) -> str:
+def format_percent(value: float) -> str:
     """Format a share as a percentage."""
     return f"{value:.1%}"
 
 
-seconds: Words = tables.seconds
-nbytes: Words = sized
-rate: Words = rated
+format_seconds: NumberFormat = tables.format_seconds
+format_nbytes: NumberFormat = sized
+format_rate: NumberFormat = rated

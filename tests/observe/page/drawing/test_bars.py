@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.observe.page.drawing.bars import Bar, bars, hatchings
+from paceline.observe.page.drawing.bars import Bar, define_hatchings, draw_bars
 from tests.harness.pages import tree
 
 WORDS = {"compute": "compute", "wait": "waits", "data": "data"}
@@ -10,7 +10,7 @@ WORDS = {"compute": "compute", "wait": "waits", "data": "data"}
 
 def test_sizes() -> None:
     made = tree(
-        bars(
+        draw_bars(
             "A step",
             [
                 Bar("rank 0", {"compute": 3, "wait": 1}, "4 s", "note"),
@@ -38,13 +38,13 @@ def test_sizes() -> None:
 
 
 def test_each_part_has_its_own_hatching() -> None:
-    ids = {pattern.get("id") for pattern in tree(hatchings()).iter("pattern")}
-    made = tree(bars("A step", [Bar("x", {"compute": 1, "wait": 1, "data": 1})], WORDS))
+    ids = {pattern.get("id") for pattern in tree(define_hatchings()).iter("pattern")}
+    made = tree(draw_bars("A step", [Bar("x", {"compute": 1, "wait": 1, "data": 1})], WORDS))
     used = {rect.get("fill", "")[5:-1] for rect in made.iter("rect") if rect.get("fill")}
     assert len(used) == 3 and used <= ids
 
 
 def test_a_least_scale_and_nothing_at_all() -> None:
-    made = tree(bars("x", [Bar("a", {"compute": 1})], WORDS, least=2.0))
+    made = tree(draw_bars("x", [Bar("a", {"compute": 1})], WORDS, least=2.0))
     assert [rect.get("width") for rect in made.iter("rect") if rect.get("class")] == ["50.000%"]
-    assert "nothing of the longest" in bars("x", [Bar("a", {"compute": 0})], WORDS)
+    assert "nothing of the longest" in draw_bars("x", [Bar("a", {"compute": 0})], WORDS)

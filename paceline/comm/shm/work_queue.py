@@ -1,0 +1,201 @@
+"""The queue of operations under way in a group: generators that any waiting thread advances.
+
+An operation yields when it has posted and other ranks have to come. It has no thread of its own.
+Operations of a group end in the order in which they began. A wait in one group also advances the
+operations of its relatives (subgroups, and the groups it is a subgroup of), as other ranks may need
+them before they come.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from paceline.comm.fingerprint import CallFingerprint
+from paceline.comm.group_protocol import needs_inference_mode, resume_mode
+from paceline.comm.shm.segment import ControlSegment, Steps
+from paceline.comm.shm.waiting import WaitCondition
+from paceline.errors import Mismatch, UsageError
+
+CHANNEL = "operations"
+
+
+class QueuedWork:
+    """An operation under way (a `Work`)."""
+
+    def __init__(
+        self, queue: WorkQueue, steps: Steps, call: CallFingerprint, number: int, *, inference: bool
+    ) -> None:
+        self.queue, self.steps, self.call, self.number, self.inference = (
+            queue,
+            steps,
+            call,
+            number,
+            inference,
+        )
+        self.target = 0  # the post that all ranks must have reached before its next step
+        self.ended = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def wait(self, timeout: float | None = None) -> Any:
+        if not self.ended:
+            self.queue.wait_until_ended(self, timeout)
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+    def done(self) -> bool:
+        if not self.ended:
+            self.queue.advance_all()
+        return self.ended
+
+    def exception(self) -> BaseException | None:
+        return self.error if self.done() else None
+
+
+class WorkQueue:
+    """The pending operations of one group, oldest first. `relatives` is shared with its relatives.
+
+    A finalizer or a signal handler may begin and cancel operations while its own thread is inside
+    another one. So the lock is reentrant, and `_is_advancing` says that a frame of this thread,
+    further up, is advancing an operation: a nested call leaves everything to it.
+    """
+
+    def __init__(self, segment: ControlSegment, relatives: list[weakref.ref[WorkQueue]]) -> None:
+        self.segment, self.relatives = segment, relatives
+        self._pending: deque[QueuedWork] = deque()
+        self._lock = threading.RLock()
+        self._is_advancing = False
+        me = weakref.ref(self)
+        relatives[:] = [ref for ref in relatives if ref() is not None] + [me]
+        segment.watch.busy = partial(_advance_relatives, relatives, me)
+
+    def start_work(
+        self, call: CallFingerprint, steps: Steps, written: Sequence[Tensor] = ()
+    ) -> QueuedWork:
+        """Append an operation that writes to `written`, and advance it as far as it goes."""
+        watch = self.segment.watch
+        if watch.broken is not None:
+            steps.close()
+            raise watch.broken
+        with self._lock:
+            call_number = watch.made.get(CHANNEL, 0)
+            watch.made[CHANNEL] = call_number + 1
+            pending = QueuedWork(
+                self, steps, call, call_number, inference=needs_inference_mode(*written)
+            )
+            self._pending.append(pending)
+        self.advance_all()
+        return pending
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether there is an operation that has not ended."""
+        return bool(self._pending)
+
+    def advance_all(self) -> None:
+        """Advance the oldest operations as far as they go. Never blocks."""
+        # If another thread has the lock, it advances the operations itself.
+        if not self._pending or not self._lock.acquire(blocking=False):
+            return
+        try:
+            if not self._is_advancing:
+                self._advance_oldest()
+        finally:
+            self._lock.release()
+
+    def _advance_oldest(self) -> None:
+        watch = self.segment.watch
+        self._is_advancing = True
+        try:
+            while self._pending and watch.broken is None and self._advance_work(self._pending[0]):
+                self._pending.popleft()
+        finally:
+            self._is_advancing = False
+        if watch.broken is not None:
+            self._cancel_all(watch.broken)
+
+    def _advance_work(self, pending: QueuedWork) -> bool:
+        """Advance an operation until it has to wait (False) or has ended (True)."""
+        segment = self.segment
+        try:
+            if not segment.has_reached(pending.target):
+                return False
+            with resume_mode(pending.inference):  # the mode of the thread that began it
+                while segment.has_reached(pending.target):
+                    pending.target = next(pending.steps)
+            return False
+        except StopIteration as stop:
+            pending.result = stop.value
+        # Found by all ranks at the same place: the operation has failed, and the group goes on.
+        except (Mismatch, UsageError) as error:
+            pending.error = error
+        # An error of torch on this rank alone: the others can't go on, so the group ends.
+        except (RuntimeError, ValueError, TypeError) as error:
+            pending.error = error
+            segment.watch.end_everywhere(error)
+        # An interrupt, or no memory: raised in the thread in which it came, and the group ends.
+        except BaseException as error:
+            pending.error, pending.ended = error, True
+            segment.watch.end_everywhere(error)
+            raise
+        pending.ended = True
+        return True
+
+    def wait_until_ended(self, pending: QueuedWork, timeout: float | None = None) -> None:
+        """Wait for the end of an operation. Raises errors of the wait, not of the operation."""
+
+        def ended() -> bool:
+            if not pending.ended:
+                self.advance_all()
+            return pending.ended
+
+        if ended():
+            return
+        watch = self.segment.watch
+        try:
+            watch.wait_until_ready(
+                WaitCondition(ended, self._missing_ranks, CHANNEL, pending.number, pending.call),
+                timeout,
+            )
+        finally:
+            if watch.broken is not None:
+                self.cancel_all()
+
+    def cancel_all(self) -> None:
+        """End all operations with the error that broke the group."""
+        with self._lock:
+            # If a frame further up is advancing one, it ends all of them when it returns.
+            if self.segment.watch.broken is not None and not self._is_advancing:
+                self._cancel_all(self.segment.watch.broken)
+
+    def _cancel_all(self, error: BaseException) -> None:
+        for pending in self._pending:
+            if not pending.ended:
+                pending.steps.close()
+                pending.error, pending.ended = error, True
+        self._pending.clear()
+
+    def _missing_ranks(self) -> list[int]:
+        head = next(iter(self._pending), None)
+        return [] if head is None else self.segment.find_behind(head.target)
+
+
+def _advance_relatives(
+    relatives: list[weakref.ref[WorkQueue]], own: weakref.ref[WorkQueue]
+) -> bool:
+    """Advance all queues. Returns whether any but `own` has an operation that has not ended."""
+    pending = False
+    for ref in tuple(relatives):
+        queue = ref()
+        if queue is not None:
+            queue.advance_all()
+            pending = pending or (ref is not own and queue.has_pending)
+    return pending
