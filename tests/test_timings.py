@@ -90,7 +90,9 @@ def test_seconds_are_kept_in_one_place() -> None:
         if re.search(r"^_?[A-Z_]*SECONDS\b.* = ", path.read_text(), re.MULTILINE)
     ]
     names = {path.relative_to(PACKAGE).as_posix() for path in found}
-    assert {name for name in names if not name.startswith("lab/")} == {*ELSEWHERE}
+    # What a run writes down and shows makes no worker wait.
+    others = ("lab/", "record/", "observe/")
+    assert {name for name in names if not name.startswith(others)} == {*ELSEWHERE}
 
 
 def takers(tree: ast.Module) -> Iterator[str]:

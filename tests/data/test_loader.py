@@ -479,7 +479,7 @@ def test_a_state_of_another_order_is_refused():
 
 def test_the_loader_goes_on_in_another_group():
     def body(group):
-        smaller = group.sub([1, 2])
+        smaller = group.make_subgroup([1, 2])
         loader = deal(seeded(100, 8)(), Agreement(group))
         seen, changed = [], False
         for batch in loader:

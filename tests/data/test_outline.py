@@ -259,7 +259,7 @@ def test_an_outline_is_that_of_the_start_and_a_data_set_may_change():
 def test_a_worker_that_joins_compares_what_it_began_with():
     def body(group):
         data = Subset(Numbers(20), list(range(8)) if group.rank < 2 else list(range(1, 9)))
-        older = group.sub([0, 1])
+        older = group.make_subgroup([0, 1])
         if group.rank < 2:
             loader = deal(DataLoader(data, 2), Agreement(older))
             turns = iter(loader)
@@ -279,7 +279,7 @@ def test_a_worker_that_joins_compares_what_it_began_with():
 
 def test_slices_of_a_mesh_compare_with_each_other():
     def body(group):
-        parts = [group.sub([rank]) for rank in range(2)]
+        parts = [group.make_subgroup([rank]) for rank in range(2)]
         mine = SliceAgreement(parts[group.rank], Agreement(group), step=lambda: 0, hosts=("a",))
         with pytest.raises(
             DataError, match=r"len\(loader.dataset\) is 7 on rank 1 and 8 on rank 0"

@@ -409,7 +409,7 @@ def test_the_last_step_of_a_stream_again(workers):
 
 def test_a_stream_goes_on_in_another_group():
     def body(group):
-        smaller = group.sub([1, 2])
+        smaller = group.make_subgroup([1, 2])
         loader = deal(streams()(), Agreement(group))
         seen, changed = [], False
         for batch in loader:

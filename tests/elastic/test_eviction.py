@@ -66,15 +66,17 @@ def test_it_goes_and_nobody_else() -> None:
         "rank 2 on b was late in 3 looks in a row, for stolen processor: "
         "it leaves, and its samples are dealt to the others"
     )
-    assert {call.args for call in history.tell.call_args_list} == {(text,)}
+    assert {call.args for call in history.announce_event.call_args_list} == {(text,)}
 
 
 def test_never_fewer_than_the_job_needs() -> None:
     found, history, leaving = evictions(4, 4)
     judge(found, [0, 1, 2, 3], 10 * WARNINGS * FLUSHES)
     assert not any(each.let_go.called for each in leaving)
-    assert len(history.tell.call_args_list) == 4  # once by each
-    assert "stays: the job needs 4 workers (--min-workers)" in history.tell.call_args.args[0]
+    assert len(history.announce_event.call_args_list) == 4  # once by each
+    assert (
+        "stays: the job needs 4 workers (--min-workers)" in history.announce_event.call_args.args[0]
+    )
 
 
 def test_other_workers_are_counted_anew() -> None:

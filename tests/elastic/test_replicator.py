@@ -184,7 +184,7 @@ def test_a_worker_of_another_version_neither_sends_to_us_nor_gets_anything() -> 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._group, name)
 
-        def agree(self, payload: bytes) -> list[bytes]:
+        def gather_bytes(self, payload: bytes) -> list[bytes]:
             found = msgpack.unpackb(payload)
             return self._group.gather_bytes(
                 msgpack.packb([2, *found[1:]])

@@ -15,12 +15,12 @@ from tests.harness.runs import workers
 PLAIN = """\
 training_begins: begin_comparing
 epoch_began: LogCollector.part, ShareFollower.epoch_began, RunProgress.loop_began
-lead_taken: PolicyCheck.led, TotalSteps.led
-first_step: ModelCuts.check_used, MemoryWatch.predict, StartupHints.prepared
-doubled: MemoryWatch.measure
-step_ended: MetricsLog.step, ReplicaComparer.step_ended, ShareFollower.step_ended, LinkWatch.step_ended, LogCollector.step_ended
-ghost_ended: StartupHints.had_ghosts
-went_back: MetricsLog.fold"""  # noqa: E501
+lead_taken: PolicyCheck.led, TotalSteps.add_leading_loader
+first_step: ModelCuts.check_used, MemoryWatch.predict_optimizer, StartupHints.hint_at_missing_gradients
+doubled: MemoryWatch.measure_held
+step_ended: MetricsLog.end_step, ReplicaComparer.step_ended, ShareFollower.step_ended, LinkWatch.step_ended, LogCollector.step_ended
+ghost_ended: StartupHints.hint_at_ghost_metrics
+went_back: MetricsLog.fold_later_steps"""  # noqa: E501
 OBSERVING = PLAIN.replace("doubled:", "stepped: {}.stepped\ndoubled:")
 
 

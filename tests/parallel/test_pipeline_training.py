@@ -135,10 +135,10 @@ def test_units_are_released_between_two_halves_and_after_them(params: Any) -> No
             block for block in list(model.blocks)[1:3] if any(p.numel() for p in block.parameters())
         )  # type: ignore[arg-type]
         block.register_forward_pre_hook(
-            lambda *_: seen.append(sum(memory.whole for memory in memories if memory.unit))
+            lambda *_: seen.append(sum(memory.is_whole for memory in memories if memory.unit))
         )
         run.step(model, X, Y, loss=next_tokens)
-        assert not any(memory.whole for memory in memories)
+        assert not any(memory.is_whole for memory in memories)
         assert all(
             torch.isfinite(p.grad).all()
             for p in model.parameters()

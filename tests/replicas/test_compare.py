@@ -64,14 +64,10 @@ def flip(tensor: Tensor, bit: int) -> None:
 
 Injury = Callable[[nn.Module, torch.optim.Optimizer], None]
 STATE = {
-    "exp_avg of into.weight": lambda model, opt: opt.state[model.prepare_column_input.weight][
-        "exp_avg"
-    ],
+    "exp_avg of into.weight": lambda model, opt: opt.state[model.into.weight]["exp_avg"],
     "exp_avg_sq of out.bias": lambda model, opt: opt.state[model.out.bias]["exp_avg_sq"],
-    "step of into.bias": lambda model, opt: opt.state[model.prepare_column_input.bias][
-        "step"
-    ].reshape(1),
-    "into.weight": lambda model, opt: model.prepare_column_input.weight,
+    "step of into.bias": lambda model, opt: opt.state[model.into.bias]["step"].reshape(1),
+    "into.weight": lambda model, opt: model.into.weight,
     "scale": lambda model, opt: model.scale,
     "norm.running_var": lambda model, opt: model.norm.running_var,
     "mask": lambda model, opt: model.mask.t(),

@@ -92,9 +92,9 @@ def test_a_terminal_that_is_behind_is_not_flooded(sink: Sink) -> None:
 
 
 TELLING = """
-from paceline.record.display import choose
+from paceline.record.display import choose_display
 from paceline.status.run_status import RunStatus
-shown = choose(place) if rank == 0 else None
+shown = choose_display(place) if rank == 0 else None
 print("hello", rank, flush=True)
 for step in range(1, 4):
     if shown is not None:

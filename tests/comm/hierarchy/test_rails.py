@@ -435,7 +435,11 @@ def test_a_rank_that_leaves_is_named_on_all(call: str) -> None:
 
 @pytest.mark.parametrize(
     ("call", "stage"),
-    [("all_gather", "_cross"), ("reduce_scatter", "_sum"), ("reduce_scatter", "_cross")],
+    [
+        ("all_gather", "_exchange_on_rail"),
+        ("reduce_scatter", "_sum_in_host"),
+        ("reduce_scatter", "_exchange_on_rail"),
+    ],
 )
 def test_an_error_of_one_rank_under_way_reaches_all(call: str, stage: str) -> None:
     """The rank that fails inside says so to all, who wait in different groups."""

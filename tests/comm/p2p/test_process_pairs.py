@@ -75,7 +75,7 @@ def test_workers_that_cannot_share_memory_use_the_network(monkeypatch: pytest.Mo
             return found
 
     assert processes.threads(2, lambda *place: body(*place, True)) == [False, False]
-    monkeypatch.setattr("paceline.comm.p2p.shared_way.share", refuse)
+    monkeypatch.setattr("paceline.comm.p2p.shared_way.make_shared_segment", refuse)
     assert processes.threads(2, lambda *place: body(*place, True)) == [True, True]
     with pytest.raises(ResourceError, match="no room"):
         processes.threads(2, lambda *place: body(*place, False))

@@ -676,13 +676,21 @@ def test_many_random_stories(seed: int) -> None:
             lambda g: g.gather_objects(1),
             ["'a'", "gather_objects"],
         ),
-        (lambda g: g.agree(b"x" * 99), lambda g: g.gather_objects(1), ["agree", "gather_objects"]),
+        (
+            lambda g: g.gather_bytes(b"x" * 99),
+            lambda g: g.gather_objects(1),
+            ["agree", "gather_objects"],
+        ),
         (
             lambda g: g.empty((3,), torch.int8),
             lambda g: g.empty((4,), torch.int8),
             ["empty", "[3]", "[4]"],
         ),
-        (lambda g: g.sub([0]), lambda g: g.sub([0, 1]), ["ranks 0", "ranks 0, 1"]),
+        (
+            lambda g: g.make_subgroup([0]),
+            lambda g: g.make_subgroup([0, 1]),
+            ["ranks 0", "ranks 0, 1"],
+        ),
     ],
 )
 def test_a_mismatch_is_raised_on_every_rank(first: Any, second: Any, names: list[str]) -> None:
@@ -733,8 +741,8 @@ def test_a_mismatch_is_raised_on_every_rank(first: Any, second: Any, names: list
         (lambda g: g.exchange([(7, torch.ones(3))], []), "rank 7"),
         (lambda g: g.exchange([(g.rank, torch.ones(1)) for _ in range(META)], []), "fewer tensors"),
         (lambda g: g.gather_objects({1, 2} if g.rank else 5), "set is not JSON"),
-        (lambda g: g.sub([0, 0]), "different"),
-        (lambda g: g.sub([2]), "different"),
+        (lambda g: g.make_subgroup([0, 0]), "different"),
+        (lambda g: g.make_subgroup([2]), "different"),
     ],
 )
 def test_bad_arguments_raise_on_every_rank(call: Any, names: str) -> None:

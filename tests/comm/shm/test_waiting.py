@@ -23,7 +23,7 @@ from tests.harness.processes import fork, threads
 WAITS = {
     "small": lambda group: group.all_reduce(torch.ones(3)).wait(),
     "large": lambda group: group.all_reduce(torch.ones(3_000_000)).wait(),
-    "agree": lambda group: group.agree(b"x"),
+    "agree": lambda group: group.gather_bytes(b"x"),
     "memory": lambda group: group.empty((5,), torch.float32),
 }
 

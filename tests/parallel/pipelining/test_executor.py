@@ -87,7 +87,8 @@ def executor(
     group: Group, schedule: Any, seconds: float = 0.0
 ) -> Iterator[tuple[PipelineExecutor, dict[int, Layer]]]:
     stages = {
-        stage: Layer(stage, schedule.stages - 1, seconds) for stage in schedule.held(group.rank)
+        stage: Layer(stage, schedule.stages - 1, seconds)
+        for stage in schedule.stages_of_rank(group.rank)
     }
     messages = connect_pairs(group)
     try:

@@ -51,7 +51,7 @@ def test_a_layer_that_forgets_its_sum_is_seen(mutant: str, monkeypatch: pytest.M
         monkeypatch.setattr(
             layers.LayerCut,
             "finish_row_output",
-            lambda self, y, bias: self.axis.total(y + bias, self.name),
+            lambda self, y, bias: self.axis.sum_output(y + bias, self.name),
         )
     elif mutant == "norms":
         monkeypatch.setattr(
@@ -61,7 +61,12 @@ def test_a_layer_that_forgets_its_sum_is_seen(mutant: str, monkeypatch: pytest.M
         monkeypatch.setattr(
             exchanges._GatherInput,
             "backward",
-            lambda ctx, grad: (ctx.exchanged[0].mine(grad, ctx.exchanged[1], ""), None, None, None),
+            lambda ctx, grad: (
+                ctx.exchanged[0].view_piece(grad, ctx.exchanged[1], ""),
+                None,
+                None,
+                None,
+            ),
         )
     alone, data = gpt(), batches(1)
     try:

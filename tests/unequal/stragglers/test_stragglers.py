@@ -333,7 +333,7 @@ def test_planted_causes_are_told_apart(
 
 CUT = """
 import time
-from paceline.observe.report import report
+from paceline.observe.report import format_report
 from paceline.unequal.stragglers import stragglers
 stragglers.SECONDS = 0.2
 with pl.start(name="cut", mesh="tensor") as run:
