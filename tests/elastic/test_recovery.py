@@ -325,7 +325,7 @@ AHEAD = """
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.shm.shared_group import SharedGroup
 from paceline.comm.shm.waiting import RankWaiter
-agree, wait, trip, me, inside = SharedGroup.agree, RankWaiter.wait, CancelScope.trip, run.rank, []
+agree, wait, trip, me, inside = SharedGroup.gather_bytes, RankWaiter.wait_until_ready, CancelScope.trip, run.rank, []
 def until(mark):
     while not (out / mark).exists(): time.sleep(0.001)
 def agreeing(group, payload):
@@ -350,7 +350,7 @@ def waiting(waiter, *given):
 def hearing(scope, error):
     if me == 1: until("next call")
     trip(scope, error)
-SharedGroup.agree, RankWaiter.wait, CancelScope.trip = agreeing, waiting, hearing
+SharedGroup.gather_bytes, RankWaiter.wait_until_ready, CancelScope.trip = agreeing, waiting, hearing
 """
 BEHIND = {
     "LocalSGD(4)": (b"comparing replicas", "pass"),
