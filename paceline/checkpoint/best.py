@@ -1,11 +1,10 @@
-"""The best checkpoint of a run: what a script measures it by, on which number workers agree, and
-what is said of it.
+"""The best checkpoint of a run: its metric, on which workers agree, and messages about it.
 
 run.save(metric=loss, best="min")
   every worker     its number, and "min"       -- agreed -->  the number of the first worker; all
-                                                              have to mean the same by it
-  the first one    a manifest with the number  -- catalogue -> which is the best, whatever was lost
-                                               or resumed before
+                                                              must use the same metric
+  the first one    a manifest with the number  -- catalogue -> the best one, whatever was lost or
+                                               resumed before
 """
 
 from __future__ import annotations
@@ -64,10 +63,10 @@ def asked(metric: Any, best: Best | None) -> Metric | None:
 
 
 def agreed(given: Sequence[Metric | None]) -> tuple[Metric | None, str]:
-    """Return the metric of a checkpoint for which all workers have given theirs, and what is odd
-    about them, in words.
+    """Choose the metric of a checkpoint from those of all workers; also return odd findings in
+    words.
 
-    Raises `UsageError` where they mean different things by it.
+    Raises `UsageError` if workers mean different things by it.
     """
     first = given[0]
     for rank, other in enumerate(given):
@@ -113,8 +112,8 @@ class BestCheckpoint:
         self._said = False
 
     def resumed(self, folder: Path) -> None:
-        """Remember that the run goes on from a checkpoint in `folder`, which may have the best
-        one so far.
+        """Remember that the run resumes from `folder`, which may have the best checkpoint so
+        far.
         """
         self._earlier = folder
 
@@ -135,8 +134,8 @@ class BestCheckpoint:
             )
 
     def follow(self, folder: Path, metric: Metric | None, write: Callable[[], Path]) -> Path:
-        """Write a checkpoint into `folder`, take along the best of the run that was resumed, and
-        say it if this one is better.
+        """Write a checkpoint into `folder`, take along an earlier best one, and announce a
+        better one.
         """
         before = catalogue.best(folder)
         path = write()
@@ -157,9 +156,7 @@ class BestCheckpoint:
         return path
 
     def facts(self, folder: Path) -> dict[str, Any]:
-        """Return the best checkpoint in `folder` for the summary; nothing where no checkpoint
-        was saved with a metric.
-        """
+        """Best checkpoint in `folder`, for the summary; empty if none was saved with a metric."""
         found = catalogue.best(folder)
         if not found or found[0].metric is None:
             return {}

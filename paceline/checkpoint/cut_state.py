@@ -1,13 +1,11 @@
-"""The state of a run whose models are cut: which of its tensors are parts of logical ones, and how
-they come to the disk and back.
+"""The state of a run whose models are cut: which tensors are parts, and how they are stored.
 
     state of this worker                            checkpoint
     model/up/weight          local, 2 x 6   ---->   a block of the logical 4 x 6 tensor, in this
                                                     worker's file
     optimizer/state/0/step   a number       ---->   as it is, written once
 
-What is saved says nothing of the cuts that it was saved under: any others may be there when it is
-read.
+A checkpoint doesn't mention the cuts under which it was saved, so it can be read under any others.
 """
 
 from __future__ import annotations
@@ -98,11 +96,9 @@ def split(
     writes: Callable[[Placement], bool],
     renewed: Renewed | None = None,
 ) -> tuple[Snapshot, dict[str, LocalBlocks]]:
-    """Divide a state into what is not cut, with the tree of all, and the blocks that this worker
-    writes of what is.
+    """Divide a state into the tree of its uncut parts and the blocks that this worker writes.
 
-    `writes`: whether this worker writes its part of what has this placement, and none of those that
-    hold the same.
+    `writes` tells by placement whether this worker writes its part, as the only one that holds it.
     """
     blocks: dict[str, LocalBlocks] = {}
     cut: set[str] = set()
@@ -209,9 +205,7 @@ def _compare(
     tree: Json,
     index: Mapping[str, StoredTensor],
 ) -> None:
-    """Raise for a state of another model, with the first differences in logical names and
-    shapes.
-    """
+    """Raise for a state of another model, with the first differences in names and shapes."""
     lines, trees = list[str](), entries(tree)
     for name, part in parts.items():
         if not isinstance(part, nn.Module) or name not in trees:

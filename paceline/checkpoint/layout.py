@@ -1,5 +1,6 @@
-"""Which worker holds, and writes, which part of a run's state: by the mesh, and by where the
-cuts have placed parameters.
+"""Decides which worker holds, and writes, each part of a run's state.
+
+It follows from the mesh, and from the places of parameters after the cuts.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class StateLayout:
         return any(placement.axes for placement in self.placements)
 
     def writes(self, placement: Placement) -> bool:
-        """Whether this worker is the first of those that hold the same part of a parameter."""
+        """Whether this worker is the first of the workers that hold the same part of a
+        parameter.
+        """
         return not placement.copy and self._is_first(self.rank, placement.axes)
 
     def writers(self) -> list[int]:
@@ -51,15 +54,11 @@ class StateLayout:
         )
 
     def replicas(self, rank: int) -> tuple[int, ...]:
-        """Return the workers that hold the same parts as `rank`, in the order in which
-        strategies count them.
-        """
+        """Workers that hold the same parts as `rank`, in the order of strategies."""
         return self.mesh.group(rank, ["data"])
 
     def fingerprint(self) -> str:
-        """Return a text that is equal on all workers, and in all runs whose workers hold the
-        same parts.
-        """
+        """Text that is equal on all workers, and in all runs whose workers hold the same parts."""
         cuts = sorted(
             [placement.name, list(placement.axes), placement.is_flat]
             for placement in self.placements

@@ -1,5 +1,4 @@
-"""The parts of a checkpoint that workers write themselves, where models are cut: all of them into
-one folder.
+"""The parts of a checkpoint that workers write themselves if models are cut, into one folder.
 
             reserve                 write                          the first worker
 worker 0    a folder is made  -->   the rest, and its part   -->   waits for all parts, names the

@@ -1,5 +1,4 @@
-"""How a run resumes: where its script asks for it, and by itself where its job has started again
-after a loss.
+"""How a run resumes: when its script asks for it, and by itself after a restart of its job.
 
 paceline run --restarts 3      first start       | steps 1 ... 140, a checkpoint at 100, a worker is
                                                  killed
@@ -50,8 +49,9 @@ class RunResumption:
         self._warned = False
 
     def resume(self, folder: str | Path | None) -> bool:
-        """Go on from the newest whole checkpoint, as `Run.resume` does; a job that has started
-        again prefers the run's own. Collective.
+        """Restore the newest complete checkpoint, as `Run.resume` does. Collective.
+
+        A job that has started again prefers the run's own.
         """
         asked = [self._folder.path, *self._folder.earlier] if folder is None else [Path(folder)]
         return self._load(
@@ -60,16 +60,15 @@ class RunResumption:
         )
 
     def epochs_begin(self) -> None:
-        """Go on from the run's own checkpoint where the job has started again, and the script
-        has not asked for it. Collective.
+        """Restore the run's own checkpoint if the job has restarted and the script didn't.
+
+        Collective.
         """
         if self._again and not self._asked:
             self._load([self._folder.path], named=True)
 
     def training_begins(self) -> None:
-        """Remove from the log what an earlier start of the job has written of steps that are
-        taken again, once.
-        """
+        """Remove from the log, once, the steps of an earlier start that will be taken again."""
         if self._trains:
             return
         self._trains = True
@@ -86,9 +85,7 @@ class RunResumption:
         )
 
     def epoch_ended(self) -> None:
-        """Say once that a restart would begin anew, if an epoch is over and nothing has been
-        saved.
-        """
+        """Warn once that a restart would begin anew, if an epoch has ended without a checkpoint."""
         if not self._restartable or self._warned:
             return
         self._warned, tally = True, self._saving.tally()
@@ -103,8 +100,9 @@ class RunResumption:
             )
 
     def before_save(self) -> None:
-        """Have the log of all steps so far on the disk, where another start of the job may go on
-        from this checkpoint. Collective.
+        """Flush the log of all steps so far, if a restart of the job may resume here.
+
+        Collective.
         """
         if self._restartable and not self._loop.apart:
             self._records.log.hand_over(self._everyone)

@@ -1,12 +1,11 @@
-"""Checkpoints of a run, which the first worker reads and writes: at once, or in a thread while
-training goes on.
+"""Checkpoints of a run, which the first worker writes: at once, or in a background thread.
 
 run.save()                   | collect | write, hash, sync, prune |  train ...
 run.save(background=True)    | collect | copy |  train ...
                                        thread | write, hash, sync, prune |
 
-Where models are cut, each worker writes its own part of them, into a folder that the first worker
-gives its name once all parts are there.
+If models are cut, each worker writes its own part of them into a folder. The first worker gives the
+folder its name once all parts are there.
 """
 
 from __future__ import annotations
@@ -46,9 +45,7 @@ EARLIER = 10.0
 
 
 def patience(deadline: float) -> float:
-    """Return the seconds for which the first worker waits for a disk, where the others wait for
-    it for `deadline` seconds.
-    """
+    """Seconds that the first worker waits for a disk; the others wait `deadline` seconds for it."""
     return max(deadline - EARLIER, deadline / 2)
 
 
@@ -166,8 +163,8 @@ class CheckpointSaver:
         return path
 
     def _prove(self, folder: Path, metric: Metric) -> bytes:
-        """Raise `UsageError` for a metric that can't be compared with those of what was saved
-        before.
+        """Raise `UsageError` for a metric that can't be compared with those of earlier
+        checkpoints.
         """
         self.settle()
         self._best.check(folder, metric)
@@ -282,9 +279,7 @@ class CheckpointSaver:
         return b""
 
     def _missed(self) -> str:
-        """Say once, in words, which checkpoint was lost together with the worker that was
-        writing it; empty if none was.
-        """
+        """Words, once, for a checkpoint that was lost with the worker that wrote it; else empty."""
         promised = self._promised
         if promised is None or self._writing is not None or self._agreement.group.rank != 0:
             return ""
@@ -301,8 +296,8 @@ class CheckpointSaver:
         return asdict(self._tally)
 
     def facts(self, folder: Path) -> dict[str, Any]:
-        """Return what the summary says of the checkpoints in `folder`: the counts and times, and
-        which is the best.
+        """Facts about the checkpoints in `folder` for the summary: counts, times, and the best
+        one.
         """
         return {**asdict(self._tally), **self._best.facts(folder)}
 
@@ -314,11 +309,10 @@ class CheckpointSaver:
     # ---- coming back
 
     def resume(self, folders: Sequence[Path], *, named: bool = True) -> Path | None:
-        """Load the newest whole checkpoint of the first folder that has one; return its path on all
-        workers, or None. Collective.
+        """Load the newest complete checkpoint of the first folder that has one. Collective.
 
-        `named` says whether the run was given a name, or the folders were asked for; it only
-        changes what is announced.
+        Returns its path on all workers, or None. `named` says whether the run was given a name, or
+        folders were requested; it only changes the announcement.
         """
         context, own, cut = self._context, self._own, self._parts.layout.is_cut
         found: list[checkpoint.Checkpoint] = []

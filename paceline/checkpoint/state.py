@@ -1,6 +1,4 @@
-"""State of a run beside its models and optimizers: how far it is, and what each worker has for
-itself.
-"""
+"""State of a run beside its models and optimizers: its progress, and each worker's own state."""
 
 from __future__ import annotations
 

@@ -1,17 +1,16 @@
-"""Checks that batches are used in the turns that they were lent for, as a turn has the weight of
-its own batch, and may be a ghost.
+"""Checks that each batch is used in its own turn, because a turn has the weight of its batch.
 
-for x, y in loader:  use(x)      lent 0, used | lent 1, used | lent 2, used                  right
-a prefetcher of the script       lent 0       | lent 1, 0 is used | lent 2, 1 is used        each
-                                              with the next one's weight
-itertools.cycle(loader), a list  lent 0, used | lent 1, used | the end | 0 is used           each
-                                 counts alike, whatever its share
-a buffer of batches, replayed    lent 0, used | lent 1, used, 0 is used                      as the
-                                 one that is lent
+for x, y in loader:  use(x)      lent 0, used | lent 1, used | lent 2, used              right
+a prefetcher of the script       lent 0       | lent 1, 0 is used | lent 2, 1 is used    each has
+                                                                       the weight of the next one
+itertools.cycle(loader), a list  lent 0, used | lent 1, used | the end | 0 is used       each has
+                                                               equal weight, whatever its share
+a buffer of batches, replayed    lent 0, used | lent 1, used, 0 is used                  0 has the
+                                                                       weight of the lent one
 
-A script may use a copy of a batch, whose turn can't be known. If the batch before wasn't used and
-is still held, either a prefetcher uses it now, or the script skipped it and keeps it to look at. A
-script that does so in two turns in a row is taken for a prefetcher.
+A script may use a copy of a batch, and the turn of a copy can't be known. If the batch before
+wasn't used and is still held, either a prefetcher uses it now, or the script skipped it and keeps
+it to look at. A script that does so in two turns in a row is taken for a prefetcher.
 """
 
 from __future__ import annotations
@@ -205,8 +204,9 @@ class BatchUse:
 
 
 def even(terms: LoaderSpec) -> bool:
-    """Whether all workers have equal shares of all batches, in one piece, so that a batch weighs
-    the same in every turn.
+    """Whether all workers have equal shares of all batches, in one piece.
+
+    Then a batch weighs the same in every turn.
     """
     loader = terms.loader
     batch = loader.batch_size

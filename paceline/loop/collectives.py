@@ -90,11 +90,10 @@ def gather(
     ghost: bool,
     order: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
-    """Return the rows (dim 0) of all workers in rank order, without those of ghosts; a number is
-    one row. Collective.
+    """Gather the rows (dim 0) of all workers in rank order, without those of ghosts. Collective.
 
-    `order`: the places of the samples of each rank in the batch, by which rows are put in order
-    where there is one for each sample.
+    A number is one row. `order` has the places in the batch of the samples of each rank; if there
+    is one place for each row, rows are sorted by it.
     """
     rows = x.detach().reshape(1) if x.dim() == 0 else x.detach()
     places = agreement.meet("run.gather", rows.device.type.encode())

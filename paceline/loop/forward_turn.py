@@ -1,11 +1,13 @@
-"""Checks that a backward comes in the turn of its forward, as each batch has a weight of its own on
-each worker, and a pass has only one.
+"""Checks that a backward pass comes in the turn of its forward.
+
+Each batch has its own weight on each worker, and a backward pass has only one.
 
 turn 0   a = model(x)        the graph of a remembers turn 0
 turn 1   b = model(x)        (loss(a) + loss(b)).backward() reaches it with the weight of turn 1:
-                             refused, unless both are the same
+                             refused, unless both weights are the same
 
-torch.autograd.grad(a.sum(), x) and the like reach no p.grad, are each worker's own, and stay right.
+torch.autograd.grad(a.sum(), x) and the like reach no p.grad. They stay local to a worker, and
+right.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Buffers in a turn without samples (a ghost): set back after the forward, and then taken from a
-worker that has samples.
+"""Buffers in a turn without samples (a ghost): restored, then copied from another worker.
 
     samples   forward   buffers that have changed ──┐
-    ghost     forward   set back                    └─> taken: steps of spectral norm and counters
+    ghost     forward   restored                    └─> copied: steps of spectral norm and counters
                                                     stay equal on all workers
 
-With batchnorm="local" each worker has statistics of its own, which stay set back on ghosts; else
-they are right on a ghost.
+With batchnorm="local" each worker has its own statistics, which a ghost only restores. Otherwise
+synchronous BatchNorm gives a ghost the right ones.
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ Buffers = list[tuple[nn.Module, str, Tensor | None, Tensor | None]]
 
 
 def buffers(models: Iterable[nn.Module]) -> Buffers:
-    """Copy all buffers of the models, but for those of synchronous BatchNorm, which are right on
-    a ghost too.
+    """Copy all buffers of the models, except those of synchronous BatchNorm.
+
+    Those are right on a ghost, too.
     """
     found = []
     for model in models:

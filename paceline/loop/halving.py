@@ -1,12 +1,11 @@
-"""Steps of `run.step` that run out of memory, taken again in two halves by the worker on which that
-happened.
+"""Takes a step of `run.step` that ran out of memory again in two halves, on the worker concerned.
 
 batch    forward: out of memory
-halves   forward, gradients | forward, gradients | the sum by their weights is given to the
-         parameters, in a backward that is exchanged
+halves   forward, gradients | forward, gradients | their weighted sum goes into the parameters,
+                                                   in a backward that is exchanged
 
-Until that backward nothing has touched p.grad, so halves that are too large are halved again. The
-other workers see one exchange.
+Until that backward nothing has touched p.grad, so halves that are still too large are halved again.
+The other workers see one exchange.
 """
 
 from __future__ import annotations
@@ -41,9 +40,7 @@ class StepBatch(NamedTuple):
     options: Mapping[str, Any]
 
     def obstacle(self) -> str | None:
-        """Return why the step can't be taken in parts; None where it can, as far as that is
-        known before there is a loss.
-        """
+        """Reason not to take the step in parts; None if none is known before the loss."""
         for module in self.model.modules():
             if reason := getattr(module, "whole_batches_only", ""):
                 return str(reason)
@@ -68,7 +65,7 @@ class StepBatch(NamedTuple):
         return None
 
     def rows(self) -> int:
-        """Return how many rows all tensors have. Raises `DataError` where they differ."""
+        """Number of rows of all tensors. Raises `DataError` if tensors differ in it."""
         return rows((self.given, dict(self.options)))
 
     def part(self, start: int, stop: int, count: int) -> StepBatch:
@@ -81,9 +78,7 @@ class StepBatch(NamedTuple):
 
 
 def _takes_statistics(module: nn.Module) -> bool:
-    """Whether a layer's output, or its running statistics, would be others where a batch comes
-    in parts.
-    """
+    """Whether a layer's output or running statistics would change if a batch came in parts."""
     if isinstance(module, _BatchNorm):
         return module.training or module.running_mean is None
     return isinstance(module, _NormBase) and module.training and module.running_mean is not None
@@ -114,8 +109,9 @@ class HalvedSteps:
         self._at, self._seen = -1, 0  # the last step seen, and how many
 
     def is_first(self, step: int) -> bool:
-        """Count step number `step`, and return whether it is one of the `FIRST` of this process,
-        of which a resumed run has few, too.
+        """Count step number `step`, and return whether it is one of the `FIRST` of this process.
+
+        A resumed run has such first steps, too.
         """
         if step != self._at:
             self._at, self._seen = step, self._seen + 1
@@ -131,12 +127,11 @@ class HalvedSteps:
         *,
         first: bool,
     ) -> Tensor:
-        """Go forward and back in parts of at most `most` of `count` rows, and return the loss,
-        which is gone back from times `scale`.
+        """Go forward and back in parts of at most `most` of `count` rows, and return the loss.
 
-        In the `first` steps parts become smaller where memory runs out. Raises `OtherLeaves`, with
-        all as it was before, where a loss has gradients for tensors that are no parameters of the
-        model.
+        The backward pass begins at the loss times `scale`. In the `first` steps parts become
+        smaller if memory runs out. Raises `OtherLeaves`, with everything as it was before, if the
+        loss has gradients for tensors that are no parameters of the model.
         """
         kept = buffers([batch.model])
         while True:
@@ -162,11 +157,11 @@ class HalvedSteps:
         return loss
 
     def may_halve(self, error: Exception, count: int) -> bool:
-        """Whether memory has run out, and so many rows can be halved."""
+        """Whether memory has run out and this number of rows can be halved."""
         return is_out_of_memory(error) and count > 1
 
     def halve(self, count: int) -> None:
-        """Take at most half of so many rows at a time from now on."""
+        """Take at most half of this number of rows at a time from now on."""
         self.most, self._failed = (count + 1) // 2, count
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -208,8 +203,9 @@ class HalvedSteps:
 
 
 def leaves(loss: Tensor, *, beside: Iterable[Any] = ()) -> Iterator[Tensor]:
-    """Yield the tensors that a backward from `loss` would add gradients to, but for those
-    reached through nodes of `beside` alone.
+    """Yield the tensors to which a backward from `loss` would add gradients.
+
+    Tensors that are reached only through nodes of `beside` are left out.
     """
     if loss.grad_fn is None:
         yield loss

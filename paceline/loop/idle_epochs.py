@@ -1,18 +1,20 @@
-"""Epochs of a training loader in which nothing is trained: evaluations with `torch.no_grad()`
-inside of the loop instead of around it.
+"""Finds epochs of a training loader that train nothing, such as evaluations inside the loop.
 
-    no backward and no step of an optimizer so far, on any worker      steps are counted, and held back from the log
-    the first one                                                      what was held back is handed over: a warm-up
-    none in the whole epoch                                            the turns were no steps, and a message says so
+    until now no backward and no optimizer step, on any worker   steps are counted, and kept from
+                                                                 the log
+    the first one comes                                          the kept steps are logged: they
+                                                                 were a warm-up
+    none in the whole epoch                                      the turns were no steps, and a
+                                                                 message says so
 
-All workers must come to the same result, as steps end with collective calls. So what one worker
-alone may do is no sign, and where workers may come and go nothing is followed, as a worker that
-joins in the middle of an epoch hasn't seen its first turns.
+All workers must come to the same result, because steps end with collective calls. So an action that
+a single worker may take is no sign. If workers may come and go nothing is followed, because a
+worker that joins in the middle of an epoch has not seen its first turns.
 
 Before the first backward or step, an empty share is a batch of no rows, as in evaluation, and no
-ghost: from the second turn on, and from the first where all models are in eval mode, or where
+ghost. This holds from the second turn on; and from the first if all models are in eval mode, or if
 nothing was trained in the epoch before.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -97,9 +99,7 @@ class IdleEpochs:
         )
 
     def _follows(self, loader: ShareLoader) -> bool:
-        """Whether all workers see alike whether anything is trained, and the script doesn't say
-        it.
-        """
+        """Whether all workers can tell if anything is trained, and the script doesn't say."""
         terms, sync = loader.terms, self._backward.sync
         known = terms.alone or (sync.exchanges_in_backward and bool(self._backward.hooks))
         if terms.train is not None or not known or self._loop.transaction.recovers:
@@ -117,15 +117,14 @@ class IdleEpochs:
         self._acted()
 
     def _acted(self) -> bool:
-        """Return whether an optimizer has stepped, no_sync was entered, or a pass has reached a
-        parameter, since the last call.
-        """
+        """Whether an optimizer, `no_sync` or a gradient was used since the last call."""
         before, self._seen = self._seen, (self._loop.acts, self._backward.reached)
         return before != self._seen
 
     def _marks(self) -> list[Any]:
-        """Return values that change with parameters, and on a single worker with a backward;
-        `reached` shows that on several.
+        """Values that change with parameters and, on a single worker, with a backward pass.
+
+        On several workers `reached` shows a backward pass.
         """
         parameters = [p for model in self._loop.models for p in model.parameters()]
         marks: list[Any] = [p._version for p in parameters]

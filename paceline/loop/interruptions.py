@@ -1,14 +1,13 @@
-"""What interrupts a worker in its step: garbage collection, a processor that others have, pages
-that are read from the disk.
+"""Measures interruptions of a step: garbage collection, stolen processor time, swapping.
 
-Each is read from counters of the thread that trains, which the kernel and Python keep anyway:
+Each comes from counters of the thread that trains, which the kernel and Python keep anyway:
 
     garbage collection   Python calls back before and after each one: seconds of the processor
                          inside of it
     stolen processor     /proc/self/task/N/schedstat: the thread could run and didn't, as another
                          one ran or a quota was used up;
-                         and, where this is a virtual machine, what its host says in /proc/stat,
-                         which is read once a second
+                         in a virtual machine also /proc/stat, in which its host says how much it
+                         took; it is read once a second
     swapping             major page faults; while there are any, the time for which the thread
                          neither ran nor could
 """
@@ -53,8 +52,9 @@ class _Counters(NamedTuple):
 
 
 class InterruptionMeter:
-    """Measures by what the thread that calls `take` is interrupted, from its first call on;
-    `trace` is told of long collections.
+    """Measures interruptions of the thread that calls `take`, from its first call on.
+
+    `trace` gets long garbage collections.
     """
 
     def __init__(self, trace: Trace, proc: Path = PROC) -> None:
@@ -73,15 +73,14 @@ class InterruptionMeter:
 
     @property
     def untold(self) -> tuple[str, ...]:
-        """The causes that can't be told on this machine; their time counts as compute or data
-        loading.
-        """
+        """Causes that can't be measured here; their time counts as compute or data loading."""
         told = Path(self._proc, "self/schedstat").exists()
         return (*(() if told else ("stolen",)), *(() if _WHO is not None else ("paging",)))
 
     def take(self, seconds: float) -> Interruptions:
-        """Return what has interrupted this thread since the last call, as far as it fits in
-        `seconds` of its own work since then.
+        """Seconds of interruptions of this thread since the last call, by cause.
+
+        They are limited to `seconds` of its own work since then.
         """
         if self._closed:
             return Interruptions()
@@ -143,16 +142,12 @@ class InterruptionMeter:
         return _Counters(delayed, faults)
 
     def _from_outside(self, now: float) -> float:
-        """Return the seconds that the host of this machine took from one processor since the
-        last look.
-        """
+        """Seconds that this virtual machine's host took from one processor since the last look."""
         self._looked, before, self._ticks = now, self._ticks, self._outside()
         return (self._ticks - before) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
 
     def _outside(self) -> int:
-        """Return the ticks that the host of this machine has taken from all its processors,
-        ever.
-        """
+        """Ticks that the host of this virtual machine has ever taken from all its processors."""
         try:
             with (self._proc / "stat").open("rb") as file:
                 return int(file.readline().split()[8])

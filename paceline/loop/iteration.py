@@ -20,9 +20,7 @@ MEMORY = (
 
 @dataclass(slots=True)
 class LoaderProgress:
-    """One loader under way: its open turn, and when the turn and the epoch began (counted in
-    calls).
-    """
+    """One loader under way: its open turn, and the calls at which turn and epoch began."""
 
     loader: ShareLoader
     epoch_at: int = 0
@@ -41,9 +39,7 @@ class LoaderProgress:
         self.activity = EpochActivity(self.loader)
 
     def ask_rows(self) -> bool:
-        """Count a request for rows of this batch, and return whether they still have to be
-        gathered.
-        """
+        """Count a request for rows of this batch; return whether they must still be gathered."""
         self.passed += 1
         return self.passed > self.gathered and not self.discarded
 
@@ -69,9 +65,7 @@ def innermost(progresses: list[LoaderProgress]) -> Turn | None:
 
 
 def explain(error: BaseException | None, progresses: list[LoaderProgress]) -> None:
-    """Note on an error of the script what would help where memory ran out, or that it happened
-    on a batch of no rows.
-    """
+    """Add a hint to an error of the script: memory ran out, or the batch had no rows."""
     if (
         is_out_of_memory(error)
         and error is not None
@@ -107,9 +101,7 @@ def explain(error: BaseException | None, progresses: list[LoaderProgress]) -> No
 
 
 def parts(progress: LoaderProgress) -> tuple[float, ...]:
-    """Return the part of the present batch that each worker has; only this worker's where
-    batches are weighed.
-    """
+    """Part of the present batch that each worker has; only this worker's if batches are weighed."""
     turn, terms = progress.turn, progress.loader.terms
     assert turn is not None
     if terms.weigh is not None or terms.shard == "mine" or terms.by_cost:

@@ -14,8 +14,9 @@ StepEnded = Callable[[int, int, Mapping[str, float]], None]
 
 @dataclass(frozen=True)
 class LoopObservers:
-    """What is called at each moment of the loop, one after another; moments are listed in the
-    order in which a run comes to them.
+    """Functions that are called at each moment of the loop, one after another.
+
+    The moments are listed in the order in which a run comes to them.
     """
 
     # an epoch of training is about to begin, or a loop over epochs

@@ -1,4 +1,4 @@
-"""The limit that is set for a run from outside: so many steps, or so many seconds."""
+"""Limits a run from outside to a number of steps or seconds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from paceline.cluster.discover import Place
 
 
 class RunLimit:
-    """Calls `stop` once this worker has taken the steps, or trained for the seconds, that its
-    `Place` allows.
+    """Calls `stop` once this worker has used up the steps or seconds that its `Place` allows.
 
     Steps of an earlier run that this one resumes don't count, and seconds count from the end of the
     first step.

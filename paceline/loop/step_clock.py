@@ -1,7 +1,6 @@
-"""Time and traffic of a step on this worker, by part: data, compute, exchange, wait; and of its
-exchanges, by axis of the mesh.
+"""Time and traffic of a step on this worker, by part, and of its exchanges, by axis of the mesh.
 
-asked ── data ── begin ── compute, exchange, wait ── stop ── settle (exchange, wait)
+requested ── data ── begin ── compute, exchange, wait ── stop ── settle (exchange, wait)
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from paceline.trace import MEASURED, SENT
 
 
 class AxisTotals(NamedTuple):
-    """What steps have taken for exchanges along one axis: seconds for which this worker stood
-    still, and bytes that it has sent.
-    """
+    """Totals of steps' exchanges along one axis: seconds of standing still, and bytes sent."""
 
     seconds: float = 0.0
     within: int = 0
@@ -68,9 +65,7 @@ class StepClock:
 
     @property
     def axes(self) -> dict[str, AxisTotals]:
-        """What all steps have taken for exchanges by axis of the mesh; empty where no model is
-        cut.
-        """
+        """Totals of exchanges by axis of the mesh; empty if no model is cut."""
         return dict(self._axes)
 
     def ask(self) -> None:
@@ -78,7 +73,7 @@ class StepClock:
         self._asked = time.perf_counter()
 
     def begin(self, now: float, units: float) -> None:
-        """Begin a turn of so many units, with the batch that was asked for."""
+        """Begin a turn of a number of units, with the batch that was requested before."""
         self._units, self._turns = self._units + units, self._turns + 1
         context, backward = self._context, self._backward
         data = now - self._asked
@@ -100,9 +95,7 @@ class StepClock:
             self._axes_then = self._axes_now()
 
     def hold(self, seconds: float) -> None:
-        """Leave out `seconds` for which this worker was held: it neither computed nor waited for
-        others.
-        """
+        """Leave out `seconds` for which this worker was paused: it neither computed nor waited."""
         self._began += seconds
 
     def stop(self) -> None:
@@ -170,15 +163,13 @@ class StepClock:
         return seconds
 
     def _in_cuts(self) -> float:
-        """Return the seconds of exchanges of cuts beside which nothing was computed, since the
-        run began.
-        """
+        """Seconds of exchanges of cuts since the run began during which nothing was computed."""
         return sum(meter.seconds for meter in self._context.meters)
 
     def _axes_now(self) -> dict[str, AxisTotals]:
-        """Return what was exchanged along each axis since the run began.
+        """Exchanges along each axis since the run began.
 
-        What no cut has sent is of the strategy, along `data`.
+        Bytes that no cut has sent belong to the strategy, along `data`.
         """
         context = self._context
         found = {

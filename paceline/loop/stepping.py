@@ -1,10 +1,9 @@
-"""A step of a run in one call: forward and backward of a model, whose layers may be on several
-workers.
+"""A step in one call: forward and backward of a model whose layers may be on several workers.
 
     loss = run.step(model, x, y, loss=F.cross_entropy)
 
-is what `loss = F.cross_entropy(model(x), y); loss.backward()` is, and the only way where the mesh
-has an axis `stage`.
+does the work of `loss = F.cross_entropy(model(x), y); loss.backward()`. It is the only way if the
+mesh has an axis `stage`.
 """
 
 from __future__ import annotations
@@ -58,8 +57,9 @@ class SteppedModels:
         *,
         micro_batches: MicroBatches = "auto",
     ) -> Tensor:
-        """Go forward with all of `given` but the last, and back from `loss(output, last)`;
-        return that.
+        """Run forward with all of `given` but the last, and backward from `loss(output, last)`.
+
+        Returns the loss.
         """
         check_micro_batches(micro_batches)
         refuse_loss_class("run.step", loss)
@@ -182,9 +182,7 @@ class SteppedModels:
     def _in_parts(
         self, batch: StepBatch, loss: Loss, weigh: Weigh | None, micro_batches: int
     ) -> Tensor:
-        """Go forward and back in so many parts, the last of which is exchanged with the sum of
-        all.
-        """
+        """Go forward and back in a number of parts; the last one exchanges the sum of all."""
         call = f"run.step(micro_batches={micro_batches})"
         if reason := self._weights_unknown(weigh):
             raise UsageError(f"{call}: {reason}")
@@ -214,9 +212,7 @@ class SteppedModels:
         return _stepped(total)
 
     def _meets_in_forward(self, model: nn.Module) -> bool:
-        """Whether workers exchange something in each forward of a model, so that all have to go
-        forward equally often.
-        """
+        """Whether workers exchange something in each forward, so all need as many of them."""
         several = self._loop.context.group.size > 1
         return bool(self._cuts.applied) or (
             several
@@ -234,7 +230,7 @@ class SteppedModels:
             raise
 
     def _touched(self, batch: StepBatch) -> list[Any]:
-        """Return what changes as soon as a backward comes to a parameter."""
+        """Values that change as soon as a backward comes to a parameter."""
         grads = [parameter.grad for parameter in batch.model.parameters()]
         return [
             self._loop.backward.begun,
@@ -259,9 +255,7 @@ class SteppedModels:
     def _weights(
         self, parts: Sequence[tuple[Any, ...]], sizes: Sequence[int], weigh: Weigh | None
     ) -> Sequence[float]:
-        """Return what the losses of the parts of a batch count in its loss, which is a sum, or a
-        mean over samples or what is weighed.
-        """
+        """Weights of the parts of a batch in its loss: 1 in a sum, else by samples or `weigh`."""
         terms = self._loop.terms
         if terms is not None and terms.loss == "sum":
             return [1.0] * len(parts)
@@ -278,9 +272,7 @@ class SteppedModels:
         return _stepped(value.detach())
 
     def _loss_scale(self, device: torch.device) -> float:
-        """Return what a loss is multiplied by before it is gone back from: the scale of the
-        GradScalers, which have one, if any.
-        """
+        """Factor of the loss before backward: the scale of the GradScalers, if there are any."""
         scalers = [scaler for scaler in self._loop.scalers if scaler.is_enabled()]
         for scaler in scalers:
             # a scaler has no state before its first loss

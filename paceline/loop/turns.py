@@ -1,20 +1,18 @@
-"""The training loop: what happens between two turns of a loader, at a backward, and at an
-optimizer's step.
+"""The training loop: between two turns of a loader, at a backward, and at an optimizer's step.
 
-    turn begins     my weight in the global batch, is it a ghost, is it exchanged yet
+    turn begins     weight of this worker in the global batch; is it a ghost; is it exchanged yet
       backward      (sync/autograd.py) exchanges; p.grad is final when it returns
       step          joins the exchange if backward touched nothing here, then the user's own step
-    turn ends       joins, restores what a ghost has touched, counts the step, hands the records
+    turn ends       joins, restores buffers of a ghost, counts the step, and hands the records
                     over about once a second
 
 Several loaders may be under way at once. The training loader whose turn began while no other
 trained leads: its turns are the steps.
 
-    train  |--- turn 0 ----------------|--- turn 1 ---      for x in train:
-    test         |--|--|--|                                     for v in test: ...        evaluation
-                                                                inside a turn
-    other      |-----------------------|--------------          u = next(others)          a second
-                                                                training loader
+    train  |--- turn 0 ----------------|--- turn 1 ---    for x in train:
+    test         |--|--|--|                                   for v in test: evaluation in a turn
+    other      |-----------------------|--------------        u = next(others): a second training
+                                                              loader
 """
 
 from __future__ import annotations
@@ -49,8 +47,12 @@ _graph_task: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside o
 
 
 class TrainingLoop:
-    """Follows the loaders of a run (their `LoaderObserver`) and keeps the `StepState` of the
-    context.
+    """Follows the loaders of a run (as their `LoaderObserver`), and keeps the context's
+    `StepState`.
+
+    Invariants: `_open` has the loaders with a turn, in the order in which their turns began.
+    `leader` is one of them, or None. `steps` counts the turns of leaders that have ended. `quiet`
+    is the depth of nested `no_sync` blocks.
     """
 
     def __init__(
@@ -100,8 +102,9 @@ class TrainingLoop:
 
     @property
     def training(self) -> Turn | None:
-        """The turn that backward passes and optimizers belong to: the innermost training one,
-        else the innermost.
+        """Turn that backward passes and optimizers belong to.
+
+        It is the innermost training turn, or else the innermost turn.
         """
         if len(self._open) < 2:
             return innermost(self._open)
@@ -112,8 +115,9 @@ class TrainingLoop:
 
     @property
     def terms(self) -> LoaderSpec | None:
-        """How the loader deals whose turn this is: the innermost training one where gradients
-        are on, else the innermost.
+        """How the loader of the present turn deals its batches.
+
+        It is the innermost training turn if gradients are on, else the innermost turn.
         """
         turn = self.training if torch.is_grad_enabled() else self.turn
         return next(
@@ -173,9 +177,7 @@ class TrainingLoop:
 
     @property
     def axes(self) -> dict[str, AxisTotals]:
-        """What all steps have taken for exchanges by axis of the mesh; empty where no model is
-        cut.
-        """
+        """Totals of exchanges by axis of the mesh; empty if no model is cut."""
         return self.clock.axes
 
     # ---- the loader's calls
@@ -363,8 +365,9 @@ class TrainingLoop:
 
     @property
     def acting(self) -> bool:
-        """Whether step, scheduler.step and the like act: not for a batch without weight, nor in
-        a turn that has failed.
+        """Whether `optimizer.step`, `scheduler.step` and the like act.
+
+        They don't for a batch without weight, nor in a turn that has failed.
         """
         turn = self.training
         if turn is None or not turn.train:
@@ -386,8 +389,9 @@ class TrainingLoop:
         )
 
     def ready(self, where: str) -> None:
-        """Exchange gradients that are about to be used and have not been exchanged, even if
-        backward touched nothing here.
+        """Exchange gradients that are about to be used, if they are not exchanged yet.
+
+        This works even if backward touched nothing on this worker.
         """
         turn = self.training
         if self.quiet:
@@ -411,9 +415,7 @@ class TrainingLoop:
             self.settle()
 
     def may_step(self) -> bool:
-        """Exchange what has not been, for an optimizer that is about to step, and say whether it
-        acts.
-        """
+        """Exchange the rest for an optimizer that is about to step; return whether it acts."""
         turn, under_way, backward = None, self._open, self.backward
         if under_way:
             turn = self.training if len(under_way) > 1 else under_way[0].turn
@@ -429,15 +431,14 @@ class TrainingLoop:
         return turn is None or not turn.train or not backward.transaction.failed
 
     def gather(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
-        """Return the rows that `act` gathers, once a batch: `nothing` if they were gathered
-        before, or the turn is dealt again.
+        """Gather rows by `act`, once a batch.
+
+        Returns `nothing` if they were gathered before, or if the turn is dealt again.
         """
         return self.transaction.collective(act, nothing)
 
     def stepped(self, optimizer: Any) -> None:
-        """Note that an optimizer has stepped; in a loop without a loader this begins the next
-        turn.
-        """
+        """Note that an optimizer has stepped; without a loader this begins the next turn."""
         self.acts += 1
         for observer in self.observers.stepped:
             observer(optimizer)

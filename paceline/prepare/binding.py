@@ -51,9 +51,7 @@ def rebind(
 
 
 def _own(thing: Any, name: str, current: Any) -> Callable[..., Any]:
-    """Return the method as its class has it (or as it was set on the object), to be called with
-    the object.
-    """
+    """The method of the class, or the one set on the object, to be called with the object."""
     if current is None:
         found: Callable[..., Any] = getattr(type(thing), name)
         return found

@@ -38,8 +38,9 @@ SCALED_SERVED: Final = (
 
 
 def kind(value: Any) -> str:
-    """Return "model", "optimizer", "loader", "scheduler", "scaler" or "metric". Raises
-    `UsageError` for anything else.
+    """Kind of an object: "model", "optimizer", "loader", "scheduler", "scaler" or "metric".
+
+    Raises `UsageError` for anything else.
     """
     if isinstance(value, WRAPPERS) or _made_by(
         value, "torch.distributed.fsdp", "FullyShardedDataParallel"
@@ -75,17 +76,16 @@ def kind(value: Any) -> str:
 
 
 def _made_by(value: Any, module: str, name: str) -> bool:
-    """Whether `value` is an instance of `module.name`, without the second that importing it
-    takes: its owner has imported it.
+    """Whether `value` is an instance of `module.name`, without importing the module.
+
+    If it is one, its owner has imported the module already; the import would take a second.
     """
     home = sys.modules.get(module)
     return home is not None and isinstance(value, getattr(home, name))
 
 
 def slots(models: list[tuple[str, nn.Module]], optimizers: list[Optimizer]) -> Iterator[Slot]:
-    """Yield a slot for every parameter of the models, once, and for those that only an optimizer
-    knows.
-    """
+    """Yield a slot for every parameter of the models, once, and for those of an optimizer alone."""
     owner = {
         id(p): optimizer
         for optimizer in optimizers
@@ -119,8 +119,9 @@ def unowned(found: Iterable[Slot], models: list[tuple[str, nn.Module]]) -> Itera
 
 
 def check_known(found: Iterable[Slot], known: list[Slot]) -> None:
-    """Raise `UsageError` for a parameter that a model or an optimizer got after it was prepared:
-    its gradient would not be exchanged.
+    """Raise `UsageError` for a parameter that a model or optimizer got after it was prepared.
+
+    Its gradient would not be exchanged.
     """
     for slot in unknown(found, known):
         if slot.optimizer is not None and slot.name.startswith("optimizer"):
@@ -135,8 +136,9 @@ def check_known(found: Iterable[Slot], known: list[Slot]) -> None:
 
 
 def check_schedulers(optimizers: list[Optimizer], prepared: Iterable[Any]) -> None:
-    """Raise `UsageError` for an optimizer with a scheduler that wasn't prepared: it would step
-    again in a turn that is dealt again.
+    """Raise `UsageError` for an optimizer whose scheduler wasn't prepared.
+
+    Such a scheduler would step again in a turn that is dealt again.
     """
     for optimizer in strangely_scheduled(optimizers, prepared):
         raise UsageError(
@@ -149,9 +151,7 @@ def check_schedulers(optimizers: list[Optimizer], prepared: Iterable[Any]) -> No
 def strangely_scheduled(
     optimizers: Iterable[Optimizer], kept: Iterable[Any]
 ) -> Iterator[Optimizer]:
-    """Yield the optimizers for which a learning rate scheduler was made, and none is among what
-    is kept.
-    """
+    """Yield the optimizers that have a learning rate scheduler, but none that the run keeps."""
     known = [getattr(part, "optimizer", None) for part in kept]
     for optimizer in optimizers:
         # as torch's schedulers leave there
@@ -161,9 +161,7 @@ def strangely_scheduled(
 
 
 def check_scaler(known: list[Any], why: str) -> None:
-    """Raise `UsageError` if a scaler that wasn't prepared has called us; `why` it can't be
-    right.
-    """
+    """Raise `UsageError` if an unprepared scaler has called us; `why` says what would be wrong."""
     frame = sys._getframe(1)
     for _ in range(_DEEPEST):
         if frame.f_back is None:
@@ -179,8 +177,9 @@ def check_scaler(known: list[Any], why: str) -> None:
 
 
 def check_elsewhere(thing: Any) -> None:
-    """Raise `UsageError` for a scaler where optimizers step on servers: each worker would decide
-    for itself whether a step is skipped.
+    """Raise `UsageError` for a scaler if optimizers step on servers.
+
+    Each worker would decide for itself whether a step is skipped.
     """
     if isinstance(thing, Scaler) and thing.is_enabled():
         raise UsageError(
@@ -191,8 +190,9 @@ def check_elsewhere(thing: Any) -> None:
 
 
 def check_owner(known: list[Slot], optimizers: list[Optimizer]) -> None:
-    """Raise `UsageError` for a second optimizer of a parameter that a server steps: it would go
-    on with the first one.
+    """Raise `UsageError` for a second optimizer of a parameter that a server steps.
+
+    The server would go on with the first one.
     """
     owner = {id(slot.parameter): slot.optimizer for slot in known if slot.optimizer is not None}
     for optimizer in optimizers:
@@ -278,9 +278,7 @@ def level(
     optimizers: list[Optimizer],
     say: Callable[[str], None],
 ) -> None:
-    """Give all workers the first one's values of parameters that are new, and of the buffers of
-    new models. Collective.
-    """
+    """Copy new parameters, and buffers of new models, from the first worker to all. Collective."""
     check_parameters(found)
     if everyone.group.size > 1:
         tensors: list[tuple[str, Tensor]] = [(slot.name, slot.parameter) for slot in found]
@@ -299,8 +297,9 @@ def same_everywhere(
     optimizers: list[Optimizer],
     say: Callable[[str], None],
 ) -> None:
-    """Compare what is prepared on all workers, and give all of them the first one's values;
-    `say` if values differed. Collective.
+    """Compare prepared objects on all workers, and copy the first one's values. Collective.
+
+    `say` is called if values differed.
     """
     names = {id(x): name for name, x in tensors}
     layout = [

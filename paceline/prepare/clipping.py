@@ -1,8 +1,7 @@
-"""Clips gradients to the norm that they have over all workers, where parameters are cut over some
-of them.
+"""Clips gradients to their norm over all workers, if parameters are cut over some of them.
 
-|g|^p = sum of whole parameters, once    + sum of those cut along `tensor`, over `tensor`
-      + sum of those cut along `shard`, over `shard`    + sum of those cut along both, over both
+|g|^p = sum of whole parameters, once    + sum of parameters cut along `tensor`, over `tensor`
+      + sum of parameters cut along `shard`, over `shard`    + sum of those cut along both
 """
 
 from __future__ import annotations
@@ -31,11 +30,10 @@ def clip(
     cuts: ModelCuts,
     axes: RunAxes,
 ) -> Tensor:
-    """Clip the gradients of these parameters, or of what is trained in their place, and return
-    their norm before. Collective.
+    """Clip the gradients of parameters, and return their norm before. Collective.
 
-    `finite`: raise `RuntimeError` on all workers for a norm that isn't, and leave gradients as they
-    are.
+    A parameter that was cut stands for the pieces that are trained in its place. With `finite`, a
+    norm that is not finite raises `RuntimeError` on all workers and leaves gradients as they are.
     """
     if not norm_type > 0:
         raise UsageError(
@@ -80,8 +78,9 @@ def clip(
 
 
 def _joined(norms: list[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of vectors side by side that have these norms, on the processor: to read
-    it waits for a GPU once.
+    """Norm of vectors side by side from their norms, on the processor.
+
+    To read it waits for a GPU once.
     """
     if not norms:
         return torch.zeros(1, dtype=torch.float64)

@@ -1,5 +1,4 @@
-"""Copies of cut models that scripts keep, such as averages of their parameters: each parameter lies
-where that of the model does.
+"""Copies of cut models that scripts keep, such as averages: each parameter lies as the model's.
 
 model      tokens.weight  11 x 12 on this worker, nothing on the next      a checkpoint has one
                           tensor of both
@@ -35,8 +34,8 @@ class ModelCopies:
         self._found: list[ModelCopy] = []
 
     def find(self, name: str, thing: object, models: Iterable[nn.Module]) -> None:
-        """Look for copies of these models in a thing that is kept: modules whose parameters have
-        their names and sizes.
+        """Find copies of these models in a kept object: modules with parameters of equal names
+        and sizes.
         """
         if not isinstance(thing, nn.Module):
             return
@@ -69,9 +68,7 @@ class ModelCopies:
 
 
 def watch_averages() -> None:
-    """Have torch's averages of models say in words what is wrong where parameters have been cut
-    since they were made.
-    """
+    """Make torch's averages explain the error if parameters were cut after they were made."""
     own = AveragedModel.update_parameters
     if getattr(own, "watched", False):
         return

@@ -1,6 +1,4 @@
-"""The cuts of a run: applied to models before anything else looks at their parameters, and known
-by what they have made of them.
-"""
+"""The cuts of a run. They are applied before anything else looks at a model's parameters."""
 
 from __future__ import annotations
 
@@ -107,17 +105,16 @@ class ModelCuts:
     def on_one_device(
         self, models: Iterable[nn.Module], cuts: Sequence[ModelCut]
     ) -> list[nn.Module]:
-        """Return the models that no cut puts on several devices of each worker: one before, or
-        one of `cuts`, which are for new ones.
+        """Models that no cut puts on several devices of a worker.
+
+        `cuts` are for new models; cuts from before count as well.
         """
         several = any(not cut.axis for cut in cuts)
         known = {id(model) for model in self._spread}
         return [model for model in models if not (several or id(model) in known)]
 
     def hear(self, loaders: Sequence[DataLoader[Any]], statistics: str | None) -> None:
-        """Take what layers are measured on from these loaders, and which statistics a script
-        asks BatchNorm for.
-        """
+        """Take sample batches for measurements from these loaders, and the BatchNorm option."""
         self._statistics = statistics
         if loaders:
             self.sample = functools.partial(sample_batch, loaders)
@@ -194,14 +191,14 @@ class ModelCuts:
             self._renewed[id(old)] = weakref.ref(old), new
 
     def renewed(self, parameter: Parameter) -> Parameter | None:
-        """Return what is trained in the place of a parameter that was cut; None for all others."""
+        """Tensor that is trained in the place of a parameter that was cut; None for all others."""
         found = None
         while (entry := self._renewed.get(id(parameter))) is not None and entry[0]() is parameter:
             found = parameter = entry[1]
         return found
 
     def trained(self, parameter: Parameter) -> Parameter:
-        """Return what is trained in the place of a parameter, or the parameter itself."""
+        """Tensor that is trained in the place of a parameter, or the parameter itself."""
         found = self.renewed(parameter)
         return parameter if found is None else found
 
@@ -217,8 +214,8 @@ class ModelCuts:
         self.refuse_whole(optimizers)
 
     def flat(self, optimizer: Optimizer) -> str:
-        """Return the name of a parameter that an optimizer steps and of which the model has a
-        flat piece alone; "" if there is none.
+        """Name of a parameter of an optimizer that the model holds only as a flat piece; "" if
+        none.
         """
         parameters = (
             (p for group in optimizer.param_groups for p in group["params"])
@@ -235,8 +232,9 @@ class ModelCuts:
         )
 
     def refuse_late(self, optimizers: Iterable[Optimizer]) -> None:
-        """Raise `UsageError` for optimizers of models that were cut before: a script that groups
-        parameters by shape sees flat pieces.
+        """Raise `UsageError` for optimizers of models that were cut before.
+
+        A script that groups parameters by shape would see flat pieces.
         """
         for optimizer in optimizers:
             if name := self.flat(optimizer):
@@ -248,8 +246,8 @@ class ModelCuts:
                 )
 
     def refuse_whole(self, optimizers: Iterable[Optimizer]) -> None:
-        """Raise `UsageError` for optimizers that may look at whole parameters, where workers
-        have parts of some, or none of others.
+        """Raise `UsageError` for optimizers that may look at whole parameters which are cut
+        here.
         """
         mesh = self._axes.mesh
         dealt = (
@@ -271,9 +269,7 @@ class ModelCuts:
                 )
 
     def slots(self, found: Iterable[Slot]) -> Iterator[Slot]:
-        """Yield slots with what is trained in the place of parameters that were cut, each once,
-        under its logical name.
-        """
+        """Yield slots of the tensors that are trained for cut parameters, once, by logical name."""
         if not len(self.placements):
             yield from found
             return
@@ -312,9 +308,7 @@ class ModelCuts:
         return [model for model in models if self.pipeline_of(model) is None]
 
     def level_ties(self) -> None:
-        """Give all stages that have a tied weight the same values, in all places where parts of
-        them are. Collective.
-        """
+        """Copy a tied weight from one stage to all that have it, part by part. Collective."""
         if not self._parting():
             return
         for _, found in self.pipelines:
@@ -328,7 +322,7 @@ class ModelCuts:
             follow()
 
     def splits(self) -> list[list[int]]:
-        """Return how layers are dealt to stages: the first layer of each, and the end."""
+        """First layer of each stage, and the number of layers at the end."""
         return [list(found.split.bounds) for _, found in self.pipelines]
 
     def level(self) -> None:
@@ -346,8 +340,9 @@ class ModelCuts:
             self._endings.pop()()
 
     def check_used(self, *_: Any) -> None:
-        """Raise `UsageError` where the mesh has an axis that no cut has used: its workers would
-        all do the same.
+        """Raise `UsageError` if no cut uses an axis of the mesh.
+
+        Workers along such an axis would all do the same.
         """
         unused = [name for name in self._axes.cut if name not in self._used]
         if unused:
@@ -411,8 +406,9 @@ def _apply(cut: ModelCut, model: nn.Module, context: CutContext, models: int) ->
 def refuse_one_number(
     optimizer: Optimizer, placements: Placements, mesh: Mesh, dealt: Container[int]
 ) -> None:
-    """Raise `UsageError` for an optimizer that takes one number over all parameters, where
-    workers have parts or other layers (`dealt`).
+    """Raise `UsageError` for an optimizer that takes one number over all parameters.
+
+    It is wrong if workers have parts of parameters, or different layers (`dealt`).
     """
     for parameter in (
         (p for group in optimizer.param_groups for p in group["params"])

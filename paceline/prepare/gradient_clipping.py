@@ -1,8 +1,7 @@
-"""Clips gradients of a run, as `run.clip` and torch's own functions (nn.utils.clip_grad_norm_ and
-the like) do: where they are whole.
+"""Clips gradients of a run where they are whole, for `run.clip` and for torch's functions.
 
-usually                 what has not been exchanged is, and torch clips
-where servers step      they clip by the norm, as they alone have the gradients of all
+usually                 gradients that are left are exchanged, and torch clips
+where servers step      servers clip by the norm, as they alone have all gradients
 where models are cut    both take the norm over all workers
 """
 
@@ -118,9 +117,7 @@ class GradientClipping:
         own()
 
     def check_norm(self, parameters: list[Tensor]) -> None:
-        """Raise `UsageError` where workers have parts of these parameters, or have others of the
-        model.
-        """
+        """Raise `UsageError` if workers have parts of these parameters, or different layers."""
         for parameter in parameters:
             where = (
                 self._cuts.placements.placement_of(parameter)
@@ -138,9 +135,7 @@ class GradientClipping:
                 )
 
     def check_idle(self, name: str) -> None:
-        """Raise `UsageError` where pieces have gradients, which a script doesn't find at the
-        whole parameters of the model.
-        """
+        """Raise `UsageError` if pieces have gradients that the whole parameters don't show."""
         pieces = [
             self._cuts.renewed(whole)
             for ref in self._wholes

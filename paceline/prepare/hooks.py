@@ -108,9 +108,7 @@ def bind_optimizer(optimizer: Optimizer, loop: TrainingLoop, bindings: Optimizer
 
 
 def bind_groups(optimizer: Optimizer, loop: TrainingLoop, trained: Callable[[Any], Any]) -> None:
-    """Let an optimizer that gets more parameters (add_param_group) step what is `trained` in the
-    place of each.
-    """
+    """Let an optimizer that gets parameters later (add_param_group) step the `trained` tensors."""
 
     def adding(own: Callable[..., Any]) -> Callable[..., Any]:
         def add_param_group(self: Optimizer, group: Any, *args: Any) -> Any:

@@ -1,5 +1,6 @@
-"""Values that models begin with: what `run.prepare(init=...)` says, or their own modules where
-they were built without memory.
+"""First values of models: from `run.prepare(init=...)`, or from their modules.
+
+Modules give them if a model was built without memory.
 """
 
 from __future__ import annotations
@@ -45,10 +46,9 @@ def move(models: Sequence[nn.Module], device: torch.device) -> None:
 
 
 class InitialValues:
-    """The values of models that are prepared together, which have these prefixes in names: known
-    before they are cut, and given after that.
+    """First values of models that are prepared together; read before a cut, given after it.
 
-    Raises `UsageError` where `init` says nothing that could be done.
+    The models have these prefixes in names. Raises `UsageError` if `init` can't be followed.
     """
 
     def __init__(

@@ -19,9 +19,7 @@ from paceline.record.logged.metric import TORCHMETRICS, is_metric
 
 
 def check_logged(values: Mapping[str, Any], prepared: Iterable[nn.Module]) -> None:
-    """Raise `UsageError` for a metric that is given to `run.log` and isn't among those
-    `prepared`, or that can't be logged.
-    """
+    """Raise `UsageError` for a logged metric that isn't prepared, or that can't be logged."""
     for name, metric in values.items():
         if not is_metric(metric):
             continue

@@ -1,14 +1,14 @@
-"""Watches every optimizer of this process before it steps, prepared or not, and refuses wrong steps
-before they change anything.
+"""Watches every optimizer of this process, and refuses wrong steps before they change anything.
 
-torch calls one hook for all optimizers. Each run has its `OptimizerWatch`, which knows its own by
-their parameters.
+torch calls one hook for all optimizers. Each run has its `OptimizerWatch`, which knows its own
+optimizers by their parameters.
 
-    optimizer.step()    not prepared, where steps on its gradients are wrong         raises
-                        inside of loss.backward()                                    raises
-                        not prepared                                                 `strange` is told, once
-                        the run's                                                    counted (`StepCount`), looked at (`ManualGradients`)
-"""  # noqa: E501
+    optimizer.step()   unprepared, and steps on its gradients are wrong   raises
+                       inside of loss.backward()                          raises
+                       unprepared otherwise                               `strange` is called, once
+                       one of the run's                                   counted, and checked
+                                                                          (`ManualGradients`)
+"""
 
 from __future__ import annotations
 
@@ -172,9 +172,7 @@ class OptimizerWatch:
             )
 
     def _around(self) -> Optimizer | None:
-        """Return the prepared optimizer that is stepping, and has this one inside (SAM,
-        Lookahead).
-        """
+        """Prepared optimizer that is stepping and contains this one (SAM, Lookahead)."""
         frame, prepared = (
             sys._getframe(2),
             {id(optimizer): optimizer for optimizer in self._prepared.optimizers},
@@ -199,7 +197,7 @@ class StepHook:
 
     @staticmethod
     def all() -> Iterator[StepHook]:
-        """Yield those that torch calls."""
+        """Yield the hooks that torch calls."""
         return (
             hook
             for hook in torch_optimizer._global_optimizer_pre_hooks.values()

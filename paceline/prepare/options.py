@@ -1,6 +1,6 @@
 """Options of run.prepare for loaders and models.
 
-One given before there is any is kept for those that come.
+An option that is given before there is a loader or model is kept for later ones.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ E = TypeVar("E", bound=Preparable)
 if TYPE_CHECKING:
 
     class PreparedLoader(DataLoader[T]):
-        """What is known of a loader that `run.prepare` gives back: a `ShareLoader` has all that
-        the DataLoader has.
+        """Type of a loader that `run.prepare` returns: a `ShareLoader` with all of the
+        DataLoader.
         """
 
         def peek(self) -> Any: ...
@@ -91,11 +91,10 @@ class PrepareOptions:
     def hear(
         self, given: Mapping[str, Any], size: int, *, loaders: bool, models: bool
     ) -> dict[str, Any]:
-        """Return the options for the `loaders` and `models` of this call: what it says, else what
-        was said before there were any.
+        """Options for the `loaders` and `models` of this call.
 
-        `size` is the number of workers. Raises `UsageError` for an unknown value as early as it is
-        said.
+        They are those of the call, else those given before there was a loader or model. `size` is
+        the number of workers. Raises `UsageError` for an unknown value as early as it is given.
         """
         said = {name: value for name, value in given.items() if value is not None}
         found = {**DEFAULTS, **self._before(said), **said}
@@ -111,7 +110,7 @@ class PrepareOptions:
         return found
 
     def _before(self, said: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the kept options, but for those that can't go together with what is said now."""
+        """Kept options, without those that contradict the options of this call."""
         against = {"weigh"} if said.get("loss") == "sum" else {"loss"} if "weigh" in said else set()
         return {name: value for name, value in self._kept.items() if name not in against}
 

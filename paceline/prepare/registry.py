@@ -1,6 +1,4 @@
-"""The models, optimizers, loaders, schedulers and scalers that take part in a run, and the
-groups that they need.
-"""
+"""The models, optimizers, loaders, schedulers and scalers of a run, and the groups they need."""
 
 from __future__ import annotations
 
@@ -212,7 +210,7 @@ class Prepared:
         self.metrics.append(metric)
 
     def check_known(self) -> None:
-        """Raise `UsageError` for a parameter that came into a model or an optimizer after it was
+        """Raise `UsageError` for a parameter that a model or optimizer got after it was
         prepared.
         """
         checks.check_known(self.cuts.slots(checks.slots(self.models, self.optimizers)), self.slots)
@@ -333,9 +331,7 @@ class Prepared:
         return self._loop.abilities.sample_queue
 
     def _synchronise(self, models: list[nn.Module]) -> None:
-        """Let BatchNorm layers exchange in a group of their own, as they do it while buckets are
-        under way.
-        """
+        """Let BatchNorm layers exchange in a group of their own, while buckets are under way."""
         context = self.context
         if context.group.size == 1:
             return
@@ -351,8 +347,9 @@ class Prepared:
             )
 
     def _in_loop(self) -> bool:
-        """Whether this is inside of a loop over a prepared loader, which all workers run, each
-        on its share.
+        """Whether a loop over a prepared loader is under way.
+
+        All workers run such a loop, each on its share.
         """
         return self._loop.turn is not None
 
@@ -378,9 +375,7 @@ class Prepared:
 
 
 class _WatchedGroup:
-    """A group for BatchNorm whose sums can be seen from outside while they last, and that
-    survives the loss of a worker.
-    """
+    """A group for BatchNorm whose exchanges are visible to others, and which survives losses."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared

@@ -1,5 +1,6 @@
-"""Optimizers that step on servers, for all of their parameters or for the sparse tables among
-them; the others never come here.
+"""Optimizers that step on servers, for all parameters or for sparse tables alone.
+
+Optimizers of one process never come here.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ OwnStep = Callable[..., Any]
 
 
 class RemoteSteps:
-    """Steps and clips on servers, on behalf of one run: `tables`, and everything else where the
-    strategy does.
+    """Steps and clips on servers for one run: `tables`, and all parameters if the strategy says
+    so.
     """
 
     def __init__(self, loop: TrainingLoop, tables: RunTables) -> None:
@@ -77,8 +78,8 @@ class RemoteSteps:
             tables.make(optimizer)
 
     def _refuse_mixed(self, optimizer: Optimizer) -> None:
-        """Raise `UsageError` if p.grad of a parameter adds up passes that have to be weighted
-        one by one on their way to servers.
+        """Raise `UsageError` if p.grad sums passes that need separate weights on the way to
+        servers.
         """
         mixed = self._loop.backward.mixed.find(
             p for group in optimizer.param_groups for p in group["params"]

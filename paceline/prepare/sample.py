@@ -1,6 +1,4 @@
-"""A few samples of a loader that is prepared, before it is dealt: what the layers of a model are
-measured on.
-"""
+"""A few samples of a loader, before it is dealt, on which a model's layers are measured."""
 
 from __future__ import annotations
 
@@ -16,11 +14,10 @@ INSTEAD = "say split=[layers of each stage], or split='even'"
 
 
 def sample_batch(loaders: Sequence[DataLoader[Any]], parts: int) -> tuple[Any, ...]:
-    """Return inputs and target of a fraction of a global batch of the first loader: one in `parts`,
-    or a sample. Draws nothing.
+    """Inputs and target of a fraction of a global batch of the first loader. Draws nothing.
 
-    What a loader gives has to be a tuple or a list, whose last part is the target. Raises
-    `UsageError` where that isn't so.
+    The fraction is one in `parts`, or a sample. A batch must be a tuple or a list with the target
+    as its last part; raises `UsageError` if it isn't.
     """
     if not loaders:
         raise UsageError(

@@ -1,8 +1,7 @@
-"""Lets all workers that hold parts of a model skip the step of an optimizer, where the gradient
-overflows in the part of one of them.
+"""Lets all workers that hold parts of a model skip a step if one part of the gradient overflows.
 
-scaler.step(optimizer)     looks for inf and nan in my part of the gradient     ->  found on any
-                           worker: nobody steps
+scaler.step(optimizer)     looks for inf and nan in this worker's part     ->  found on any
+                           of the gradient                                     worker: none steps
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ from paceline.workers.axes import RunAxes
 
 
 def bind_scaler(scaler: Any, loop: TrainingLoop, axes: RunAxes) -> None:
-    """Let a GradScaler act when the optimizer does, and look for overflows on all workers along
-    the axes that models are cut along.
-    """
+    """Let a GradScaler act with the optimizer, and look for overflows along the axes of cuts."""
     hooks.bind_scaler(scaler, loop)
     if not axes.cut:
         return

@@ -43,10 +43,9 @@ Source = weights.Source | StoredModel
 
 @contextlib.contextmanager
 def opened(source: Source, say: Callable[[str], None]) -> Iterator[Weights]:
-    """Open weights: of a file, a dict, or the newest whole checkpoint of a run; `say` is told of
-    checkpoints that are passed over.
+    """Open weights from a file, a dict, or the newest complete checkpoint of a run.
 
-    Raises `UsageError` for what can't be read.
+    `say` gets the checkpoints that are passed over. Raises `UsageError` for an unreadable one.
     """
     if isinstance(source, str | Path) and Path(source).is_dir():
         source = StoredModel(Path(source))
@@ -86,8 +85,9 @@ def _of_checkpoint(found: Checkpoint, part: str | None, files: contextlib.ExitSt
 
 @contextlib.contextmanager
 def _unusable() -> Iterator[None]:
-    """Raise `UsageError` for a checkpoint that can't be used: what a model begins with is the
-    script's choice.
+    """Raise `UsageError` for a checkpoint that can't be used.
+
+    The first values of a model are the script's choice, so none is taken in its place.
     """
     try:
         yield

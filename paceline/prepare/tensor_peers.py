@@ -1,9 +1,8 @@
-"""Workers that differ along `stage` and `tensor` alone: they run the same script on the same
-samples, with the same random numbers.
+"""Workers that differ only along `stage` and `tensor`: same script, samples and random numbers.
 
 tensor 0   batch 17   dropout 0.31 0.77 ...
-tensor 1   batch 17   dropout 0.31 0.77 ...      what either of them draws or reads otherwise would
-                                                 be another training
+tensor 1   batch 17   dropout 0.31 0.77 ...      if either drew or read anything else, it would be
+                                                 another training
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ EARLY, OFTEN = 3, 100  # batches that are compared: the first ones, and one in s
 
 
 def check(options: Mapping[str, Any], axes: RunAxes) -> None:
-    """Raise `UsageError` for options of a loader that can't be had where workers have the same
-    samples.
-    """
+    """Raise `UsageError` for options of a loader that don't work if workers share samples."""
     if axes.mesh.extent("tensor") * axes.mesh.extent("stage") == 1:
         return
     if options["shard"] == "mine":
@@ -40,8 +37,9 @@ def check(options: Mapping[str, Any], axes: RunAxes) -> None:
 
 
 def share_randomness(axes: RunAxes) -> None:
-    """Let torch, Python and numpy draw on all workers along `stage` and `tensor` what they draw
-    on the first of them. Collective.
+    """Copy the states of torch, Python and numpy generators along `stage` and `tensor`.
+
+    Collective.
     """
     group = axes.groups.group_along("stage", "tensor")
     if group.size > 1:
@@ -54,9 +52,7 @@ def share_randomness(axes: RunAxes) -> None:
 
 
 def compared(move: Callable[[Any], Any] | None, axes: RunAxes) -> Callable[[Any], Any] | None:
-    """Return what brings a batch to its device, after some of them have been compared along
-    `stage` and `tensor`.
-    """
+    """Function that moves a batch to its device, and compares some batches along the two axes."""
     group = axes.groups.group_along("stage", "tensor")
     if group.size == 1:
         return move
@@ -91,9 +87,7 @@ def checksum(batch: Any) -> int:
 
 
 def check_equal(group: Group, batch: Any, what: str, hint: str) -> None:
-    """Raise `DataError`, on all workers, where tensors that should be the same along `tensor`
-    are not. Collective.
-    """
+    """Raise `DataError` on all workers if tensors differ along `tensor`. Collective."""
     found = [
         int.from_bytes(body, "little")
         for body in group.gather_bytes(checksum(batch).to_bytes(4, "little"))

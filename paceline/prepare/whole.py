@@ -1,11 +1,10 @@
-"""Whole parameters of a cut model, for a while: a script reads them, changes them, or adds to their
-gradients.
+"""Lends whole parameters of a cut model: a script reads them, changes them, or adds to gradients.
 
     part of each worker    -- gathered along the axes of its cut -->    whole on all of them: value
                            and gradient
-    part of each worker    <-- its part of what the block has left --   whole
+    part of each worker    <-- its part of the changed value --         whole
 
-All that workers have to do in the block is the same; that they did is compared.
+All workers must do the same in the block, and this is checked.
 """
 
 from __future__ import annotations
@@ -112,9 +111,7 @@ class WholeParameters:
 
 
 def parameters_of(what: nn.Module | Parameter, cuts: ModelCuts) -> dict[str, Parameter]:
-    """Return the parameters that a script names, by name: those of a module as they are called
-    there.
-    """
+    """Parameters that a script names, by name; those of a module by their names in it."""
     if isinstance(what, nn.Module):
         return dict(what.named_parameters())
     if not isinstance(what, Parameter):
@@ -128,9 +125,7 @@ def parameters_of(what: nn.Module | Parameter, cuts: ModelCuts) -> dict[str, Par
 def _put_together(
     part: Tensor, placement: Placement, places: list[list[list[list[int]]]], group: Group, name: str
 ) -> Tensor:
-    """Return the logical tensor, of the parts of all workers of a group, whose rectangles are
-    `places`.
-    """
+    """Build the logical tensor from the parts of a group's workers, which lie at `places`."""
     whole = part.new_empty(placement.shape)
     mine = [region.view_local(part).reshape(-1) for region in placement.regions]
     parts = group.all_gather(

@@ -1,15 +1,14 @@
-"""Compares replicas by hash after the first step and every so many; the run stops where they
-differ, or what differs is healed.
+"""Compares replicas by hash after the first step and at intervals, and stops or heals the run.
 
     step 100    a digest of each worker             all are the same: go on
     step 200    a digest of each worker             one is not
                 the number of each of its tensors   which workers have what most don't have
        "stop"   the summary is written, and all workers raise the same error
-       "heal"   what differs comes from a near worker that is right, all compare once more, and go
-                on
+       "heal"   wrong parts are copied from a near worker that is right, all compare once more, and
+                go on
 
-A worker may die in any of these calls. So what is done next follows from the result of a call,
-which is the same on all workers, and never from which workers are there.
+A worker may die in any of these calls. So the next step follows from the result of a call, which is
+the same on all workers, and never from the list of workers that are present.
 """
 
 from __future__ import annotations
@@ -51,8 +50,9 @@ ALIGNED: Final = 16  # bytes: each tensor in a message begins at a multiple
 
 @dataclass(frozen=True)
 class Comparison:
-    """How often replicas are compared (`every`: steps; None: never), and what is done when they
-    differ.
+    """How often replicas are compared, and the action if they differ.
+
+    `every` is in steps; None: never.
     """
 
     every: int | Literal["auto"] | None = "auto"
@@ -75,7 +75,7 @@ class Comparison:
 
     @property
     def asked(self) -> bool:
-        """Whether the script asked for comparisons that differ from the usual."""
+        """Whether the script has changed the usual comparisons."""
         return self.every is not None and self != Comparison()
 
     def __str__(self) -> str:
@@ -98,9 +98,7 @@ def check_comparison(comparison: Comparison, sync: Sync, replicated: Replicated 
 
 
 class Difference(NamedTuple):
-    """A part of the state that is not the same everywhere: which ranks have what most have, and
-    which have something else.
-    """
+    """A part of the state that differs: the ranks that agree with most, and the other ranks."""
 
     name: str
     right: tuple[int, ...]
@@ -183,7 +181,7 @@ class ReplicaComparer:
         self._said = False  # whether it was said that buffers are each worker's own
 
     def begin(self, steps: int) -> None:
-        """Begin training, or go on, after so many steps."""
+        """Begin training, or go on, after this number of steps."""
         if self._every is not None:
             self._mirrored.begin()
             if self._done is None:
@@ -191,12 +189,12 @@ class ReplicaComparer:
                 self._done = self._due(steps)
 
     def _due(self, steps: int) -> int:
-        """Return how many comparisons there should have been after so many steps."""
+        """Number of comparisons that are due after this number of steps."""
         early = self._comparison.every == "auto" and steps > self._start
         return early + (0 if self._every is None else steps // self._every)
 
     def facts(self) -> list[Any]:
-        """Return what a joining worker has to know."""
+        """State that a joining worker needs."""
         return [self._every, self._done, self._start]
 
     def learn(self, facts: list[Any]) -> None:
@@ -204,8 +202,7 @@ class ReplicaComparer:
         self._every, self._done, self._start = facts
 
     def step_ended(self, steps: int, *_: Any) -> None:
-        """Compare replicas after step `steps`, if a comparison is due and replicas should be equal
-        now. Collective.
+        """Compare replicas after step `steps`, if that is due and they should be equal. Collective.
 
         Raises `ReplicasDiffer`, on all workers, if they differ and aren't healed.
         """
@@ -423,7 +420,7 @@ def _mixed(kinds: Sequence[str]) -> str:
 
 
 def _padded_bytes(tensor: Tensor) -> int:
-    """Return how many bytes a tensor takes in a message, filled up to a multiple of `ALIGNED`."""
+    """Bytes of a tensor in a message, filled up to a multiple of `ALIGNED`."""
     return -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED
 
 

@@ -106,9 +106,7 @@ class ReplicaContents:
         self._known: dict[str, _KnownBuffer] = {}
 
     def begin(self) -> None:
-        """Remember the buffers as they are when training begins, or goes on: the same on all
-        workers.
-        """
+        """Remember the buffers at the beginning of training, when they are equal on all workers."""
         fresh = {
             name: buffer
             for name, buffer in self._buffers(synchronous=False)
@@ -192,8 +190,9 @@ class ReplicaContents:
 
     @property
     def frozen(self) -> dict[str, Parameter]:
-        """The parameters that a script may change on each worker in another way, by name, such
-        as a teacher that follows its replica.
+        """Parameters, by name, that a script may change differently on each worker.
+
+        An example is a teacher that follows its replica.
         """
         return {
             slot.name: slot.parameter
@@ -202,8 +201,9 @@ class ReplicaContents:
         }
 
     def _buffers(self, *, synchronous: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers of synchronous BatchNorm; or all but those of any BatchNorm, and
-        parameters that may part. Each once.
+        """Yield, once each, the buffers that are compared and the parameters that may part.
+
+        They are the buffers of synchronous BatchNorm, or all but those of any BatchNorm.
         """
         seen: set[int] = set()
         for name, parameter in () if synchronous else self.frozen.items():
@@ -227,9 +227,7 @@ class ReplicaContents:
 
 
 def own_buffers(model: nn.Module) -> set[str]:
-    """Return the names of buffers that each worker may have for itself: all but those of
-    synchronous BatchNorm.
-    """
+    """Names of buffers that each worker may have for itself: all but synchronous BatchNorm's."""
     places = [(f"{place}." if place else "", module) for place, module in model.named_modules()]
     return {
         prefix + name
@@ -298,5 +296,5 @@ def _dense(tensor: Tensor) -> bool:
 
 
 def _version(buffer: Tensor) -> int | None:
-    """Return how many times torch has counted a change in place; None where it doesn't count."""
+    """Number of changes in place that torch has counted; None if it doesn't count them."""
     return None if buffer.is_inference() else buffer._version

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 
 
 def nearest(rank: int, sources: Sequence[int], hosts: Sequence[int]) -> int:
-    """Choose the source from which `rank` gets something: one on its host; not all ask the same
-    one.
-    """
+    """Choose the source for `rank`: one on its host if possible, spread over the sources."""
     near = [source for source in sources if hosts[source] == hosts[rank]] or sources
     return near[rank % len(near)]
 

@@ -1,12 +1,13 @@
-"""Checks gradients that a script sets itself (p.grad = torch.autograd.grad(...)): they are not
-exchanged, and replicas may diverge by them.
+"""Checks gradients that a script sets itself (p.grad = torch.autograd.grad(...)).
 
-    the first steps, and about once a second    whose p.grad is not what backward has left there?
+They are not exchanged, so replicas may diverge.
+
+    the first steps, and about once a second    whose p.grad is not the result of backward?
                                                 all, before an optimizer steps
     a worker has such a gradient                its norm and its sum on each worker
                                                 the same, but for rounding: go on
 
-A gradient changed in place (clipped, decayed) still counts as what backward has left.
+A gradient changed in place (clipped, decayed) still counts as the result of backward.
 """
 
 from __future__ import annotations
@@ -37,10 +38,9 @@ class NextMeeting(Protocol):
 
 
 class ManualGradients:
-    """Checks the gradients of an optimizer that is about to step: in the first steps, and when
-    workers meet anyway.
+    """Checks the gradients of an optimizer before it steps: in first steps and at meetings.
 
-    `twin` gives the first of the workers that have the same part of a cut model as one.
+    `twin` is the first of the workers that have the same part of a cut model as this one.
     """
 
     def __init__(

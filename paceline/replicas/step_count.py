@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 
 class StepCount:
-    """Counts for the present step of training (a turn of the loader; without one, all is one
-    step) and for the one before.
+    """Counts optimizer steps in the present step of training and in the one before.
+
+    A step of training is a turn of the loader; without a loader, all is one step.
     """
 
     def __init__(self, steps: Callable[[], int], *, waits: bool = False) -> None:
@@ -37,9 +38,7 @@ class StepCount:
         self.doubt()
 
     def told(self) -> list[int | None]:
-        """Return the step of training, and the counts of the one before and of itself; None for
-        a count that isn't known.
-        """
+        """The step of training, and the counts of the one before and of itself; None if unknown."""
         if (steps := self._steps()) != self.at:
             self._move(steps)
         at, sure = self.at, self.at + 2 if self.waits else self._sure

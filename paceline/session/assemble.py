@@ -1,16 +1,15 @@
-"""Builds a run: every part of it once, whole when it is there, and the parts that follow the
-training loop in one list.
+"""Builds a run: each part once and complete, and one list of the parts that follow the loop.
 
-Joined             this worker, and what it has met the others by
-  strategy.begin   -> the strategy as it runs, and what it can
+Joined             this worker, and the groups it shares with the others
+  strategy.begin   -> the strategy as it runs, and its abilities
   TrainingLoop     -> the loop, which watches backward passes
-  Prepared         -> what a script gives to `run.prepare`
-  RunHistory       -> the seed of all, what happens; then the folder and the log are opened
-  RunEnding        -> what is left, and how all is freed
+  Prepared         -> the objects that a script gives to `run.prepare`
+  RunHistory       -> the seed of all workers, and events; then folder and log are opened
+  RunEnding        -> how everything is freed
   LogCollector, ReplicaComparer, StartupHints, OptimizerWatch, CheckpointSaver
-  Recovery         -> where the run goes on when workers are lost
-  LoopObservers    -> who is told of what in the loop, in order
-  Run              -> what a script works with
+  Recovery         -> how the run goes on when workers are lost
+  LoopObservers    -> the parts that are called in the loop, in order
+  Run              -> the object that a script works with
 """
 
 from __future__ import annotations
@@ -75,11 +74,10 @@ OpenRecords = Callable[[RunHistory, bool], tuple[RunFolder, MetricsLog]]
 
 @dataclass(frozen=True)
 class Joined:
-    """A worker that has joined: where it stands, with whom it does what, and who sees when it
-    hangs.
+    """A worker that has joined: its place, its groups, and its hang detector.
 
     `world` is torch.distributed's default group, for libraries that ask for it. `quota` measures
-    what steps take of the processors, `straggler` says what is done about slow workers.
+    the processor time of steps. `straggler` is the policy for slow workers.
     """
 
     view: CurrentView
@@ -184,8 +182,9 @@ class _Assembly:
         self._conclude(comparison)
 
     def _rounds_parts(self) -> bool:
-        """Whether parts of a model that are the same on two stages may be changed in different
-        ways: by codecs, or between replicas.
+        """Whether copies of a parameter on two stages could be changed in different ways.
+
+        Codecs do that, and exchanges between replicas.
         """
         return self.loop.backward.replicas_diverge or bool(self.context.accounts)
 

@@ -45,20 +45,26 @@ CROWDED: Final = 0.3
 
 
 def probe(run: Run, *, dtypes: Sequence[Dtype] = USUAL) -> Topology:
-    """Measure what each worker computes and what each link carries, and return that, the same on
-    all workers. Collective.
+    """Measure the compute of each worker and the speed of each link. Collective.
 
     >>> with pl.start() as run:
     ...     found = pl.probe(run)
     ...     run.print(found.hosts, found.links)
 
-    `dtypes`: of the matrices that are multiplied, such as those that the training uses. Takes less
-    than 20 seconds for 8 workers, and can be called before loops and between them. The devices of
-    hosts are in the order of their ranks; links inside a host are from its index to itself.
+    It takes less than 20 seconds for 8 workers. Call it before loops or between them.
 
-    Raises `UsageError` for dtypes that can't be measured or that differ between workers, inside of
-    loops over loaders, and where losses are survived; `WorkerLost` and `DeadlineExceeded` name the
-    worker that is missing.
+    Args:
+        run: The run.
+        dtypes: Dtypes of the matrices that are multiplied, such as those of the training.
+
+    Returns:
+        The same measurements on all workers. The devices of a host are in the order of their ranks.
+        A link inside a host goes from the host's index to itself.
+
+    Raises:
+        UsageError: A dtype can't be measured or differs between workers; a loop over a loader is
+            under way; or the run survives losses.
+        WorkerLost, DeadlineExceeded: They name the worker that is missing.
     """
     parts = parts_of(run)
     if parts.loop.turn is not None:
@@ -209,7 +215,7 @@ class _Probe:
 
 
 def _facts() -> dict[str, Any]:
-    """Return what a worker knows of its machine without measuring."""
+    """Collect the facts of this machine that need no measurement."""
     return {
         "machine": machine.boot(),
         "machine_cores": os.cpu_count() or 1,

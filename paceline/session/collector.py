@@ -1,10 +1,9 @@
-"""Collects logs on the first worker, about once a second, and brings workers that are not in
-lockstep together again.
+"""Collects logs on the first worker about once a second, and realigns workers out of lockstep.
 
-in lockstep    run.log: all meet, at a step agreed before             records -> the first worker
-not so         each posts a letter at its own pace                    letters -> the first worker,
-                                                                      when it posts
-               the first call of all after an epoch: all come to the same step, with the same
+in lockstep        run.log: all meet at a step agreed before      records -> the first worker
+out of lockstep    each posts a letter at its own pace            letters -> the first worker,
+                                                                  when it posts
+                   first call of all after an epoch: all come to the same step, with the same
                    parameters
 """
 
@@ -70,7 +69,7 @@ class LogCollector:
         self.asked = True
 
     def stop_agreed(self) -> bool:
-        """Whether all stop now, as one of them has asked to.
+        """Whether all workers stop now, because one of them has asked for it.
 
         Collective, until all have agreed to stop.
         """
@@ -162,8 +161,9 @@ class LogCollector:
             self._everyone.lockstep.leave_lockstep(self._come_together)
 
     def between(self, recovery: Recovery) -> None:
-        """Pause all workers between two turns where one waits to be let in, or others are waited
-        for; once all pause, let them in.
+        """Pause between two turns if a worker waits to be let in, or if others are waited for.
+
+        Once all workers pause, the new ones are let in.
         """
         sample_queue, loop, agreement = self.sample_queue, self._loop, self._everyone
         assert sample_queue is not None
@@ -200,9 +200,9 @@ class LogCollector:
         loop.abilities.converge()
 
     def _line_up(self, where: str, mine: int = 0) -> list[int]:
-        """Bring all workers to the step of the one that took most.
+        """Bring all workers to the step of the worker that is ahead.
 
-        Returns each one's `mine`. Collective.
+        Returns the value `mine` of each worker. Collective.
         """
         loop = self._loop
         self._post()

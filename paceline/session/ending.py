@@ -1,6 +1,4 @@
-"""The end of a run: in good order with all workers, alone after an error, or between two turns
-when its host leaves.
-"""
+"""The end of a run: together with all workers, alone after an error, or when a host leaves."""
 
 from __future__ import annotations
 
@@ -50,10 +48,9 @@ class RunConclusion:
     links: LinkWatch
 
     def so_far(self) -> dict[str, Any]:
-        """Return the fields of the summary that are known while the run is under way, and under
-        `live` where it is.
+        """Fields of the summary that are known during the run; `live` says where the run is.
 
-        To be asked of the worker that writes.
+        Only the worker that writes may call this.
         """
         totals, book = self.log.compute_totals(work=False), self.log.writer
         assert totals is not None and book is not None, "the first worker keeps the book"
@@ -212,14 +209,16 @@ class RunEnding:
 
     @property
     def _ended(self) -> bool:
-        """Whether nothing is left to be ended here, as in a process that the script has forked:
-        the run is that of the worker.
+        """Whether nothing is left to end in this process.
+
+        A process that the script has forked has nothing to end: the run belongs to the worker.
         """
         return self.closed or os.getpid() != self._process
 
     def depart(self, prepare: Callable[[], None]) -> NoReturn:
-        """Call `prepare`, and leave the job between two turns; the others deal the next turn
-        among themselves.
+        """Call `prepare`, and leave the job between two turns.
+
+        The remaining workers deal the next turn among themselves.
         """
         self.closed = True
         prepare()
@@ -248,9 +247,7 @@ class RunEnding:
             self._log.feed.close_trackers(failed=failed)
 
     def free(self, *, failed: bool) -> None:
-        """Give everything back that the run has taken; the script's objects are plain ones
-        again.
-        """
+        """Free everything of the run, and make the script's objects plain ones again."""
         self.closed = True
         if self._watching is not None:
             self._watching.stop_watching()

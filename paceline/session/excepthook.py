@@ -1,7 +1,6 @@
-"""Shows an uncaught error of paceline, or Ctrl-C, briefly: the lines of the user's script that led
-to it, and its message.
+"""Shows an uncaught error of paceline, or Ctrl-C, briefly: lines of the user's script, a message.
 
-Lines of paceline and torch between them tell a user nothing; `python -X dev` shows them.
+Lines of paceline and torch between them don't help a user; `python -X dev` shows them.
 """
 
 from __future__ import annotations
@@ -51,9 +50,7 @@ def _shorten(report: traceback.TracebackException) -> None:
 
 
 def _leads(report: traceback.TracebackException | None) -> bool:
-    """Whether an error came from a script's own code, so that it explains the error of ours that
-    followed.
-    """
+    """Whether an error of the script's own code explains the error of paceline after it."""
     return report is not None and any(callsite.scripted(frame.filename) for frame in report.stack)
 
 

@@ -1,6 +1,4 @@
-"""Puts the backend `paceline` in Gloo's place, in this process and in those that it starts by
-multiprocessing.
-"""
+"""Replaces Gloo by the backend `paceline`, in this process and in its multiprocessing children."""
 
 from __future__ import annotations
 
@@ -21,8 +19,9 @@ SECRET = "PACELINE_SECRET_FD"
 
 
 def replace_gloo() -> None:
-    """Make torch.distributed give a group of this backend to whoever asks for Gloo, or for
-    nothing where no GPU is.
+    """Give a group of this backend to callers of torch.distributed that ask for Gloo.
+
+    Without a GPU, callers that name no backend get it too.
     """
     register()
     torch_distributed = dist.distributed_c10d
@@ -62,11 +61,9 @@ def replace_gloo() -> None:
 
 
 def _tell_children() -> None:
-    """Have processes that multiprocessing starts anew (spawn, forkserver) replace Gloo, too, before
-    they read the script.
+    """Make processes that multiprocessing spawns replace Gloo, too, before they read the script.
 
-    What they are sent first is a dict that they unpickle whole, and of which they use the keys that
-    they know.
+    multiprocessing sends them a dict first. They unpickle all of it, and use the keys they know.
     """
     prepare = spawn.get_preparation_data
     spawn.get_preparation_data = lambda name: {**prepare(name), NAME: _Replacement()}
@@ -87,8 +84,9 @@ def _replace_in_child(secret: bytes | None) -> None:
 
 
 def set_torch_variables() -> None:
-    """Set what `init_method="env://"` reads, as torchrun does, where Slurm or MPI have started
-    this process.
+    """Set the variables that `init_method="env://"` reads, if Slurm or MPI started this process.
+
+    torchrun sets the same variables.
     """
     try:
         place = discover()

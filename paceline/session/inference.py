@@ -1,10 +1,9 @@
-"""Runs models for what they answer, in any layout: nothing is trained, and all workers of a replica
-get the whole answer.
+"""Runs models of any layout without training; all workers of a replica get the whole output.
 
               tensor 0          tensor 1
-data 0        answer a          answer a        the same samples, parts of each layer: parts of
-                                                logits are put together
-data 1        answer b          answer b        other samples
+data 0        output a          output a        the same samples, parts of each layer: the parts
+                                                of the logits are put together
+data 1        output b          output b        other samples
 """
 
 from __future__ import annotations

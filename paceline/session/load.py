@@ -1,14 +1,13 @@
-"""Models of runs, ready to answer: with the weights of a run's folder, in the layout that the
-workers of this job have.
+"""Loads trained models for inference: weights of a run's folder, in the layout of this job.
 
 runs/NAME/checkpoints/step-00000800     trained by any number of workers, cut in any way
           |
 pl.load("runs/NAME", model, mesh="tensor=2", cut=...)     each worker reads its part of the weights
           |
-loaded(x)                               the whole answer, on both workers
+loaded(x)                               the whole output, on both workers
 
-Programs of paceline's own leave beside their checkpoints which model they have trained, so that
-theirs need not be given.
+paceline's own programs write a description of their model beside their checkpoints, so their
+models need not be given.
 """
 
 from __future__ import annotations
@@ -106,23 +105,26 @@ def load(
     best: bool = False,
     device: str | None = None,
 ) -> LoadedModel[Any]:
-    """Join the workers that were started with this process, and load a model with the weights of a
-    run's newest checkpoint, to be used.
+    """Join the workers of this job, and load a model with the weights of a checkpoint.
 
     >>> with pl.load("runs/circle", model) as circle:
     ...     print(circle(x))
 
-    `folder`: that of a run, its checkpoints, or one checkpoint; it may have been written in any
-    layout. `model`: the model, or a function that makes it, which is called under `pl.meta()`: then
-    no worker ever has the whole. It can be left out for runs of `paceline demo`. `mesh`, `cut`: the
-    layout to use it in, as for `start` and `run.prepare`; models of the demo bring cuts along.
-    `part`: which of several models, `best`: the best checkpoint in the place of the newest, as for
-    `state_dict`. `device`: as for `start`.
-
-    The run that begins leaves no folder behind. In a run that is there, `run.prepare(model,
+    The run that begins leaves no folder behind. In a run that exists already, `run.prepare(model,
     init="runs/NAME")` does the same.
 
-    Raises `UsageError` where there is no checkpoint that can be used, and for one of another model.
+    Args:
+        folder: Folder of a run, its checkpoints, or one checkpoint, written in any layout.
+        model: The model; or a function that makes it, which is called under `pl.meta()`, so that no
+            worker ever holds the whole model. Leave it out for runs of `paceline demo`.
+        mesh: Layout of the workers, as for `start`.
+        cut: Cuts of the model, as for `run.prepare`. Models of the demo bring their own.
+        part: Name of one of several models, as for `state_dict`.
+        best: Whether to take the best checkpoint. Default: False, the newest one.
+        device: Device of this worker, as for `start`.
+
+    Raises:
+        UsageError: There is no usable checkpoint, or it belongs to another model.
     """
     where = Path(folder)
     if not where.is_dir():
@@ -161,9 +163,7 @@ def describe(program: str, fields: Mapping[str, Any]) -> str:
 
 
 class _Program(NamedTuple):
-    """What one of our programs knows of its model: `make` makes it, `cuts` gives its cuts along
-    the axes of a mesh.
-    """
+    """A program of paceline: `make` makes its model, `cuts` gives its cuts for a mesh's axes."""
 
     make: Callable[[], nn.Module]
     cuts: Callable[[Collection[str]], Sequence[ModelCut]]

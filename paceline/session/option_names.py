@@ -1,5 +1,6 @@
-"""Names of options: one that a function doesn't have is refused with what it may have meant,
-also in the words of other libraries.
+"""Names of options: an unknown one is refused with a suggestion.
+
+Names that other libraries use for the same thing are known, too.
 """
 
 from __future__ import annotations

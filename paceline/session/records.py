@@ -1,6 +1,4 @@
-"""Opens what a run writes: its folder, which all workers agree on, and on the first worker the
-trackers and the log.
-"""
+"""Opens the records of a run: a folder that all workers agree on; trackers and log on the first."""
 
 from __future__ import annotations
 
@@ -23,8 +21,9 @@ from paceline.sync.base import Strategy
 
 
 class Records:
-    """Opens the folder, the trackers and the log of a run, on one worker; `folder`: where the
-    script wants the folders of runs.
+    """Opens the folder, the trackers and the log of a run on one worker.
+
+    `folder` is the folder in which the script wants the folders of its runs.
     """
 
     def __init__(
@@ -48,8 +47,9 @@ class Records:
         self._strategy, self._trackers = strategy, list(trackers)
 
     def open(self, history: RunHistory, adds: bool) -> tuple[RunFolder, MetricsLog]:
-        """Open the folder, the trackers and the log; `adds`: the samples of a step are each
-        worker's own.
+        """Open the folder, the trackers and the log.
+
+        `adds` says whether each worker has samples of its own in a step.
         """
         folder, worker = self._folder(), self._worker
         self._go_on(history)
@@ -67,8 +67,9 @@ class Records:
         )
 
     def _folder(self) -> RunFolder:
-        """Return the folder of the run that this worker joins or that its job has begun before,
-        or a new one. Collective.
+        """Open the folder of the run that this worker joins or its job resumes, or make a new one.
+
+        Collective.
         """
         place, start = self._worker.place, self._worker.place.job_start
         name = self._name if self._name is not None else place.run_name
@@ -84,9 +85,7 @@ class Records:
         )
 
     def _go_on(self, history: RunHistory) -> None:
-        """Have the history begin with the first start of the job, and say why that and others
-        have ended.
-        """
+        """Begin the history with the first start of the job, and say why earlier starts ended."""
         start = self._worker.place.job_start
         if start is not None and start.events:
             began = history.began if start.folder is None else start.began
@@ -137,8 +136,9 @@ class Records:
         return feed
 
     def _book(self, folder: RunFolder, feed: TrackerFeed, *, adds: bool) -> MetricsWriter | None:
-        """Return a writer of metrics on the first worker; where losses are survived, on all, as
-        another one may have to go on.
+        """Make the writer of metrics on the first worker.
+
+        If the run survives losses all workers have one, as another worker may have to take over.
         """
         place = self._worker.place
         if place.rank == 0 and not place.joining:

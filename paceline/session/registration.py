@@ -1,8 +1,7 @@
-"""Makes torch.distributed know the backend `paceline`, and the meeting point of its launcher,
-`paceline://`.
+"""Registers the backend `paceline` and the rendezvous `paceline://` with torch.distributed.
 
 `import torch` calls `register` wherever paceline is installed (the entry point of `torch.backends`
-in pyproject.toml). So nothing is imported here before it is used.
+in pyproject.toml). So this module imports nothing before it is needed.
 """
 
 from __future__ import annotations

@@ -95,39 +95,43 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """My number among all workers."""
+        """Rank of this worker among all workers."""
         return self._view.rank
 
     @property
     def size(self) -> int:
-        """The number of workers."""
+        """Number of workers."""
         return self._view.size
 
     @property
     def local_rank(self) -> int:
-        """My number among the workers of my host."""
+        """Rank of this worker among the workers of its host."""
         return self._view.worker.local
 
     @property
     def host(self) -> str:
-        """The name of my host."""
+        """Name of this worker's host."""
         worker = self._view.worker
         return worker.cluster.of(worker.place.rank).name
 
     @property
     def device(self) -> torch.device:
-        """The device that my models and batches are on."""
+        """Device of this worker's models and batches."""
         return self._view.worker.device
 
     @property
     def group(self) -> Group:
-        """The group of all workers. `group.all_reduce(x).wait()` gives a tensor, as `sum` does."""
+        """Group of all workers.
+
+        `group.all_reduce(x).wait()` sums a tensor over workers, as `sum` does.
+        """
         return self._axes.everyone.group
 
     @property
     def mesh(self) -> Mesh:
-        """The workers as a grid with named axes; all along `data` unless `start` or `--mesh`
-        says something else.
+        """The workers as a grid with named axes.
+
+        All workers lie along `data`, unless `start` or `--mesh` says something else.
         """
         return (
             self._axes.mesh
@@ -137,42 +141,44 @@ class Run:
 
     @property
     def seed(self) -> int:
-        """The seed that all workers share."""
+        """Seed that all workers share."""
         return self._history.seed
 
     @property
     def generator(self) -> torch.Generator:
-        """A generator on `device` for noise of this worker's own, seeded by `seed` and its place.
+        """Random generator on `device` for noise that differs between workers.
 
         >>> noise = torch.randn(len(x), 100, generator=run.generator, device=run.device)
 
-        Workers that differ along `tensor` or `stage` alone, and so have the same samples, draw the
-        same. Checkpoints have its state, and a turn that is taken again draws the same again. With
-        another number of workers samples get other noise: a resumed worker goes on where the one
-        at its place was, and one at a new place begins anew.
+        Its seed is made from `seed` and the worker's place. Workers that differ only along `tensor`
+        or `stage` have the same samples, so they draw the same noise. Checkpoints hold its state,
+        and a turn that is taken again draws the same numbers. If a run resumes with another number
+        of workers, a worker continues the noise of the earlier worker at its place, and a worker at
+        a new place starts afresh.
         """
         return self._own.generator.generator
 
     @property
     def folder(self) -> RunFolder:
-        """The run's folder: `run.folder.path`, and `run.folder.checkpoints` in it."""
+        """Folder of the run: `run.folder.path`, and `run.folder.checkpoints` inside it."""
         return self._parts.folder
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What has happened so far, as the summary has it: losses, joins, and what `event` was
-        told; each with its `time`, in seconds.
+        """Events so far, as the summary lists them, each with its `time` in seconds.
+
+        They are lost workers, joined workers, and the notes made by `event`.
         """
         return self._history.events
 
     @property
     def results(self) -> dict[str, Any]:
-        """What the first worker adds to the summary."""
+        """Values that the first worker adds to the summary."""
         return self._history.results
 
     @property
     def steps(self) -> int:
-        """Steps taken: turns of training loaders that are over, each of one global batch."""
+        """Number of steps taken: finished turns of training loaders, each of one global batch."""
         return self._loop.steps
 
     @property
@@ -182,8 +188,9 @@ class Run:
 
     @property
     def weight(self) -> float:
-        """The weight of my present batch (samples, or what `weigh` says); 1 outside of a loop
-        over a loader.
+        """Weight of the present batch: its samples, or the value of `weigh`.
+
+        It is 1 outside of a loop over a loader.
         """
         turn = self._loop.turn
         return 1.0 if turn is None else turn.weight
@@ -299,12 +306,18 @@ class Run:
         return ready[0] if len(ready) == 1 else tuple(ready)
 
     def keep(self, name: str, thing: Stateful) -> None:
-        """Let `thing` (anything with state_dict and load_state_dict, alike on all workers) be part
-        of the run's state: saved, resumed.
+        """Make an object part of the run's state, which is saved and resumed.
 
         >>> run.keep("average", torch.optim.swa_utils.AveragedModel(model))
 
-        Copies of a model that is cut, such as an `AveragedModel` of it, are cut as it is.
+        Copies of a cut model, such as an `AveragedModel` of it, are cut as the model is.
+
+        Args:
+            name: Name of the object in checkpoints.
+            thing: Object with `state_dict` and `load_state_dict`, with equal state on all workers.
+
+        Raises:
+            UsageError: The object lacks one of the two methods.
         """
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             raise UsageError(
@@ -319,15 +332,15 @@ class Run:
     # ---- in the loop
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield 0, 1, ... count - 1; after `resume` from the epoch that was under way.
-
-        Ends early when all have agreed to `stop`.
+        """Yield 0, 1, ... count - 1; after `resume`, begin with the epoch that was under way.
 
         >>> for epoch in run.epochs(3):
         ...     for x, y in loader:
         ...         run.step(model, x, y, loss=F.cross_entropy)
         ...         optimizer.step()
         ...         optimizer.zero_grad()
+
+        It ends early if the workers have agreed to `stop`.
         """
         self._resumption.epochs_begin()
         self._loop.begin_training()
@@ -349,14 +362,18 @@ class Run:
             self._hints.end_watching()
 
     def forward(self, model: nn.Module, *inputs: Any, **options: Any) -> Any:
-        """Run a model on `inputs` and return all of what it gives, without gradients, however it is
-        cut.
+        """Run a model without gradients, and return its whole output even if it is cut.
 
         >>> logits = run.forward(model, x)
 
-        Inputs come to my device as batches do. Workers that differ along `tensor` or `stage` alone
-        give it the same ones, and get the same outputs; others may have their own. Say
-        `model.eval()` before where dropout is to rest. Collective if it is cut.
+        Inputs move to `device` as batches do. Workers that differ only along `tensor` or `stage`
+        must pass the same inputs, and get the same outputs; other workers may pass their own. Call
+        `model.eval()` first to switch off dropout. Collective if the model is cut.
+
+        Args:
+            model: A prepared model.
+            inputs: Positional arguments of the model.
+            options: Keyword arguments of the model.
         """
         return self._inference.forward(model, inputs, options)
 
@@ -369,53 +386,71 @@ class Run:
         micro_batches: MicroBatches = "auto",
         **options: Any,
     ) -> Tensor:
-        """Go forward and back, and return the loss of my part of the batch: the step of a loop for
-        models in any layout.
+        """Run forward and backward of one batch, for models in any layout, and return the loss.
 
-        >>> loss = run.step(model, x, y, loss=F.cross_entropy)  # in place of model(x) and loss.backward()
+        >>> loss = run.step(model, x, y, loss=F.cross_entropy)  # no loss.backward() after it
 
-        `batch` is what the model gets, and last the target; `loss(output, target)` is one number.
-        `options` are the model's too. With an axis `stage` all workers along it call this with the
-        same batch, it is cut into micro-batches along the first dimension of tensors, and the loss
-        is a mean over samples, or over what the loader's `weigh` counts (or `weigh`, of a tuple of
-        all that is given here). Where gradients are off, as in an evaluation, nothing goes back.
-        The scale of a prepared GradScaler is applied here, so what is left is to call `scaler.step`
-        and `scaler.update`.
+        It replaces `model(x)` and `loss.backward()`. If gradients are off, as in an evaluation,
+        there is no backward pass. The scale of a prepared GradScaler is applied here, so the script
+        only calls `scaler.step` and `scaler.update`. Layers that take statistics of a batch take
+        those of each micro-batch.
 
-        `micro_batches=k` goes forward and back on k parts of this worker's share, one after the
-        other, and exchanges their sum once. The batch of the step stays what the script says.
-        Layers that take statistics of the batch take those of each part. With "auto" (default) the
-        share is taken whole, and a worker whose memory runs out in the first steps goes on with
-        halves, if only parameters of `model` have gradients and no layer takes statistics of the
-        batch. With a loader's `weigh` both need `weigh`.
+        If the mesh has an axis `stage`, all workers along it must call this with the same batch.
+        The batch is cut into micro-batches along the first dimension of its tensors. The loss is
+        then a mean over samples, or over the loader's `weigh`.
 
-        Raises `DataError` on all workers along `stage`, where they got different batches.
-        """  # noqa: E501
+        Args:
+            model: A prepared model.
+            batch: Inputs of the model, and the target as the last one.
+            loss: Function from output and target to one number.
+            weigh: Function from a tuple of all that is in `batch` and `options` to its weight.
+                Needed with `micro_batches` if the loader has a `weigh`.
+            micro_batches: Number of parts of this worker's share that go forward and back one after
+                the other. Their sum is exchanged once, and the batch of the step stays the same.
+                "auto" (default) takes the share as one part. A worker whose memory runs out in the
+                first steps goes on with halves, if only parameters of `model` have gradients and no
+                layer takes statistics of the batch.
+            options: Keyword arguments of the model.
+
+        Returns:
+            The loss of this worker's share, a tensor of one element.
+
+        Raises:
+            DataError: Workers along `stage` got different batches; raised on all of them.
+        """
         return self._stepped.step(model, batch, options, loss, weigh, micro_batches=micro_batches)
 
     def event(self, what: str) -> None:
-        """Note that something happened, for the summary.
+        """Note in the summary that something happened.
 
         >>> run.event("the learning rate was halved")
         """
         self._history.note_event(what)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Add up backward passes inside of the block on their own worker; the first one outside
-        exchanges the whole sum.
+        """Accumulate gradients on this worker, without exchanging them, inside the block.
 
         >>> with run.no_sync():
         ...     F.cross_entropy(model(x), y).backward()
+
+        The first backward pass outside the block exchanges the whole sum.
         """
         return self._loop.quietly()
 
     def clip(
         self, what: nn.Module | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
-        """Clip the gradients of a model or of parameters to a global norm; return the norm before
-        (None in a turn that is dealt again).
+        """Clip gradients to a global norm, and return the norm from before.
 
         >>> norm = run.clip(model, 1.0)  # between loss.backward() and optimizer.step()
+
+        Args:
+            what: A model, or parameters.
+            max_norm: Largest norm allowed.
+            norm_type: Order of the norm. Default: 2.
+
+        Returns:
+            The norm before clipping; None in a turn that will be dealt again.
         """
         self._loop.ready("run.clip")
         if not self._loop.acting:
@@ -436,32 +471,35 @@ class Run:
     ) -> contextlib.AbstractContextManager[dict[str, nn.Parameter]]: ...
     @contextlib.contextmanager
     def whole(self, what: nn.Module | nn.Parameter) -> Iterator[Any]:
-        """Have a parameter whole on all workers, however it is cut, and keep what the block leaves
-        in it. Collective.
+        """Lend a parameter in its full shape to all workers, and keep the changes. Collective.
 
         >>> with run.whole(model.head.weight) as weight, torch.no_grad():
         ...     weight.div_(weight.norm(dim=-1, keepdim=True))
 
-        It is a parameter that stands for the one of the model: with its value and, after backward,
-        its gradient, both of which may be changed or added to. For a module: all of its parameters,
-        by name. Between two steps, or between backward and step.
+        The block gets a parameter with the full value and, after backward, the full gradient, even
+        if the model is cut. Both may be changed. Use it between two steps, or between backward and
+        step.
 
-        Raises `UsageError` where workers leave different values.
+        Args:
+            what: A parameter; or a module, which gives a dict of all its parameters by name.
+
+        Raises:
+            UsageError: Workers leave different values.
         """
         named = parameters_of(what, self._prepared.cuts)
         with self._whole.lend(named) as wholes:
             yield wholes if isinstance(what, nn.Module) else next(iter(wholes.values()))
 
     def log(self, **values: Any) -> None:
-        """Record what belongs to this step, or to the last one that was taken. Never waits.
+        """Record values of this step, or of the last step taken. It never waits.
 
         >>> run.log(loss=loss, **{"val/accuracy": 0.5})
 
-        Numbers and tensors of one element: their mean over workers, by samples, is written.
-        Prepared metrics of torchmetrics: the value of all workers' states together.
-        `pl.histogram(tensor)` and `pl.image(tensor)`: those of the first worker. All of it goes
-        into the run's folder and to where the run is reported (`report_to`); last values stand in
-        the summary, as `logged`.
+        Numbers and tensors of one element are written as their mean over workers, weighted by
+        samples. Metrics of torchmetrics that were prepared are computed from the states of all
+        workers. `pl.histogram(tensor)` and `pl.image(tensor)` are taken from the first worker. All
+        values go into the run's folder and to the trackers of `report_to`. The summary has the last
+        values, as `logged`.
         """
         if not self._prepared.loaders:
             self._hints.hint_at_missing_turns()
@@ -484,10 +522,16 @@ class Run:
     @overload
     def mean(self, x: float, weight: float | None = None) -> float: ...
     def mean(self, x: Tensor | float, weight: float | None = None) -> Tensor | float:
-        """Return the mean of `x` over workers by `weight` (default: `run.weight`): a float for a
-        float, else a tensor. Collective.
+        """Return the weighted mean of `x` over workers. Collective.
 
         >>> accuracy = run.mean((model(x).argmax(1) == y).double().mean())
+
+        Args:
+            x: A tensor of the same shape on all workers, or a number.
+            weight: Weight of this worker's `x`. Default: `run.weight`.
+
+        Returns:
+            A float for a float, else a tensor.
         """
         weight = float(self.weight if weight is None else weight)
         return self._agreement.attempt_call(
@@ -505,8 +549,9 @@ class Run:
 
         >>> right += run.sum((model(x).argmax(1) == y).sum())
 
-        In a turn in which this worker has no samples (a ghost) its `x` counts as zero. What a loop
-        has added up by itself has its ghosts in it: multiply each term by `(run.weight > 0)` there.
+        In a turn in which this worker has no samples (it is a ghost) its `x` counts as zero. A
+        total that a loop has accumulated by itself includes the ghosts: multiply each of its terms
+        by `(run.weight > 0)`.
         """
         turn = self._loop.turn
         if turn is None and self._loop.had_ghosts:
@@ -519,10 +564,12 @@ class Run:
         return agreement.attempt_call(lambda: collectives.add_up(agreement, group, x, ghost=ghost))
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the rows (dim 0) of all workers; inside a loop over a loader in data set order,
-        ghosts left out. Collective.
+        """Return the rows (dim 0) of all workers. Collective.
 
         >>> answers = run.gather(model(x).argmax(1))
+
+        Inside a loop over a loader the rows are in the order of the data set, and workers without
+        samples are left out.
         """
         turn = self._loop.turn
         ghost = turn is not None and turn.ghost
@@ -536,7 +583,7 @@ class Run:
         )
 
     def barrier(self) -> None:
-        """Wait until every worker has come here. Collective.
+        """Wait until every worker has called this. Collective.
 
         >>> run.barrier()
         """
@@ -544,11 +591,12 @@ class Run:
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
-        """Let the first worker of each host go through the block ahead of the others (for
-        downloads). Collective.
+        """Let the first worker of each host run the block before the others do. Collective.
 
         >>> with run.first():
         ...     torch.hub.download_url_to_file("https://example.org/data.bin", "data.bin")
+
+        Use it for downloads, for example.
         """
         if self.local_rank == 0:
             yield
@@ -558,12 +606,12 @@ class Run:
             yield
 
     def stop(self) -> None:
-        """Ask to stop early; never waits.
-
-        All workers stop together, at the end of the present epoch at the latest.
+        """Ask all workers to stop early. It never waits.
 
         >>> if run.mean(loss) < 0.1:
         ...     run.stop()
+
+        They stop together, at the end of the present epoch at the latest.
         """
         self._collector.stop()
 
@@ -611,17 +659,22 @@ class Run:
         return self._saving.save(SaveRequest(folder, step, keep, background, measured))
 
     def resume(self, folder: str | Path | None = None) -> bool:
-        """Go on from the newest whole checkpoint (of `folder`, a run's; default: of runs called the
-        same before).
+        """Restore the newest complete checkpoint. Collective.
 
         >>> if run.resume():
         ...     run.print("goes on at step", run.steps)
 
-        Returns False, and says so, if there is none at all. Otherwise everything prepared and kept
-        is as it was saved, for any number of workers. A job that has started again (`paceline run
-        --restarts`) goes on from its own, whatever `folder` is. Collective.
+        Everything prepared and kept is as it was saved, for any number of workers. A job that was
+        restarted (`paceline run --restarts`) resumes from its own folder, whatever `folder` is.
 
-        Raises `CheckpointError` if there are some and none can be used.
+        Args:
+            folder: Folder of a run. Default: earlier runs of the same name.
+
+        Returns:
+            False if there is no checkpoint, which is also printed.
+
+        Raises:
+            CheckpointError: There are checkpoints, and none can be used.
         """
         return self._resumption.resume(folder)
 
@@ -642,16 +695,16 @@ class Run:
             self._ending.fail(kind, error)
 
     def close(self) -> None:
-        """Leave together with all workers: the summary is written, memory and sockets are freed.
-
-        Twice is harmless.
+        """Leave together with all workers: write the summary, and free memory and sockets.
 
         >>> run = pl.start(name="circle")  # without `with`
         >>> run.close()
+
+        A second call does nothing.
         """
         self._ending.close()
 
 
 def parts_of(run: Run) -> RunParts:
-    """Return what a run is made of, for modules of paceline's own: nothing of it is for scripts."""
+    """Parts of a run, for modules of paceline. Scripts must not use them."""
     return run._parts

@@ -184,17 +184,13 @@ def _seconds(place: Place, deadline: float, late_after: float | None) -> float:
 
 
 def _enter(place: Place, began: float, seconds: float) -> tuple[Announcer, Page | None]:
-    """Tell the launcher that this worker has begun; return who speaks for it, and its page of
-    numbers.
-    """
+    """Tell the launcher that this worker has begun; return its reporter and its page of numbers."""
     events.joined(place)
     return Announcer(place), enter(place.progress, began, deadline=seconds)
 
 
 def _seed(place: Place, asked: int | None) -> int | None:
-    """Return the seed of the run that this worker joins, or that its job has begun before; else
-    what the script asks for.
-    """
+    """Choose the seed: that of the run that is joined or resumed, else the script's."""
     if place.run is not None:
         return place.run[1]
     start = place.job_start
@@ -212,8 +208,9 @@ def _reporting(place: Place) -> Iterator[None]:
 
 
 def _refuse_another_import() -> None:
-    """End a process that was spawned and imports the script again, in one line: a traceback of
-    multiprocessing's would hide that.
+    """End a spawned process that imports the script again, with one line.
+
+    A traceback of multiprocessing would hide that line.
     """
     # private in CPython; without it such a process would go on, and fail of what it hasn't
     # inherited
@@ -277,7 +274,7 @@ def _meet_others(
 
 
 def _links(worker: WorkerContext, file: ClusterFile | None) -> RouteFacts | None:
-    """Return what a measured cluster says of the links of this run, which has to have its hosts."""
+    """Read the links of this run from a measured cluster, which must have the same hosts."""
     if file is None:
         return None
     file.check(worker.cluster)
@@ -328,9 +325,7 @@ def _close(groups: Iterable[Sender]) -> None:
 def _context(
     worker_context: WorkerContext, undo: ExitStack
 ) -> tuple[SyncContext, DefaultProcessGroup | None]:
-    """Make the group of all workers, and the context that strategies work with; torch's default
-    group, too.
-    """
+    """Make the group of all workers, torch's default group, and the context of strategies."""
     group = everyone(worker_context)
     undo.callback(group.close)
     undo.callback(group.abort)
@@ -362,9 +357,7 @@ def _context(
 
 
 def _trackers(place: Place, asked: Any) -> list[Tracker]:
-    """Return the trackers that the command line, or else the script, asks for; none where
-    nothing is trained.
-    """
+    """Choose the trackers: those of the command line, else the script's; none without training."""
     specs = catalogue.parse_trackers(place.report_to if place.report_to is not None else asked)
     if place.rank == 0 or place.worker is not None:
         catalogue.check_trackers_installed(specs)
@@ -372,9 +365,7 @@ def _trackers(place: Place, asked: Any) -> list[Tracker]:
 
 
 def _mesh(place: Place, asked: str | None) -> str | None:
-    """Return the mesh that was asked for, on the command line or by the script; without one that
-    of the only axis of `--cut`.
-    """
+    """Choose the mesh: of the command line, of the script, or of the only axis of `--cut`."""
     if place.mesh is not None or asked is not None or place.cut is None:
         return asked if place.mesh is None else place.mesh
     names = sorted({cut.axis for cut in cuts.read(place.cut) if cut.axis})
@@ -399,9 +390,7 @@ def _strategy(asked: Any) -> Strategy:
 
 
 def _asked(place: Place, sync: Any, straggler: Policy | None) -> tuple[Strategy, Policy | None]:
-    """Return the strategy, and what is to be done about stragglers, as the command line says, or
-    else the script.
-    """
+    """Choose the strategy and the straggler policy: the command line's, else the script's."""
     strategy = _strategy(place.sync if place.sync is not None else sync)
     policy = straggler_policy.read(place.straggler if place.straggler is not None else straggler)
     straggler_policy.check(policy, strategy, survives=place.worker is not None)
@@ -437,8 +426,9 @@ class Announcer:
 
 
 class ExitHooks:
-    """Closes a run that is not used with `with`: at exit, after an uncaught exception has been
-    reported.
+    """Closes a run that is used without `with`, at exit.
+
+    It comes after an uncaught exception has been reported.
     """
 
     def __init__(self, run: Run) -> None:
@@ -476,7 +466,8 @@ class ExitHooks:
         return self._run
 
     def _here(self) -> bool:
-        """Whether this is the process that joined: readers of a DataLoader are forked with our
-        hooks.
+        """Whether this is the process that joined.
+
+        Forked readers of a DataLoader inherit these hooks.
         """
         return os.getpid() == self._process

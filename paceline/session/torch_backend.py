@@ -108,9 +108,7 @@ def _pairs(
 
 
 def _place(store: Any) -> Place:
-    """Return the place of this process: its launcher's, or where `store` is served if the script
-    says itself who it is.
-    """
+    """Place of this process: its launcher's, or that of `store` for a script's own rank."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     meeting = (store.host, store.port) if isinstance(store, TCPStore) else None
@@ -130,9 +128,7 @@ def _announce(rank: int) -> Any:
 
 
 def world(worker_context: WorkerContext, group: Group) -> DefaultProcessGroup | None:
-    """Make the default group of torch.distributed; None where a group may lose members, or has
-    only one.
-    """
+    """Make torch.distributed's default group; None for groups of one or that may shrink."""
     place = worker_context.place
     if place.size == 1 or place.worker is not None:
         return None

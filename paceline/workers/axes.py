@@ -32,7 +32,7 @@ from paceline.sync.context import SyncContext
 class RunAxes:
     """The groups of a run's workers.
 
-    `everyone` brings all of them together, `slice` those that batches are dealt to.
+    `everyone` is the group of all of them, `slice` the group of workers that batches are dealt to.
     """
 
     mesh: Mesh
@@ -92,9 +92,7 @@ class RunAxes:
 
     @property
     def cut(self) -> tuple[str, ...]:
-        """The axes along which workers hold different parts of a model, with more than one
-        worker.
-        """
+        """Axes of more than one worker along which workers hold different parts of a model."""
         return self.mesh.cut
 
     @property
@@ -111,8 +109,9 @@ class RunAxes:
 
     @functools.cached_property
     def counted(self) -> bool:
-        """Whether this worker's samples count: each slice has the same ones, and those of the
-        first slice are counted.
+        """Whether this worker's samples are counted.
+
+        Each slice has the same samples, and only those of the first slice are counted.
         """
         return self.mesh.index(self.groups.everyone.rank, set(self.mesh.names) - set(SAMPLED)) == 0
 
@@ -129,8 +128,9 @@ class RunAxes:
         return self.mesh.group(rank, ["data"])[0] if self.cut else 0
 
     def refuse(self, what: str, instead: str, *, beside: Sequence[str] = ()) -> None:
-        """Raise `UsageError` for what can't be done where workers hold different parts of a
-        model, but for axes that it goes `beside`.
+        """Raise `UsageError` for a feature that can't be used while workers hold parts of a model.
+
+        Axes in `beside` don't matter to it.
         """
         if axes := [axis for axis in self.cut if axis not in beside]:
             raise UsageError(

@@ -1,6 +1,4 @@
-"""Builds the group of all workers: shared memory inside a host, the network between hosts, NCCL
-between GPUs.
-"""
+"""Builds the group of all workers: shared memory inside a host, TCP between hosts, NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -70,7 +68,7 @@ class WorkerContext:
 
 
 class CurrentView:
-    """Where this worker is among those that take part now.
+    """The place of this worker among the workers that take part now.
 
     `waits`: it has just joined, and isn't let in yet.
     """
@@ -115,8 +113,9 @@ def first_members(worker_context: WorkerContext) -> tuple[int, ...]:
 
 
 def choose_device(asked: str | None, local: int) -> torch.device:
-    """Choose the device of a worker: the one asked for, else a GPU of its own (shared if there
-    are fewer), else the processor.
+    """Choose the device of a worker: the requested one, else a GPU, else the processor.
+
+    GPUs are shared if there are fewer than workers.
     """
     if asked is not None:
         if re.fullmatch(r"cpu|cuda(:\d+)?", str(asked)) is None:
@@ -194,8 +193,9 @@ class Subgroups:
         context.local = self.within_host
 
     def everyone(self) -> Group:
-        """Return a second group of all workers, in which layers exchange while buckets are under
-        way. Collective at first.
+        """Second group of all workers, for exchanges of layers while buckets are under way.
+
+        The first use is collective.
         """
         if self.norms is None:
             self.norms = self._context.group.make_subgroup(range(self._context.group.size))

@@ -1,6 +1,4 @@
-"""Background checkpoint writes: a thread writes while training goes on, in the time that
-training leaves over.
-"""
+"""Background checkpoint writes: a thread writes while training goes on, in spare time."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ class BackgroundWrite:
         self._moved += nbytes
 
     def wait(self, seconds: float) -> bool:
-        """Whether the write ends, well or not, within so many seconds."""
+        """Whether the write ends, well or not, within this number of seconds."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -75,9 +73,7 @@ class BackgroundWrite:
 
 
 def _give_way() -> None:
-    """Let this thread have the processor only when no other wants it: training waits for each of
-    its own threads.
-    """
+    """Let this thread run only when no other one wants the processor, as training must not wait."""
     if sys.platform == "linux":  # elsewhere it would be the whole process
         # not in every sandbox; it is as quick as the others then
         with contextlib.suppress(OSError):

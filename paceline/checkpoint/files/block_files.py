@@ -1,8 +1,6 @@
-"""Files of blocks: each worker writes the rectangles it has of logical tensors, and any rectangle
-of any of them is read back.
+"""Files of blocks: each worker writes rectangles of logical tensors; any rectangle can be read.
 
-blocks.json                 each logical tensor: dtype, shape, and in which file which rectangle of
-                            it lies
+blocks.json                 each logical tensor: dtype, shape, and the file of each rectangle of it
 blocks-00000.safetensors    the rectangles of one worker
 tensors.safetensors         tensors that are not cut, each one block
 """
@@ -46,9 +44,7 @@ _STORED: Final = {name: dtype for dtype, name in NAMES.items()}
 
 @dataclass(frozen=True)
 class LocalBlocks:
-    """What a worker has of one logical tensor and is to write: rectangles of it, with where they
-    are.
-    """
+    """Rectangles of one logical tensor that this worker writes, with their places."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -107,9 +103,9 @@ class BlockReader:
         self._files.clear()
 
     def stored(self, name: str) -> StoredTensor:
-        """Return where a tensor lies.
+        """Place of a tensor in the files.
 
-        Raises `CheckpointError` with the nearest name for one that isn't there.
+        Raises `CheckpointError` with the nearest name if there is no such tensor.
         """
         if name not in self.index:
             raise CheckpointError(

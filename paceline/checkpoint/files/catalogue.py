@@ -1,13 +1,11 @@
-"""The checkpoints of a folder, in order: which is the newest, which is the best, and which are too
-many.
+"""The checkpoints of a folder, in order: the newest, the best, and the ones to remove.
 
     serial      1         2         3         4         5
     metric     0.31      0.21                nan       0.24        best="min"
                           best                         newest      with keep=2 the folders 2, 4 and
                                                                    5 stay
 
-All of it stands in the manifests: whoever looks at the folder, whatever was lost before, finds the
-same.
+All of it is read from the manifests, so every reader of the folder finds the same.
 """
 
 from __future__ import annotations
@@ -54,9 +52,7 @@ class CheckpointEntry:
 
 
 def newest(folder: Path) -> list[Path]:
-    """List the checkpoints in `folder`, the one saved last first; those whose manifest can't be
-    read count as newer than all others.
-    """
+    """List the checkpoints in `folder`, newest first; unreadable manifests count as newest."""
     return [
         entry.path for entry in sorted(entries(folder), key=lambda entry: entry.age, reverse=True)
     ]
@@ -68,8 +64,8 @@ def best(folder: Path) -> list[CheckpointEntry]:
 
 
 def direction(found: Iterable[CheckpointEntry]) -> Best | None:
-    """Return whether the smallest or the largest metric is the best; None where nothing was
-    saved with one.
+    """Whether the smallest or the largest metric is the best; None if none was saved with a
+    metric.
     """
     last = max(
         (entry for entry in found if entry.metric is not None),
@@ -80,9 +76,7 @@ def direction(found: Iterable[CheckpointEntry]) -> Best | None:
 
 
 def by_metric(found: Sequence[CheckpointEntry]) -> list[CheckpointEntry]:
-    """Return those that can be the best, the best first: among equals the one that was saved
-    first.
-    """
+    """Checkpoints with a metric, the best first; of equal ones, the one saved first."""
     asked, ranked = direction(found), list[tuple[float, int, str, CheckpointEntry]]()
     for entry in found:
         if entry.metric is not None and entry.metric.counts and entry.metric.best == asked:
@@ -116,8 +110,9 @@ def prune(folder: Path, latest: Path, keep: int) -> None:
 
 
 def free(folder: Path, step: int) -> Path:
-    """Choose an unused name for the checkpoint of `step`: to replace one could lose it, if the
-    process were killed in between.
+    """Choose an unused name for the checkpoint of `step`.
+
+    To replace an old one could lose it, if the process were killed in between.
     """
     name = f"step-{step:08d}"
     numbers = itertools.count(2)

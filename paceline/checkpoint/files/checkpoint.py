@@ -119,18 +119,18 @@ def write(
     blocks: Callable[[Path], Iterable[WrittenBlocks]] | None = None,
     metric: Metric | None = None,
 ) -> Path:
-    """Write the checkpoint of `step` under `folder` (as `target`, if that was promised), and return
-    its path.
+    """Write the checkpoint of `step` under `folder`, and return its path.
 
-    All but the `keep` newest and the best by their metrics are removed; `metric` is that of this
-    one.
+    It is there in full or not at all, also after a loss of power. One process writes; two at once
+    on one folder is a mistake. All checkpoints but the `keep` newest and the best one are removed.
+    `target` is the path, if it was promised before. `metric` is the metric of this checkpoint.
+    `more` is written piece by piece, and only one piece has to be in memory at a time. `moved` is
+    called with the number of bytes as they are written. `at` is a folder that was reserved for it.
+    `blocks` is called with that folder, and returns what all workers have written there of tensors
+    that are cut.
 
-    It is there in full or not at all, also after a loss of power. A full disk, or one that refuses,
-    raises CheckpointError: what was there before is untouched and nothing half-written stays. One
-    process writes; two at once on one folder is a mistake. `more` is written piece by piece: only
-    one of them has to be there at a time. `moved` is called with the number of bytes as they are
-    written. It is written in `at`, if a folder was reserved for it. `blocks` is called with that
-    folder, and returns what all workers have written there of tensors that are cut.
+    Raises `CheckpointError` if the disk is full or refuses: older checkpoints are untouched, and
+    nothing half-written stays.
     """
     check(step, keep)
     images = {"": state} | {f"own-{rank:05d}": own[rank] for rank in sorted(own)}
@@ -281,9 +281,7 @@ def _refusal(folder: Path, error: OSError, step: int, nbytes: int) -> Checkpoint
 
 
 def _room(folder: Path) -> float:
-    """Return the number of bytes that are free on the folder's disk; infinite where that can't
-    be found out.
-    """
+    """Free bytes on the folder's disk; infinite if that can't be found out."""
     for place in (folder, *folder.parents):
         with contextlib.suppress(OSError):
             return shutil.disk_usage(place).free
@@ -315,9 +313,7 @@ def _read(path: Path, *, lazy: bool, own: bool) -> Checkpoint:
 
 
 def _index(path: Path, files: Mapping[str, WrittenFile]) -> BlockIndex:
-    """Read where the tensors are that were cut; it names no file but those that have been
-    checked.
-    """
+    """Read the places of cut tensors, which name only files that have been checked."""
     try:
         index = from_json(json.loads((path / INDEX).read_bytes()))
     except (ValueError, OSError, RecursionError, CheckpointError) as error:

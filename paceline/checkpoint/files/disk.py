@@ -1,8 +1,7 @@
-"""Files written once, from beginning to end: hashed on the way, and on the disk when `write`
-returns.
+"""Files written once, from beginning to end: hashed on the way, and on the disk at the end.
 
-Bytes that lie on whole pages of memory go to the disk from there (O_DIRECT, where the file system
-takes it): no copy of them is made in the page cache, which keeps what the training reads instead.
+Bytes that lie on whole pages of memory go to the disk from there (O_DIRECT, if the file system
+takes it): no copy of them is made in the page cache, which keeps the data that training reads.
 """
 
 from __future__ import annotations
@@ -88,8 +87,9 @@ def sha256(path: Path) -> str:
 
 
 def opened(path: Path) -> BufferedReader:
-    """Open a plain file for reading, nothing else: a link may lead to a stranger's file, and
-    opening a pipe waits. Raises OSError.
+    """Open a plain file for reading. Raises OSError for anything else.
+
+    A link may lead to a stranger's file, and opening a pipe waits.
     """
     if not stat.S_ISREG(path.lstat().st_mode):
         raise OSError(errno.EINVAL, "it is no file, but a link, a folder, a pipe or a device")

@@ -1,10 +1,9 @@
-"""The best checkpoint of an earlier run, taken along into the folder of the run that has resumed
-from it.
+"""Takes the best checkpoint of an earlier run along into the folder of the run that resumed.
 
     runs/circle/checkpoints/step-00000300      the best so far, 0.21
-    runs/circle-2/checkpoints/step-00000300    the same files, by a second name where the file
+    runs/circle-2/checkpoints/step-00000300    the same files, by a second name if the file
                                                system has links, else copies of them
-                              step-00000900    what circle-2 has saved: a worse one, 0.24
+                              step-00000900    saved by circle-2: a worse one, 0.24
 
 Without it a run would call a checkpoint its best that is worse than the one it began with.
 """

@@ -37,19 +37,23 @@ Say = Callable[[str], None]
 def state_dict(
     folder: str | Path, part: str | None = None, *, best: bool = False
 ) -> dict[str, Any]:
-    """Read a model from a checkpoint, as a dict for `model.load_state_dict`, however the run that
-    wrote it had cut the model.
+    """Read a model from a checkpoint, as a dict for `model.load_state_dict`.
 
     >>> model.load_state_dict(pl.state_dict("runs/circle"))
 
-    `folder`: that of a run (its newest whole checkpoint is read), its checkpoints, or one
-    checkpoint. `part`: which of the things that were prepared or kept, where it isn't the only
-    model: "model1", or what `run.keep` was told. `best`: the best checkpoint in the place of the
-    newest, where the run has saved with `run.save(metric=..., best=...)`. Needs no run, and no
-    other workers. Nothing in a checkpoint is unpickled.
+    The run that wrote it may have cut the model in any way. This needs no run and no other workers.
+    Nothing in a checkpoint is unpickled.
 
-    Raises `CheckpointError` where there is none that can be used, `UsageError` for a part that
-    isn't in it, with those that are.
+    Args:
+        folder: Folder of a run (its newest complete checkpoint is read), its checkpoints, or one
+            checkpoint.
+        part: Which object to read if there are several: "model1", or a name given to `run.keep`.
+        best: Whether to read the best checkpoint, if the run saved with `run.save(metric=...,
+            best=...)`. Default: False, the newest one.
+
+    Raises:
+        CheckpointError: No checkpoint can be used.
+        UsageError: The checkpoint has no such part; the error names its parts.
     """
     found = locate(Path(folder), lambda text: warnings.warn(text, stacklevel=3), best=best)
     tree = model_tree(found, part)
@@ -112,11 +116,10 @@ def export(
 
 
 def locate(folder: Path, say: Say, *, best: bool = False) -> Checkpoint:
-    """Find the checkpoint that is meant by a folder, and check it; its tensors have no memory, and
-    states of single ranks are left out.
+    """Find and check the checkpoint that a folder stands for.
 
-    Raises `CheckpointError` if there is none, or none that can be used; those that are passed over
-    are named through `say`.
+    Its tensors have no memory, and states of single ranks are left out. Raises `CheckpointError` if
+    no checkpoint can be used; the ones that are passed over are named through `say`.
     """
     if not folder.is_dir():
         raise CheckpointError(
@@ -137,9 +140,9 @@ def locate(folder: Path, say: Say, *, best: bool = False) -> Checkpoint:
 
 
 def model_tree(found: Checkpoint, asked: str | None) -> Json:
-    """Return the tree of the model that is meant: the only one, or the part that is asked for.
+    """Tree of the only model, or of the requested part.
 
-    Raises `UsageError` where there is none.
+    Raises `UsageError` if there is none.
     """
     tree = found.snapshot.tree
     if not isinstance(tree, dict) or "$" in tree:

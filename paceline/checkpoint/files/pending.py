@@ -1,11 +1,10 @@
-"""Checkpoints that are being written: a folder of their own until they are whole, into which
-several workers may write.
+"""Checkpoints that are being written: a folder of their own until all workers have written.
 
     .saving-x1y2/new/    blocks-00000.safetensors     worker 0 has written its part
                          blocks-00002.safetensors     worker 2 is writing
-                         blocks-00000.done            what worker 0 has written, or why it couldn't
+                         blocks-00000.done            what worker 0 has written, or its error
 
-The first worker waits for what all others leave, and then gives the folder its name.
+The first worker waits for all others, and then gives the folder its name.
 """
 
 from __future__ import annotations
@@ -45,8 +44,9 @@ class WrittenBlocks:
 
 
 def reserve(folder: Path) -> Path:
-    """Make an empty folder for a checkpoint that is to come, and remove the leftovers of killed
-    processes. Raises OSError.
+    """Make an empty folder for a new checkpoint, and remove leftovers of killed processes.
+
+    Raises OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _sweep(folder)
@@ -110,9 +110,9 @@ def leave(
 
 
 def collect(place: Path, numbers: Sequence[int], seconds: float) -> list[WrittenBlocks]:
-    """Wait until these workers have left their parts, so many seconds at most.
+    """Wait until these workers have left their parts, for this number of seconds at most.
 
-    Raises `CheckpointError` with the first that can't.
+    Raises `CheckpointError` for the first worker that can't.
     """
     end = time.monotonic() + seconds
     found = []
