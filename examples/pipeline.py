@@ -52,7 +52,9 @@ def spirals(count: int) -> TensorDataset:
 torch.manual_seed(0)
 loader = DataLoader(spirals(4096), batch_size=64, shuffle=True)
 
-with pl.start(mesh="stage", seed=0) as run:  # all workers along `stage`, unless --mesh says something else
+with pl.start(
+    mesh="stage", seed=0
+) as run:  # all workers along `stage`, unless --mesh says something else
     # no worker has the whole model; each makes its own part, with the same values in every layout
     with pl.meta():
         model = Network()
