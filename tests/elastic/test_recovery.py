@@ -325,7 +325,8 @@ AHEAD = """
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.shm.shared_group import SharedGroup
 from paceline.comm.shm.waiting import RankWaiter
-agree, wait, trip, me, inside = SharedGroup.gather_bytes, RankWaiter.wait_until_ready, CancelScope.trip, run.rank, []
+agree, wait, trip = SharedGroup.gather_bytes, RankWaiter.wait_until_ready, CancelScope.trip
+me, inside = run.rank, []
 def until(mark):
     while not (out / mark).exists(): time.sleep(0.001)
 def agreeing(group, payload):
