@@ -1,6 +1,4 @@
-"""A run as its recovery sees it: what moves to new groups, and what a worker that joins is
-given.
-"""
+"""A run as its recovery sees it: the parts that move to new groups, and the state for joiners."""
 
 from __future__ import annotations
 
@@ -193,8 +191,9 @@ class ElasticRun:
         return self._hash(snapshot)
 
     def _hash(self, snapshot: Snapshot) -> str:
-        """Hash the state that must be equal on all workers: no buffers of each worker's own;
-        where replicas diverge, the models alone.
+        """Hash the state that must be equal on all workers.
+
+        Buffers of each worker's own are left out. If replicas diverge, only the models count.
         """
         parts = zip(self._prepared.state.names, self._prepared.state.parts, strict=True)
         models = {name: part for name, part in parts if isinstance(part, nn.Module)}

@@ -106,17 +106,15 @@ class BuddyReplication:
             )
 
     def depart(self) -> None:
-        """Wait until what is on its way to this worker's buddy has arrived, before this worker
-        leaves.
-        """
+        """Wait until the data on its way to this worker's buddy has arrived, before leaving."""
         if self.courier is not None:
             self.courier.wait(self._context.timings.recovery.copy)
 
     # ---- where all workers meet
 
     def figures(self) -> Any:
-        """Return what `hear` needs of this worker: the costs of its copies, or whether it has
-        something to copy.
+        """This worker's figures for `hear`: costs of its copies, or whether it has something to
+        copy.
         """
         if self._off or not self._apart:
             return None
@@ -142,9 +140,7 @@ class BuddyReplication:
         return len(set(self._context.hosts)) > 1 if self._auto else self._context.group.size > 1
 
     def hear(self, reports: Sequence[Any], names: tuple[int, ...]) -> None:
-        """Take in the `figures` of all workers, which have the numbers `names` and have just
-        taken the same step.
-        """
+        """Take in the `figures` of all workers, whose numbers are `names`, after the same step."""
         self._names = names
         if sum(figures is True for figures in reports) > 1:
             if not self._on:
@@ -164,9 +160,7 @@ class BuddyReplication:
             )
 
     def _pace(self, figures: Sequence[ReplicationTimes], nbytes: int) -> None:
-        """Copy less often where copies take more of the time than they may, and more often where
-        they take far less.
-        """
+        """Copy less often if copies take more time than they may, more often if far less."""
         found = cadence(figures, AIM)
         if self.every is not None and cadence(figures) <= self.every and found > self.every // 2:
             return
@@ -243,8 +237,9 @@ class BuddyReplication:
 
     @property
     def _step(self) -> int:
-        """The step that training has reached: a turn whose gradients have been exchanged counts,
-        even if it fails later.
+        """Step that training has reached.
+
+        A turn whose gradients have been exchanged counts, even if it fails later.
         """
         backward, steps = self._loop.backward, self._loop.steps
         return steps + (
@@ -252,9 +247,7 @@ class BuddyReplication:
         )
 
     def _inherit(self, answers: list[Any]) -> None:
-        """Let the holder of the newest copy of a lost worker's state take it over, once, and let
-        all workers know.
-        """
+        """Let the holder of the newest copy of a lost worker's state take it over, and tell all."""
         held = [dict(each[3]) for each in answers]
         gone = sorted(
             ({*self._owners} | {name for copies in held for name in copies})

@@ -58,9 +58,7 @@ class Departure:
 
     @property
     def wish(self) -> int | None:
-        """Number of this worker if it is asked to leave, else None; sent to all workers with
-        their logs.
-        """
+        """Number of this worker if it is asked to leave, else None; sent to all with the logs."""
         return self._worker if self._orders.leaving else None
 
     def hear(self, wishes: Iterable[int | None]) -> None:
@@ -68,16 +66,14 @@ class Departure:
         self._asked |= {wish for wish in wishes if wish is not None}
 
     def regroup(self, members: tuple[int, ...], wishes: Iterable[int | None]) -> None:
-        """Go on among these members, with the wishes that a worker which has just joined has not
-        heard.
+        """Go on among these members, with wishes that a worker which has just joined doesn't
+        know.
         """
         self._members = members
         self.hear(wishes)
 
     def join_info(self) -> list[int]:
-        """Return the numbers of the workers whose wish to leave all know of, for a worker that
-        has just joined.
-        """
+        """Numbers of the workers whose wish to leave is known to all, for a worker that joined."""
         return sorted(self._asked)
 
     # ---- in lockstep
@@ -96,8 +92,8 @@ class Departure:
             self._ready = self._home in leaving and (relieved or not staying or self._waited())
 
     def _relieve(self) -> tuple[set[str], set[str], bool]:
-        """Return which hosts leave, which stay, and whether the staying ones have copies of all
-        that the leaving ones keep.
+        """Hosts that leave, hosts that stay, and whether these have copies of all that the
+        others keep.
         """
         agreement = self._context.agreement
         mine = [agreement.origins[agreement.group.rank], self._home, self._orders.leaving]

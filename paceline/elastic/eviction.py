@@ -1,5 +1,4 @@
-"""Eviction: a worker that makes the others wait again and again is asked to leave, between two
-turns.
+"""Eviction: a worker that makes the others wait repeatedly is asked to leave, between two turns.
 
 looks at five flushes each      1       2       3       4
 ranks that are late             2      2, 3     2             after three in a row rank 2 leaves;
@@ -23,9 +22,7 @@ WARNINGS = 3  # looks in a row in which a worker has to be late
 
 
 def check(abilities: Abilities) -> None:
-    """Raise `UsageError` where workers are not late for each other in the same steps, or have
-    servers beside them.
-    """
+    """Raise `UsageError` if workers don't wait for each other in each step, or have servers."""
     if abilities.remote is not None or abilities.sample_queue is not None:
         raise UsageError(
             "straggler='evict' is for strategies without servers; with a parameter server, "
@@ -35,8 +32,9 @@ def check(abilities: Abilities) -> None:
 
 
 class WarningCount:
-    """Counts the looks in a row in which each worker was late; looks that share flushes with the
-    one before don't count.
+    """Counts the looks in a row in which each worker was late.
+
+    A look that shares flushes with the one before doesn't count.
     """
 
     def __init__(self) -> None:
@@ -59,8 +57,9 @@ class WarningCount:
 
 
 class Eviction:
-    """Has a worker leave that is late in `WARNINGS` looks, the same one on all workers; never
-    with fewer left than the job needs.
+    """Makes a worker leave that is late in `WARNINGS` looks, if enough workers remain.
+
+    All workers choose the same one.
     """
 
     def __init__(self, view: CurrentView, leaving: Departure, history: RunHistory) -> None:
@@ -72,9 +71,7 @@ class Eviction:
     def take(
         self, names: Sequence[int], judgement: Judgement | None, hosts: Sequence[str], me: int
     ) -> None:
-        """Take in what the sensor has found, the same on all workers; `me`: the rank of this
-        one.
-        """
+        """Take in the sensor's judgement, the same on all workers; `me` is the rank of this one."""
         if tuple(names) != self._names:
             self._names, self._counts = tuple(names), WarningCount()
         if judgement is None:

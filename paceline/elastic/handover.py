@@ -1,5 +1,4 @@
-"""The handover to workers that have less than others: the result of the last call, and to new
-workers the whole state.
+"""The handover to workers that have less: the result of the last call, or the whole state.
 
 rank 0   state -------------> rank 2 (new)     each new worker gets it from one that is near,
 rank 1   hash of its state    hash?            and has to come to the hash that most of the others
@@ -35,11 +34,10 @@ class WholeState(Protocol):
 
 
 def hand_over_state(group: Group, hosts: Sequence[int], old: int, owner: WholeState) -> list[int]:
-    """Give the state to the workers from rank `old` on; returns the ranks that have another hash
-    than most of the others. Collective.
+    """Give the state to the workers from rank `old` on; return ranks with another hash. Collective.
 
-    `hosts`: the host of each rank. Raises `Mismatch` where what has come is not what most workers
-    have.
+    The hash of most workers is the right one. `hosts` has the host of each rank. Raises `Mismatch`
+    if the state that has come isn't the one that most workers have.
     """
     givers = {rank: nearest(rank, range(old), hosts) for rank in range(old, group.size)}
     body, digest = owner.give() if group.rank < old else (b"", "")

@@ -64,6 +64,6 @@ class MissedTurns:
         return self.answer(self._answer)
 
     def answer(self, generation: int) -> int:
-        """Return what a loader is answered, and count it."""
+        """Answer of a loader's question, which is counted."""
         self._asked, self._as_of, self._answer = self.asked + 1, self._calls(), generation
         return generation

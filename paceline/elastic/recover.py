@@ -57,10 +57,10 @@ class RecoveryPlan:
 
 
 def decide(reaches: Mapping[int, WorkerProgress]) -> RecoveryPlan:
-    """Decide the plan of the living.
+    """Decide the plan of the remaining workers.
 
-    Raises `WorkerLost` if no worker is left that has the state, and `Mismatch` if workers had come
-    apart before.
+    Raises `WorkerLost` if none of them has the state, and `Mismatch` if workers had come apart
+    before.
     """
     old = {worker: reach for worker, reach in reaches.items() if reach.origin >= 0}
     if not old:

@@ -81,8 +81,8 @@ class SurvivingRun(WholeState, Protocol):
         ...
 
     def figures(self) -> Any:
-        """Return what is sent to the others now and then, for `hear`: small, and msgpack can
-        pack it.
+        """Small figures that are sent to the others now and then, for `hear`; msgpack can pack
+        them.
         """
         ...
 
@@ -95,9 +95,7 @@ class SurvivingRun(WholeState, Protocol):
         ...
 
     def fates(self, before: tuple[int, ...]) -> str:
-        """Say in words what became of what lost ones of these members alone had; empty if they
-        had nothing.
-        """
+        """Words about the fate of state that only lost members had; empty if they had none."""
         ...
 
     def servers_lost(self) -> list[str]:
@@ -105,13 +103,11 @@ class SurvivingRun(WholeState, Protocol):
         ...
 
     def join_info(self) -> Any:
-        """Return what a joining worker has to know of what the strategy exchanges."""
+        """Facts about the strategy's exchanges for a joining worker."""
         ...
 
     def form(self) -> str:
-        """Describe what a state must look like to fit this run; compared before a state is
-        handed over.
-        """
+        """Form of a state that fits this run; compared before a state is handed over."""
         ...
 
 
@@ -263,9 +259,7 @@ class Recovery:
         )
 
     def _armed(self, roster: Roster, members: tuple[int, ...]) -> CancelScope:
-        """Return a scope that breaks the connections of this view once one of its members is
-        lost.
-        """
+        """Scope that breaks the connections of this view once one of its members is lost."""
         cancel_scope = CancelScope()
         self.orders.arm(roster.number, frozenset(members), lambda: _trip(cancel_scope))
         return cancel_scope
@@ -277,7 +271,7 @@ class Recovery:
         self._heart.depart()
 
     def news(self) -> list[Any]:
-        """Return what this worker tells the others when all hand over their logs."""
+        """News of this worker for the others, sent when all hand over their logs."""
         return [self.orders.latest, self._heart.figures()]
 
     def hear(self, news: Sequence[Any]) -> None:
@@ -304,8 +298,11 @@ class Recovery:
         return len(self.members) < self._worker_context.place.min_workers
 
     def wait(self) -> None:
-        """Wait until there are enough workers, or the launchers end the job; then agree on the
-        view that lets others in. Collective.
+        """Wait until there are enough workers, and agree on the view that lets others in.
+
+        Collective.
+
+        The launchers may end the job in the meantime.
         """
         while (
             len(self.orders.roster(self.orders.latest).workers)
@@ -354,7 +351,7 @@ class Recovery:
             )
 
     def _look(self, roster: Roster) -> tuple[list[int], list[int]]:
-        """Return which new workers of this view train the same model, and which don't.
+        """New workers of this view that train the same model, and new workers that don't.
 
         Both are empty if a newer view has come.
         """
@@ -506,9 +503,7 @@ class Recovery:
 
 
 def _turned_away(seconds: float, *, refused: bool) -> PacelineError:
-    """Return the error of a worker that was not let in: it was refused, or those who run waited
-    so long for it.
-    """
+    """Error of a worker that was not let in: it was refused, or waited too long."""
     if refused:
         return Mismatch(
             "this worker trains another model than those who run, or has another version of "
@@ -537,7 +532,7 @@ def _trip(cancel_scope: CancelScope) -> None:
 def _invitation(
     agreement: Agreement, members: tuple[int, ...], fresh: Sequence[int], layout: Any
 ) -> dict[str, Any]:
-    """Return what new workers have to know; `fresh` are their numbers."""
+    """Facts for new workers, whose numbers are `fresh`."""
     numbers = itertools.count(agreement.highest + 1)
     origins = (*agreement.origins, *(number for number, _ in zip(numbers, fresh, strict=False)))
     return {

@@ -70,10 +70,10 @@ def keepers(hosts: Mapping[int, int]) -> dict[int, int]:
 
 
 def heirs(held: Sequence[Mapping[int, int]], gone: Iterable[int]) -> dict[int, int | None]:
-    """Return the rank with the newest copy of each owner that is gone, the first of several; None
-    where no rank has one.
+    """Rank with the newest copy of each lost owner's state; None if no rank has one.
 
-    `held`: of each rank, the steps of the copies that it keeps, by owner.
+    `held` has for each rank the steps of the copies that it keeps, by owner. Of several ranks it is
+    the first.
     """
     newest: dict[int, int | None] = {}
     for owner in gone:
@@ -91,8 +91,9 @@ class ReplicationTimes(NamedTuple):
 
 
 def cadence(figures: Sequence[ReplicationTimes], budget: float = BUDGET) -> int:
-    """Return the steps from one copy to the next, so that copies take at most `budget` of the
-    time, even if a step hides none of it.
+    """Steps from one copy to the next, so that copies take at most `budget` of the time.
+
+    This holds even if a step hides none of a copy.
     """
     spent = max(each.stall + each.transfer for each in figures)
     return max(1, math.ceil(spent / (budget * statistics.median(each.step for each in figures))))
@@ -163,9 +164,7 @@ class CopyLabel(NamedTuple):
 
 
 def wrap(state: Any, step: int) -> tuple[CopyLabel, list[Tensor]]:
-    """Make the label of a copy of `state` as of `step`, and give the bytes of its tensors, where
-    they are.
-    """
+    """Label of a copy of `state` at `step`, and the bytes of its tensors, without copying them."""
     snapshot = pack(state, step, copy=False)
     tensors = snapshot.tensors
     described = [
@@ -188,11 +187,10 @@ class _CopyPlace:
 
 
 class CopyShelf:
-    """The copies that a worker keeps, by the names of their owners: of each the newest that is
-    whole.
+    """The newest complete copy of each owner that a worker keeps.
 
-    The next one comes beside it, into the memory of the one before: until it is whole, nothing of
-    the newest is touched.
+    The next copy goes into the memory of the one before. Until it is complete, the newest isn't
+    touched.
     """
 
     def __init__(self) -> None:
@@ -239,15 +237,17 @@ class CopyShelf:
         )
 
     def forfeit(self, owner: int) -> None:
-        """Give up the copy under way: its bytes won't come, or may come at any time; that memory
-        isn't used again.
+        """Give up the copy under way, and never use its memory again.
+
+        Its bytes won't come, or may come at any time.
         """
         with self._lock:
             self._places[owner][1] = _CopyPlace(torch.empty(0, dtype=torch.uint8))
 
     def read(self, owner: int, refused: Callable[[str], None]) -> Iterator[tuple[int, Any]]:
-        """Read (step, state) of each copy of `owner`, the newest first; `refused` is called for
-        one that has changed since it came.
+        """Read (step, state) of each copy of `owner`, the newest first.
+
+        `refused` is called for a copy that has changed since it came.
         """
         for place in self._places.get(owner, []):
             if place.label is None:

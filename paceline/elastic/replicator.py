@@ -98,8 +98,9 @@ class Replicator:
         return self.broken is None and self._thread.is_alive()
 
     def start(self, state: Any, step: int) -> None:
-        """Send this worker's state (None: nothing); its tensors must stay as they are until the
-        transfer has ended.
+        """Send this worker's state, or None for nothing.
+
+        Its tensors must stay as they are until the transfer has ended.
         """
         assert self.idle
         self.traffic = self._group.traffic + Traffic()
@@ -196,9 +197,7 @@ class Replicator:
             self.whole = job.step
 
     def _receive(self, sends: list[tuple[int, Tensor]], labels: dict[int, CopyLabel]) -> list[str]:
-        """Send this worker's copy, and put the one that comes on the shelf; return why copies
-        were refused.
-        """
+        """Send this worker's copy and shelve the one that comes; return the reasons of refusals."""
         ends = {owner: torch.zeros_like(label.end) for owner, label in labels.items()}
         comes = [
             (owner, piece)

@@ -1,5 +1,5 @@
-"""Rollback of a turn that failed: buffers, generators and kept objects, and the whole state
-where an optimizer had stepped.
+"""Rollback of a failed turn: buffers, generators, kept objects; all state if an optimizer
+stepped.
 """
 
 from __future__ import annotations
@@ -133,5 +133,5 @@ class Rollback:
 
 
 def _version(buffer: Tensor) -> int | None:
-    """Return how many times torch has counted a change in place; None where it doesn't count."""
+    """Number of changes in place that torch has counted; None if it doesn't count them."""
     return None if buffer.is_inference() else buffer._version

@@ -1,6 +1,4 @@
-"""Loss, arrival and departure of workers: what a run does about it before training, between two
-turns, and after a step.
-"""
+"""Losses, arrivals and departures of workers, before training, between turns, and after steps."""
 
 from __future__ import annotations
 
@@ -84,7 +82,7 @@ class Survival:
         return joined
 
     def generation(self, loader: ShareLoader) -> int:
-        """Return how often the group of workers has changed.
+        """Number of changes of the group of workers.
 
         Between two turns of training, waiting workers are let in.
         """

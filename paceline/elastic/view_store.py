@@ -1,5 +1,6 @@
-"""The store of a view: each worker can serve one, the first member of a view does, and all
-members meet there.
+"""The store of a view, in which its members meet; its first member serves it.
+
+Each worker can serve one.
 """
 
 from __future__ import annotations

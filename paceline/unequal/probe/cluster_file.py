@@ -1,5 +1,4 @@
-"""The measured cluster that a run is given: read, compared with the hosts that are there, and what
-the choice of a way takes from it.
+"""The measured cluster that a run is given: read, compared with the hosts, and used for choices.
 
 paceline probe                         cluster.json on the first host, to be copied to all
 paceline run --cluster cluster.json    each reads it | all have the same digest | hosts are those of
@@ -62,9 +61,7 @@ class ClusterFile:
         return hashlib.sha256(topology_file.dump(self.topology).encode()).hexdigest()
 
     def check(self, present: Topology) -> None:
-        """Raise `UsageError` unless these hosts, with as many workers each, are those that were
-        measured, and all have a measured link.
-        """
+        """Raise `UsageError` unless the file has these hosts, their workers, and a link of each."""
         measured, here = (
             Counter({host.name: len(host.ranks) for host in topology.hosts})
             for topology in (self.topology, present)
@@ -82,8 +79,9 @@ class ClusterFile:
                 )
 
     def facts(self, present: Topology) -> RouteFacts:
-        """Return what the choice of a way needs, in the order of the hosts that are there;
-        `check` has found them in the file.
+        """Facts for the choice of a route, in the order of the present hosts.
+
+        `check` has found these hosts in the file.
         """
         numbers = {host.name: number for number, host in enumerate(self.topology.hosts)}
         rates = tuple(self._rate(numbers[host.name]) for host in present.hosts)
@@ -93,9 +91,7 @@ class ClusterFile:
         return RouteFacts(rates, max(between, default=0.0), self._cores(), self.source)
 
     def _rate(self, host: int) -> float:
-        """Return what the link of a host carries: the best that was measured out of it or into
-        it, whichever is less.
-        """
+        """Rate of a host's link: the best rate out of it or into it, whichever is less."""
         between = [link for link in self.topology.links if link.source != link.target]
         out = max((link.bytes_per_second for link in between if link.source == host), default=0.0)
         return min(
@@ -104,9 +100,7 @@ class ClusterFile:
         )
 
     def _cores(self) -> float:
-        """Return the cores of each worker, where there are fewest: of a host, within its quota,
-        and of a machine that hosts share.
-        """
+        """Smallest number of cores of a worker, within quotas and on machines that hosts share."""
         on_machine: Counter[str] = Counter()
         for host in self.topology.hosts:
             on_machine[host.machine] += len(host.ranks)

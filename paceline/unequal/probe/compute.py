@@ -31,9 +31,7 @@ GAP: Final = 6e-3  # seconds more than is typical
 
 
 class Measured(NamedTuple):
-    """How often something was done in a second, and how far the middle half of the times lies
-    apart, as a part of the median.
-    """
+    """A rate per second, and its spread: the middle half of the times as a part of the median."""
 
     rate: float
     spread: float
@@ -41,9 +39,7 @@ class Measured(NamedTuple):
 
 
 def side(device: torch.device, dtype: str) -> int:
-    """Return the smallest matrices whose product takes long enough to be timed, of those that
-    there are.
-    """
+    """Smallest of the possible matrices whose product takes long enough to be timed."""
     for length in SIDES:
         multiply = _product(device, dtype, length)
         if min(_once(multiply, device) for _ in range(3)) >= SHORTEST_PRODUCT:
@@ -54,8 +50,9 @@ def side(device: torch.device, dtype: str) -> int:
 def product_speed(
     device: torch.device, dtype: str, length: int, seconds: float
 ) -> tuple[DeviceSpeed, float]:
-    """Measure products of matrices of this length for so long; also return the seconds of a
-    processor for each second of that.
+    """Measure products of matrices of this length for a number of seconds.
+
+    Also returns the processor seconds per second.
     """
     found = measure(_product(device, dtype, length), device, seconds)
     return DeviceSpeed(dtype, 2.0 * length**3 * found.rate, found.spread), found.attended
@@ -68,9 +65,7 @@ def copy_rate(pair: tuple[Tensor, Tensor], seconds: float) -> float:
 
 
 def copied_pair(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two tensors in the memory of the device, larger than caches if there is room:
-    `copy_rate` copies one to the other.
-    """
+    """Two tensors on the device for `copy_rate`, larger than caches if there is room."""
     nbytes = min(COPIED, max(1 << 20, free_memory(device).free // 8) // 4 * 4)
     return torch.zeros(nbytes // 4, device=device), torch.zeros(nbytes // 4, device=device)
 

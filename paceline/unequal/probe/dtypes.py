@@ -1,5 +1,6 @@
-"""The dtypes that can be measured, by their names: known without torch, so that the command line
-refuses others at once.
+"""Names of the dtypes that can be measured, without torch.
+
+So the command line refuses other names at once.
 """
 
 from __future__ import annotations
@@ -16,9 +17,7 @@ USUAL: Final[tuple[Dtype, ...]] = ("float32", "bfloat16")
 
 
 def check(dtypes: Sequence[str]) -> tuple[str, ...]:
-    """Return the names, or raise `UsageError` where one can't be measured, is there twice, or
-    where there is none.
-    """
+    """The names; raises `UsageError` for an unknown or repeated one, and if there is none."""
     for name in dtypes:
         if name not in POSSIBLE:
             raise UsageError(f"{name!r} can't be measured; {choices(str(name), POSSIBLE)}")

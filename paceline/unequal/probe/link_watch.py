@@ -45,9 +45,7 @@ WORTH: Final = 1.1  # times as fast, from which on a codec is advised
 
 
 class LinkWatch:
-    """One worker's part in watching the links of a run on several hosts, in which all workers
-    are in lockstep.
-    """
+    """One worker's part in watching the links of a run on several hosts, in lockstep."""
 
     def __init__(
         self,
@@ -79,8 +77,9 @@ class LinkWatch:
         return self._remark if self._sensor.slow else ""
 
     def take(self, names: Sequence[int], steps: Sequence[Sequence[Sequence[float]]]) -> None:
-        """Take in the seconds of PARTS of all steps since the last flush, by rank, the same on
-        all workers. Collective.
+        """Take in the seconds of PARTS of all steps since the last flush, by rank. Collective.
+
+        The input is the same on all workers.
         """
         if self._axes.cut or len(self._axes.cluster().hosts) < 2:
             return
@@ -92,9 +91,9 @@ class LinkWatch:
             self._plan()
 
     def step_ended(self, step: int, _samples: int, seconds: Mapping[str, float]) -> None:
-        """Take in what a step of mine has spent, and glance at the last two if it is time.
+        """Take in the seconds of a step of this worker, and compare the last two if it is time.
 
-        Collective then.
+        Collective in that case.
         """
         self._last.append([seconds.get(part, 0.0) for part in PARTS])
         if self._next is None or step < self._next:
@@ -221,8 +220,8 @@ class LinkWatch:
 
 
 def _coding(hosts: int) -> tuple[float, float]:
-    """Return what int8 sends as a part of exact sums, and its seconds for an element that so
-    many hosts sum.
+    """Bytes of int8 as a part of exact sums, and its seconds for an element summed by these
+    hosts.
     """
     coding, x = int8(), torch.linspace(-1.0, 1.0, TRIED)
     _, message = room(coding, TRIED)

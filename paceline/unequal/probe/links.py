@@ -53,8 +53,7 @@ class LinkFigures(NamedTuple):
 
 
 def steady_rate(arrivals: Sequence[tuple[float, int]]) -> float:
-    """Return the bytes a second of chunks that came at these times (seconds), of those after the
-    first part of the time.
+    """Bytes per second of chunks that came at these times, without the first part of the time.
 
     Of many chunks it is the middle one of the rates of some parts: a process that has to wait for
     its core spoils one of them.
@@ -80,9 +79,7 @@ def chunk_size(rate: float, seconds: float) -> int:
 
 
 def stream_length(latency: float, seconds: float) -> float:
-    """Return how long a stream has to be, at least so many seconds, for TCP to find its pace on
-    a link of this latency.
-    """
+    """Seconds a stream must last, at least `seconds`, for TCP to find its pace at this latency."""
     return min(max(seconds, 2 * PACE * latency), LONGEST)
 
 
@@ -105,8 +102,9 @@ class LinkMeter:
             self._pairs.send(rank, MEET, {})
 
     def alone(self, rounds: Iterable[Sequence[Pair]], seconds: float) -> list[LinkFigures]:
-        """Measure the pairs of each round, in which no worker is twice; return the figures of
-        this worker's, as source.
+        """Measure the pairs of each round; return the figures for which this worker is the source.
+
+        No worker is in a round twice.
         """
         found = []
         for pairs in rounds:

@@ -1,6 +1,4 @@
-"""What is odd about a measured cluster, in words: what a user would want to mend before
-training.
-"""
+"""Oddities of a measured cluster, in words, that a user would want to mend before training."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ FASTER: Final = 2.0  # times: of an interface that isn't used
 
 
 def oddities(topology: Topology) -> list[str]:
-    """Return a line for each thing that is odd, the most telling first; none where all is as it
-    should be.
-    """
+    """Lines about oddities, the most telling first; empty if everything is as it should be."""
     return [
         *_devices(topology),
         *_threads(topology),
@@ -57,9 +53,7 @@ def _ranks(ranks: Iterable[int], host: HostRanks) -> str:
 
 
 def _devices(topology: Topology) -> Iterable[str]:
-    """Tell of devices that are slower than others of their kind, and why, as far as that is
-    known.
-    """
+    """Report devices that are slower than others of their kind, and the reason if it is known."""
     found = _measured(topology)
     for rank, host, device in found:
         slow = []
@@ -108,8 +102,9 @@ def _why(host: HostRanks, device: Device, found: Iterable[tuple[int, HostRanks, 
 
 
 def _attended(host: HostRanks, device: Device) -> float:
-    """Return for which part of the time that threads, cores and quota allow the worker had its
-    cores; 1 where that isn't known.
+    """Fraction of the possible time in which the worker had its cores; 1 if unknown.
+
+    Threads, cores and quota limit the possible time.
     """
     cores = host.cores if host.quota is None else min(host.cores, host.quota)
     possible = min(device.threads, cores / len(host.ranks))
@@ -144,15 +139,13 @@ def _threads(topology: Topology) -> Iterable[str]:
 
 
 def _most(host: HostRanks) -> float:
-    """Return how many cores the workers of a host could use, as far as threads and quota go."""
+    """Number of cores that the workers of a host could use, by threads and quota."""
     threads = sum(device.threads for device in host.devices if device.kind == "cpu")
     return threads if host.quota is None else min(threads, host.quota)
 
 
 def _clocks(topology: Topology) -> Iterable[str]:
-    """Tell of processors that stay slow while they compute, and of workers that get no core when
-    they could.
-    """
+    """Report processors that stay slow under load, and workers that get no core when they could."""
     for host in topology.hosts:
         slow = [
             device
@@ -181,9 +174,7 @@ def _clocks(topology: Topology) -> Iterable[str]:
 
 
 def _links(topology: Topology) -> Iterable[str]:
-    """Tell of links between hosts that are slow, each host's in a line where all of one
-    direction are.
-    """
+    """Report slow links between hosts, in one line if all of a direction are slow."""
     links = [link for link in topology.links if link.source != link.target]
     best = max((link.bytes_per_second for link in links), default=0.0)
     slow = [link for link in links if link.bytes_per_second < SLOW_LINK * best]
@@ -212,8 +203,9 @@ def _links(topology: Topology) -> Iterable[str]:
 
 
 def _crowds(topology: Topology) -> Iterable[str]:
-    """Tell of links that carry less while other hosts send as well: they share a switch or an
-    uplink, or their hosts share cores.
+    """Report links that carry less while other hosts send as well.
+
+    They share a switch or an uplink, or their hosts share cores.
     """
     count = len(topology.hosts)
     for shift in range(1, count):
@@ -250,9 +242,7 @@ def _crowds(topology: Topology) -> Iterable[str]:
 
 
 def _interfaces(topology: Topology) -> Iterable[str]:
-    """Tell of addresses that reach this machine alone, and of faster interfaces in a network
-    that all hosts are in.
-    """
+    """Report addresses that reach only this machine, and faster interfaces that all hosts have."""
     machines = {host.machine for host in topology.hosts if host.machine}
     for host in topology.hosts:
         if len(machines) > 1 and network.loopback(host.address):
@@ -306,9 +296,7 @@ def _unsteady(topology: Topology) -> Iterable[str]:
 
 
 def rated(rate: float) -> str:
-    """Write bytes a second as links are rated, below 10 Gbit/s in bits: "956 Mbit/s", "3.2
-    GB/s".
-    """
+    """Format bytes per second as links are rated: "956 Mbit/s", from 10 Gbit/s on "3.2 GB/s"."""
     bits = 8 * rate
     if bits >= 1e10:
         return f"{rate / 1e9:.1f} GB/s"

@@ -1,5 +1,6 @@
-"""The order of measurements, as plain data: workers that would disturb each other, where they don't
-in training, measure one after another.
+"""The order of measurements, as plain data: workers that would disturb each other take turns.
+
+Workers that compute side by side in training are measured side by side.
 
 hosts a, b on one machine, c on another       waves:  a, c | b
 links between hosts, alone                    rounds: a>b | a>c | b>a | b>c | c>a | c>b
@@ -20,10 +21,10 @@ ALL_PAIRS = 8  # workers of a host of which every pair is measured; of more, nei
 
 
 def waves(topology: Topology) -> list[list[int]]:
-    """Return the hosts that may compute at the same time: of each machine one, as hosts of a lab,
-    or containers, share its cores.
+    """Hosts that may compute at the same time: one of each machine.
 
-    All workers of a host compute together, as they do in training.
+    Hosts of a lab, or containers, share a machine's cores. All workers of a host compute together,
+    as they do in training.
     """
     machines: dict[str, list[int]] = {}
     for index, host in enumerate(topology.hosts):
@@ -32,9 +33,7 @@ def waves(topology: Topology) -> list[list[int]]:
 
 
 def inside(topology: Topology) -> list[list[Pair]]:
-    """Return rounds in which one worker of a host sends to another, and no more than one on each
-    machine.
-    """
+    """Rounds in which one worker of a host sends to another, at most one on each machine."""
     rounds = []
     for wave in waves(topology):
         rounds += _side_by_side(_pairs(topology.hosts[host]) for host in wave)
@@ -50,15 +49,14 @@ def inside_crowded(topology: Topology) -> list[list[Pair]]:
 
 
 def between(topology: Topology) -> list[list[Pair]]:
-    """Return rounds of one host that sends to another, while all others rest: each host's first
-    worker does it.
-    """
+    """Rounds in which the first worker of one host sends to another host, and all others rest."""
     return [[(one.ranks[0], other.ranks[0])] for one, other in permutations(topology.hosts, 2)]
 
 
 def between_crowded(topology: Topology) -> list[list[Pair]]:
-    """Return rounds in which each host sends to another, and each receives of one: what they
-    lose then, they share.
+    """Rounds in which each host sends to one host and receives from one.
+
+    The rate that links lose then is shared between them.
     """
     first = [host.ranks[0] for host in topology.hosts]
     count = len(first)

@@ -38,8 +38,8 @@ _BUSY = [PARTS.index(part) for part in ("compute", "data")]
 
 
 class Slowdown(NamedTuple):
-    """Exchanges take longer than before: seconds of a step, and those of a whole step and of the
-    busiest worker's own work now.
+    """Exchanges take longer than before: their seconds, those of a step, and the longest own
+    work.
     """
 
     usual: float
@@ -110,8 +110,10 @@ class ExchangeSensor:
         return None if self._usual is None or self.slow else self._ahead
 
     def glance(self, last: Sequence[Sequence[Sequence[float]]]) -> Slowdown | None:
-        """Look at the seconds of PARTS of the last two steps, by rank: flushes are seconds apart
-        as soon as steps are ten times as long.
+        """Look at the seconds of PARTS of the last two steps, by rank.
+
+        Flushes are seconds apart once steps are ten times as long, so waiting for one would take
+        too long.
         """
         assert self._usual is not None
         looks = [_look(each) for each in zip(*last, strict=True)]
@@ -162,8 +164,9 @@ def _steps(seconds: float, step: float) -> int:
 
 
 class SlowLink(NamedTuple):
-    """What the measurement has found: the hosts whose links are slow (two, where it is the one
-    between them), their rate, and the usual.
+    """Result of a measurement: hosts with slow links, their rate, and the usual rate.
+
+    It names two hosts if the link between them is the slow one.
     """
 
     hosts: tuple[int, ...]
@@ -172,8 +175,9 @@ class SlowLink(NamedTuple):
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Return rounds of pairs of hosts, (source, target), in which each host takes part once;
-    each pair is there in both directions.
+    """Rounds of pairs of hosts (source, target) in which each host takes part once.
+
+    Each pair is there in both directions.
     """
     ring = [*range(count), *[-1] * (count % 2)]  # -1: nobody
     found = []
@@ -211,9 +215,7 @@ def find(rates: Mapping[tuple[int, int], float]) -> SlowLink | None:
 
 
 class CodecCost(NamedTuple):
-    """What a codec sends, as a part of what exact sums send, and the seconds of a processor for
-    an element.
-    """
+    """Bytes of a codec as a part of exact sums, and its processor seconds for an element."""
 
     sent: float
     seconds: float
@@ -222,11 +224,11 @@ class CodecCost(NamedTuple):
 def predict(
     slowdown: Slowdown, nbytes: float, rate: float, elements: float, codec: CodecCost
 ) -> float:
-    """Predict how many times as fast steps are with a codec, where a host sends so many bytes of
-    `elements` in a step over its slow link.
+    """Predict the speed-up of steps by a codec, for a host with a slow link.
 
-    What the link has less to do is taken off the step, which doesn't become shorter than the
-    busiest worker's own work; coding takes the processor from the model, so all of it is added.
+    The host sends `nbytes` for `elements` in a step. Time that the link saves is taken off the
+    step, which doesn't become shorter than the busiest worker's own work. Coding takes the
+    processor from the model, so all of its time is added.
     """
     saved = (1 - codec.sent) * nbytes / rate
     return slowdown.step / (max(slowdown.step - saved, slowdown.busy) + codec.seconds * elements)

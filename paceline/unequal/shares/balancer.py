@@ -38,9 +38,7 @@ Phase = Literal["equal", "lever", "steady"]
 
 
 class Split(NamedTuple):
-    """Other shares: the curves of all workers, and the seconds of a turn, as it was and as it is
-    to be.
-    """
+    """Other shares: curves of all workers, and the seconds of a turn before and after."""
 
     curves: tuple[SpeedCurve, ...]
     before: float
@@ -78,10 +76,10 @@ class Balancer:
                 self._record.add(step, self.curves)
 
     def decide(self, *, per_sample: float | None = None) -> Split | None:
-        """Return what shares are to go by from now on; None where they stay.
+        """Speeds that shares follow from now on; None if shares stay.
 
-        `per_sample`: units of a usual sample, where samples are dealt by what they cost, and parts
-        need not be whole; else None.
+        `per_sample` is the number of units of a usual sample if samples are dealt by cost, and
+        parts need not be whole; else None.
         """
         self._per_sample = per_sample
         return self._calibrate() if self.phase != "steady" else self._follow()
@@ -170,9 +168,7 @@ class Balancer:
             self._since, self._wrong = total, self._wrong - 1
 
     def _gain(self, window: int) -> Split | None:
-        """Return the change by the last blocks, if it gains enough; None where that may be
-        noise.
-        """
+        """Change suggested by the last blocks, if it gains enough; None if that may be noise."""
         means = self._record.means(window)
         found = self._split(self._scaled(means), means)
         least = max(dict(WINDOWS)[window] * 2**self._wrong, self._deviations * max(means.errors))
@@ -188,9 +184,7 @@ class Balancer:
     def _split(
         self, curves: tuple[SpeedCurve, ...], means: WorkMeans
     ) -> tuple[Split, float] | None:
-        """Return the change to these curves, and what it gains as a part of a step; None where
-        nothing is to be dealt.
-        """
+        """Change to these curves, and its gain as a part of a step; None if nothing is dealt."""
         total, usual = sum(means.units), self._per_sample
         if round(total / (usual or 1.0)) < 1:
             return None
@@ -205,8 +199,9 @@ class Balancer:
         return Split(curves, whole, whole - now + then), (now - then) / whole
 
     def _change(self, split: Split, means: WorkMeans) -> Split:
-        """Go by these curves; the first change is also a lever, as workers have been measured
-        with other units before.
+        """Use these curves; the first change also shows how time depends on units.
+
+        Before it, workers have been measured with other numbers of units.
         """
         steady = self._levered or self.phase == "lever"
         self._promised = split if self.phase == "steady" else None
@@ -225,9 +220,7 @@ class Balancer:
 
 
 def _line(units: float, seconds: float, units_now: float, seconds_now: float) -> SpeedCurve | None:
-    """Return the curve through the later of two measurements, and towards the earlier one as far
-    as that makes sense.
-    """
+    """Curve through the later of two measurements, towards the earlier one if that makes sense."""
     if abs(units_now - units) < LEVER * units:
         return None
     slope = (seconds_now - seconds) / (units_now - units)

@@ -26,8 +26,8 @@ ALIKE: Final = 1.05  # times as long: workers that take it are as fast as the fa
 
 
 class OwnStep(NamedTuple):
-    """A step of this worker: units, seconds of its own work, those of the whole step, its turns,
-    and the samples of all workers.
+    """A step of this worker: units, seconds of own work and of the whole step, turns, all
+    samples.
     """
 
     units: float
@@ -38,10 +38,10 @@ class OwnStep(NamedTuple):
 
 
 class ShareFollower:
-    """Follows speeds for loaders with shares="auto". `loaders`: all that are prepared; `mesh`:
-    where workers are, if a model is cut.
+    """Adjusts loaders with shares="auto" to the speeds of workers.
 
-    `quota` measures what this worker has used of its part of a quota.
+    `loaders` are all prepared ones. `mesh` has the workers' places if a model is cut. `quota`
+    measures how much of a quota this worker has used.
     """
 
     def __init__(
@@ -77,9 +77,7 @@ class ShareFollower:
         )
 
     def epoch_began(self) -> None:
-        """Leave out what was done between two epochs: an evaluation there is no part of the step
-        that comes next.
-        """
+        """Leave out the work between two epochs: an evaluation is no part of the next step."""
         if self._quota is not None:
             self._quota.skip()
 
@@ -97,7 +95,7 @@ class ShareFollower:
             )
 
     def drain(self) -> list[OwnStep]:
-        """Return what was kept since the last call."""
+        """Steps that were kept since the last call."""
         steps, self._steps = self._steps, []
         return steps
 
@@ -128,9 +126,7 @@ class ShareFollower:
             self._change(terms, split, hosts)
 
     def _merged(self, drained: Sequence[Sequence[OwnStep]]) -> list[StepWork]:
-        """Return the steps that all workers took; of workers with the same samples, the one with
-        most to do counts.
-        """
+        """Steps that all workers took; of workers with the same samples, the slowest counts."""
         count = min(map(len, drained))
         steps = list(zip(*(mine[len(mine) - count :] for mine in drained), strict=True))
         found = [self._work(ranks) for ranks in steps]

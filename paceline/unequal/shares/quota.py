@@ -21,9 +21,7 @@ LOOK: Final = 0.25  # seconds after which the quota is looked up anew, at least:
 
 
 class ProcessorQuota:
-    """Measures what each step of this process takes of its quota, which it shares with `workers`
-    of its host, itself among them.
-    """
+    """Measures how much of its quota each step takes; `workers` of the host share that quota."""
 
     def __init__(
         self,
@@ -39,13 +37,11 @@ class ProcessorQuota:
         self._cores: float | None = None
 
     def skip(self) -> None:
-        """Leave out what was used since the last call, of which no step is the cause."""
+        """Leave out use since the last call that no step has caused."""
         self._before = self._used()
 
     def lap(self) -> float:
-        """Return the seconds that the quota needs to give what was used since the last call; 0
-        where nothing limits this process.
-        """
+        """Seconds in which the quota gives what was used since the last call; 0 without a limit."""
         now, used = self._clock(), self._used()
         spent, self._before = used - self._before, used
         if now - self._looked >= LOOK:

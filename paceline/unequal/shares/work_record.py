@@ -22,8 +22,8 @@ LONGEST: Final = 48  # blocks that are looked at
 
 
 class StepWork(NamedTuple):
-    """A step: units in a turn and seconds of own work in a turn, of each worker, and the seconds
-    of the whole step.
+    """A step: units and seconds of own work in a turn, of each worker; seconds of the whole
+    step.
     """
 
     units: tuple[float, ...]
@@ -55,9 +55,7 @@ class WorkMeans(NamedTuple):
 
 
 class WorkRecord:
-    """Blocks of steps that were taken by the same shares, and the noise that there is from block
-    to block.
-    """
+    """Blocks of steps with the same shares, and the noise from block to block."""
 
     def __init__(self, size: int) -> None:
         self.blocks: deque[WorkBlock] = deque(maxlen=LONGEST)
@@ -105,16 +103,17 @@ class WorkRecord:
         self.total += 1
 
     def noise(self, rank: int) -> float:
-        """Return the standard deviation of a worker's blocks, as a part of their mean; steps
-        from one speed to another count little.
+        """Standard deviation of a worker's blocks, as a part of their mean.
+
+        Steps in which the speed changes count little.
         """
         jumps = [jump[rank] for jump in self._jumps]
         return math.inf if len(jumps) < 3 else sum(jumps) / len(jumps) * math.sqrt(math.pi) / 2
 
     def means(self, count: int) -> WorkMeans:
-        """Return the means of the last `count` blocks.
+        """Means of the last `count` blocks.
 
-        Of many, those that stand out most are left out: an evaluation, a checkpoint.
+        Of many blocks, the most unusual ones are left out: an evaluation, a checkpoint.
         """
         blocks = list(self.blocks)[-count:]
         slowness = tuple(

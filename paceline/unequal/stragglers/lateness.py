@@ -24,8 +24,9 @@ Seconds = NDArray[np.float64]
 
 
 class RankLateness(NamedTuple):
-    """The seconds of one step, or of a mean one, by which a rank was later than usual;
-    `by_cause` adds up to it.
+    """Seconds by which a rank was later than usual, in one step or a mean one, by cause.
+
+    The values of `by_cause` add up to all of them.
     """
 
     rank: int

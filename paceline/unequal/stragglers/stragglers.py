@@ -44,17 +44,13 @@ class _FlushMeans(NamedTuple):
 
     @property
     def lateness(self) -> tuple[float, ...]:
-        """How many seconds more than usual each rank has to do; at least half of the ranks are
-        not late.
-        """
+        """Seconds of own work of each rank above the usual; at least half of the ranks have 0."""
         usual = statistics.median_low(self.work)
         return tuple(mine - usual for mine in self.work)
 
 
 class Judgement(NamedTuple):
-    """What one look at the last flushes has found: the ranks that are late, the seconds of own
-    work of each rank, and the main cause.
-    """
+    """Result of one look at the last flushes: late ranks, own work of each rank, main cause."""
 
     late: frozenset[int]
     work: tuple[float, ...]
@@ -205,8 +201,9 @@ def describe(
 
 
 def named(ranks: frozenset[int], hosts: Sequence[str], mesh: Mesh | None = None) -> str:
-    """Name these ranks with their hosts, together where they are all of them; `hosts` has that
-    of each rank.
+    """Name ranks with their hosts, together if they are all workers of their hosts.
+
+    `hosts` has the host of each rank.
     """
     where = dict.fromkeys(hosts[rank] for rank in sorted(ranks))
     each = ", ".join(
@@ -218,10 +215,9 @@ def named(ranks: frozenset[int], hosts: Sequence[str], mesh: Mesh | None = None)
 
 
 def unequal(steps: Sequence[Mapping[int, float]]) -> list[dict[str, float]]:
-    """Return, for each rank, the median seconds of its own work in these steps, and how often it
-    was a tenth above the usual.
+    """Median seconds of own work of each rank, and how often it was a tenth above the usual.
 
-    A step has the seconds of each rank that took part. A rank that is not in the last steps has
+    A step has the seconds of each rank that took part. A rank that is missing in the last steps has
     left the run, and is left out.
     """
     there = {rank for step in list(steps)[-STEPS:] for rank in step}
@@ -239,9 +235,7 @@ def unequal(steps: Sequence[Mapping[int, float]]) -> list[dict[str, float]]:
 
 
 def work_by_share(work: Sequence[float], mesh: Mesh | None) -> list[float]:
-    """Return the seconds of own work by share of the samples: of workers that have the same
-    ones, those of the slowest.
-    """
+    """Seconds of own work by share of the samples: the slowest of workers with the same samples."""
     if mesh is None:
         return list(work)
     found: dict[int, float] = {}
@@ -252,10 +246,9 @@ def work_by_share(work: Sequence[float], mesh: Mesh | None) -> list[float]:
 
 
 def remedy(work: Sequence[float], *, staged: bool = False) -> str:
-    """Say what to do about workers with so many seconds (above 0) of own work in a step; those with
-    the same samples count once.
+    """Advice for workers with these seconds of own work in a step, each above 0.
 
-    `staged`: they have different layers.
+    Workers with the same samples count once. `staged` says whether they have different layers.
     """
     if staged:
         return (
