@@ -1,7 +1,6 @@
-"""Abilities that only some strategies have: an interface for each, and the value that says which of
-them the running one has.
+"""Abilities that only some strategies have: one interface each, and the set that a run has.
 
-`prepare/abilities.py` finds out once, when a run starts.
+`prepare/abilities.py` finds them out once, when a run starts.
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ class StepObserver(Protocol):
 
 @runtime_checkable
 class Converging(Protocol):
-    """A strategy under which replicas, or what stands for them elsewhere, have to be made equal
-    before they are looked at as one.
+    """A strategy whose replicas must be made equal before they are looked at as one.
+
+    Copies of parameters that lie elsewhere count as replicas, too.
     """
 
     def converge(self) -> None:
@@ -47,14 +47,12 @@ class Replicated(Protocol):
 
     @property
     def has_sync_points(self) -> bool:
-        """Whether all replicas become equal at some moments between two turns, without being
-        asked for.
-        """
+        """Whether all replicas become equal by themselves at some moments between two turns."""
         ...
 
     def replicated_state(self) -> dict[str, Tensor] | None:
-        """Return, between two turns, state that is equal on all workers, as all replicas are;
-        None, on all, if replicas differ.
+        """State that is equal on all workers between two turns, if replicas are; else None on
+        all.
         """
         ...
 
@@ -64,7 +62,7 @@ class Recoverable(Protocol):
     """A strategy that goes on when workers are lost, or others join."""
 
     def join_info(self) -> Any:
-        """Return what a joining worker has to know for `regroup`, as JSON values."""
+        """Facts that a joining worker needs for `regroup`, as JSON values."""
         ...
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
@@ -77,17 +75,16 @@ class Recoverable(Protocol):
         ...
 
     def load_from_peer(self, state: dict[str, Any]) -> None:
-        """Take over another worker's `state_dict`, made while replicas were equal, but for its
-        residuals. Parameters are here already.
+        """Load another worker's `state_dict`, except its residuals.
+
+        It was made while replicas were equal. Parameters are here already.
         """
         ...
 
 
 @runtime_checkable
 class Unreplicated(Protocol):
-    """A strategy under which a worker has state that no other has, and that another can take
-    over when it is lost.
-    """
+    """A strategy whose workers have state of their own, which another worker can take over."""
 
     @property
     def has_unreplicated_state(self) -> bool:
@@ -129,13 +126,12 @@ class RemoteOptimizer(Protocol):
 
 @runtime_checkable
 class RemoteClipping(Protocol):
-    """A strategy in which gradients are clipped on servers, as the worker doesn't have their
-    mean.
-    """
+    """A strategy that clips gradients on servers, as a worker doesn't have their mean."""
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Return the norm of the gradients and let servers clip by it, as `Run.clip` says;
-        `p.grad` stays. Collective, if in lockstep.
+        """Let servers clip by the norm of the gradients, and return it, as `Run.clip` does.
+
+        `p.grad` stays as it is. Collective, if in lockstep.
         """
         ...
 
@@ -151,8 +147,8 @@ class Unlocked(Protocol):
 
     @property
     def rows(self) -> Any:
-        """Steps sparse tables beside the strategy, where workers are not in lockstep (a
-        `PerWorkerRowSteps` of `servers`).
+        """Stepper of sparse tables for workers out of lockstep (a `PerWorkerRowSteps` of
+        `servers`).
         """
         ...
 
@@ -163,9 +159,7 @@ class ServerKeeping(Protocol):
 
     @property
     def copies(self) -> Any:
-        """Looks after the copies of servers (a `ServerReplication` of `servers`); None where
-        losses aren't survived.
-        """
+        """Keeper of the servers' copies (a `ServerReplication`); None if losses aren't survived."""
         ...
 
 
@@ -174,11 +168,11 @@ class ServerReports(Protocol):
     """A strategy whose servers tell at the end what they have done."""
 
     def facts(self) -> list[dict[str, Any]]:
-        """Return what each server has done, for the summary."""
+        """Facts about the work of each server, for the summary."""
         ...
 
     def served(self) -> list[Served]:
-        """Return what each server has been busy with and when, for the timeline."""
+        """Busy times of each server and their causes, for the timeline."""
         ...
 
 
@@ -187,17 +181,15 @@ class LendsGradients(Protocol):
     """A strategy that hands out p.grad in memory that it uses again."""
 
     def overwrites(self, number: int, grad: Tensor) -> bool:
-        """Whether the exchange that this pass is for writes over `grad`, which is p.grad of slot
-        `number` now.
+        """Whether the exchange of this pass writes over `grad`, the present p.grad of slot
+        `number`.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Abilities:
-    """The abilities of the running strategy: for each the strategy itself, or None where it
-    lacks it.
-    """
+    """The abilities of the running strategy: for each the strategy itself, or None."""
 
     observer: StepObserver | None = None
     converging: Converging | None = None

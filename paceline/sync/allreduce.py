@@ -1,5 +1,4 @@
-"""Synchronous data parallelism: the mean of all gradients, exchanged in buckets that leave while
-backward runs.
+"""Synchronous data parallelism: the mean of all gradients, in buckets sent during backward.
 
     backward:   g9 g8 | g7 g6 g5 | g4 ...  g1 g0 |
     bucket 0:         |---- exchange ----|
@@ -7,9 +6,9 @@ backward runs.
     end:                                         | who used what? | the rest, in the same order
                                                  everywhere | p.grad |
 
-What a rank hands over early depends on what its own backward touched; which buckets there were in
-the end is agreed on a channel of its own, so every rank exchanges the same buckets in the same
-order.
+The buckets that a rank hands over early depend on the parameters that its own backward touched. At
+the end the ranks agree, on a separate channel, on the list of buckets. So every rank exchanges the
+same buckets in the same order.
 """
 
 from __future__ import annotations
@@ -182,8 +181,9 @@ class AllReduceSync:
         self._order.clear()
 
     def _lay_out(self, order: Sequence[int], sparse: set[int]) -> None:
-        """Make the buckets, in the order of the first worker's first backward; sparse gradients
-        have no place in them.
+        """Make the buckets, in the order of the first worker's first backward.
+
+        Sparse gradients have no place in them.
         """
         seen = {*order, *sparse}
         whole = [
@@ -268,7 +268,7 @@ class AllReduceSync:
         return home is not None and home[1] is grad
 
     def _write(self) -> None:
-        """Take memory for the buckets that nobody holds, as they are about to be written."""
+        """Choose unused memory for the buckets that are about to be written."""
         if not self._writing and self._shelves is not None:
             self._shelves.renew()
             self._writing = True
@@ -314,8 +314,9 @@ class AllReduceSync:
         small.clear()
 
     def _once_more(self, number: int, value: Tensor) -> None:
-        """Take a parameter that comes twice in one backward (reentrant checkpoints share it), or
-        dense where it was sparse at first.
+        """Take a parameter that comes a second time in one backward, or dense after being sparse.
+
+        Reentrant checkpoints that share a parameter bring it twice.
         """
         home = self._home[number]
         if home is not None:
@@ -514,7 +515,7 @@ class AllReduceSync:
         return self._coded is not None and self._coded.has_unreplicated_state
 
     def unreplicated_state(self) -> dict[str, Any] | None:
-        """Return what a codec has kept of gradients."""
+        """Residuals of gradients that a codec has kept."""
         return None if self._coded is None else self._coded.unreplicated_state()
 
     def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
@@ -527,8 +528,9 @@ class AllReduceSync:
             self._coded.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the order of parameters in buckets, who has no place there, and what the codec
-        has kept; an exact mean has no state.
+        """Order of parameters in buckets, parameters without a place, and residuals of the codec.
+
+        An exact mean has no state.
         """
         if self._coded is None or not self._buckets:
             return {}
@@ -571,7 +573,8 @@ class AllReduceSync:
 
 
 def _kind(slot: Slot, codecs: Kind | None) -> Hashable:
-    """Return which slots share buckets: what is coded together comes out alike on all workers
-    only where all of it is the same there.
+    """Slots that share buckets.
+
+    A bucket that is coded is alike on all workers only if all of it is replicated alike.
     """
     return None if codecs is None else (codecs, slot.shard)

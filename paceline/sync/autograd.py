@@ -1,17 +1,16 @@
-"""Watches backward passes: hands every gradient to the strategy, sees the end of the outermost
-pass, and sets p.grad.
+"""Watches backward passes: hands gradients to the strategy, finds the end, and sets p.grad.
 
-    a pass begins:         parameters whose p.grad holds something are looked at before it adds to
-                           them, from now on
-    AccumulateGrad of p:   before: what p.grad held is kept apart    after: what backward added goes
-                                                                     to the strategy
-    end of the outermost:  p.grad = kept + the strategy's result
+    a pass begins:         parameters whose p.grad holds something are guarded from now on, before
+                           the pass adds to them
+    AccumulateGrad of p:   before: the old p.grad is set aside       after: the part that backward
+                                                                     added goes to the strategy
+    end of the outermost:  p.grad = old + the strategy's result
 
-How a pass is exchanged is the transaction's part, which gives zeros where a pass has no result on
-any worker.
+The transaction decides how a pass is exchanged. It gives zeros if a pass has no result on any
+worker.
 
-The end is a callback of autograd's graph. Where backward runs inside a backward (reentrant
-checkpointing), the inner callback finds the outer node under way, and queues itself again from
+The end is a callback of autograd's graph. If backward runs inside a backward (reentrant
+checkpointing), the inner callback finds the outer node under way. It then queues itself again from
 there, until no node is left around it.
 """
 
@@ -108,10 +107,9 @@ class GradientTracker(JoiningTracker):
         self._sources: list[GradientSource] = []
 
     def watch(self, slots: Sequence[Slot]) -> None:
-        """Follow these parameters (those already followed are left alone) and hand all of them to
-        the strategy.
+        """Follow parameters that are not followed yet, and hand all of them to the strategy.
 
-        Where optimizers step elsewhere, this is called again when an optimizer is prepared for
+        If optimizers step elsewhere, this is called again when an optimizer is prepared for
         parameters that had none.
         """
         self._guard.listen()
@@ -163,9 +161,7 @@ class GradientTracker(JoiningTracker):
         self._guard.add(hook)
 
     def follow(self, source: GradientSource) -> None:
-        """Take the gradients of cut parameters, which autograd doesn't add to, from `source`
-        too.
-        """
+        """Take gradients of cut parameters, which autograd doesn't add to, from `source` too."""
         self._sources.append(source)
         source.deliver_to(self)
 
@@ -195,15 +191,15 @@ class GradientTracker(JoiningTracker):
             Variable._execution_engine.queue_callback(self._end)
 
     def weigh(self) -> float:
-        """Return what this worker's gradients count in the pass under way; begin one if none is."""
+        """Weight of this worker's gradients in the pass under way; begins a pass if there is
+        none.
+        """
         if not self.open:
             self._begin()
         return self._scale
 
     def take(self, parameter: Tensor, grad: Tensor) -> None:
-        """Take the gradient of a cut parameter, which counts as it is, from a source of
-        gradients.
-        """
+        """Take the gradient of a cut parameter from a source; it is weighted already."""
         self.open_idle()
         hook = self._by_id[id(parameter)]
         self._set_apart(hook)
@@ -251,9 +247,7 @@ class GradientTracker(JoiningTracker):
         parameter.grad = None
 
     def _reclaim(self, hook: ParameterHook, grad: Tensor | None) -> None:
-        """Find out what the user has made of p.grad after silent passes, when it showed their
-        sum.
-        """
+        """Find out whether the script has changed p.grad after silent passes showed their sum."""
         shown, hook.shown = hook.shown, None
         if grad is shown and shown is not None and shown._version == hook.version:
             return
@@ -361,8 +355,9 @@ class GradientTracker(JoiningTracker):
         hook.given = id(mean)
 
     def computed(self, until: int) -> None:
-        """Record that this worker computed until `until` (nanoseconds), since the turn began or
-        the last exchange ended.
+        """Record that this worker computed until `until` (nanoseconds).
+
+        It began with the turn, or with the end of the last exchange.
         """
         if self.since:
             self.context.trace.record("compute", "compute", self.since, until)
@@ -397,20 +392,16 @@ class GradientTracker(JoiningTracker):
     # ---- between passes
 
     def unhooked_scale(self) -> float:
-        """Return what a gradient counts in the mean that a pass has, and that is of no parameter
-        with hooks.
-        """
+        """Weight in the mean for a gradient in the pass that belongs to no hooked parameter."""
         self._prepare()
         self.begun += 1
         step_state = self.context.step_state
         return 0.0 if step_state.ghost else step_state.scale
 
     def join(self, where: str, *, due: bool = False) -> None:
-        """Take part, with zeros, in what the others exchange in a turn in which backward reached no
-        parameter here.
+        """Join, with zeros, the exchanges of a turn in which backward reached no parameter here.
 
-        With `due` gradients are about to be used, and what silent passes have left is exchanged
-        too.
+        With `due`, gradients are about to be used, so the rest of silent passes is exchanged too.
         """
         self.refuse_inside(where)
         if self.open:
@@ -427,9 +418,7 @@ class GradientTracker(JoiningTracker):
             self._close(where)
 
     def foreign(self, parameters: Iterable[Any]) -> list[int]:
-        """Return the numbers of parameters whose p.grad is not the tensor that the last pass has
-        set.
-        """
+        """Numbers of the parameters whose p.grad is not the tensor that the last pass has set."""
         found = []
         for parameter in parameters:
             hook, grad = self._by_id.get(id(parameter)), parameter.grad
@@ -438,7 +427,7 @@ class GradientTracker(JoiningTracker):
         return found
 
     def turn(self) -> tuple[int, bool]:
-        """Begin a new turn; return how many exchanges the one before had, and whether it was
+        """Begin a new turn; return the number of exchanges of the last one, and if it was
         silenced.
         """
         before, self.passes, self.silenced = (self.passes, self.silenced), 0, False
@@ -449,9 +438,7 @@ class GradientTracker(JoiningTracker):
         self.passes, self.silenced = turn
 
     def silence(self, *, silent: bool) -> None:
-        """Begin passes that are not exchanged yet, or end them: the next pass is exchanged by
-        all workers.
-        """
+        """Begin or end silent passes; the next pass after them is exchanged by all workers."""
         self.silenced = silent
         self.owing = self.owing or silent
 

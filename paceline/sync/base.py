@@ -16,7 +16,7 @@ Axes = tuple[str, ...]
 
 
 class Slot(NamedTuple):
-    """A parameter as strategies see it: replicated over some axes of the mesh and sharded over
+    """A parameter as strategies see it: replicated over some axes of the mesh, sharded over
     others.
     """
 
@@ -38,8 +38,9 @@ class GradientSource(Protocol):
         ...
 
     def gather(self, parameters: Sequence[Tensor]) -> None:
-        """Make these parameters whole, and what goes with them, for a backward through their
-        layers. Collective.
+        """Make these parameters whole for a backward through their layers. Collective.
+
+        Tensors that go with them are made whole, too.
         """
         ...
 
@@ -53,8 +54,9 @@ class GradientSource(Protocol):
 
 
 def check_strategy(strategy: str, states: Iterable[Mapping[str, Any]], key: str) -> None:
-    """Raise `UsageError` where a state from a checkpoint lacks `key`, which each state that this
-    strategy writes has.
+    """Raise `UsageError` if a state from a checkpoint lacks `key`.
+
+    Every state that this strategy writes has it.
     """
     if any(key not in state for state in states):
         raise UsageError(
@@ -64,11 +66,10 @@ def check_strategy(strategy: str, states: Iterable[Mapping[str, Any]], key: str)
 
 
 class Sync(Protocol):
-    """A running strategy, which is given every gradient, and told of the end of every turn: it
-    decides when replicas agree.
+    """A running strategy: it gets every gradient and every end of a turn, and makes replicas agree.
 
-    Its docstring says what p.grad is and what `step` does. What only some strategies can is an
-    ability (`sync/abilities.py`).
+    The docstring of each strategy says what p.grad is and what `step` does. Features of some
+    strategies alone are abilities (`sync/abilities.py`).
     """
 
     @property
@@ -82,14 +83,15 @@ class Sync(Protocol):
         ...
 
     def attach(self, slots: Sequence[Slot]) -> None:
-        """Take charge of these parameters (again with more of them at the end, when some were
-        unfrozen).
+        """Take charge of these parameters; called again when some were unfrozen, which come
+        last.
         """
         ...
 
     def ready(self, number: int, grad: Tensor, scale: float) -> None:
-        """Take what backward adds to the gradient of slot `number`; it counts `scale` in the
-        mean (0: as zeros).
+        """Take the part that backward adds to the gradient of slot `number`.
+
+        `scale` is its weight in the mean; 0 means zeros.
         """
         ...
 
@@ -113,15 +115,16 @@ class Sync(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has to survive of this worker: residuals, outer optimizers, clocks.
+        """State of this worker that must survive: residuals, outer optimizers, clocks.
 
         The turn under way counts as over.
         """
         ...
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on from every worker's `state_dict`, in rank order; there may be more or fewer
-        workers now. Collective.
+        """Load the `state_dict` of every worker, in rank order. Collective.
+
+        There may be more or fewer workers now.
         """
         ...
 

@@ -29,8 +29,8 @@ from paceline.comm.bucket_layout import Bucket
 
 
 class MemoryMaker(Protocol):
-    """The part of a `Reducer` that makes memory to stand in for a bucket's, and hears of memory
-    that isn't used any more.
+    """The part of a `Reducer` that makes substitutes for bucket memory, and takes back unused
+    ones.
     """
 
     def beside(self, numel: int, dtype: torch.dtype) -> Tensor: ...
@@ -40,9 +40,7 @@ class MemoryMaker(Protocol):
 
 @functools.cache
 def _of_grad() -> int:
-    """Return by how much a tensor's count of references grows when it becomes the gradient of a
-    parameter.
-    """
+    """Number of references that a tensor gains when it becomes the gradient of a parameter."""
     parameter, grad = Parameter(torch.zeros(1)), torch.zeros(1)
     before = sys.getrefcount(grad)
     parameter.grad = grad
@@ -105,8 +103,9 @@ class BucketCopies:
         self.memory = self._all[0]
 
     def renew(self) -> bool:
-        """Choose memory for a bucket that is about to be written: the first if free, else one
-        that nothing holds; whether it changed.
+        """Choose memory for a bucket that is about to be written; return whether it changed.
+
+        It is the first memory if that is free, else one that nothing holds.
         """
         first, now = self._all[0], self.memory
         if not first.held(self._parameters):

@@ -1,9 +1,8 @@
-"""Buckets that travel through a codec: which codec each has, what state it keeps, and when a new
-state counts.
+"""Buckets that travel through a codec: the codec of each, its state, and when new state counts.
 
-A codec's state changes with every sum; the new one counts when the turn of the loader is over
-(`commit`), and is discarded when the turn failed (`abort`). Between hosts only the leader of a host
-has one: inside the host sums are exact.
+A codec's state changes with every sum. The new state counts when the turn of the loader is over
+(`commit`), and is discarded if the turn failed (`abort`). Between hosts only the leader of a host
+has state: inside the host sums are exact.
 """
 
 from __future__ import annotations
@@ -94,9 +93,7 @@ class CompressedExchange:
         context.accounts.append(self.account)
 
     def kind(self, slot: Slot) -> Kind | None:
-        """Return the codecs for a parameter; None where it is exchanged exactly, as all but real
-        numbers are.
-        """
+        """Codecs for a parameter; None if it is exchanged exactly, as all but real numbers are."""
         if not slot.parameter.dtype.is_floating_point:
             self._context.announce(
                 f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for "
@@ -294,9 +291,7 @@ class CompressedExchange:
         self._take(best)
 
     def abort(self, index: int | None = None) -> None:
-        """Discard the states that the step under way would leave: of all buckets, or of the one
-        at `index`.
-        """
+        """Discard new states of the step under way: of all buckets, or of the one at `index`."""
         for number in [*self._next] if index is None else [index]:
             self._next.pop(number, None)
         self._trips.clear()
@@ -315,7 +310,7 @@ class CompressedExchange:
         self._trips.clear()
 
     def join_info(self) -> list[Any]:
-        """Return which codec was chosen, and the rate of the link, for a worker that joins."""
+        """The chosen codec and the rate of the link, for a worker that joins."""
         rate = self.account.rate
         return [self._taken, self._record is None, None if rate is None else list(rate)]
 
@@ -329,7 +324,7 @@ class CompressedExchange:
 
     @property
     def kept(self) -> tuple[list[State], dict[int, State]]:
-        """States of all buckets, and those that this turn would leave."""
+        """States of all buckets, and the new ones of this turn."""
         return self._states, dict(self._next)
 
     def keep(self, found: tuple[list[State], dict[int, State]]) -> None:
@@ -358,8 +353,8 @@ class CompressedExchange:
         return list(self._states)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states here, with those of the turn under way; empty where another worker
-        leads this host.
+        """States here, with new ones of the turn under way; empty if another worker leads this
+        host.
         """
         states = (
             [self._next.get(index, state) for index, state in enumerate(self._states)]
@@ -382,8 +377,9 @@ class CompressedExchange:
         )
 
     def load_unreplicated_state(self, state: dict[str, Any], stale: Container[int] = ()) -> bool:
-        """Take over a lost worker's residuals, but for `stale` buckets, to send them later with
-        mine. Returns False if they don't fit.
+        """Take over a lost worker's residuals, to send them later with this worker's own.
+
+        `stale` buckets are left out. Returns False if the residuals don't fit.
         """
         found, mine = state["residuals"], [residuals(state) for state in self._states]
         if not self._relay.is_leader or len(found) != len(mine) or not all(map(alike, mine, found)):
@@ -398,8 +394,9 @@ class CompressedExchange:
         return "exact" if option is None else self._names[option]
 
     def load_state_dicts(self, found: Sequence[dict[str, Any]]) -> None:
-        """Go on from every worker's `state_dict`: a leader sends later what one former leader,
-        or several, had kept.
+        """Load the `state_dict` of every worker.
+
+        A leader later sends the residuals of one former leader, or of several.
         """
         kept = [state["states"] for state in found if state["states"]]
         written = next((state["codec"] for state in found), self._name(self._taken))

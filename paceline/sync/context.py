@@ -77,10 +77,10 @@ class StepState:
         self.ghost, self.defer_exchange = False, silent
 
     def local_factor(self, grad: Tensor, scale: float) -> float:
-        """Return what a gradient that counts `scale` in the global batch counts among this worker's
-        samples of the step.
+        """Factor from a gradient's weight in the global batch to its weight among this worker's
+        samples.
 
-        Raises `UsageError` where it has none but the gradient is of earlier turns.
+        Raises `UsageError` if this worker has no samples but the gradient is of earlier turns.
         """
         if self.share_of_step:
             return scale / self.share_of_step
@@ -93,9 +93,7 @@ class StepState:
         self.exchange_closed = closed
 
     def loss_scale(self) -> float:
-        """Return the scale that all enabled GradScalers have come to (1 without one): residuals
-        are kept without it.
-        """
+        """Scale of all enabled GradScalers (1 without one); residuals are kept without it."""
         known = [scaler for scaler in self.scalers if scaler.is_enabled()]
         scales = {float(scaler.get_scale()) for scaler in known}
         if len(scales) > 1:
@@ -110,8 +108,8 @@ class StepState:
 
 @dataclass
 class SyncContext:
-    """Everything that a strategy works with: the group it exchanges in, the agreement of all
-    workers, the step's state, and the trace.
+    """Everything a strategy works with: its group, the agreement, the step's state, and the
+    trace.
     """
 
     group: Group
@@ -164,8 +162,9 @@ class SyncContext:
         self.announce(text)
 
     def replica_share(self) -> float:
-        """Return what the samples of this replica count in the step, over all workers that have
-        parts of it. Collective for these.
+        """Weight of this replica's samples in the step.
+
+        Collective for all workers with parts of it.
         """
         mine = self.step_state.share_of_step
         if self.sharers is None:
@@ -221,8 +220,9 @@ class SyncContext:
         )
 
     def sent_and_waited(self) -> tuple[tuple[int, int], float]:
-        """Return bytes sent within the host and between hosts, but for probes, and `waited`: all
-        at once, as each step asks twice.
+        """Bytes sent within the host and between hosts, without probes, and seconds waited.
+
+        They come together, as each step asks twice.
         """
         closed, probed, waited = self.closed_traffic, self.probe_traffic, self.closed_waited
         within, between = closed.within - probed.within, closed.between - probed.between
@@ -237,10 +237,9 @@ class SyncContext:
 
 
 def among_own(gradients: Iterable[Tensor], part: float) -> None:
-    """Make means over a part of the global batch of gradients that count as much as that `part`
-    does in it.
+    """Turn gradients weighted in the global batch into means over a `part` of it.
 
-    Raises `UsageError` where the part has no samples but the gradients are of earlier turns.
+    Raises `UsageError` if the part has no samples but the gradients are of earlier turns.
     """
     for total in gradients:
         if not part and bool(total.any()):

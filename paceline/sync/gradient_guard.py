@@ -1,5 +1,4 @@
-"""Guards what p.grad holds before a backward pass adds to it, for the parameters where that may be
-something.
+"""Guards p.grad before a backward pass adds to it, for parameters that may hold something there.
 
 scripts that zero to None     no p.grad holds anything when a pass begins: no hook before the nodes
                               of parameters
@@ -26,8 +25,8 @@ GRAPHLESS: Final = (
 
 
 class GuardedParameter(Protocol):
-    """What a guard has to know of a parameter: the node that adds to its gradient, the hooks
-    there, what is kept apart already.
+    """A guarded parameter: the node that adds to its gradient, hooks there, and the part set
+    aside.
     """
 
     parameter: Parameter
@@ -40,12 +39,11 @@ Guarded = TypeVar("Guarded", bound=GuardedParameter)
 
 
 class GradientGuard(Generic[Guarded]):
-    """Calls `set_apart` with each guarded parameter whose p.grad holds something, before a pass
-    adds to that (a `PassListener`).
+    """Calls `set_apart` with a guarded parameter that has a p.grad, before a pass adds to it.
 
-    It is told of passes as they begin, and guards a parameter from the first pass on that finds its
-    p.grad taken. Hooks on all parameters would do, too, and take longer than all else that is done
-    for a small gradient.
+    As a `PassListener` it sees the beginning of passes, and guards a parameter from the first pass
+    that finds its p.grad taken. Hooks on all parameters would do, too, but would take longer than
+    all the other work for a small gradient.
     """
 
     def __init__(self, set_apart: Callable[[Guarded], None]) -> None:
@@ -69,9 +67,7 @@ class GradientGuard(Generic[Guarded]):
             self._guard([hook])
 
     def pass_begins(self) -> None:
-        """Guard the parameters whose p.grad holds something, or may come to: this pass must not
-        be added to that.
-        """
+        """Guard the parameters whose p.grad holds something, or may do so later in this pass."""
         self._guard(
             [
                 hook
@@ -116,9 +112,7 @@ class GradientGuard(Generic[Guarded]):
 def explain_changed(
     name: str, parameter: Parameter, mean: Tensor, error: RuntimeError
 ) -> Exception:
-    """Return the error that explains why p.grad can't be the mean: the parameter has changed
-    since it was prepared.
-    """
+    """Error that explains why p.grad can't be the mean: the parameter changed after `prepare`."""
     if (parameter.dtype, parameter.device, parameter.shape) == (
         mean.dtype,
         mean.device,

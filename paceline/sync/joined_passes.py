@@ -22,9 +22,7 @@ from paceline.sync.context import SyncContext
 
 
 class AddedUp(Protocol):
-    """What is known of a parameter: `carry` is what passes have added up of its gradient, and
-    that is not exchanged yet.
-    """
+    """Sums of a parameter: `carry` is the sum of passes that is not exchanged yet."""
 
     number: int
     carry: Tensor | None
@@ -50,7 +48,7 @@ class JoinedPasses:
         self._tracker.keep_silent(silent=not last)
 
     def gather(self, parameters: Sequence[Tensor]) -> None:
-        """Have cut parameters whole again, as the second half of a backward goes through their
+        """Make cut parameters whole again for the second half of a backward through their
         layers.
         """
         self._tracker.gather(parameters)
@@ -64,9 +62,7 @@ class JoinedPasses:
         self._tracker.delay(parameters)
 
     def total(self, parameter: Tensor) -> Tensor | None:
-        """Return what all passes have added up of a delayed parameter; None if none has reached
-        it.
-        """
+        """Sum of all passes for a delayed parameter; None if none has reached it."""
         return self._tracker.added_up(parameter).carry
 
     def put(self, parameter: Tensor, total: Tensor) -> None:
@@ -94,9 +90,7 @@ class JoiningTracker:
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[JoinedPasses]:
-        """Take the backward passes inside of the block as parts of one: the micro-batches of a
-        pipeline.
-        """
+        """Treat the backward passes inside the block as one: the micro-batches of a pipeline."""
         self.refuse_inside("run.step")
         if self.open:
             self.join("run.step")  # raises
@@ -118,8 +112,9 @@ class JoiningTracker:
         return self.sync.replicas_diverge
 
     def refuse_inside(self, where: str) -> None:
-        """Raise `UsageError` if a backward is under way: until it returns, gradients are of this
-        worker alone, or on their way.
+        """Raise `UsageError` if a backward is under way.
+
+        Until it returns, gradients belong to this worker alone, or are being exchanged.
         """
         if torch._C._current_graph_task_id() != -1 and self._by_id:
             raise UsageError(
@@ -134,9 +129,7 @@ class JoiningTracker:
         raise NotImplementedError
 
     def put_added_up(self, parameter: Tensor, total: Tensor) -> None:
-        """Let `total` be what was added up of a parameter, whether backward has reached it here
-        or not.
-        """
+        """Set the sum of a parameter to `total`, even if backward has not reached it here."""
         raise NotImplementedError
 
     def _begin(self, *, idle: bool = False) -> None:
@@ -149,8 +142,9 @@ class JoiningTracker:
         raise NotImplementedError
 
     def close_pass(self, where: str) -> None:
-        """End the pass under way; where backward has reached nothing here, take part in it as
-        the others end theirs.
+        """End the pass under way.
+
+        If backward has reached nothing here, take part as the others end theirs.
         """
         if self._by_id and not self._silent and (self._sources or self.context.group.size > 1):
             self.open_idle()
@@ -158,8 +152,9 @@ class JoiningTracker:
             self._close(where)
 
     def keep_silent(self, *, silent: bool) -> None:
-        """Add up what passes that are joined reach from now on, or hand it to the strategy,
-        unless the whole is silent.
+        """Add up gradients of joined passes from now on, or hand them to the strategy at the last.
+
+        If all of the passes are silent, they are only added up.
         """
         self._silent = silent or self.context.step_state.defer_exchange
 
@@ -172,14 +167,15 @@ class JoiningTracker:
         }
 
     def open_idle(self) -> None:
-        """Have a pass under way, if none is, as backward has reached nothing here, and gradients
-        come from elsewhere.
+        """Begin a pass if there is none, for gradients that come from elsewhere.
+
+        Backward has reached nothing here then.
         """
         if not self.open:
             self._begin(idle=True)
 
     def added_up(self, parameter: Tensor) -> AddedUp:
-        """Return what was added up of a parameter."""
+        """Sum of a parameter's gradients so far."""
         return self._by_id[id(parameter)]
 
     def gather(self, parameters: Sequence[Tensor]) -> None:
@@ -188,8 +184,9 @@ class JoiningTracker:
             source.gather(parameters)
 
     def end_sources(self) -> None:
-        """Have the sources of cut gradients deliver what is left of one of the passes that are
-        joined, reached here or elsewhere alone.
+        """Let the sources of cut gradients deliver the rest of one of the joined passes.
+
+        The pass may have reached this worker, or only others.
         """
         for source in self._sources:
             source.end_pass()

@@ -1,11 +1,10 @@
-"""What codecs keep of each parameter, so that it goes on where parameters lie in other buckets than
-before.
+"""Residuals of codecs by parameter, so that they survive a change of the buckets.
 
     saved    | a b | c d e |       residual of a, of b, ...       now    | e | d c b a |
 
-Buckets change with `bucket_mb`, and where parameters are frozen, unfrozen or added. Only residuals
-are parts of a sum that must not get lost; what else a codec keeps, such as where its next sum
-begins, begins anew in a bucket of other parameters.
+Buckets change with `bucket_mb`, and if parameters are frozen, unfrozen or added. Only residuals are
+parts of a sum that must not get lost. Other state of a codec, such as the place where its next sum
+begins, starts anew in a bucket of other parameters.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ def parted(states: Sequence[State], layout: Layout) -> dict[str, State]:
 
 
 def relaid(states: Sequence[State], layout: Layout, parts: Mapping[str, State]) -> list[State]:
-    """Return the states of buckets with the residuals that `parts` has of their parameters;
-    zeros where it has none that fit.
+    """States of buckets with the residuals of `parts`; zeros for a parameter without a fitting
+    one.
     """
     made = []
     for state, members in zip(states, layout, strict=True):
@@ -53,10 +52,10 @@ def relaid(states: Sequence[State], layout: Layout, parts: Mapping[str, State]) 
 def adopted(
     kept: list[list[State]], saved: Layout, states: Sequence[State], layout: Layout
 ) -> tuple[list[list[State]], str]:
-    """Return what workers had kept in the layout that was saved, as states of this one; and whose
-    residuals have no place here (`lost`).
+    """Convert the saved states of workers to the present buckets.
 
-    `states`: those of this worker, which say what its codecs keep.
+    Also returns the names of parameters whose residuals have no place here (`lost`). `states` are
+    this worker's states, which show the fields that its codecs keep.
     """
     if saved == layout:
         return kept, ""
@@ -67,9 +66,7 @@ def adopted(
 
 
 def lost(layout: Layout, saved: Layout, states: Sequence[State]) -> str:
-    """Name the parameters whose residuals were saved, and which lie in no bucket now; empty if
-    there are none.
-    """
+    """Names of parameters with saved residuals that lie in no bucket now."""
     here = {name for members in layout for name, _ in members}
     gone = [name for name, part in parted(states, saved).items() if part and name not in here]
     more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""

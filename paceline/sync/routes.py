@@ -32,8 +32,9 @@ class Reducer(Protocol):
         ...
 
     def beside(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return CPU memory of this worker alone that may take the place of `empty`'s; other
-        workers needn't know.
+        """CPU memory of this worker alone that may replace the memory of `empty`.
+
+        Other workers needn't know of it.
         """
         ...
 
@@ -123,9 +124,7 @@ def _group(context: SyncContext) -> Reducer:
 
 
 def _auto(context: SyncContext) -> Reducer:
-    """Take the way that a measured cluster suggests, or that of the group where the run was
-    given none.
-    """
+    """Choose the route that a measured cluster suggests, or the group's if none was measured."""
     if context.route_facts is None:
         return _group(context)
     choice = choose(context.hosts, context.route_facts)

@@ -1,11 +1,8 @@
-"""Transactions: what all workers do together in one step of training holds on all of them or on
-none.
+"""Transactions: the joint work of one step holds on all workers or on none.
 
     begin       a turn begins                          exchange    the end of a backward pass
     rollback    it comes again, as it began            step        a step that is made elsewhere
-                                                                   than here
-                                                       collective  rows or numbers that all bring
-                                                                   together
+                                                       collective  rows or numbers of all workers
 
 `PlainTransaction` is for runs that a lost worker ends. `elastic.transaction` has the one for runs
 that go on.
@@ -38,7 +35,7 @@ class Transaction(Protocol):
     recovers: bool
 
     def begin(self, *, leads: bool, passes: int) -> None:
-        """Begin a turn, after one that had so many exchanges of gradients.
+        """Begin a turn; the last one had this number of exchanges of gradients.
 
         `leads`: the turn is a step.
         """
@@ -49,9 +46,7 @@ class Transaction(Protocol):
         ...
 
     def exchange(self, act: Callable[[], Addends]) -> Addends:
-        """End a backward pass by `act`, and return its addends; zeros for what was touched here
-        if it has no result.
-        """
+        """End a backward pass by `act`, and return its addends; zeros if it has no result."""
         ...
 
     def stepping(self, *, remote: bool) -> None:
@@ -68,8 +63,9 @@ class Transaction(Protocol):
         ...
 
     def collective(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
-        """Gather rows by `act`, once for each batch; return `nothing` where they were gathered
-        before, or the turn is dealt again.
+        """Gather rows by `act`, once for each batch.
+
+        Returns `nothing` if they were gathered before, or if the turn is dealt again.
         """
         ...
 
