@@ -41,11 +41,11 @@ class SpeedCurve:
             )
 
     def __call__(self, units: float) -> float:
-        """Return the seconds of a turn with so many units."""
+        """Seconds of a turn with this number of units."""
         return self.fixed + self.per_unit * units
 
     def units(self, seconds: float) -> float:
-        """Return the units that are done in so many seconds."""
+        """Number of units that are done in this number of seconds."""
         return max((seconds - self.fixed) / self.per_unit, 0.0)
 
     def scaled(self, factor: float) -> SpeedCurve:
@@ -54,9 +54,9 @@ class SpeedCurve:
 
 
 def balance(batch: int, curves: Sequence[SpeedCurve]) -> tuple[int, ...]:
-    """Return whole shares of `batch` samples by which the slowest worker is done as soon as can be.
+    """Whole shares of `batch` samples that let the slowest worker finish as early as possible.
 
-    Everybody has a sample if there are enough, as a worker without any runs on one all the same.
+    Each worker has a sample if there are enough, as a worker without any runs on one all the same.
     """
     everybody = int(batch >= len(curves))
     shares = [max(int(part), everybody) for part in _parts(batch, curves)]
@@ -79,9 +79,7 @@ def balance(batch: int, curves: Sequence[SpeedCurve]) -> tuple[int, ...]:
 
 
 def _parts(total: float, curves: Sequence[SpeedCurve], least: float = 0.0) -> tuple[float, ...]:
-    """Return the parts, not whole, of workers that are all done at the same time, and `least`
-    for all.
-    """
+    """Fractional parts with which all workers finish at the same time, each at least `least`."""
 
     def until(seconds: float) -> tuple[float, ...]:
         return tuple(max(curve.units(seconds), least) for curve in curves)
@@ -134,9 +132,7 @@ class SpeedShares:
 
 
 class WorkerSpeeds:
-    """The curves of all workers that were measured, by their numbers (`Agreement.origins`), and
-    the host of each.
-    """
+    """Curves of all measured workers by their numbers (`Agreement.origins`), and their hosts."""
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[str, SpeedCurve]] = {}
@@ -149,9 +145,7 @@ class WorkerSpeeds:
         curves: Sequence[SpeedCurve],
         per_sample: float = 1.0,
     ) -> None:
-        """Take note of the speeds of the present workers, in units of which a usual sample has
-        so many.
-        """
+        """Note the speeds of the present workers, and the number of units of a usual sample."""
         self.per_sample = per_sample
         self.known.update(
             {
@@ -192,9 +186,7 @@ class WorkerSpeeds:
         return {"origins": list(origins), "curves": curves, "per_sample": self.per_sample}
 
     def load_state_dict(self, state: Mapping[str, Any], origins: Sequence[int]) -> None:
-        """Begin with saved speeds, if the workers are as many: the first is as fast as the first
-        was, and so on.
-        """
+        """Begin with saved speeds if the number of workers is the same; they go by rank."""
         if len(state["origins"]) != len(origins):
             return
         self.per_sample = state["per_sample"]

@@ -17,8 +17,9 @@ _ITEMS = (list, tuple)
 
 
 def lent(batch: Any) -> Lent:
-    """Make references to the tensors and arrays of `batch`, which a caller's list holds: none to
-    those that a data set has itself.
+    """Make references to the tensors and arrays of `batch`, which a caller's list holds.
+
+    Tensors that a data set keeps itself are left out.
     """
     references: Lent = []
     if sys.getrefcount(batch) <= _WHOLE:
@@ -43,9 +44,7 @@ def places(batch: Lent) -> set[int]:
 
 
 def memory(values: Iterable[Any]) -> Iterator[int]:
-    """Yield the addresses of the tensors among these values, and of those in dicts, lists and
-    tuples of them.
-    """
+    """Yield the addresses of tensors among these values, also inside dicts, lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             # what vmap makes has none

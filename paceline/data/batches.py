@@ -105,7 +105,9 @@ def tokens(
 
 
 def unevenly_ignored(batch: Any) -> Any | None:
-    """Return where labels are that losses ignore, not as many in each sample; None if nowhere."""
+    """Place of labels that losses ignore, in different numbers per sample; None if there is
+    none.
+    """
     for key, value in _items(batch):
         if (
             isinstance(value, Tensor)
@@ -122,7 +124,7 @@ def unevenly_ignored(batch: Any) -> Any | None:
 
 
 def _items(batch: Any) -> Iterable[tuple[Any, Any]]:
-    """Return what lies in a batch directly, each with its name or place."""
+    """Direct contents of a batch, each with its name or place."""
     if isinstance(batch, Mapping):
         return batch.items()
     return (

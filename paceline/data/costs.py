@@ -41,9 +41,7 @@ HALVINGS = 40  # of the range in which the least is that a worker has to have
 
 
 class PaddedCost:
-    """The cost of samples of which a worker pads all to the longest: together they take their
-    count times the largest cost.
-    """
+    """Cost of samples that a worker pads to the longest: their count times the largest cost."""
 
     def __init__(self, cost: Cost) -> None:
         self._cost = cost
@@ -53,19 +51,18 @@ class PaddedCost:
 
 
 def padded(cost: Cost) -> PaddedCost:
-    """Say that a worker's samples are padded to the longest of them, for `run.prepare(loader,
-    cost=pl.padded(len))`.
+    """Say that a worker's samples are padded to the longest of them.
 
     >>> import paceline as pl
     >>> by_length = pl.padded(len)      # loader = run.prepare(loader, cost=by_length)
     >>> by_length("abc")
     3
 
-    What a worker has to do is then the count of its samples times the largest of their costs.
-    Samples of like costs are dealt to one worker, and few of them where they are large, so that
-    little is padded and workers are done at the same time.
+    The work of a worker is then the count of its samples times the largest of their costs. Samples
+    of similar cost go to one worker, and fewer of them if they are large. So little is padded, and
+    workers finish at the same time.
 
-    Raises `DataError` for what is no function.
+    Raises `DataError` for anything but a function.
     """
     if not callable(cost):
         raise DataError(f"pl.padded takes a function of a sample, such as len, and not {cost!r}")
@@ -73,12 +70,12 @@ def padded(cost: Cost) -> PaddedCost:
 
 
 def deal_by_cost(costs: Sequence[float], parts: Sequence[float]) -> list[list[int]]:
-    """Return the places of the samples of each rank, by rising cost, so that sums of costs are in
-    proportion to `parts`.
+    """Places of the samples of each rank, by rising cost, with sums in proportion to `parts`.
 
-    The largest are dealt first, each to the rank that has least with it (LPT: Graham, "Bounds on
-    Multiprocessing Timing Anomalies", 1969), so counts are in proportion as well, as far as costs
-    allow it: what a sample takes beside its cost is even, too. A rank whose part is zero gets none.
+    The largest are dealt first, each to the rank that has least in proportion to its part (LPT:
+    Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). So counts are in proportion as
+    well, as far as costs allow it, and work that a sample takes beside its cost is even, too. A
+    rank whose part is zero gets none.
     """
     ranks = [rank for rank, part in enumerate(parts) if part > 0]
     shares, sums = np.array([parts[rank] for rank in ranks]), np.zeros(len(ranks))
@@ -99,9 +96,9 @@ def deal_by_cost(costs: Sequence[float], parts: Sequence[float]) -> list[list[in
 
 
 def deal_padded(costs: Sequence[float], parts: Sequence[float]) -> list[list[int]]:
-    """Return the places of the samples of each rank, by rising cost, so that the largest count
-    times largest cost, over the part, is least.
+    """Places of the samples of each rank, by rising cost, for workers that pad.
 
+    The largest value of count times largest cost, divided by the part, is as small as possible.
     Samples are cut at consecutive places of their order by cost, and larger parts get larger
     samples. A rank whose part is zero gets none.
     """
@@ -126,8 +123,9 @@ def deal_padded(costs: Sequence[float], parts: Sequence[float]) -> list[list[int
 
 
 def _cut(rising: Sequence[float], mosts: Sequence[float]) -> list[int] | None:
-    """Return the places between which each has at most so much, by count times largest; None if
-    some are left. Each gets one at least.
+    """Places to cut at so that each piece has at most this count times largest cost.
+
+    None if samples are left over. Each piece has at least one.
     """
     cuts = [0]
     for later, most in zip(range(len(mosts) - 1, -1, -1), mosts, strict=True):
@@ -172,8 +170,9 @@ def _level(loads: Sequence[_Load]) -> None:
 
 
 def _exchange(heavy: _Load, light: _Load) -> bool:
-    """Give a sample of the one to the other, or exchange it for a smaller one, whichever levels
-    them best. False where nothing does.
+    """Give a sample of one worker to another, or exchange it for a smaller one.
+
+    The exchange that levels them best is made. False if none does.
     """
     # to be moved, so that both are level
     wanted = (heavy.cost * light.part - light.cost * heavy.part) / (heavy.part + light.part)
@@ -203,9 +202,7 @@ def _exchange(heavy: _Load, light: _Load) -> bool:
 
 
 class BatchDeal(NamedTuple):
-    """A global batch that is dealt by cost: the places in it of each rank's samples, and what
-    they cost.
-    """
+    """A global batch dealt by cost: places of each rank's samples, and their costs."""
 
     places: list[list[int]]
     costs: list[float]  # of each rank's samples together
@@ -241,8 +238,7 @@ def deal_batch(
 
 
 class SampleCosts:
-    """The costs of the samples of a data set: each is asked for once, by one of the workers, which
-    tells the others.
+    """Costs of a data set's samples; each is computed once, by one worker, and sent to the others.
 
     `pads`: each worker pads its samples to the longest.
     """
@@ -282,7 +278,7 @@ class SampleCosts:
         told: Sequence[np.ndarray[Any, np.dtype[np.bool_]]],
         agreement: Agreement,
     ) -> None:
-        """Ask for what nobody knows, each worker for some of it, and tell what some know to the
+        """Compute unknown costs, each worker some of them, and send all known ones to the
         others.
         """
         rank, size = agreement.group.rank, agreement.group.size
@@ -334,7 +330,7 @@ class SampleCosts:
 
 
 def _key(index: Any) -> Any:
-    """Return what an index is known by: those of numpy and of torch are numbers."""
+    """Key of an index: indices of numpy and torch become numbers."""
     if isinstance(index, Tensor | np.generic):
         return index.item()
     try:

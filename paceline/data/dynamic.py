@@ -1,11 +1,10 @@
-"""Dynamic dealing of map-style data, where workers are not in lockstep: each takes its next samples
-when it is ready for them.
+"""Dynamic dealing of map-style data for workers out of lockstep: each takes samples when ready.
 
     global batches   | 0: a a a b b b c c c | 1: a a a c c c a a a | 2: b b b ...        the first
                      to ask gets the next piece
 
-All indices of an epoch are drawn before it begins, as long as they are not too many; then the
-workers meet for the next part of it.
+All indices of an epoch are drawn before it begins, unless they are too many; then the workers meet
+for the next part of it.
 """
 
 from __future__ import annotations
@@ -68,9 +67,7 @@ class QueueFeed(IndexFeed):
 
     @property
     def size(self) -> int:
-        """Number of samples of a global batch; of the first one here, where they are of many
-        sizes.
-        """
+        """Number of samples of a global batch; of the first one here, if sizes differ."""
         assert self.indices is not None
         return self.terms.loader.batch_size or len(self.indices.batch(self.indices.first) or [0])
 
@@ -218,7 +215,7 @@ class DynamicPipeline(IndexedPipeline):
 
 
 def check_terms(terms: LoaderSpec) -> None:
-    """Raise `UsageError` for terms that need all workers in every step, and `DataError` for a
+    """Raise `UsageError` for terms that need all workers in every step, `DataError` for a
     stream.
     """
     if terms.weigh is not None:

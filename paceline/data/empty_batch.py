@@ -28,11 +28,10 @@ PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 
 def emptied(one: Any, two: Any, *, surely: bool = True) -> Any:
-    """Make `one` with no rows, where `one` is a batch of one sample and `two` of twice that sample:
-    what grows between them are rows.
+    """Remove all rows from `one`, a batch of one sample; `two` is a batch of twice that sample.
 
-    Raises `DataError` for values that have changed otherwise, naming their type, and where nothing
-    has grown; without `surely` that returns `one`.
+    Values that grow between the two have rows. Raises `DataError` for values that have changed
+    otherwise, naming their type, and if nothing has grown; without `surely`, that returns `one`.
     """
     emptier = _Emptier()
     try:
@@ -47,8 +46,9 @@ def emptied(one: Any, two: Any, *, surely: bool = True) -> Any:
 
 
 def collated_empty(collate: Collate, sample: Any, *, surely: bool = True) -> Any:
-    """Make what `collate` would make of no samples, from what it makes of this one; of copies,
-    as it may change its samples.
+    """Batch that `collate` would make of no samples, derived from copies of this sample.
+
+    Copies are used because `collate` may change its samples.
     """
     return emptied(
         collate([copy.copy(sample)]), collate([copy.copy(sample), copy.copy(sample)]), surely=surely
@@ -96,9 +96,7 @@ class _Emptier:
         return one[(slice(None),) * dim + (slice(self._left(one, one.shape[dim], two.shape[dim])),)]
 
     def _left(self, value: Any, one: int, two: int) -> int:
-        """Return the length without rows: nothing is left of rows, and one of the edges between
-        them.
-        """
+        """Length without rows: rows leave nothing, and edges between rows leave one."""
         left = 2 * one - two
         if left < 0:
             raise _unable(value)

@@ -1,5 +1,6 @@
-"""Dealing of map-style data: this worker's share of each global batch's indices goes through a
-DataLoader like the user's own.
+"""Dealing of map-style data: this worker's share of each batch's indices goes to a DataLoader.
+
+That DataLoader reads as the user's own does.
 """
 
 from __future__ import annotations
@@ -31,9 +32,7 @@ TWICE: Final = "twice"
 
 
 class IndexFeed:
-    """The index lists of one worker, in the order in which its DataLoader asks for them; `dealt`
-    remembers what was asked.
-    """
+    """Index lists of one worker in the order of its DataLoader's requests; `dealt` keeps them."""
 
     def __init__(self, terms: LoaderSpec) -> None:
         self.terms = terms
@@ -61,7 +60,7 @@ class IndexFeed:
         return index
 
     def go(self, indices: EpochIndices, step: int) -> None:
-        """Go on at `step`; lists that were asked for before are discarded."""
+        """Go on at `step`, and discard lists that were requested before."""
         self.indices = indices
         self.round += 1
         self.ghosts = self.terms.ghosts
@@ -261,7 +260,7 @@ class IndexedPipeline(Pipeline):
         return self._indices
 
     def _depth(self) -> int:
-        """Return how many batches the deepest DataLoader of all workers reads ahead, and one for
+        """Number of batches that the deepest DataLoader of all workers reads ahead, plus one for
         `peek`.
         """
         mine = self.terms.loader.num_workers * (self.terms.loader.prefetch_factor or 0)
@@ -318,8 +317,9 @@ def like(
     batched: bool,
     dataset: Any = None,
 ) -> DataLoader[Any]:
-    """Make a DataLoader that reads as `loader` does, where `feed` says; its base seed comes from
-    `seeds`.
+    """Make a DataLoader that reads as `loader` does, at the indices of `feed`.
+
+    Its base seed comes from `seeds`.
     """
     index: dict[str, Any] = (
         {"batch_sampler": feed} if batched else {"batch_size": None, "sampler": feed}

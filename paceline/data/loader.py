@@ -1,5 +1,6 @@
-"""The loader that a script iterates: its worker's share of each global batch, the same global
-batches for any number of workers.
+"""The loader that a script iterates: this worker's share of each global batch.
+
+The global batches are the same for any number of workers.
 """
 
 from __future__ import annotations
@@ -112,21 +113,28 @@ def deal(
     sample_queue: SampleQueue | None = None,
     order: SampleOrder | None = None,
 ) -> ShareLoader:
-    """Deal `loader`, whose batch size is that of all workers together; called on all workers with
-    the same arguments.
+    """Deal `loader`, whose batch size is that of all workers together.
 
-    `shares`: None (equal), one number per rank (ratios), a policy (samples of a global batch ->
-    shares), or "auto": by `speeds`, as far as known. `weigh(batch)` is the weight of a batch where
-    the loss is a mean over something else than samples. `cost(sample)`: samples are dealt so that
-    sums of these are in proportion to shares. `train` None: what torch.is_grad_enabled() is at
-    iter(). `pad`: an empty share is a ghost (the first sample of the batch) in evaluation, too, and
-    not a batch of no rows. For streams: each worker reads everything, or `shard="mine"` (the stream
-    gives each rank its own samples). `say` is called, once each, with surprising costs. `move`
-    brings each batch to a device. `sample_queue`: where workers not in lockstep take samples to
-    train on from. `order`: that of several loaders.
+    All workers call this with the same arguments.
 
-    Raises `DataError` for a loader that can't be dealt: a DistributedSampler, a stream that shards
-    itself, no length, no batch.
+    Args:
+        shares: None (equal), one number per rank (ratios), a policy (samples of a global batch ->
+            shares), or "auto": by `speeds`, as far as known.
+        weigh: Function from a batch to its weight, if the loss is a mean over something else than
+            samples.
+        cost: Function from a sample to its cost. Sums of costs are in proportion to shares.
+        train: Whether the loader is for training. None: `torch.is_grad_enabled()` at iter().
+        pad: Whether an empty share is a ghost (the first sample of the batch) in evaluation, too,
+            and not a batch of no rows.
+        shard: "mine" for a stream that gives each rank its own samples; else each worker reads all.
+        say: Called, once each, with surprising costs.
+        move: Brings each batch to a device.
+        sample_queue: Queue from which workers out of lockstep take samples to train on.
+        order: Sample order that several loaders share.
+
+    Raises:
+        DataError: The loader can't be dealt: a DistributedSampler, a stream that shards itself, no
+            length, no batch.
     """
     check_loader(loader, loss, weigh)
     dealt = policy(shares, agreement.group.size)
@@ -166,10 +174,10 @@ def deal(
 
 
 class ShareLoader:
-    """An iterable over this worker's share of each global batch; everything else (`dataset`,
-    `batch_size`, ...) is the user's DataLoader's.
+    """An iterable over this worker's share of each global batch.
 
-    A step of `len()` is one global batch. `turn` is the present turn.
+    Everything else (`dataset`, `batch_size`, ...) is that of the user's DataLoader. A step of
+    `len()` is one global batch. `turn` is the present turn.
     """
 
     def __init__(self, terms: LoaderSpec, pipeline: Pipeline, hooks: LoaderObserver) -> None:
@@ -240,8 +248,9 @@ class ShareLoader:
         return self._open
 
     def reshare(self, shares: AskedShares) -> None:
-        """Deal by other shares from the next step on (from this one, with `again`); all workers
-        call it in the same turn.
+        """Deal by other shares from the next step on (from this one, with `again`).
+
+        All workers call it in the same turn.
         """
         self.terms.reshare(shares)
         _compare(self.terms, "shares", [])
@@ -250,10 +259,10 @@ class ShareLoader:
             self._refresh()
 
     def again(self, shares: AskedShares = None) -> None:
-        """Have the present global batch again after this turn, by `shares` where they are given;
-        all workers call it in the same turn.
+        """Deal the present global batch again after this turn, by `shares` if they are given.
 
-        Where the loop was left by `break`, the epoch has ended, and nothing comes again.
+        All workers call it in the same turn. If the loop was left by `break`, the epoch has ended,
+        and nothing comes again.
         """
         if self.turn is None:
             raise DataError(
@@ -265,8 +274,10 @@ class ShareLoader:
         self._again = self._open
 
     def regroup(self, agreement: Agreement, shares: AskedShares = None) -> None:
-        """Go on with other workers: the present global batch is dealt again, in the group of
-        `agreement`, whose workers all call this.
+        """Go on with other workers: deal the present global batch again, in the group of
+        `agreement`.
+
+        All workers of that group call this.
         """
         self.terms.regroup(agreement, shares)
         facts = self._facts(self._pipeline.place(self._index))
@@ -293,8 +304,9 @@ class ShareLoader:
         return changed
 
     def peek(self) -> Any:
-        """Return, in the loop body, this worker's part of the next batch as it was read, for
-        early use; it stays the next.
+        """This worker's part of the next batch, for early use in the loop body.
+
+        It is returned as it was read, and stays the next batch.
         """
         return (
             self._pipeline.peek()
@@ -327,8 +339,8 @@ class ShareLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Return to where `state_dict` was called, with any number of workers; the next iter()
-        goes on there.
+        """Return to the place of `state_dict`, with any number of workers; the next iter() goes
+        on.
         """
         if state.get("version") != VERSION or state["stream"] != isinstance(
             self._pipeline, StreamPipeline
@@ -352,14 +364,15 @@ class ShareLoader:
         }
 
     def leave_out(self, through: bool) -> None:
-        """Give nothing at the next iter(), where the script comes to a loop that it is `through`
-        with in this epoch.
+        """Give nothing at the next iter(): the script has come to a loop that has ended in this
+        epoch.
         """
         self._left_out = through
 
     def begin_anew(self) -> None:
-        """Begin an evaluation from its start that the loaded state is in the middle of: the loop
-        over its first samples is gone.
+        """Restart an evaluation that the loaded state has half done.
+
+        The loop over its first samples is gone.
         """
         if self._resumed is not None and not self._resumed.get("training", True):
             self._resumed = self._pipeline.first(self._resumed)
@@ -451,9 +464,7 @@ class ShareLoader:
         return replace(step, make=lambda: part, weight=weight, total=total)
 
     def _turn(self, step: GlobalBatch) -> tuple[Turn, list[Any]]:
-        """Return the turn of a global batch, and a list of this worker's part: what takes it out
-        holds it alone.
-        """
+        """Turn of a global batch, and a list that alone holds this worker's part of it."""
         part, terms, whole = step.take(), self.terms, step.global_batch
         share, ghost = part.share, part.share == 0
         if terms.looks and terms.training:

@@ -1,8 +1,7 @@
-"""What of a data set can be compared between workers without reading a sample: its length, indices
-of a Subset, names of files.
+"""Facts of a data set that workers can compare without reading a sample.
 
-Workers on other hosts may keep the same files in other folders, so that the last part of a path
-counts alone.
+They are its length, indices of a Subset, and names of files. Workers on other hosts may keep the
+same files in other folders, so only the last part of a path counts.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ Outline = dict[str, Entry]  # by expressions, such as `loader.dataset.indices`
 
 
 def outline(dataset: Any) -> Outline:
-    """Describe a data set by what lies in its attributes; nothing is said of what could as well
-    differ between workers that are right.
-    """
+    """Describe a data set by its attributes, without those that may rightly differ on workers."""
     found: Outline = {}
     _look(dataset, "loader.dataset", found, set(), DEPTH)
     return found

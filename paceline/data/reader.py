@@ -1,6 +1,4 @@
-"""The reader of a stream, which a DataLoader's worker runs: commands say which batch to read,
-and which share of it to make.
-"""
+"""The reader of a stream, run by a DataLoader's worker: it follows commands to read and cut."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ BRIEF = 256  # elements of a tensor that its mark looks at
 
 
 class ReadStart(NamedTuple):
-    """The start of a first read: batches that were consumed before, what the data set's state
-    was, and the mark of those batches.
+    """Start of a first read: batches consumed before, state of the data set, mark of the
+    batches.
     """
 
     done: int
@@ -36,7 +34,7 @@ class ReadStart(NamedTuple):
 class ReadCommand(NamedTuple):
     """A command to a reader.
 
-    `number` counts its batches (-1: nothing to do); those before `oldest` aren't asked for any
+    `number` counts its batches (-1: nothing to do); batches before `oldest` aren't requested any
     more.
     """
 
@@ -51,8 +49,8 @@ class ReadCommand(NamedTuple):
 
 
 class ReadResult(NamedTuple):
-    """The answer of a reader: the part of the rank that asks (or the one batch that the stream
-    gave, uncut).
+    """Answer of a reader: the part of the rank that asks, or the uncut batch that the stream
+    gave.
     """
 
     samples: int
@@ -90,7 +88,7 @@ class StreamReader(Dataset[Any]):
 
 
 class ReadState:
-    """The position of a reader in its stream, and the batches that may be asked for again."""
+    """Position of a reader in its stream, and the batches that may be requested again."""
 
     def __init__(self, stream: Any, collate: Callable[[Any], Any], *, drop_last: bool) -> None:
         self.stream = stream
@@ -201,9 +199,7 @@ class ReadState:
 
 
 def last_shares(shares: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Return the shares of a last batch of `count` samples, in proportion to those of the
-    others.
-    """
+    """Shares of a last batch of `count` samples, in proportion to those of other batches."""
     return proportional(count, shares)
 
 

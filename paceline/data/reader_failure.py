@@ -1,6 +1,4 @@
-"""Failures of readers: reads the next batch of a DataLoader, or names the reader (process) that
-has died instead.
-"""
+"""Reads the next batch of a DataLoader, or names the reader (process) that has died."""
 
 from __future__ import annotations
 

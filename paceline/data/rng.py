@@ -1,6 +1,4 @@
-"""Random generators of samplers: found, kept and put back, so that the same order can be drawn
-again.
-"""
+"""Random generators of samplers: found, kept and restored, to draw the same order again."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ DEPTH = 4
 
 
 def shared_state() -> State:
-    """Return the state of the generators that the whole process shares: torch's, Python's and
-    numpy's.
-    """
+    """State of the generators that the whole process shares: torch's, Python's and numpy's."""
     return {
         "torch": torch.get_rng_state(),
         "python": _python(random.getstate()),
@@ -33,9 +29,7 @@ def shared_state() -> State:
 
 
 def put_shared(state: State) -> None:
-    """Set the generators that the whole process shares to what `shared_state` gave, or a part of
-    it.
-    """
+    """Set the generators that the process shares to a `shared_state`, or a part of it."""
     if "torch" in state:
         torch.set_rng_state(state["torch"].clone())
     if "python" in state:
@@ -81,19 +75,17 @@ class SampleOrder:
                 torch.set_rng_state(process)
 
     def shared_state(self) -> State:
-        """Return what `rng.shared_state` does, with the order's in place of torch's."""
+        """The state of `rng.shared_state`, with the order's generator in place of torch's."""
         return {**shared_state(), "torch": self._known}
 
     def put_shared(self, state: State, *, together: bool = True) -> None:
-        """Set what `shared_state` gave, or a part of it; the process's too if it moves
-        `together`.
-        """
+        """Set a `shared_state`, or a part of it; the process's too if it moves `together`."""
         apart = not (together and torch.equal(torch.get_rng_state(), self._known))
         put_shared({name: part for name, part in state.items() if not (apart and name == "torch")})
         self._state = state["torch"].clone() if "torch" in state else self._state
 
     def state_dict(self) -> State:
-        """Return where the order is; nothing before the first epoch."""
+        """Position of the order; empty before the first epoch."""
         return {} if self._state is None else {"torch": self._state}
 
     def load_state_dict(self, state: State) -> None:
@@ -106,9 +98,7 @@ class SampleOrder:
 
 
 def own_state(loader: DataLoader[Any]) -> State:
-    """Return the state of every generator that `loader` and its samplers hold, and of samplers
-    that have a `state_dict`.
-    """
+    """State of every generator of `loader` and its samplers, and of samplers with `state_dict`."""
     state: State = {}
     for path, source in _sources(loader):
         if isinstance(source, torch.Generator):
@@ -125,9 +115,7 @@ def own_state(loader: DataLoader[Any]) -> State:
 
 
 def put_own(loader: DataLoader[Any], state: State) -> None:
-    """Set what `own_state` gave; raises `DataError` where this loader's samplers don't hold the
-    same generators.
-    """
+    """Set an `own_state`; raises `DataError` if the samplers don't hold the same generators."""
     sources = dict(_sources(loader))
     if sources.keys() != state.keys():
         raise DataError(

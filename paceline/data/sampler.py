@@ -1,13 +1,12 @@
-"""The indices of an epoch: drawn by the first worker from the user's samplers, and sent ahead to
-all in chunks.
+"""The indices of an epoch: drawn by the first worker, and sent ahead to all in chunks.
 
     turn             0 . . . . . . . C . . . . . . . 2C. . .
     met at 0         [ chunk 0       | chunk 1      ]
-    met at C                                         [ chunk 2      ]       C >= what any DataLoader
-                                                                    prefetches
+    met at C                                         [ chunk 2      ]       C >= the prefetch of any
+                                                                            DataLoader
 
-All workers meet at the same turns, and a DataLoader that runs ahead by C batches finds its indices
-there without waiting: no worker can wait for one that waits for it.
+All workers meet at the same turns. A DataLoader that runs ahead by C batches finds its indices
+without waiting, so no two workers can wait for each other.
 """
 
 from __future__ import annotations
@@ -96,8 +95,8 @@ class EpochIndices:
         self._fresh = False
 
     def refill(self, step: int) -> None:
-        """Meet, where a chunk is due at `step`; called on every worker, at every step, before
-        its batch is asked for.
+        """Meet if a chunk is due at `step`; all workers call it before they ask for a step's
+        batch.
         """
         for old in [known for known in self._batches if known < step]:
             del self._batches[old]
@@ -143,14 +142,15 @@ class EpochIndices:
         return [len(self._batches[step]) for step in sorted(self._batches)]
 
     def mark(self, step: int) -> int:
-        """Return a number that identifies the order of all batches before `step`, to be compared
-        on resume.
+        """Number that identifies the order of all batches before `step`, for comparison on
+        resume.
         """
         return self._marks[step]
 
     def regroup(self, agreement: Agreement, step: int) -> None:
-        """Go on in another group from `step` on, whichever worker is the first there; every
-        worker of it calls this at the same step.
+        """Go on in another group from `step` on, with any first worker.
+
+        Every worker of the group calls this at the same step.
         """
         self.agreement = agreement
         mark = self._marks[step]
@@ -161,9 +161,7 @@ class EpochIndices:
         self._wanted = mark
 
     def settle(self, step: int) -> None:
-        """End the epoch before `step`: generators that were drawn from for later batches go
-        back, as if nothing had been drawn ahead.
-        """
+        """End the epoch before `step`, and set generators back that were used for later batches."""
         later = [drawn for drawn in self._states if drawn > step]
         if later:
             rng.put_own(

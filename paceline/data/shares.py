@@ -29,17 +29,16 @@ FINE = 10_000  # samples of which shares are near enough to what a policy means
 
 
 def equal(batch: int, size: int) -> tuple[int, ...]:
-    """Return the shares of `size` workers in `batch` samples: they differ by at most one, and
-    the first ones are larger.
+    """Shares of `size` workers in `batch` samples; they differ by one at most, the first are
+    larger.
     """
     return tuple(stop - start for start, stop in piece_bounds(batch, size))
 
 
 def proportional(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
-    """Return shares as near to `ratios` as integers can be (largest remainder; among equal
-    remainders the first ranks win).
+    """Integer shares as near to `ratios` as possible (largest remainder; first ranks win ties).
 
-    Where `batch` is the sum of integer ratios, the shares are the ratios. A ratio of zero gives an
+    If `batch` is the sum of integer ratios, the shares are the ratios. A ratio of zero gives an
     empty share.
     """
     exact = [Fraction(ratio) for ratio in ratios]
@@ -57,10 +56,10 @@ def proportional(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
 
 
 def policy(shares: AskedShares, size: int) -> Shares:
-    """Make the policy that `shares` means: None is `equal`, numbers are `proportional`, a callable
-    is itself with its answers checked.
+    """Make a policy of `shares`: None is `equal`, numbers are `proportional`, a function is
+    checked.
 
-    "auto" is `equal` until speeds are known. Raises `DataError` where the number of shares is not
+    "auto" is `equal` until speeds are known. Raises `DataError` if the number of shares is not
     `size`.
     """
     if isinstance(shares, str) and shares != "auto":
@@ -85,9 +84,7 @@ def policy(shares: AskedShares, size: int) -> Shares:
 
 
 def parts(shares: Shares, total: float) -> tuple[float, ...]:
-    """Return the part of each rank in `total` units of work that come in small pieces: what a
-    policy's own `parts` says, if it has that.
-    """
+    """Part of each rank in `total` units of small pieces; a policy's own `parts` has priority."""
     own = getattr(shares, "parts", None)
     if own is not None:
         return tuple(own(total))
@@ -95,9 +92,7 @@ def parts(shares: Shares, total: float) -> tuple[float, ...]:
 
 
 def spans(shares: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (start, stop) of each rank's samples in the global batch: contiguous, in rank
-    order.
-    """
+    """(start, stop) of each rank's samples in the global batch: contiguous, in rank order."""
     stops = [0]
     for share in shares:
         stops.append(stops[-1] + share)
@@ -105,9 +100,7 @@ def spans(shares: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def probe(shares: Shares, batch: int | None) -> list[list[float]]:
-    """Ask a policy for its shares of some batches, to be compared between workers; `batch` is
-    the usual one, if there is one.
-    """
+    """Shares of some batches by a policy, to compare between workers; `batch` is the usual size."""
     if isinstance(shares, SpeedShares):
         return [*([curve.fixed, curve.per_unit] for curve in shares.curves), [shares.per_sample]]
     sizes = PROBES if batch is None else (batch, *PROBES)

@@ -1,6 +1,4 @@
-"""The specification of a dealt loader: how its batches are shared, and the pipeline interface
-that delivers them step by step.
-"""
+"""The specification of a dealt loader, and the interface of pipelines that deliver its batches."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ class LoaderSpec:
 
     @property
     def ghosts(self) -> bool:
-        """Whether a worker with an empty share gets the first sample as a ghost, and not no
+        """Whether a worker with an empty share gets the first sample as a ghost, instead of no
         rows.
         """
         return (self.training and not self.idle) or self.pad
@@ -131,7 +129,7 @@ class LoaderSpec:
         self.reshare(self.reshared())
 
     def saved_speeds(self) -> dict[str, Any]:
-        """Return what a loader's state has of the speeds of workers, where shares go by them."""
+        """Speeds of workers for a loader's state, if shares go by them."""
         if self.speeds is None or not self.speeds.known:
             return {}
         return {"speeds": self.speeds.state_dict(self.agreement.origins)}
@@ -187,9 +185,7 @@ class SharePart(NamedTuple):
 
 @dataclass(slots=True)
 class GlobalBatch:
-    """A global batch: how many samples it has, and this worker's part of it, which is made when
-    it is taken.
-    """
+    """A global batch: its number of samples, and this worker's part, made when it is taken."""
 
     global_batch: int
     make: Callable[[], SharePart] | None  # None once the part was taken
@@ -219,16 +215,14 @@ class Pipeline(Protocol):
 
     @property
     def apart(self) -> bool:
-        """Whether workers may be at different places of the epoch, where nothing can be called
-        together.
+        """Whether workers may be at different places of the epoch, so that none can call a
+        collective.
         """
         return False
 
     @property
     def paused(self) -> bool:
-        """Whether workers have come together in the middle of the epoch, and `regroup` is to go
-        on.
-        """
+        """Whether workers have come together in the middle of the epoch; `regroup` goes on."""
         return False
 
     def place(self, index: int) -> int:
@@ -247,14 +241,15 @@ class Pipeline(Protocol):
         ...
 
     def peek(self) -> Any:
-        """Return this worker's next batch of this epoch, read already; None where there is no
-        more, or it can't be known yet.
+        """This worker's next batch of this epoch, already read; None if there is none or it's
+        unknown.
         """
         ...
 
     def redeal(self, index: int) -> None:
-        """Throw away what was read ahead; `index`, the last step or the one after it, is dealt
-        next, by the present shares.
+        """Discard batches that were read ahead, and deal `index` next, by the present shares.
+
+        `index` is the last step or the one after it.
         """
         ...
 
@@ -263,9 +258,7 @@ class Pipeline(Protocol):
         ...
 
     def state(self, index: int) -> dict[str, Any]:
-        """Return the position of the data before step `index`, which is the last one asked for
-        or the one after it.
-        """
+        """Position of the data before step `index`, the last requested one or the one after it."""
         ...
 
     def first(self, state: dict[str, Any]) -> dict[str, Any]:

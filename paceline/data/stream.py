@@ -67,9 +67,7 @@ class ReadCommands:
         )
 
     def open(self, cursor: StreamPosition) -> None:
-        """Begin a new iterator of a DataLoader: its first command goes to the first worker, and
-        all workers begin anew.
-        """
+        """Begin a new iterator of a DataLoader, from its first worker on."""
         self._slot = 0
         self.issued.clear()
         saved = zip(cursor.numbers, cursor.states, cursor.marks, strict=True)

@@ -16,9 +16,7 @@ from paceline.errors import DataError
 
 @dataclass
 class StreamPosition:
-    """The position in a stream: of each DataLoader worker the batches consumed, whether it has
-    ended, its mark and what the stream says.
-    """
+    """Position in a stream: for each DataLoader worker its batches, end, mark and stream state."""
 
     numbers: list[int]
     ended: list[bool]
@@ -82,9 +80,7 @@ class StreamAccess(Protocol):
         ...
 
     def asked(self) -> tuple[int | None, tuple[int, ...], int]:
-        """Return the samples to be read at a time (None: whole batches come), their shares, and
-        whose share this worker's reader makes.
-        """
+        """Samples to read at a time (None: whole batches), their shares, and the share to make."""
         ...
 
     def step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:

@@ -33,9 +33,7 @@ Box = tuple[tuple[int, int], ...]  # where a rectangle begins and ends along eac
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """One rectangle of a logical tensor on the disk: the tensor called `key` in a file of
-    safetensors.
-    """
+    """One rectangle of a logical tensor on disk: the tensor `key` in a file of safetensors."""
 
     box: Box
     file: str
@@ -72,24 +70,20 @@ def sizes(box: Box) -> tuple[int, ...]:
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """Return what is in both boxes, or None if nothing is; a tensor without dims is in all of
-    its boxes.
-    """
+    """Intersection of two boxes, or None; a tensor without dims is in all of its boxes."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(begin < end for begin, end in common) else None
 
 
 def within(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """Return where `inner` is in a tensor that has `outer`: what to index it with."""
+    """Index of `inner` in a tensor that has the box `outer`."""
     return tuple(
         slice(begin - at, end - at) for (begin, end), (at, _) in zip(inner, outer, strict=True)
     )
 
 
 def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
-    """Say in words why boxes don't make up a tensor of this shape, each element once; empty if
-    they do.
-    """
+    """Reason why boxes don't cover each element of this shape exactly once; empty if they do."""
     kept = sorted(box for box in boxes if prod(sizes(box)))
     frame = whole(shape)
     outside = [box for box in kept if overlap(box, frame) != box]
@@ -109,8 +103,9 @@ def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
 
 
 def merge(indexes: Iterable[Mapping[str, StoredTensor]]) -> BlockIndex:
-    """Join what several workers have written of the same logical tensors; CheckpointError where
-    that isn't all of one, or not once.
+    """Join the blocks that several workers have written of the same logical tensors.
+
+    Raises `CheckpointError` if an element is missing or written twice.
     """
     parts: dict[str, list[StoredTensor]] = {}
     for index in indexes:
@@ -198,7 +193,7 @@ def from_json(found: Json, *, partial: bool = False) -> BlockIndex:
 
 
 def form(dtype: Any, shape: Any) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Read the dtype and shape of a tensor, of which nothing is believed.
+    """Read the dtype and shape of a tensor from untrusted input.
 
     Raises ValueError, TypeError or LookupError.
     """
