@@ -149,7 +149,9 @@ def test_a_turn_of_the_loader(measured: tuple[Calls, Calls]) -> None:
     found = measured[0].phases["turn"]
     # as often as this thread stood still, which the machine decides
     looks = found["loop/interruptions.py:InterruptionMeter._read"]
-    assert looks <= 2 and counted(found, LOOP) - looks <= 13, sorted(
+    # twice for each garbage collection, which Python decides
+    collections = found["loop/interruptions.py:InterruptionMeter._collects"]
+    assert looks <= 2 and counted(found, LOOP) - looks - collections <= 13, sorted(
         n for n in found.items() if n[0].startswith(LOOP)
     )
 
