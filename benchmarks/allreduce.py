@@ -5,8 +5,8 @@ Every variant reduces the same data, different on each rank, in the same rounds,
 result is compared with the exact sum. Peers are asked through the same sockets; while one works,
 the processes of the others sleep.
 
-    python benchmarks/allreduce.py [--ranks 2 4] [--sizes 4K 256K 1M 8M 33M 100M] [--mpi-python
-    .venv-mpi/bin/python]
+    python benchmarks/allreduce.py [--ranks 2 4] [--sizes 4K 256K 1M 8M 33M 100M]
+                                   [--mpi-python .venv-mpi/bin/python]
 """
 
 from __future__ import annotations

@@ -195,8 +195,8 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
         )
         if away**0.5 > AWAY:
             raise RuntimeError(
-                f"{program}: the weights on the backends are {away**0.5:.2e} apart, more than "
-                f"{AWAY:g}"
+                f"{program}: the weights on the backends are "
+                f"{away**0.5:.2e} apart, more than {AWAY:g}"
             )
     return samples
 

@@ -5,8 +5,8 @@ All variants reduce the same data, different on each rank, in turns within the s
 every result is compared with the sum. What is used of the link is the payload that has to cross it
 (a copy of the tensor each way, for two hosts) over the time.
 
-    python benchmarks/between.py [--bandwidth 1gbit] [--sizes 1M 8M 100M] [--placements block
-    round-robin]
+    python benchmarks/between.py [--bandwidth 1gbit] [--sizes 1M 8M 100M]
+                                 [--placements block round-robin]
 """
 
 from __future__ import annotations

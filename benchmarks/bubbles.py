@@ -2,7 +2,7 @@
 fixed time, so that cores don't matter.
 
     python benchmarks/bubbles.py [--workers 4] [--micro-batches 8] [--steps 8] [--seconds 0.05]
-    [--bar 0.03]
+                                 [--bar 0.03]
 
 Each layer sleeps for so many seconds in its forward, as long for the gradient of its input, and as
 long for that of its weight; a worker has two layers. Each schedule is a job of its own, whose

@@ -1,8 +1,8 @@
 """What it costs to copy what only one worker has to another host: on two hosts of a lab, a GPT of
 0.9 M or 19 M parameters.
 
-    python benchmarks/buddies.py [--sync 'LocalSGD(16)'] [--model small --batch 12 --blocks 40
-    --bandwidth 1gbit --replicate auto]
+    python benchmarks/buddies.py [--sync 'LocalSGD(16)'] [--model small --batch 12 --blocks 40]
+                                 [--bandwidth 1gbit --replicate auto]
 
 Trains with and without copies in turns, block by block within the same run, and gives the ratio of
 the mean steps with its 90 % interval (the bar is 1.10), and what the run said of how often it made

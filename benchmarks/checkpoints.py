@@ -1,8 +1,8 @@
 """What checkpoints cost while a GPT of 19 M parameters trains (AdamW: 228 MB of state), written in
 the background or waited for.
 
-    python benchmarks/checkpoints.py [--every 10 --rounds 20 --ways background durable --model
-    medium --workers 2 --batch 12 --folder DIR]
+    python benchmarks/checkpoints.py [--every 10 --rounds 20 --ways background durable]
+                                     [--model medium --workers 2 --batch 12 --folder DIR]
 
 One run trains in blocks of `every` steps; in each round there is a block without a checkpoint and
 one for each way, in rotating order, with a checkpoint in its first step. A block ends when its

@@ -2,8 +2,8 @@
 ratios with intervals, results as files.
 
     coordinator ──ask──> crew A (processes 0..n-1) works     crew B sleeps in a socket
-                ──ask──> crew B works                        crew A sleeps         ... rounds, in
-                                                             rotating order
+                ──ask──> crew B works                        crew A sleeps
+                ... rounds, in rotating order
 
 Imports nothing but the standard library, so that a peer in another environment can use its worker
 side (`serve`).

@@ -9,8 +9,8 @@ fast enough leaves. So are those of the threads that exchange beside the trainin
 The cluster is measured first, and paceline is given the file, by which it chooses its way between
 hosts.
 
-    python benchmarks/hosts.py [--bandwidth 10gbit 1gbit] [--models gpt-19m gpt-0.9m cnn] [--buckets
-    1 5 25 200]
+    python benchmarks/hosts.py [--bandwidth 10gbit 1gbit] [--models gpt-19m gpt-0.9m cnn]
+                               [--buckets 1 5 25 200]
 """
 
 from __future__ import annotations

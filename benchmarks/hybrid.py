@@ -2,8 +2,8 @@
 of 19 M on two hosts of two workers.
 
     paceline lab run two-hosts benchmarks/hybrid.py [--rounds 8] [--steps 4]
-    paceline lab run --sync 'LocalSGD(16, outer=nesterov(0.7, 0.9))' two-hosts benchmarks/hybrid.py
-    --steps 16 --bars 5 0
+    paceline lab run --sync 'LocalSGD(16, outer=nesterov(0.7, 0.9))' two-hosts \\
+        benchmarks/hybrid.py --steps 16 --bars 5 0
 
 All three train in the same processes, some steps of one after some of the other. Gloo's groups are
 those that FSDP2 gets by hand: over all four workers, or (HSDP) sharded inside hosts and replicated

@@ -1,8 +1,8 @@
 """Text of a GPT that two workers cut between them, against the whole of it on one of them: the same
 tokens, in turn, in one run.
 
-    paceline run --workers 2 --threads 1 benchmarks/inference.py [--d 2048 --layers 4 --rounds 9
-    --check]
+    paceline run --workers 2 --threads 1 benchmarks/inference.py \\
+        [--d 2048 --layers 4 --rounds 9 --check]
 
 Both have the same weights, and their greedy tokens have to be the same. While the first worker
 writes alone, the other waits for it. An answer is the pass over a prompt and so many tokens more.

@@ -158,8 +158,7 @@ def main() -> None:
         print(f"{options.workers} workers, {text}:")
         for pace, ratios in results[case].items():
             print(
-                f"    {pace:<16} "
-                f"{statistics.median(ratios):.2f}   "
+                f"    {pace:<16} {statistics.median(ratios):.2f}   "
                 f"({', '.join(f'{ratio:.3f}' for ratio in ratios)})"
             )
     if options.json:

@@ -96,8 +96,8 @@ def main() -> None:
         )
         if even / medians["auto"] < BARS[0] or medians["auto"] / best > BARS[1]:
             raise SystemExit(
-                f"wanted: {BARS[0]} times as fast as the even split, and at most {BARS[1]} of the "
-                "best"
+                f"wanted: {BARS[0]} times as fast as the even split, "
+                f"and at most {BARS[1]} of the best"
             )
 
 

@@ -5,8 +5,8 @@ All programs live in the same worker processes, with models of their own that be
 turns round by round. What the exchange adds is (paceline - nothing) / (ddp - nothing). At the end
 the weights of both must agree, and those without exchange must not.
 
-    python benchmarks/training.py [--models gpt-19m gpt-0.9m tiny] [--workers 2] [--variants nothing
-    ddp paceline]
+    python benchmarks/training.py [--models gpt-19m gpt-0.9m tiny] [--workers 2]
+                                  [--variants nothing ddp paceline]
 """
 
 from __future__ import annotations
@@ -284,8 +284,8 @@ def inspect(answers: Sequence[Message], workers: int) -> None:
         equal = len({a[variant]["hash"] for a in answers}) == 1
         if equal != (variant != "nothing" or workers == 1):
             raise RuntimeError(
-                f"{variant}: the workers' weights are {'equal' if equal else 'different'} after "
-                "training"
+                f"{variant}: the workers' weights are "
+                f"{'equal' if equal else 'different'} after training"
             )
     reference = "ddp" if "ddp" in answers[0] else "nothing" if workers == 1 else None
     if reference is not None and "paceline" in answers[0] and answers[0][reference]["away"] > LAST:

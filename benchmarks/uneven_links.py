@@ -6,7 +6,7 @@ result is compared with the sum. The cluster is measured first, as `paceline pro
 run is given the file, by which `via="auto"` chooses.
 
     python benchmarks/uneven_links.py [--cluster benchmarks/clusters/one-slow-link.toml]
-    [--megabytes 8] [--buckets 2]
+                                      [--megabytes 8] [--buckets 2]
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline as pl
 
 RANK = 4
-DIGITS = (
+DIGITS = [
     "1110111",
     "0010010",
     "1011101",
@@ -25,7 +25,7 @@ DIGITS = (
     "1010010",
     "1111111",
     "1111011",
-)
+]
 MIRRORED = [0, 2, 1, 3, 5, 4, 6]  # where the seven segments of a display are in a mirror
 
 
@@ -73,12 +73,8 @@ validation = DataLoader(displays(500, mirrored=True), batch_size=100)
 
 @torch.no_grad()
 def accuracy() -> float:
-    return (
-        torch.cat([run.gather(model(x).argmax(1) == y) for x, y in validation])
-        .float()
-        .mean()
-        .item()
-    )
+    right = [run.gather(model(x).argmax(1) == y) for x, y in validation]
+    return torch.cat(right).float().mean().item()
 
 
 with pl.start() as run:

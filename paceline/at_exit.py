@@ -1,11 +1,9 @@
-"""Calls at the exit of the process that asked for them, and not of those that it forks.
+"""Calls at the exit of the process that registered them, and not at the exit of its forks.
 
-worker  at_exit(close) ------------------------> exit: close()
+worker  at_exit(close) -----------> exit: close()
    |
-   +-- fork --> sys.exit()                       Python calls what the worker has registered here,
-                                                 too: the connections
-                                                 and the shared memory that `close` would end are
-                                                 the worker's
+   +-- fork --> sys.exit()          Python would call the registered function here, too: the
+                                    connections and shared memory that `close` ends are the worker's
 """
 
 from __future__ import annotations

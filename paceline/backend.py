@@ -1,18 +1,19 @@
 """paceline as a backend of torch.distributed.
 
     dist.init_process_group("paceline")        torch knows the name wherever paceline is installed
-    dist.init_process_group("paceline", init_method="paceline://")        started by Slurm or MPI
+    dist.init_process_group("paceline", init_method="paceline://")    started by Slurm or MPI
 
-    import paceline.backend                    makes torch know it where entry points aren't loaded
+    import paceline.backend                    registers it if entry points aren't loaded
 
-    python -m paceline.backend train.py        a script that isn't touched: what asks for Gloo gets
-                                               paceline
+For a script that isn't touched: it gets paceline where it asks for Gloo.
+
+    python -m paceline.backend train.py
     torchrun ... -m paceline.backend train.py        and srun, and mpirun
     paceline run --backend paceline train.py
 
-DDP, fully_shard, DTensor and all else that stands on torch.distributed then exchange CPU tensors by
-paceline's groups: through shared memory inside a host, one copy per host between hosts. Started by
-torchrun, `paceline run`, Slurm or MPI, or with ranks of your own.
+DDP, fully_shard, DTensor and everything else on top of torch.distributed then exchange CPU tensors
+by paceline's groups: through shared memory inside a host, one copy per host between hosts. Start it
+by torchrun, `paceline run`, Slurm or MPI, or give ranks of your own.
 """
 
 from __future__ import annotations

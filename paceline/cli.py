@@ -290,8 +290,8 @@ def generate(
     where = choose_run(folder)
     if not where.is_dir():
         raise UsageError(
-            f"there is no folder {where}; give that of a run, such as runs/NAME, or of one of its "
-            "checkpoints"
+            f"there is no folder {where}; give that of a run, such as runs/NAME, "
+            "or of one of its checkpoints"
         )
     args = [
         f"--of={where}",

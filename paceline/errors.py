@@ -1,30 +1,26 @@
 """The errors of paceline, drawn as a tree.
 
 PacelineError
-├── UsageError (ValueError)         a user's mistake: the message has the value found, the values
-                                    possible, the next thing to do
-│   ├── NotationError               a strategy written in text that can't be read
-│   ├── PlaceError                  where this process stands (rank, host, interface, meeting point)
-                                    can't be told or makes no sense
-│   ├── SecretError                 the job's secret is missing, unreadable, or not the others'
-│   └── DataError                   a loader, sampler or batch that can't be dealt
-├── Mismatch                        the workers were about to do different things; both sides are
-                                    named
-├── ReplicasDiffer                  what ought to be equal on all workers is not; names which worker
-                                    differs, and in what
-├── DeadlineExceeded (TimeoutError) a wait has passed its deadline; the missing ranks and hosts are named
+├── UsageError (ValueError)         a mistake of the user; the message has the value found, the
+│   │                               values possible, and the next thing to do
+│   ├── NotationError               a strategy written as text can't be read
+│   ├── PlaceError                  the place of this process (rank, host, interface, meeting
+│   │                               point) is unknown or makes no sense
+│   ├── SecretError                 the job's secret is missing, unreadable, or differs
+│   └── DataError                   a loader, sampler or batch can't be dealt
+├── Mismatch                        workers were about to do different things; both are named
+├── ReplicasDiffer                  state that should be equal differs; names workers and tensors
+├── DeadlineExceeded (TimeoutError) a wait has passed its deadline; names missing ranks and hosts
 ├── WorkerLost                      another worker is gone
 │   └── ServerLost                  a server is gone; the workers may all be there
-├── WorkerFailed                    a worker of `pl.launch` has failed; its traceback is in the
-                                    message
-├── StateLost                       what was lost is nowhere else: a run can't go on, but from a
-                                    checkpoint
-├── ViewChanged                     the group this work belonged to has been replaced
+├── WorkerFailed                    a worker of `pl.launch` failed; the message has its traceback
+├── StateLost                       lost state is nowhere else: only a checkpoint helps
+├── ViewChanged                     the group of this work has been replaced
 ├── ResourceError                   this machine lacks something (shared memory, a kernel feature,
-                                    disk space)
-└── CheckpointError                 a checkpoint is missing, half-written, corrupted or of another
+│                                   disk space)
+└── CheckpointError                 a checkpoint is missing, half-written, corrupted, or of another
                                     model
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

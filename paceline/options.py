@@ -88,8 +88,8 @@ MinWorkers = Annotated[
     int | None,
     typer.Option(
         help=(
-            "Keep training when workers die, while at least this many workers are left on all "
-            "hosts."
+            "Keep training when workers die, while at least this "
+            "many workers are left on all hosts."
         )
     ),
 ]

@@ -1,4 +1,4 @@
-"""`help` of everything public says what it does, and shows an example of names that exist."""
+"""`help` of everything public says what it does in a line, and then shows an example."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def homes() -> dict[str, Any]:
 
 
 def example(home: object) -> str:
-    """The source of the first example in a docstring; empty if there is none."""
+    """The source of the example that follows the first line; empty if there is none."""
     parts = (inspect.getdoc(home) or "").split("\n\n")
-    parts = [inspect.cleandoc(each.removeprefix("Example:\n")) for each in parts]
-    block = next((each for each in parts if each.startswith(">>> ")), "")
-    return "".join(each.source for each in doctest.DocTestParser().get_examples(block))
+    if len(parts) < 2 or "\n" in parts[0] or not parts[1].startswith(">>> "):
+        return ""
+    return "".join(each.source for each in doctest.DocTestParser().get_examples(parts[1]))
 
 
 def strangers(tree: ast.Module) -> Iterator[str]:

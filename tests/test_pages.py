@@ -312,8 +312,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_what_an_anchor_is() -> None:
     text = (
-        "# Who hangs?\n\n## `paceline run`\n```console\n# no heading\n```\n### 2 hosts x 2, 1 "
-        "Gbit/s\n"
+        "# Who hangs?\n\n## `paceline run`\n```console\n# no heading\n```\n### "
+        "2 hosts x 2, 1 Gbit/s\n"
     )
     assert pages.anchors(text) == {"who-hangs", "paceline-run", "2-hosts-x-2-1-gbits"}
 

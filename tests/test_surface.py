@@ -89,11 +89,9 @@ COMMANDS = {
     "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface "
     "--sync --mesh --cut --shares --name"
     " --placement --min-workers --restarts --patience --servers --straggler --cluster --report-to "
-    "--backend --watch"
-    " --progress --quiet",
+    "--backend --watch --progress --quiet",
     "lab run": "cluster script args --fault --sync --mesh --cut --shares --name --placement "
-    "--min-workers --restarts --patience --cluster"
-    " --watch",
+    "--min-workers --restarts --patience --cluster --watch",
     "lab probe": "cluster --dtypes --out",
     "lab check": "",
     "lab shell": "host command --lab",

@@ -34,8 +34,8 @@ PARTS = {  # the folder that a name comes from: its page, and what the page says
         "cuts",
         "Cuts and layers",
         (
-            "How a model that is too large for a worker is cut: `run.prepare(..., cut=...)`, or "
-            "`--cut`."
+            "How a model that is too large for a worker is cut: `run.prepare(..., "
+            "cut=...)`, or `--cut`."
         ),
     ),
     "checkpoint": ("checkpoints", "Checkpoints", "Models out of what a run has saved."),

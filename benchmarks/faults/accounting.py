@@ -6,9 +6,8 @@ again to the living (paceline), computed again after a checkpoint was read (torc
 (torchft). The last attempt that was taken is the one in the final weights: its turns *survive*.
 
     step 7, attempt 0    A ####......         killed: no second line
-                         B ##########  not taken, or rolled back later       all three: computed in
-                                       vain
-                         C ##########
+                         B ##########  not taken, or rolled back later
+                         C ##########                             all three: in vain
     step 7, attempt 1    B ##########  taken    -> surviving
                          C ##########  taken    -> surviving
 

@@ -1,12 +1,11 @@
 """What a strategy does to the loss.
 
 python -m benchmarks.learning tune     # the learning rate of the exact run, once
-python -m benchmarks.learning table    # GPT 0.9 M, 4 workers, 600 steps, three seeds, two sizes of
-                                       batch: losses against exact
-python -m benchmarks.learning race     # GPT 3.5 M on 4 hosts with links of 100 Mbit/s: seconds to
-                                       the loss that DDP has after 300 steps
-python -m benchmarks.learning report   # its part of docs/results.md and its pictures, from what was
-                                       measured
+python -m benchmarks.learning table    # GPT 0.9 M, 4 workers, 600 steps, three seeds:
+                                       # losses against exact
+python -m benchmarks.learning race     # GPT 3.5 M on 4 hosts with links of 100 Mbit/s:
+                                       # seconds to the loss that DDP has after 300 steps
+python -m benchmarks.learning report   # write its part of docs/results.md and its pictures
 
 Every run is a line in benchmarks/results/learning.jsonl at once; what is there isn't run again.
 """

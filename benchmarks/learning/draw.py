@@ -1,7 +1,7 @@
 """Draws what was learned: `draw.py LEARNING.json FOLDER`. Needs only matplotlib.
 
-learning-BATCH.png   training loss against steps, and against bytes     learning-race.png
-                     validation loss against seconds
+learning-BATCH.png   training loss against steps, and against bytes
+learning-race.png    validation loss against seconds
 """
 
 from __future__ import annotations

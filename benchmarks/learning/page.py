@@ -31,8 +31,8 @@ def make(results: Path, docs: Path) -> None:
     found = {"tables": tables, "race": _race(records), "headers": list(records.each("header"))}
     if not found["tables"] and not found["race"]:
         sys.exit(
-            f"{results} has no runs: make some first, with python -m benchmarks.learning table, or "
-            "race"
+            f"{results} has no runs: make some first, "
+            "with python -m benchmarks.learning table, or race"
         )
     data = docs / "pictures" / "learning.json"
     data.write_text(json.dumps(found) + "\n")

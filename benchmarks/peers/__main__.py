@@ -5,8 +5,7 @@ Rounds of all peers alternate; every launch's weights are checked against one pr
 python -m benchmarks.peers --install            # once: an environment for each peer, under .bench/
 python -m benchmarks.peers --estimate           # how long it would take
 python -m benchmarks.peers                      # measure, or go on where it was interrupted
-python -m benchmarks.peers report               # its part of docs/results.md, from what was
-                                                measured
+python -m benchmarks.peers report               # write its part of docs/results.md
 """
 
 from __future__ import annotations

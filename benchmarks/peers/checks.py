@@ -60,8 +60,8 @@ def complaint(
     )
     if not early <= bound:
         return (
-            f"weights are {early:.1e} away from one process's after the warm-up, more than "
-            f"{bound:g}"
+            f"weights are {early:.1e} away from one process's after "
+            f"the warm-up, more than {bound:g}"
         )
     return (
         None

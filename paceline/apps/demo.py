@@ -74,8 +74,8 @@ class DemoPlan:
     def __post_init__(self) -> None:
         if self.workers < 2:
             raise UsageError(
-                f"--workers {self.workers}: the demo compares one worker with several, so give 2 "
-                "or more"
+                f"--workers {self.workers}: the demo compares one worker "
+                "with several, so give 2 or more"
             )
         if not 2 <= self.alone <= self.steps:
             raise UsageError(
@@ -276,8 +276,8 @@ def say_same(outcomes: Sequence[DemoOutcome]) -> str:
     difference = apart(alone.losses, several.losses)
     verb = "have the same losses as" if difference < SAME else "DON'T have the losses of"
     return (
-        f"{counted(several.summary['workers'], 'worker')} {verb} one worker ({difference:.1e} "
-        "apart "
+        f"{counted(several.summary['workers'], 'worker')} {verb} one "
+        f"worker ({difference:.1e} apart "
         f"at most in {len(alone.losses)} steps), and the script names no number of workers."
     )
 
@@ -293,8 +293,8 @@ def say_survived(alone: DemoOutcome, killed: DemoOutcome) -> str:
     counts = f"{killed.summary['samples']:,} of {alone.summary['samples']:,} samples"
     verb = "are the same as" if difference < SAME else "are NOT the same as"
     return (
-        f"A worker was killed (SIGKILL) after {step} steps, and the others went on at once: "
-        f"{counts} "
+        f"A worker was killed (SIGKILL) after {step} steps, "
+        f"and the others went on at once: {counts} "
         f"were trained on, each once, and all losses after it {verb} those of one worker "
         f"({difference:.1e} apart at most)."
     )
@@ -309,9 +309,8 @@ def say_slow(slow: tuple[DemoOutcome, DemoOutcome] | str) -> str:
     nbytes = [outcome.summary["bytes_sent"]["between"] for outcome in slow]
     return (
         f"Over a link of 50 Mbit/s, {len(exact.losses)} steps with {exact.title} took "
-        f"{times[0]:.1f} s, "
-        f"and with {smaller.title} {times[1]:.1f} s, for 1/{nbytes[0] / nbytes[1]:.0f} of the "
-        "bytes; "
+        f"{times[0]:.1f} s, and with {smaller.title} {times[1]:.1f} s, "
+        f"for 1/{nbytes[0] / nbytes[1]:.0f} of the bytes; "
         f"the last losses are {exact.losses[-1]:.2f} and {smaller.losses[-1]:.2f}."
     )
 

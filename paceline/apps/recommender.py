@@ -1,11 +1,15 @@
-"""Trains a recommender on a log of clicks: a small DLRM (Naumov et al. 2019), with its tables on
+"""Trains a recommender on a log of clicks: a small DLRM (Naumov et al. 2019) with tables on
 servers.
 
-    python -m paceline.apps.recommender [--rows 10000000 --servers 2]         or under any launcher of several workers
+    python -m paceline.apps.recommender [--rows 10000000 --servers 2]
+
+It runs under any launcher of several workers, too.
 
 numbers -> bottom ---+-- all pairs' products --+
-ids -> tables -------+-------------------------+-> top -> clicked?          AUC on samples that come later in the log, in summary.json
-"""  # noqa: E501
+ids -> tables -------+-------------------------+-> top -> clicked?
+
+summary.json has the AUC on samples that come later in the log.
+"""
 
 from __future__ import annotations
 

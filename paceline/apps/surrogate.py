@@ -1,10 +1,12 @@
-"""Trains a U-Net to do what a solver does: a dye in a flow is given, and its field after some time
-is predicted in one pass.
+"""Trains a U-Net to do the work of a solver: it predicts the field of a dye in a flow in one pass.
 
     python -m paceline.apps.surrogate [--steps 200]         or under any launcher of several workers
 
-numbers -> advection.py draws and solves -> (field, flow, diffusivity) -> U-Net -> field after the time     errors in summary.json
-"""  # noqa: E501
+numbers -> advection.py draws and solves -> (field, flow, diffusivity)
+                                                 -> U-Net -> field after some time
+
+summary.json has the errors.
+"""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ def asked(metric: Any, best: Best | None) -> Metric | None:
         )
     if wrong := unknown("best", best, Best):
         raise UsageError(
-            f"run.save: {wrong}; give 'min' where a smaller metric is better, 'max' where a larger "
-            "one is"
+            f"run.save: {wrong}; give 'min' where a smaller metric is better, "
+            "'max' where a larger one is"
         )
     if isinstance(metric, Tensor) and (metric.numel() != 1 or metric.is_complex()):
         raise UsageError(
@@ -73,8 +73,7 @@ def agreed(given: Sequence[Metric | None]) -> tuple[Metric | None, str]:
         if _meaning(other) != _meaning(first):
             raise UsageError(
                 f"workers don't save alike: rank 0 calls run.save({_meaning(first)}), rank {rank} "
-                f"run.save({_meaning(other)}); call it "
-                "with the same arguments everywhere"
+                f"run.save({_meaning(other)}); call it with the same arguments everywhere"
             )
     if first is None:
         return None, ""
@@ -86,8 +85,7 @@ def agreed(given: Sequence[Metric | None]) -> tuple[Metric | None, str]:
         return first, ""
     return first, (
         f"the metric of run.save is {first.value:.6g} on rank 0 and {values[apart]:.6g} on rank "
-        f"{apart}: the one of rank 0 counts. "
-        "Give run.mean(metric) for that of all workers"
+        f"{apart}: the one of rank 0 counts. Give run.mean(metric) for that of all workers"
     )
 
 

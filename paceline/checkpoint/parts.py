@@ -113,8 +113,8 @@ class CutParts:
             if rank in writers:
                 if not place.is_dir():
                     raise CheckpointError(
-                        f"worker {rank} doesn't see {place}, and its part of the model goes there: "
-                        f"{SHARED}"
+                        f"worker {rank} doesn't see {place}, "
+                        f"and its part of the model goes there: {SHARED}"
                     )
                 mine = plan(rank, blocks)
             return 0 if mine is None else mine.layout.nbytes

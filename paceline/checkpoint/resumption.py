@@ -77,8 +77,7 @@ class RunResumption:
         if not self._asked and catalogue.newest(self._folder.checkpoints):
             self._announce(
                 "the job has started again, and trains from the beginning although it has "
-                "checkpoints: loop over run.epochs(n), "
-                "or call run.resume() after run.prepare"
+                "checkpoints: loop over run.epochs(n), or call run.resume() after run.prepare"
             )
         self._records.log.rewind_to_step(
             self._loop.steps, time.time() - self._records.history.began

@@ -183,8 +183,8 @@ def _numbers(ranges: str) -> Iterator[str]:
         low, _, high = part.partition("-")
         if not low.isdigit() or (high and not high.isdigit()):
             raise PlaceError(
-                f"[{ranges}] in a Slurm node list can't be read: set MASTER_ADDR to the host of "
-                "rank 0"
+                f"[{ranges}] in a Slurm node list can't be read: "
+                "set MASTER_ADDR to the host of rank 0"
             )
         for number in range(int(low), int(high or low) + 1):
             yield str(number).zfill(len(low))

@@ -3,9 +3,8 @@
 mesh "data=2, tensor=2" on two hosts of two workers
 
           tensor 0   tensor 1
-data 0    rank 0     rank 2       host a       workers that cut a layer between them talk most: they
-                                               share a host
-data 1    rank 1     rank 3       host b
+data 0    rank 0     rank 2       host a       workers that cut a layer between them exchange most,
+data 1    rank 1     rank 3       host b       so they share a host if they can
 
 data      replicas: the same model, other samples
 shard     other samples, and each worker keeps a part of the state
@@ -183,8 +182,8 @@ def workers(text: str) -> int:
     for name, size in found.items():
         if size is None:
             raise UsageError(
-                f"mesh={text!r} leaves the size of {name} open: say how many, {name}=2, or give "
-                "--workers"
+                f"mesh={text!r} leaves the size of {name} open: say how many, "
+                f"{name}=2, or give --workers"
             )
     return prod(size for size in found.values() if size is not None)
 

@@ -41,8 +41,8 @@ def parse(text: str, source: str) -> bytes:
     secret = text.strip().encode()
     if not _SHORTEST <= len(secret) <= _LONGEST:
         raise missing(
-            f"the secret in {source} has {len(secret)} characters, and {_SHORTEST} to {_LONGEST} "
-            "are needed"
+            f"the secret in {source} has {len(secret)} characters, "
+            f"and {_SHORTEST} to {_LONGEST} are needed"
         )
     return secret
 

@@ -80,8 +80,8 @@ class Signer:
         mac, body = text[1 : 1 + 2 * secrets.MAC_BYTES], text[1 + 2 * secrets.MAC_BYTES :]
         if not secrets.verify(self.secret, bytes.fromhex(mac), *self._names(key), body.encode()):
             raise SecretError(
-                f"{key} in the store was signed with another secret, or in another start of a job. "
-                f"{_ADVICE}"
+                f"{key} in the store was signed with another secret, "
+                f"or in another start of a job. {_ADVICE}"
             )
         return body
 

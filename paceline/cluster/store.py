@@ -205,8 +205,7 @@ def address(place: Place) -> str:
             f"{place.hosts} hosts are to meet at {place.meeting[0]}, which is the loopback of "
             f"{place.hostname} and reaches no other host: "
             "give the meeting point (MASTER_ADDR, --join) as an address that all hosts reach, or "
-            f"{network.advice()} "
-            "(PACELINE_INTERFACE=lo if all of them are this machine)"
+            f"{network.advice()} (PACELINE_INTERFACE=lo if all of them are this machine)"
         )
     return chosen
 
@@ -378,8 +377,8 @@ def _serve(place: Place, deadline: float) -> TorchStore:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise PlaceError(
-                f"can't listen on {chosen}:{port} ({error.strerror}): set MASTER_PORT to another "
-                "port"
+                f"can't listen on {chosen}:{port} ({error.strerror}): "
+                "set MASTER_PORT to another port"
             ) from error
         return _shared(chosen, port, timeout)
     return TCPStore(
@@ -508,8 +507,7 @@ def _follow(place: Place, deadline: float) -> tuple[TCPStore, int]:
         if time.monotonic() + nap >= end:
             raise DeadlineExceeded(
                 f"rank {place.rank} on {place.hostname} found a store at {place.meeting}, but rank "
-                "0 didn't come to it within "
-                f"{deadline:g} s: look at its output",
+                f"0 didn't come to it within {deadline:g} s: look at its output",
                 (0,),
             )
         time.sleep(nap)

@@ -43,8 +43,7 @@ def load(text: str, source: str = "the text") -> Topology:
     if content.get("version") != VERSION:
         raise UsageError(
             f"{source} has the form of version {content.get('version')!r}, and this paceline reads "
-            f"{VERSION}: measure again with "
-            "`paceline probe`"
+            f"{VERSION}: measure again with `paceline probe`"
         )
     try:
         hosts = tuple(_host(each) for each in content["hosts"])
@@ -58,8 +57,8 @@ def load(text: str, source: str = "the text") -> Topology:
         return topology
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(
-            f"{source} isn't whole ({type(error).__name__}: {error}): measure again with `paceline "
-            "probe`"
+            f"{source} isn't whole ({type(error).__name__}: {error}): "
+            "measure again with `paceline probe`"
         ) from error
 
 
@@ -79,8 +78,8 @@ def read(path: Path) -> Topology:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"{path} can't be read ({error}): measure the cluster with `paceline probe --out "
-            f"{path}`"
+            f"{path} can't be read ({error}): measure the cluster "
+            f"with `paceline probe --out {path}`"
         ) from error
     return load(text, str(path))
 

@@ -13,12 +13,12 @@ from paceline.formatting import spell
 
 @dataclass(frozen=True)
 class auto:
-    """Exact at first; after a dozen steps the best of `candidates`, if it promises steps that are
-    1.1 times as fast. Announced in one line.
+    """Begin exact, and take the best of `candidates` if it promises faster steps.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.auto((pl.half(), pl.int8(), pl.int4()))))
 
-    The default candidates lose too little for the loss to show it.
+    The choice is made after a dozen steps, and announced in one line. Steps have to be 1.1 times as
+    fast. The default candidates lose too little to change the loss visibly.
     """
 
     candidates: tuple[Codec | Coding, ...] = field(default_factory=lambda: (half(), int8()))

@@ -1,18 +1,16 @@
-"""Codecs: the sum of a group through a coding, the same bits on every rank; what is lost may be
-kept as a residual and sent later.
+"""Codecs: the sum of a group through a coding, with the same bits on every rank.
 
-    gathered    every rank sends its message to all, all decode and add them in rank order
-                n payloads, one stage
-    scattered   each piece goes to the rank that owns it; that one adds, encodes the sum again,
-                2 payloads, two stages
-                and sends it to all
+    gathered         n payloads, one stage: every rank sends its message to all; all decode the
+                     messages and add them in rank order
+    scattered        2 payloads, two stages: each piece goes to the rank that owns it; the owner
+                     adds, encodes the sum again, and sends it to all
 
-    error_feedback   x + residual is sent, and the new residual is what of that did not arrive
+    error_feedback   x + residual is sent; the new residual is the part that did not arrive
                      (Seide et al. 2014, Karimireddy et al. 2019)
 
-A codec is plain data. Its state is made by `init`, handed to `sum`, and given back changed, so that
-it can be saved, and so that a step that failed leaves it as it was. `sum` is a generator: what it
-yields is awaited, one stage further (see `comm/hierarchy/staged_executor.py`).
+A codec is plain data. `init` makes its state, and `sum` takes the state and returns a new one. So
+the state can be saved, and a failed step leaves it as it was. `sum` is a generator: each value that
+it yields is awaited one stage further (see `comm/hierarchy/staged_executor.py`).
 """
 
 from __future__ import annotations
@@ -153,9 +151,9 @@ class plain(_Simple):
 class gathered(_Simple):
     """Every rank gets every message: n payloads come in.
 
-    Best for few ranks, and for codings whose sum is no smaller, such as topk.
-
     >>> pl.start(sync=pl.AllReduce(codec=pl.gathered(pl.int8())))
+
+    Best for few ranks, and for codings whose sum is no smaller, such as topk.
     """
 
     coding: Coding
@@ -177,12 +175,12 @@ class gathered(_Simple):
 
 @dataclass(frozen=True)
 class scattered(_Simple):
-    """Every rank adds one piece and sends the sum, encoded again, to all: two payloads, for any
-    number of ranks.
+    """Every rank adds one piece and sends the sum, encoded again, to all.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.scattered(pl.int4())))
 
-    The loss of the second encoding counts as lost by the rank that owns the piece.
+    That takes two payloads, for any number of ranks. The loss of the second encoding counts as lost
+    by the rank that owns the piece.
     """
 
     coding: Coding
@@ -310,8 +308,7 @@ class named:
 
 @dataclass(frozen=True)
 class where:
-    """Uses `then` for tensors for which `predicate` holds, `otherwise` for the others:
-    `where(smaller(10_000), exact(), int8())`.
+    """Uses `then` for tensors that fulfil `predicate`, and `otherwise` for all others.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.where(pl.smaller(10_000), pl.exact(), pl.int8())))
     """

@@ -140,9 +140,9 @@ class exact:
 class compose:
     """Applies `inner` to the values that `outer` leaves: `compose(topk(0.01), int8())`.
 
-    Takes any number of codings, from left to right.
-
     >>> pl.start(sync=pl.AllReduce(codec=pl.error_feedback(pl.compose(pl.topk(0.01), pl.int8()))))
+
+    More than two are nested: `compose(compose(topk(0.5), half()), int4())`.
     """
 
     outer: Coding
@@ -158,8 +158,8 @@ class compose:
                 )
         if not any(part.values for part in self.outer.layout(1)):
             raise UsageError(
-                f"{self.outer!r} leaves no values that {self.inner!r} could make smaller; "
-                "put it last"
+                f"{self.outer!r} leaves no values that {self.inner!r} "
+                "could make smaller; put it last"
             )
 
     def layout(self, numel: int) -> tuple[WirePart, ...]:

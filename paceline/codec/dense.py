@@ -208,14 +208,14 @@ class int4(_Levels):
 
 @dataclass(frozen=True)
 class sign(_Blocks):
-    """One bit an element: its sign; and for each `block` of them the mean of their sizes (1-bit
-    SGD, Seide et al. 2014).
+    """One bit an element, its sign, and the mean size of each `block` of elements.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.error_feedback(pl.sign())))
 
-    With SGD it needs `error_feedback` around it, with Adam it does as well without. The smaller the
-    blocks, the less the small drown among the large. `gathered(sign())` is the mean of all signs;
-    the default, scattered, is the sign of that again.
+    It is 1-bit SGD (Seide et al. 2014). With SGD it needs `error_feedback` around it, with Adam it
+    does as well without. The smaller the blocks, the better small elements survive among large
+    ones. `gathered(sign())` is the mean of all signs; the default, scattered, is the sign of that
+    again.
     """
 
     block: int = 64

@@ -1,12 +1,13 @@
-"""Low rank: matrices are summed as the product of two thin ones (PowerSGD, Vogels et al. 2019,
-algorithms 1 and 2).
+"""Low rank: matrices are summed as the product of two thin ones (PowerSGD).
 
-    M (n x m), mine      P = M Q (n x r)      P summed, made orthonormal      Q = M' P (m x r)
-                                              Q summed      total = P Q'
+Vogels et al. 2019, algorithms 1 and 2. M is this rank's n x m matrix:
 
-Q of the last sum is where the next one begins (warm start): one step of power iteration a step of
-training. Each rank's next Q is the summed one, never its own: with a lossy coding inside replicas
-would drift apart otherwise.
+    P = M Q (n x r)  ->  P summed, made orthonormal  ->  Q = M' P (m x r)  ->  Q summed
+    total = P Q'
+
+The next sum begins with the Q of the last one (warm start): one step of power iteration per step of
+training. Each rank's next Q is the summed one, never its own. Otherwise replicas would drift apart
+with a lossy coding inside.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ class _Matrices(NamedTuple):
 
 @dataclass(frozen=True)
 class powersgd:
-    """Sums matrices with rank `rank`; a tensor of more dimensions is one with its first against all
-    others. `inner` is how P and Q travel.
+    """Sums matrices as products of rank `rank`; `inner` is the codec of P and Q.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.error_feedback(pl.powersgd(rank=4))))
 
-    Vectors, and matrices that would not become smaller, travel with P as they are. Loses so much
-    that it needs `error_feedback` around it. On processors of different kinds the products may
-    differ in their last bits.
+    A tensor of more dimensions is a matrix of its first one against all others. Vectors, and
+    matrices that would not become smaller, travel with P as they are. It loses so much that it
+    needs `error_feedback` around it. On processors of different kinds the products may differ in
+    their last bits.
     """
 
     rank: int

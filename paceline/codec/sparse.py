@@ -34,8 +34,8 @@ class _Picked:
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
             raise UsageError(
-                f"{self!r}: fraction is {self.fraction!r}, and has to be above 0 and at most 1 (1 "
-                "% is 0.01)"
+                f"{self!r}: fraction is {self.fraction!r}, "
+                "and has to be above 0 and at most 1 (1 % is 0.01)"
             )
 
     def _count(self, numel: int) -> int:
@@ -56,13 +56,13 @@ class _Picked:
 
 @dataclass(frozen=True)
 class topk(_Picked):
-    """Keeps the `fraction` of largest size, with their indices: eight bytes for each (Deep Gradient
-    Compression, Lin et al. 2018).
+    """Keeps the `fraction` of elements of largest size, with their indices.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.error_feedback(pl.topk(0.01))))
 
-    `threshold="sampled"` finds them several times faster: a sample says from which size on elements
-    count, so a few of the largest may be missed where sizes are spread unevenly. What it picks
+    It sends eight bytes for each (Deep Gradient Compression, Lin et al. 2018).
+    `threshold="sampled"` finds them several times faster: a sample gives the size from which on
+    elements count. So a few of the largest may be missed if sizes are spread unevenly. The choice
     depends on the values alone, not on chance.
     """
 
@@ -112,13 +112,12 @@ class topk(_Picked):
 
 @dataclass(frozen=True)
 class randomk(_Picked):
-    """Keeps a random `fraction` of the elements, other ones each time: four bytes for each, and
-    eight for the seed (Stich et al. 2018).
+    """Keeps a random `fraction` of the elements, other ones each time (Stich et al. 2018).
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.error_feedback(pl.randomk(0.1))))
 
-    One is drawn from each stretch of 1 / fraction elements. They are sent as they are, not scaled
-    up.
+    It sends four bytes for each kept element, and eight for the seed. One element is drawn from
+    each stretch of 1 / fraction elements. They are sent as they are, not scaled up.
     """
 
     fraction: float

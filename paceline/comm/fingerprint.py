@@ -225,8 +225,8 @@ def objects_call(obj: Any, name: str | None) -> tuple[str, CallFingerprint]:
             "gather_objects",
             name,
             flaw=(
-                f"{type(obj).__name__} is not JSON (dict, list, str, int, float, bool, None): "
-                f"{error}"
+                f"{type(obj).__name__} is not JSON (dict, list, str, int, float, "
+                f"bool, None): {error}"
             ),
         )
 

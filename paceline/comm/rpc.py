@@ -296,8 +296,8 @@ class RpcServer:
         # A number that has come before: a repeated message, by accident or by a stranger.
         if message.number <= last:
             self._log_refusal(
-                f"a message was refused: number {message.number} of {message.sender} has come "
-                "before"
+                f"a message was refused: number {message.number} of "
+                f"{message.sender} has come before"
             )
             return None
         return message

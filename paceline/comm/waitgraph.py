@@ -65,9 +65,8 @@ def make_stuck_error(stuck: Mapping[int, RankWait], names: Sequence[int]) -> Mis
     """Make the error of ranks that have come apart."""
     texts = [stuck[rank].text if rank in stuck else "" for rank in range(max(stuck) + 1)]
     return Mismatch(
-        f"workers have come apart: {describe_sides(texts, names)}. Every worker has to make the "
-        "same "
-        "collective calls in the same order"
+        f"workers have come apart: {describe_sides(texts, names)}. "
+        "Every worker has to make the same collective calls in the same order"
     )
 
 

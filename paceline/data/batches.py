@@ -91,9 +91,8 @@ def tokens(
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             has = f"a {type(batch).__qualname__} with {', '.join(map(repr, parts)) or 'no parts'}"
             raise DataError(
-                f"pl.tokens({key!r}) found no tensor of integers at {key!r} in a batch, which is "
-                f"{has}: "
-                "say at which name or place it has its labels"
+                f"pl.tokens({key!r}) found no tensor of integers at {key!r} "
+                f"in a batch, which is {has}: say at which name or place it has its labels"
             )
         counted, inputs = labels != ignore, parts.get("input_ids")
         shifted = shift

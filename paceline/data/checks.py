@@ -47,14 +47,12 @@ def check_cost(loader: DataLoader[Any], cost: Any, *, lockstep: bool) -> None:
     if loader.batch_sampler is None:
         raise DataError(
             "cost= deals the samples of a batch, and each item of this data set is a whole batch "
-            "(batch_size=None): give the loader a "
-            "batch size, or leave cost= out"
+            "(batch_size=None): give the loader a batch size, or leave cost= out"
         )
     if not lockstep:
         raise DataError(
             "cost= evens out what workers in lockstep wait for, and with staleness or "
-            "backup_workers each takes samples when it is ready: "
-            "leave it out"
+            "backup_workers each takes samples when it is ready: leave it out"
         )
 
 
@@ -73,8 +71,7 @@ def check_speeds(shard: str | None, *, lockstep: bool) -> None:
     if shard == "mine":
         raise DataError(
             "shares='auto' deals batches by speed, and with shard='mine' the stream deals them: "
-            "leave out one of them, or give the "
-            "stream more samples on faster workers"
+            "leave out one of them, or give the stream more samples on faster workers"
         )
     if not lockstep:
         raise DataError(

@@ -1,18 +1,15 @@
-"""Dealing by cost, where samples differ: workers get equal sums of costs, or sums in proportion to
-their parts, instead of equal counts.
+"""Dealing by cost, if samples differ: workers get equal sums of costs instead of equal counts.
 
-costs, the largest first     11 9 8 | 7 6 5 | 4 3 3 2 2 1 1      each to whom has least with it:
-                                                                 large ones and small ones for
-                                                                 everybody
-                             11     9     8
-                              5     6     7
+With parts, sums are in proportion to them.
+
+costs, the largest first     11 9 8 | 7 6 5 | 4 3 3 2 2 1 1      each goes to the worker with the
+                             11     9     8                      smallest sum so far: large and
+                              5     6     7                      small ones for every worker
                               3     3     4
                               2 1   2     1        sums 22 20 20
 
-padded to the longest        1 1 2 2 3 3 4 | 5 6 7 | 8 9 | 11      cut at consecutive places: what
-                                                                   is alike goes together
-count x longest                         28      21    18   11
-
+padded to the longest        1 1 2 2 3 3 4 | 5 6 7 | 8 9 | 11    cut at consecutive places: similar
+count x longest                         28      21    18   11    costs go together
 """
 
 from __future__ import annotations
@@ -323,8 +320,8 @@ class SampleCosts:
             ) from error
         if not 0 <= cost < math.inf:
             raise DataError(
-                f"cost= gives {cost} for sample {key!r}: a cost is a number, zero or more, such as "
-                "a length"
+                f"cost= gives {cost} for sample {key!r}: a cost is a number, "
+                "zero or more, such as a length"
             )
         return cost
 

@@ -1,10 +1,9 @@
 """Dynamic dealing of map-style data for workers out of lockstep: each takes samples when ready.
 
-    global batches   | 0: a a a b b b c c c | 1: a a a c c c a a a | 2: b b b ...        the first
-                     to ask gets the next piece
+    global batches   | 0: a a a b b b c c c | 1: a a a c c c a a a | 2: b b b ...
 
-All indices of an epoch are drawn before it begins, unless they are too many; then the workers meet
-for the next part of it.
+The first worker to ask gets the next piece. All indices of an epoch are drawn before it begins,
+unless they are too many; then the workers meet for the next part of it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""A batch of no rows, as a collate function would make it: derived from how its batches of one
-sample and of two differ.
+"""A batch of no rows, derived from a collate function's batches of one sample and of two.
 
 one sample     {"image": [1, 3, 8], "boxes": [[4, 4]],         "name": ("a",),     "n": 1,
-                                                               "anchors": [9, 4]}
 twice          {"image": [2, 3, 8], "boxes": [[4, 4], [4, 4]], "name": ("a", "a"), "n": 2,
-               "anchors": [9, 4]}
 no rows        {"image": [0, 3, 8], "boxes": [],               "name": (),         "n": 0,
-                                                               "anchors": [9, 4]}
+
+and "anchors": [9, 4]} in all three: it doesn't grow with the samples, so it stays.
 """
 
 from __future__ import annotations
@@ -60,8 +58,7 @@ def _unable(value: Any) -> DataError:
         "a worker has an empty share of an evaluation batch, and a batch of no rows can't be made "
         f"of a {type(value).__qualname__}: "
         f"{ADVICE}; let every batch have at least one sample per worker; "
-        "or say prepare(..., pad=True), and such a worker gets the first "
-        "sample of the batch"
+        "or say prepare(..., pad=True), and such a worker gets the first sample of the batch"
     )
 
 

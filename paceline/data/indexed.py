@@ -301,8 +301,8 @@ class IndexedPipeline(Pipeline):
                     return part, data if part.batch is not TWICE else self._emptied(data)
             elif reopened:
                 raise DataError(
-                    "the data set ended an epoch by itself: StopIteration came out of its "
-                    "__getitem__"
+                    "the data set ended an epoch by itself: "
+                    "StopIteration came out of its __getitem__"
                 )
             else:
                 reopened = True

@@ -495,8 +495,8 @@ def _weight(weigh: Weigh, part: SharePart) -> float:
     weight = float(weigh(part.batch))
     if not 0 <= weight < math.inf:
         raise DataError(
-            f"weigh gave {weight} for a batch of {part.share} samples: a weight is a number, zero "
-            "or more"
+            f"weigh gave {weight} for a batch of {part.share} samples: "
+            "a weight is a number, zero or more"
         )
     return weight
 

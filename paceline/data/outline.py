@@ -60,8 +60,8 @@ def difference(outlines: Sequence[dict[str, Sequence[Any]]]) -> str | None:
                 continue
             if contents == entry.contents:
                 return (
-                    f"{name} has the same names in another order on rank {rank} than on rank "
-                    f"{other}"
+                    f"{name} has the same names in another order on "
+                    f"rank {rank} than on rank {other}"
                 )
             if decides and entry.decides and name.startswith("len("):
                 return f"{name} is {contents} on rank {rank} and {entry.contents} on rank {other}"

@@ -140,9 +140,8 @@ class ReadState:
             if self._mark != start.mark:
                 raise DataError(
                     "the stream does not give again what it gave before, so that it can't be "
-                    "resumed by counting: "
-                    "give it a state_dict and load_state_dict, or an order that depends on a fixed "
-                    "seed only"
+                    "resumed by counting: give it a state_dict and load_state_dict, "
+                    "or an order that depends on a fixed seed only"
                 )
 
     def _read_on(self, batch: int | None) -> bool:

@@ -93,6 +93,6 @@ def _advice(code: int) -> str:
             "larger /dev/shm"
         )
     return (
-        "Its own output tells more; with num_workers=0 the same happens in this process, with a "
-        "traceback"
+        "Its own output tells more; with num_workers=0 the same happens "
+        "in this process, with a traceback"
     )

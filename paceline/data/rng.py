@@ -120,8 +120,7 @@ def put_own(loader: DataLoader[Any], state: State) -> None:
     if sources.keys() != state.keys():
         raise DataError(
             f"the state of a loader was saved with the generators {sorted(state)}, and this one "
-            f"has {sorted(sources)}: "
-            "build the loader with the same sampler, shuffle and generator"
+            f"has {sorted(sources)}: build the loader with the same sampler, shuffle and generator"
         )
     for path, source in sources.items():
         if isinstance(source, torch.Generator):

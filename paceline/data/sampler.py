@@ -1,9 +1,8 @@
 """The indices of an epoch: drawn by the first worker, and sent ahead to all in chunks.
 
-    turn             0 . . . . . . . C . . . . . . . 2C. . .
-    met at 0         [ chunk 0       | chunk 1      ]
-    met at C                                         [ chunk 2      ]       C >= the prefetch of any
-                                                                            DataLoader
+    turn             0 . . . . . . . C . . . . . . . 2C. . .      C: at least the prefetch of any
+    met at 0         [ chunk 0       | chunk 1      ]             DataLoader
+    met at C                                         [ chunk 2      ]
 
 All workers meet at the same turns. A DataLoader that runs ahead by C batches finds its indices
 without waiting, so no two workers can wait for each other.
@@ -293,8 +292,7 @@ def check_samplers(loader: DataLoader[Any]) -> None:
             except (TypeError, NotImplementedError):
                 raise DataError(
                     f"the data set is a {type(data).__qualname__} without a length: "
-                    "give it __len__, or a sampler, "
-                    "or make it a torch.utils.data.IterableDataset"
+                    "give it __len__, or a sampler, or make it a torch.utils.data.IterableDataset"
                 ) from None
 
 

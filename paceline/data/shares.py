@@ -64,8 +64,8 @@ def policy(shares: AskedShares, size: int) -> Shares:
     """
     if isinstance(shares, str) and shares != "auto":
         raise DataError(
-            f"shares is {shares!r}: give 'auto', one number per worker, or a function of the batch "
-            "size"
+            f"shares is {shares!r}: give 'auto', one number per worker, "
+            "or a function of the batch size"
         )
     if shares is None or shares == "auto":
         return lru_cache(maxsize=128)(partial(equal, size=size))

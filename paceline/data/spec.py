@@ -152,11 +152,11 @@ class LoaderSpec:
         if (key := unevenly_ignored(part.batch)) is not None:
             self.looks = 0
             self.announce(
-                f"labels ({key!r} of a batch) that losses ignore ({IGNORED}) are not as many in "
-                "each "
+                f"labels ({key!r} of a batch) that losses ignore ({IGNORED}) "
+                "are not as many in each "
                 "sample, and shares count by samples: if the loss is a mean over labels, give "
-                f"weigh=pl.tokens({key!r}) to run.prepare, or results depend on the number of "
-                "workers"
+                f"weigh=pl.tokens({key!r}) to run.prepare, "
+                "or results depend on the number of workers"
             )
 
     def announce(self, text: str) -> None:

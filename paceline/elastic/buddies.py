@@ -1,13 +1,13 @@
-"""Buddies: a worker's unreplicated state (residuals of a codec, changes since the last round) is
-copied to another worker, its buddy.
+"""Buddies: a worker's unreplicated state is copied to another worker, its buddy.
 
-    step            copied while training pauses    sent beside the next steps        whole in the
-                                                    buddy's memory
-    loss            the living say what they hold   the newest copy is taken over     all say what
-                                                    has become of it
+Such state is residuals of a codec, and changes since the last round.
 
-How often copies are made follows from what they have cost so far; all workers decide it together,
-when they hand over their logs.
+    step    copied while training pauses -> sent beside the next steps -> complete in the buddy's
+                                                                          memory
+    loss    workers say which copies they hold -> the newest is taken over -> its fate is announced
+
+How often copies are made follows from their cost so far. All workers decide it together when they
+hand over their logs.
 """
 
 from __future__ import annotations

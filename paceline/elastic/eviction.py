@@ -1,10 +1,11 @@
 """Eviction: a worker that makes the others wait repeatedly is asked to leave, between two turns.
 
 looks at five flushes each      1       2       3       4
-ranks that are late             2      2, 3     2             after three in a row rank 2 leaves;
-                                                              the turn that is under way is dealt
-                                                2 goes ->     again to the others, so that each
-                                                              sample still counts once
+ranks that are late             2      2, 3     2
+                                                2 goes ->
+
+After three looks in a row rank 2 leaves. The turn that is under way is dealt again to the others,
+so each sample still counts once.
 """
 
 from __future__ import annotations

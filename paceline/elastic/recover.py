@@ -1,13 +1,12 @@
-"""The plan after a loss: a function of the progress that all living workers report, so that all
-come to the same plan.
+"""The plan after a loss: a function of the progress that all remaining workers report.
 
-Workers make the same calls (exchanges, means, meetings) in the same order, and none ends anywhere
-before all have begun it:
+So all come to the same plan. Workers make the same calls (exchanges, means, meetings) in the same
+order, and a call ends nowhere before all have begun it:
 
-    call           ... k-2    k-1      k            a, b: have completed k-1, and were cut off in k
-    a, b, d        ...  ok    ok       lost         c: was cut off in k-1, and gets its result from
-                                                    a
-    c              ...  ok    lost                  d: is dead
+    call           ... k-2    k-1      k
+    a, b           ...  ok    ok       lost         have completed k-1, and were cut off in k
+    c              ...  ok    lost                  was cut off in k-1, and gets its result from a
+    d              ...  ok    ok       dead
 
 Then all are at call k. If that lies in a turn of training whose gradients are not complete, the
 turn can't be completed any more: a part of its batch died. So all workers discard these gradients,

@@ -180,8 +180,8 @@ class Recovery:
             complained, discarded, self.view = math.inf, False, roster.number
             if self.worker not in roster.workers:
                 raise WorkerLost(
-                    "the others went on without this worker: it was out of reach, or they took it "
-                    "for dead"
+                    "the others went on without this worker: it was out of reach, "
+                    "or they took it for dead"
                 ) from error
             with contextlib.suppress(*LOSSES, DeadlineExceeded):
                 cancel_scope = self._armed(roster, roster.workers)
@@ -340,8 +340,8 @@ class Recovery:
         self.view = number
         if refused:
             self._heart.lost(
-                f"{len(refused)} new worker(s) were refused: they are of another model, or version "
-                "of paceline"
+                f"{len(refused)} new worker(s) were refused: "
+                "they are of another model, or version of paceline"
             )
         if fresh:
             self._let_in(roster, tuple(fresh))

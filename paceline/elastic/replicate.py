@@ -1,14 +1,11 @@
-"""Replicas of state that one worker alone has, in the memory of workers on other hosts: who keeps
-which, how often, and which are whole.
+"""Replicas of state that a single worker has, in the memory of workers on other hosts.
 
-    host 0   rank 0 ──┐                    a rank that has such state is an owner; the next host
-                                           that has owners keeps its copy,
-    host 1   rank 2 <─┘ ──┐                and the last host's the first; on one host, the next
-                                           owner does
-    host 2   rank 4     <─┘
+    host 0   rank 0 ──┐            A rank that has such state is an owner. The next host that has
+    host 1   rank 2 <─┘ ──┐        owners keeps its copy, and the first host keeps the last one's.
+    host 2   rank 4     <─┘        On one host, the next owner keeps it.
 
-After Gemini (Wang et al., SOSP 2023). So two hosts may be lost at once, unless one keeps what the
-other has.
+After Gemini (Wang et al., SOSP 2023). So two hosts may be lost at once, unless one keeps the copy
+of the other.
 """
 
 from __future__ import annotations
@@ -232,8 +229,8 @@ class CopyShelf:
             else f"the one as of step {newest.label.step} is kept"
         )
         return (
-            f"a copy as of step {label.step} was refused, its bytes are not those that were sent; "
-            f"{kept}"
+            f"a copy as of step {label.step} was refused, "
+            f"its bytes are not those that were sent; {kept}"
         )
 
     def forfeit(self, owner: int) -> None:

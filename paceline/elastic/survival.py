@@ -113,7 +113,7 @@ class Survival:
         """Save, and wait until others come, as there are fewer workers than the job needs."""
         path, place = self._save(), self._view.worker.place
         self._history.announce_event(
-            f"{place.size} of {place.min_workers} workers are left: saved {path.name}, and waiting "
-            "for others"
+            f"{place.size} of {place.min_workers} workers are left: "
+            f"saved {path.name}, and waiting for others"
         )
         self.recovery.wait()

@@ -115,8 +115,8 @@ class RecoverableTransaction(PlainTransaction):
         """Raise `WorkerLost` where the turn can't be dealt again."""
         if not self._step_state.exchange_closed:
             text = (
-                "gradients that were exchanged outside of a loop over a prepared loader can't be "
-                "had again"
+                "gradients that were exchanged outside of a loop "
+                "over a prepared loader can't be had again"
             )
             raise WorkerLost(f"a worker was lost, and {text}: resume from a checkpoint") from error
 

@@ -184,8 +184,8 @@ def remove(folder: Path) -> None:
             if time.monotonic() > end:
                 inside = (folder / "cgroup.procs").read_text().split()
                 raise ResourceError(
-                    f"the control group {folder} can't be removed: processes {', '.join(inside)} "
-                    "are inside"
+                    f"the control group {folder} can't be removed: "
+                    f"processes {', '.join(inside)} are inside"
                 ) from error
             time.sleep(0.01)
 
@@ -273,6 +273,6 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text)
     except OSError as error:
         raise ResourceError(
-            f"{text} can't be written to {path} ({error.strerror}): choose another quota, or leave "
-            "it out"
+            f"{text} can't be written to {path} ({error.strerror}): "
+            "choose another quota, or leave it out"
         ) from error

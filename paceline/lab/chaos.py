@@ -69,8 +69,7 @@ class Kill(_Written):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Stop(_Written):
-    """Takes the processor from this rank's process, and its readers, for so many seconds (SIGSTOP,
-    then SIGCONT).
+    """Stops the process of a rank, and its readers, for some seconds (SIGSTOP, then SIGCONT).
 
     >>> cluster.run("train.py", faults=[lab.stop(rank=1, step=10, seconds=2.0)])
     """
@@ -111,13 +110,12 @@ class Slow(_Written):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Link(_Written):
-    """Changes the rate at which this host sends and receives ("10mbit", or bits per second), for so
-    many seconds or to the end.
+    """Changes the rate of a host's link ("10mbit", or bits per second), for a time or to the end.
 
     >>> cluster.run("train.py", faults=[lab.link(host=1, bandwidth="10mbit", step=10, seconds=5.0)])
 
-    `bandwidth` is for both directions, `up` for what it sends, `down` for what it receives; the
-    other one stays as it is.
+    `bandwidth` is for both directions, `up` for sending, `down` for receiving. A direction that
+    isn't given stays as it is.
     """
 
     host: int
@@ -153,10 +151,11 @@ class Link(_Written):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Crash(_Written):
-    """Takes this host's power: nothing more leaves it, and its processes are gone, the launcher's
-    too.
+    """Takes the power of a host: nothing leaves it any more, and all its processes are gone.
 
     >>> cluster.run("train.py", faults=[lab.crash(host=1, step=10)], min_workers=1)
+
+    The launcher is one of them.
     """
 
     host: int
@@ -165,12 +164,12 @@ class Crash(_Written):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Join(_Written):
-    """Lets a host, which is there from the start, start its launcher only when the first worker of
-    the other hosts is at that step.
+    """Lets a host start its launcher only when the first worker of the others is at a step.
 
     >>> cluster.run("train.py", faults=[lab.join(host=1, step=10)], min_workers=1)
 
-    A host that has crashed before was in the job from the start; this is its return.
+    The host itself exists from the start. If it has crashed before, it was in the job from the
+    start; this is its return.
     """
 
     host: int
@@ -185,13 +184,12 @@ Fault: TypeAlias = Kill | Stop | Cut | Slow | Link | Crash | Join
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Storm(_Written):
-    """Draws so many faults of these kinds over the first `steps` steps: the same seed gives the
-    same faults in the same cluster.
+    """Draws faults of these kinds over the first `steps` steps.
 
     >>> cluster.run("train.py", faults=[lab.storm(seed=1, faults=3, kinds=("stop", "slow"))])
 
-    `kinds` are verbs; kill and crash are possible too, join isn't. Each lasts a time between the
-    two `seconds`.
+    The same seed gives the same faults in the same cluster. `kinds` are verbs; kill and crash are
+    possible too, join isn't. Each fault lasts a time between the two `seconds`.
     """
 
     seed: int
@@ -207,8 +205,8 @@ class Storm(_Written):
             value = getattr(self, name)
             if not _whole(value) or value < least:
                 raise UsageError(
-                    f"{self!r}: {name} is {value!r}, and has to be a whole number of at least "
-                    f"{least}"
+                    f"{self!r}: {name} is {value!r}, and has to be "
+                    f"a whole number of at least {least}"
                 )
         for kind in self.kinds:
             if kind not in _DRAWN:

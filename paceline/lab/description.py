@@ -39,13 +39,16 @@ _SHOWN: Final = 60  # characters of a value in a message
 class Host:
     """One host of a cluster.
 
-    `up` is the rate at which it can send and `down` the one at which it can receive (None: no
-    limit).
-
     >>> lab.Host("a", workers=2, up=100_000_000, down=100_000_000)
 
-    `processors` is a quota in cores, `memory` a limit in bytes, `delay` the seconds that each
-    packet from this host is under way.
+    Args:
+        name: Name of the host.
+        workers: Number of its workers. Default: 1.
+        processors: Quota in cores. Default: none.
+        memory: Limit in bytes. Default: none.
+        up: Rate in bits per second at which it can send. Default: no limit.
+        down: Rate in bits per second at which it can receive. Default: no limit.
+        delay: Seconds that each packet from this host is under way. Default: none.
     """
 
     name: str
@@ -59,11 +62,11 @@ class Host:
 
 @dataclass(frozen=True)
 class Rack:
-    """Hosts behind one link: `up` limits what leaves the rack, `down` what comes in.
-
-    Inside there is no limit but the hosts' own.
+    """Hosts behind one link: `up` limits data that leaves the rack, `down` data that comes in.
 
     >>> lab.Rack("left", hosts=("a", "b"), up=1_000_000_000)
+
+    Inside there is no limit but the hosts' own.
     """
 
     name: str
@@ -74,14 +77,12 @@ class Rack:
 
 @dataclass(frozen=True)
 class Description:
-    """A whole cluster.
-
-    `placement` deals ranks to hosts; `needs_delay` is False if it may be built without delays where
-    netem is missing.
+    """A whole cluster, as plain data.
 
     >>> lab.Description("mine", hosts=(lab.Host("a"), lab.Host("b", workers=2)))
 
-    The constructor checks it: `UsageError` names what can't be.
+    `placement` deals ranks to hosts. `needs_delay` is False if it may be built without delays when
+    netem is missing. The constructor checks it: `UsageError` names an impossible value.
     """
 
     name: str
@@ -193,10 +194,11 @@ def find(text: str) -> Description:
 
 
 def read(path: str | Path) -> Description:
-    """Read the cluster in a TOML file; an error in it raises `UsageError` with file, key, value and
-    what is possible.
+    """Read the cluster in a TOML file.
 
     >>> cluster = lab.read("cluster.toml")
+
+    An error in it raises `UsageError` with file, key, value and the possible values.
     """
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))

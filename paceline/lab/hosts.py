@@ -57,15 +57,14 @@ class BuiltHost:
 
 
 class Cluster:
-    """A described cluster, built when it is entered and removed when it is left: `with
-    Cluster(description) as cluster:`.
+    """A described cluster, built when it is entered and removed when it is left.
 
     >>> with lab.Cluster(lab.ready("two-hosts")) as cluster:
     ...     outcome = cluster.run("train.py")
 
     `identity` tells it from every other lab of this machine. `hosts` are its seats, in the order of
-    the description. Everything that is left by a lab that was killed is removed first. Raises
-    `ResourceError` where this machine can't do what the description asks.
+    the description. Remains of a lab that was killed are removed first. Raises `ResourceError` if
+    this machine can't do what the description asks.
     """
 
     def __init__(self, description: Description) -> None:
@@ -414,15 +413,19 @@ def cluster(
     description: Description | str | None = None,
     **each: Any,
 ) -> Cluster:
-    """Make a cluster to be entered: `with lab.cluster(hosts=2, workers=2, bandwidth="1gbit") as
-    cluster: cluster.run("train.py")`.
+    """Make a cluster to be entered by `with`.
 
     >>> with lab.cluster(hosts=2, workers=2, bandwidth="1gbit") as cluster:
     ...     outcome = cluster.run("train.py")
 
-    Equal hosts (2 with one worker each by default) with what `each` gives: bandwidth, up, down
-    ("1gbit"), delay ("20ms"), processors (cores), memory ("2GB"). Or a `description`: an object,
-    the name of a ready-made cluster, or the path of a TOML file; `placement` may replace its own.
+    Args:
+        hosts: Number of equal hosts. Default: 2.
+        workers: Number of workers on each. Default: 1.
+        placement: How ranks are dealt to hosts; it may replace that of `description`.
+        description: In place of `hosts`: a `Description`, the name of a ready-made cluster, or the
+            path of a TOML file.
+        each: Properties of each host: bandwidth, up, down ("1gbit"), delay ("20ms"), processors
+            (cores), memory ("2GB").
     """
     if description is None:
         return Cluster(

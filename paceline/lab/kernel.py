@@ -60,8 +60,7 @@ def check_rights() -> None:
     except ResourceError as error:
         raise ResourceError(
             "a lab needs root, or to be root in a user namespace: use `paceline lab run`, which "
-            "enters one, or start this program with "
-            "`unshare --user --map-root-user` before it"
+            "enters one, or start this program with `unshare --user --map-root-user` before it"
         ) from error
 
 

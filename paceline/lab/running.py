@@ -123,11 +123,13 @@ class RunTarget(FaultTarget, Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a run: the exit code that `paceline run` gave, all output, the run's folder if it
-    had one, and the faults carried out.
+    """The end of a run in a lab.
 
     >>> outcome = cluster.run("train.py")
     >>> print(outcome.code, outcome.folder)
+
+    It has the exit code of `paceline run`, all output, the run's folder if it had one, and the
+    faults that were carried out.
     """
 
     code: int
@@ -415,8 +417,7 @@ class _Run:
             self._kill()
             raise DeadlineExceeded(
                 f"the run of {self._start.script} has not ended within {self._start.deadline:g} s; "
-                f"still running on {', '.join(running)}. "
-                f"Last output:\n{self._desk.text[-2000:]}"
+                f"still running on {', '.join(running)}. Last output:\n{self._desk.text[-2000:]}"
             )
 
     def _send(self, signum: int) -> None:

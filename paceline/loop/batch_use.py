@@ -34,8 +34,8 @@ MOST = 100
 AHEAD = (
     "a batch is trained on in the turn after its own. A loader weights each batch in its own turn, "
     "as workers have unequal shares of it "
-    "or none, so this one would count as the next. Write `for x, y in loader:` and leave reading "
-    "ahead to "
+    "or none, so this one would count as the next. Write `for x, "
+    "y in loader:` and leave reading ahead to "
     "DataLoader(num_workers=..., prefetch_factor=...); loader.peek() gives the next batch early"
 )
 AGAIN = (
@@ -52,8 +52,8 @@ KEPT = (
     "own turn, as workers have unequal "
     "shares of it or none, so this one would count as that turn's own. "
     "Let the batch size be a multiple of the number of workers, with "
-    "drop_last=True; or give what is to be trained on again a data set and a prepared DataLoader "
-    "of its own"
+    "drop_last=True; or give what is to be trained on again a data "
+    "set and a prepared DataLoader of its own"
 )
 EARLY = (
     "batches are trained on in the turn after their own: they count right, as all workers have "
@@ -63,8 +63,7 @@ EARLY = (
 )
 OUTSIDE = (
     "a backward outside of the loop over a prepared loader: its gradients are the plain mean over "
-    "workers, each of which counts alike, "
-    "whatever its share of the samples"
+    "workers, each of which counts alike, whatever its share of the samples"
 )
 
 

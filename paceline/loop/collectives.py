@@ -27,8 +27,8 @@ def seed(agreement: Agreement, given: int | None, arguments: str) -> int:
     if any(found[1] != seeds[0][1] for found in seeds):
         sides = "; ".join(f"rank {rank}: {found[1]}" for rank, found in enumerate(seeds))
         raise UsageError(
-            f"workers were started with different arguments ({sides}); call start(...) alike on "
-            "all of them"
+            f"workers were started with different arguments ({sides}); "
+            "call start(...) alike on all of them"
         )
     return int(seeds[0][0])
 

@@ -90,8 +90,8 @@ def explain(error: BaseException | None, progresses: list[LoaderProgress]) -> No
     ):
         return
     error.add_note(
-        f"This worker's share of the evaluation batch was empty: {found.turn.global_batch} samples "
-        "for "
+        "This worker's share of the evaluation batch was empty: "
+        f"{found.turn.global_batch} samples for "
         f"{found.loader.terms.agreement.group.size} workers, so its tensors have 0 rows, of which "
         "x.view(x.size(0), -1), max() and the "
         "like can't be had. Write x.flatten(1); or say run.prepare(loader, train=False, pad=True), "

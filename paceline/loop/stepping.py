@@ -130,8 +130,7 @@ class SteppedModels:
                         f"run.step: the loss uses the parameter {name} itself, and it is computed "
                         "where the last stage is: others would "
                         "not be in a penalty, or not train it. Let the optimizer do a penalty "
-                        "(weight_decay), and make what is trained a "
-                        "layer of the model"
+                        "(weight_decay), and make what is trained a layer of the model"
                     )
         return value
 

@@ -59,8 +59,7 @@ def launch(
     backend: Backend | None = None,
     **named: Any,
 ) -> list[T]:
-    """Start workers on this machine that each call `function(*args, **named)`, and return what it
-    returns on each of them, by rank.
+    """Start workers that each call a function, and return the results by rank.
 
     >>> def train(rate):
     ...     with pl.start() as run:
@@ -68,29 +67,39 @@ def launch(
     >>> pl.launch(train, 0.5, workers=2)
     [0.0, 0.5]
 
-    Names that aren't options of `launch` go to the function: `pl.launch(train, rate=0.5)`. One that
-    is both is for `launch`, and `functools.partial(train, name="x")` gives it to the function.
+    Workers are fresh processes on this machine. The function and its arguments travel by value if
+    workers can't import them: functions of a notebook's cells or of the main script, lambdas, and
+    closures over a model. That takes cloudpickle (`pip install 'paceline[notebook]'`). Changes that
+    the function makes stay in the workers. `with pl.start() as run:` in it joins them, as in a
+    script.
 
-    Workers are fresh processes. The function and its arguments travel by value where workers can't
-    import them: functions of a notebook's cells or of the main script, lambdas and closures over a
-    model all go. That takes cloudpickle (`pip install 'paceline[notebook]'`). What the function
-    changes stays in the workers. `with pl.start() as run:` in it joins them, as in a script.
+    The output of workers is shown as it comes, behind their ranks; in a notebook in the cell, with
+    a bar of the run's progress. If it is interrupted (Ctrl-C, the kernel's interrupt), it ends all
+    workers within seconds and raises `KeyboardInterrupt`.
 
-    What workers write is shown as it comes, behind their ranks; in a notebook in the cell, with a
-    bar of the run's progress. Interrupted (Ctrl-C, the kernel's interrupt), it ends all workers
-    within seconds and raises `KeyboardInterrupt`.
+    Args:
+        function: The function.
+        args: Its positional arguments.
+        workers: Number of workers. Default: 2.
+        threads: Threads of each worker. Default: its part of the cores, or OMP_NUM_THREADS.
+        sync, mesh, cut, shares, name, straggler: In place of the values that the function gives to
+            `pl.start` and `run.prepare`. Strategies and cuts are objects or in their notation.
+        min_workers: Go on when workers die, as long as this many remain. The list then has the
+            results of the workers that came to the end. Default: any death ends the job.
+        restarts: How often all workers start again after a failure; with `min_workers`, how many
+            are started in place of dead ones. Default: 0.
+        patience: Seconds that fewer than `min_workers` wait for others. Default: 600.
+        servers: Number of servers of a strategy that has them.
+        backend: "paceline" replaces Gloo for a function that uses torch.distributed by itself.
+        named: Keyword arguments of the function. If `launch` has an option of the same name, give
+            it by `functools.partial(train, name="x")`.
 
-    `threads`: of each worker (default: its part of the cores, or OMP_NUM_THREADS). `sync`, `mesh`,
-    `cut`, `shares`, `name`, `straggler`: in place of what the function gives to `pl.start` and
-    `run.prepare`; strategies and cuts as objects or in their notation. `min_workers`: go on when
-    workers die, as long as there are so many; the list has results of those that came to the end.
-    `restarts`: how often all start again after a failure; with `min_workers`, how many are started
-    in place of the dead. `patience`: seconds that fewer than `min_workers` wait for others.
-    `servers`: of a strategy that has them. `backend`: "paceline" is what a function that uses
-    torch.distributed by itself gets in the place of Gloo.
+    Returns:
+        The returned values, by rank.
 
-    Raises `WorkerFailed` with the rank and the traceback of the worker that failed first;
-    `UsageError` for what can't be honoured, and in a worker, which launches nothing.
+    Raises:
+        WorkerFailed: It has the rank and the traceback of the worker that failed first.
+        UsageError: An option can't be honoured; or this is a worker, which can't launch others.
     """
     request = LaunchRequest(
         script=str(_PROGRAM),
@@ -177,8 +186,8 @@ def _check(function: Any, request: LaunchRequest) -> None:
         )
     if not callable(function):
         raise UsageError(
-            f"pl.launch got a {type(function).__qualname__}; give the function that each worker is "
-            "to call"
+            f"pl.launch got a {type(function).__qualname__}; "
+            "give the function that each worker is to call"
         )
     packing.require()
     if request.sync is not None or request.cut is not None:

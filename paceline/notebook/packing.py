@@ -1,14 +1,13 @@
-"""Packing of functions and their results, which may be those of a notebook's cells: by value, where
-workers can't import them.
+"""Packing of functions and their results by value, if workers can't import them.
 
-caller    function, arguments, where it imports from, sources of cells --> a file without a name -->
-          worker
-worker    what the function returns ----------------------------------> a file without a name -->
-          caller
+They may come from a notebook's cells.
 
-It is pickle, which runs what it reads. Both files are made by processes of one call and handed over
-as descriptors: nobody else can write to them, and what is read is what the caller's own function
-has made.
+caller    function, arguments, import path, sources of cells  --> file without a name --> worker
+worker    returned value                                      --> file without a name --> caller
+
+It is pickle, which runs code that it reads. Both files are made by processes of one call and handed
+over as descriptors. No other process can write to them, and they contain only objects that the
+caller's own function has made.
 """
 
 from __future__ import annotations

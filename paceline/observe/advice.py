@@ -82,9 +82,8 @@ def advise_on_exchange(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]
     # The size of the batch and the codec don't help there.
     if slowest_axis is not None and slowest_axis.axis != "data":
         between = (
-            ", which goes between hosts: give the mesh fewer workers along it, so that it fits in "
-            "a "
-            "host"
+            ", which goes between hosts: give the mesh fewer workers along it, "
+            "so that it fits in a host"
         )
         ending = between if slowest_axis.between else _AXIS_ADVICE[slowest_axis.axis]
         words = (
@@ -102,8 +101,7 @@ def advise_on_exchange(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]
     share = facts.share_of_step("exchange")
     words = (
         f"Exchange takes {share:.0%} of a step. A larger global batch makes fewer exchanges for "
-        "the same samples "
-        "(in pieces by run.step(..., micro_batches=k) if memory is short); "
+        "the same samples (in pieces by run.step(..., micro_batches=k) if memory is short); "
         "parameters in bfloat16 halve the bytes"
     )
     # Twice the batch, or half the bytes, halves it.

@@ -32,8 +32,8 @@ def choose_run(asked: Path | None, root: Path = RUNS_FOLDER) -> Path:
     )
     if not runs:
         raise UsageError(
-            f"there are no runs in {root.absolute()}: say which folder you mean, paceline report "
-            "FOLDER"
+            f"there are no runs in {root.absolute()}: say which folder you mean, "
+            "paceline report FOLDER"
         )
     return runs[-1][1]
 

@@ -48,8 +48,7 @@ def describe_pipeline(facts: RunFacts) -> str:
     stages = counted(len(profile.stages), "stage")
     lines = [
         f"{title}: {profile.schedule}, {stages}, {_format_micro_batches(profile.micro_batches)}; "
-        "a step "
-        f"took {format_seconds(profile.step_seconds)} "
+        f"a step took {format_seconds(profile.step_seconds)} "
         f"({_describe_median(profile.steps)}), with a bubble of {profile.bubble:.1%}; "
         "by the schedule and the times of its actions it would be "
         f"{format_seconds(profile.simulated_timeline.makespan)} and "
@@ -145,8 +144,7 @@ def _advise_on_split(facts: RunFacts, profile: PipelineProfile) -> Iterator[Rema
     stage = profile.stages[slowest_stage]
     finding = (
         f"Stage {slowest_stage} ({_name_layers(stage)}, on {facts.name_rank(stage.rank)}) holds "
-        "the pipeline "
-        f"up: a micro-batch takes {format_seconds(loads[slowest_stage])} "
+        f"the pipeline up: a micro-batch takes {format_seconds(loads[slowest_stage])} "
         f"there, and {format_seconds(mean)} in the mean stage"
     )
     # Simulate the best split of the same layers, with the same schedule.
@@ -166,9 +164,8 @@ def _advise_on_split(facts: RunFacts, profile: PipelineProfile) -> Iterator[Rema
         now, now * mean / loads[slowest_stage]
     ):
         words = (
-            f"{finding}, and no other split of these {len(profile.layer_costs)} layers is faster: "
-            "name "
-            "smaller layers, or make that one cheaper"
+            f"{finding}, and no other split of these {len(profile.layer_costs)} "
+            "layers is faster: name smaller layers, or make that one cheaper"
         )
         yield Remark(words, 1 - mean / loads[slowest_stage], most=True)
 
@@ -234,9 +231,8 @@ def _advise_on_micro_batches(profile: PipelineProfile) -> Iterator[Remark]:
         words = (
             f"The bubble is {simulated.bubble:.0%} with {_format_micro_batches(count)}. "
             f"micro_batches={2 * count} takes "
-            f"{_format_saving(simulated.makespan, doubled.makespan)}, if half a micro-batch takes "
-            "half the "
-            "time"
+            f"{_format_saving(simulated.makespan, doubled.makespan)}, "
+            "if half a micro-batch takes half the time"
         )
         yield Remark(words, 1 - doubled.makespan / simulated.makespan)
 

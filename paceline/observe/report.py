@@ -33,9 +33,8 @@ def format_report(folder: Path) -> str:
     facts = read_facts(RunFolder(folder))
     if facts.steps == 0:
         return (
-            f"{printable(_format_title(facts))}\n\nNo step was finished, so there is nothing to "
-            "tell "
-            "about time."
+            f"{printable(_format_title(facts))}\n\nNo step was finished, "
+            "so there is nothing to tell about time."
         )
     server_text = server_report.describe_servers(facts.servers, facts.seconds or 0.0, facts.samples)
     blocks = [
@@ -105,8 +104,8 @@ def _format_times(facts: RunFacts) -> str:
         if outside_seconds > 0.05 * facts.seconds:
             lines.append(
                 f"Outside of steps: {spoken(outside_seconds)}, "
-                f"{outside_seconds / facts.seconds:.0%} of the run (evaluation, checkpoints, the "
-                "start)."
+                f"{outside_seconds / facts.seconds:.0%} of the run (evaluation, "
+                "checkpoints, the start)."
             )
     return "\n".join(lines)
 
@@ -174,8 +173,8 @@ def _format_axes(facts: RunFacts) -> str:
         return ""
     lines = [
         (
-            "Along the axes of the mesh, waits for others included; bytes are those of all workers "
-            "in a step:"
+            "Along the axes of the mesh, waits for others included; "
+            "bytes are those of all workers in a step:"
         )
     ]
     for along in facts.axes:

@@ -40,8 +40,8 @@ _PART_ADVICE = {
         "would give them less to do"
     ),
     "data": (
-        "batches don't come fast enough; more num_workers of the DataLoader, or a faster disk, "
-        "would help"
+        "batches don't come fast enough; more num_workers of the DataLoader, "
+        "or a faster disk, would help"
     ),
 }
 
@@ -290,9 +290,8 @@ def _describe_amdahl(scaling: ScalingCurve) -> list[str]:
         f"{format_seconds(base.parts['compute'])} of compute with {counted(base.workers, 'worker')}"
     )
     return [
-        f"Of the {compute}, {format_seconds(serial_seconds)} ({share:.0%}) don't shrink (Amdahl's "
-        "fit): "
-        "more workers alone bring "
+        f"Of the {compute}, {format_seconds(serial_seconds)} ({share:.0%}) "
+        "don't shrink (Amdahl's fit): more workers alone bring "
         f"{base.step_seconds / serial_seconds:.1f} times the speed at most."
     ]
 

@@ -143,14 +143,12 @@ def advise_on_servers(
                 f"Workers were {counted(most_ahead, 'turn')} ahead of the slowest in "
                 f"{server.staleness[most_ahead] / turns:.0%} of their turns: if that "
                 "is the bound, they wait there. A larger one helps if workers are slow now and "
-                "then; if it is always the same one, "
-                "staleness=inf, or leaving it out"
+                "then; if it is always the same one, staleness=inf, or leaving it out"
             )
         _, dropped_samples = server.dropped
         if samples and dropped_samples / samples > DROPPED_SHARE:
             yield Remark(
                 f"Backup workers dropped {dropped_samples:,} samples, "
                 f"{dropped_samples / samples:.0%} of those trained: leave out a worker that is "
-                "always late, "
-                "or give it fewer samples (--shares auto)"
+                "always late, or give it fewer samples (--shares auto)"
             )

@@ -53,8 +53,7 @@ def _describe_step_time(facts: RunFacts) -> str:
     first, *other_parts = (f"{part} {facts.share_of_step(part):.0%}" for part in shares)
     return (
         f"A step took {format_seconds(facts.mean_step_seconds)}{rate}: "
-        f"{first}, {', '.join(other_parts[:-1])} and "
-        f"{other_parts[-1]}."
+        f"{first}, {', '.join(other_parts[:-1])} and {other_parts[-1]}."
     )
 
 
@@ -62,8 +61,8 @@ def _describe_gain(facts: RunFacts) -> str:
     """Describe the most valuable advice, or why there is none."""
     if facts.final_loss is not None and not math.isfinite(facts.final_loss):
         return (
-            f"The loss is {facts.final_loss}: the weights are likely lost, and the curve shows "
-            "since when."
+            f"The loss is {facts.final_loss}: the weights are likely lost, "
+            "and the curve shows since when."
         )
     known_gains = [remark for remark in collect_remarks(facts) if remark.gain is not None]
     if not known_gains:

@@ -244,8 +244,7 @@ class _Statistics:
         if count <= 1 and packed[-1] < 2:
             raise UsageError(
                 f"Expected more than 1 value per channel when training, got {int(packed[-1])} in "
-                f"the whole global batch ({self.name}); "
-                "use larger batches, or drop_last=True"
+                f"the whole global batch ({self.name}); use larger batches, or drop_last=True"
             )
         mean = packed[:channels] / packed[-1]
         var = (packed[channels:-1] / packed[-1]).sub_(mean.square()).clamp_(min=0)

@@ -66,6 +66,5 @@ def check_elementwise(optimizer: Optimizer, part: str) -> None:
             f"{name} may look at whole parameters, and each worker has a part of {part}: "
             "take one that steps each element by itself "
             f"({', '.join(kind.__name__ for kind in _KNOWN)}; no class derived from them), or, if "
-            "yours does, vouch for it: "
-            f"pl.elementwise({name})"
+            f"yours does, vouch for it: pl.elementwise({name})"
         )

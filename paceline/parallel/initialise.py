@@ -215,8 +215,7 @@ class Blueprint:
             if weakref.getweakrefcount(parameter):
                 raise UsageError(
                     f"{self._prefix}{name} is held by weak references "
-                    f"({_owner_class(model, parameter)} "
-                    "does so), and can't be given memory: "
+                    f"({_owner_class(model, parameter)} does so), and can't be given memory: "
                     "build that module outside of pl.meta()"
                 )
             stand_in, home = (
@@ -270,8 +269,8 @@ class Blueprint:
         ]
         if odd and self._init is None:
             raise UsageError(
-                f"the model gives values of its own to {_list_names(self._prefix, odd)}, which are "
-                "not "
+                "the model gives values of its own to "
+                f"{_list_names(self._prefix, odd)}, which are not "
                 "those of reset_parameters; say "
                 "run.prepare(..., init=function of a module) that does the same"
             )
@@ -282,8 +281,8 @@ class Blueprint:
             names = _list_names(self._prefix, [one.name for one in without])
             kinds = ", ".join(sorted({type(one.owner.module).__qualname__ for one in without}))
             raise UsageError(
-                f"nothing gives values to {names}: {kinds} has no reset_parameters that writes to "
-                "them; say "
+                f"nothing gives values to {names}: {kinds} has no "
+                "reset_parameters that writes to them; say "
                 "run.prepare(..., init=function of a module) that does"
             )
 

@@ -127,8 +127,7 @@ def _strip_memory(module: nn.Module, name: str, parameter: Parameter | None) -> 
     if is_lazy(parameter):
         raise UsageError(
             f"{type(module).__qualname__}.{name} gets its shape from the first batch, and under "
-            "pl.meta() shapes have to be known: use "
-            "the module class that isn't lazy"
+            "pl.meta() shapes have to be known: use the module class that isn't lazy"
         )
     unborn = Parameter(
         torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad

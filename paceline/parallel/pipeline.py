@@ -200,8 +200,7 @@ def check_split_loss(cut: str, loss: Loss | None, split: Sequence[int] | str) ->
     if loss is not None and (split != "auto" or not callable(loss)):
         raise UsageError(
             f"{cut}(loss=...) is a function of the output and the target, which split='auto' "
-            f"measures: say {cut}(split='auto', "
-            "loss=F.cross_entropy), or leave it out"
+            f"measures: say {cut}(split='auto', loss=F.cross_entropy), or leave it out"
         )
 
 

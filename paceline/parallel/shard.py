@@ -85,8 +85,7 @@ class shard:
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise UsageError(
                 f"shard({self.units!r}): what comes first are patterns of names of modules, "
-                "shard('blocks.*'); "
-                "the stage of ZeRO has a name: shard(zero=3)"
+                "shard('blocks.*'); the stage of ZeRO has a name: shard(zero=3)"
             )
         if self.zero not in get_args(Zero):
             raise UsageError(

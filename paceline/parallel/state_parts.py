@@ -72,8 +72,7 @@ def _check_marks(module: nn.Module, place: str, parts: dict[str, str]) -> None:
                     f"this state_dict has another worker's part of {place}{name}: "
                     "where a model is cut, model.state_dict() has the parts "
                     "of its own worker alone. Save by run.save and go on by run.resume; "
-                    "paceline.state_dict(folder) reads the whole model "
-                    "of a checkpoint"
+                    "paceline.state_dict(folder) reads the whole model of a checkpoint"
                 )
 
     module.register_state_dict_post_hook(write)

@@ -63,8 +63,8 @@ def open_weights(source: Source) -> Iterator[Weights]:
     path = Path(source)
     if not path.is_file():
         raise UsageError(
-            f"there is no file {path} with weights; give a file of safetensors or torch.save, or a "
-            "state dict"
+            f"there is no file {path} with weights; give a file of "
+            "safetensors or torch.save, or a state dict"
         )
     with contextlib.ExitStack() as files:
         try:

@@ -70,8 +70,8 @@ def kind(value: Any) -> str:
     raise UsageError(
         f"run.prepare got a {type(value).__module__}.{type(value).__qualname__}; "
         "it takes models (nn.Module), optimizers, DataLoaders, "
-        "schedulers, GradScalers and metrics of torchmetrics. Keep other state with run.keep(name, "
-        "object)"
+        "schedulers, GradScalers and metrics of torchmetrics. "
+        "Keep other state with run.keep(name, object)"
     )
 
 
@@ -130,8 +130,7 @@ def check_known(found: Iterable[Slot], known: list[Slot]) -> None:
             how = "the model after run.prepare (a new layer, or load_state_dict(assign=True))"
         raise UsageError(
             f"the parameter {slot.name} came into {how}; give model and optimizer to run.prepare "
-            "again, on every worker, before it is "
-            "trained"
+            "again, on every worker, before it is trained"
         )
 
 
@@ -228,8 +227,8 @@ def check_memory(optimizer: Optimizer, tables: set[int]) -> None:
         raise UsageError(
             f"the {type(optimizer).__qualname__} was told what it remembers (load_state_dict), and "
             "with ParameterServer that lies on "
-            "servers, which wouldn't hear of it: load it before run.prepare, or use run.save and "
-            "run.resume"
+            "servers, which wouldn't hear of it: load it before run.prepare, "
+            "or use run.save and run.resume"
         )
 
 
@@ -257,16 +256,16 @@ def check_embeddings(models: Iterable[tuple[str, nn.Module]]) -> None:
                 continue
             if module.max_norm is not None:
                 raise UsageError(
-                    f"{prefix}{name} has max_norm={module.max_norm:g}, which changes the rows that "
-                    "a "
-                    "worker looks up, on that worker alone; leave it out, and scale what is looked "
-                    "up: "
+                    f"{prefix}{name} has max_norm={module.max_norm:g}, "
+                    "which changes the rows that a "
+                    "worker looks up, on that worker alone; leave it out, "
+                    "and scale what is looked up: "
                     "e = embed(ids); e = e * (max_norm / e.norm(dim=-1, keepdim=True)).clamp(max=1)"
                 )
             if module.scale_grad_by_freq and module.weight.requires_grad:
                 raise UsageError(
-                    f"{prefix}{name} has scale_grad_by_freq=True, which counts words in the "
-                    "samples of "
+                    f"{prefix}{name} has scale_grad_by_freq=True, "
+                    "which counts words in the samples of "
                     "one worker, or in a micro-batch, and not in the whole batch; leave it out"
                 )
 
@@ -324,8 +323,7 @@ def same_everywhere(
         return
     say(
         f"parameters or buffers of rank {', '.join(map(str, different))} differed from rank 0's "
-        "and were replaced by them "
-        "(seed all workers alike to avoid it)"
+        "and were replaced by them (seed all workers alike to avoid it)"
     )
     with torch.no_grad():
         for name, x in tensors:
@@ -369,8 +367,8 @@ def _same_layout(agreement: Agreement, layout: list[str]) -> None:
         for mine, theirs in zip(first, other, strict=False):
             if mine != theirs:
                 raise UsageError(
-                    f"workers prepare different things: rank 0 has {mine} where rank {rank} has "
-                    f"{theirs}; "
+                    "workers prepare different things: "
+                    f"rank 0 has {mine} where rank {rank} has {theirs}; "
                     "build the same model and optimizer on every worker"
                 )
         if len(other) != len(first):

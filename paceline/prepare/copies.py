@@ -80,9 +80,8 @@ def watch_averages() -> None:
             if mine.shape != theirs.shape:
                 raise UsageError(
                     "this AveragedModel was made before run.prepare has cut the model: "
-                    f"its {name} is of "
-                    f"shape {list(mine.shape)}, and the model's is {list(theirs.shape)} on this "
-                    "worker; "
+                    f"its {name} is of shape {list(mine.shape)}, and the model's "
+                    f"is {list(theirs.shape)} on this worker; "
                     "make it of the model that run.prepare returns"
                 )
         own(self, model)

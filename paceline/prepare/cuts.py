@@ -349,8 +349,8 @@ class ModelCuts:
             raise UsageError(
                 f"the mesh ({self._axes.mesh}) has the axis `{unused[0]}`, and nothing is cut "
                 "along it: its workers would all do the same. "
-                f"Give prepare(..., cut=[...]) a cut along `{unused[0]}`, or leave it out of the "
-                "mesh"
+                f"Give prepare(..., cut=[...]) a cut along `{unused[0]}`, "
+                "or leave it out of the mesh"
             )
 
     def summed(self, slots: list[Slot]) -> list[Slot]:
@@ -364,8 +364,7 @@ class ModelCuts:
                     f"{slot.name} is trained, and its model isn't cut along `shard`, where workers "
                     "have other samples: nothing would sum "
                     "its gradients over them. Cut its model too, run.prepare(model, ..., "
-                    "cut=[shard()]), or leave `shard` out of the mesh "
-                    f"({self._axes.mesh})"
+                    f"cut=[shard()]), or leave `shard` out of the mesh ({self._axes.mesh})"
                 )
         return slots
 
@@ -397,8 +396,8 @@ def _apply(cut: ModelCut, model: nn.Module, context: CutContext, models: int) ->
         if models == 1:
             raise
         raise UsageError(
-            f"{error}. That is the {type(model).__name__}: cut= is for each of the {models} models "
-            "of this "
+            f"{error}. That is the {type(model).__name__}: "
+            f"cut= is for each of the {models} models of this "
             "call to run.prepare; give one that is cut otherwise, or not, to a call of its own"
         ) from error
 

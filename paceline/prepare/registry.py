@@ -270,9 +270,8 @@ class Prepared:
         ):
             raise UsageError(
                 f"nothing but sparse tables ({found[0][0]}) is trained here, and with staleness or "
-                "backup_workers the servers of other "
-                "parameters keep the clocks: leave those out, or train some other parameter with "
-                "them"
+                "backup_workers the servers of other parameters keep the clocks: leave those out, "
+                "or train some other parameter with them"
             )
         if found and self.survives and self._backward.sync.replicas_diverge:
             raise UsageError(

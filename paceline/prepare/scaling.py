@@ -1,7 +1,7 @@
 """Lets all workers that hold parts of a model skip a step if one part of the gradient overflows.
 
-scaler.step(optimizer)     looks for inf and nan in this worker's part     ->  found on any
-                           of the gradient                                     worker: none steps
+scaler.step(optimizer)     looks for inf and nan in this worker's part of the gradient
+                           -> found on any worker: no worker steps
 """
 
 from __future__ import annotations

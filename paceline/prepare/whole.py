@@ -1,8 +1,8 @@
 """Lends whole parameters of a cut model: a script reads them, changes them, or adds to gradients.
 
-    part of each worker    -- gathered along the axes of its cut -->    whole on all of them: value
-                           and gradient
-    part of each worker    <-- its part of the changed value --         whole
+    part of each worker    -- gathered along the axes of its cut -->    whole value and gradient,
+                                                                        on all of them
+    part of each worker    <-- its part of the changed value --------   whole
 
 All workers must do the same in the block, and this is checked.
 """

@@ -148,8 +148,7 @@ class RunFolder:
         except OSError as error:
             raise UsageError(
                 f"the run's folder {root / wanted} can't be created "
-                f"({_explain_failure(root, error)}); give "
-                "another "
+                f"({_explain_failure(root, error)}); give another "
                 "place, start(folder=...)"
             ) from error
         if path.name != wanted and name is not None:

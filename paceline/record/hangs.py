@@ -203,6 +203,5 @@ def check_late_after(
     if late_after is not None and not 0 < late_after <= latest:
         raise UsageError(
             f"late_after={late_after:g} can't be honoured: give seconds above 0, and at most "
-            f"{latest:g} (waits are given up "
-            f"after deadline={deadline:g}), or leave it out"
+            f"{latest:g} (waits are given up after deadline={deadline:g}), or leave it out"
         )

@@ -74,17 +74,16 @@ class StartupHints:
             self._say_once(
                 f"the {type(optimizer).__qualname__} steps on parameters that were not given to "
                 f"run.prepare: each of the {self._world_size} "
-                "workers trains them for itself; unless that is meant, give their model and it to "
-                "run.prepare"
+                "workers trains them for itself; unless that is meant, "
+                "give their model and it to run.prepare"
             )
 
     def hint_at_missing_loader(self) -> None:
         """Hint at a missing or unused loader, when an optimizer steps on prepared parameters."""
         training = [loader for loader in self._prepared.loaders if loader.terms.train is not False]
         count = (
-            f"each of the {self._world_size} workers takes batches of its own, whole, and counts "
-            "as "
-            f"1/{self._world_size} of a step"
+            f"each of the {self._world_size} workers takes batches of its own, "
+            f"whole, and counts as 1/{self._world_size} of a step"
         )
         if not training:
             self._say_once(
@@ -101,9 +100,7 @@ class StartupHints:
         if self._prepared.survives and TORCHMETRICS in sys.modules:
             self._say_once(
                 "with --min-workers torch.distributed has no default process group, so "
-                f"{TORCHMETRICS} "
-                "sees one worker alone: use run.mean and "
-                "run.gather"
+                f"{TORCHMETRICS} sees one worker alone: use run.mean and run.gather"
             )
 
     def hint_at_missing_gradients(self, optimizer: Optimizer) -> None:
@@ -140,11 +137,9 @@ class StartupHints:
     def hint_at_ghost_sums(self) -> None:
         """Hint at sums over a loop in which some workers had no samples."""
         self._say_once(
-            "run.sum after a loop in which some workers had no samples, and ran on the batch's "
-            "first "
-            "one (a ghost): if the script added x up in that loop, call run.sum in it instead, or "
-            "add "
-            "x * (run.weight > 0), so that ghosts don't count"
+            "run.sum after a loop in which some workers had no samples, "
+            "and ran on the batch's first one (a ghost): if the script added x up in that loop, "
+            "call run.sum in it instead, or add x * (run.weight > 0), so that ghosts don't count"
         )
 
     def hint_at_missing_turns(self) -> None:
@@ -176,8 +171,7 @@ class StartupHints:
         loader = "but a loader " if self._prepared.loaders else ""
         self._say_once(
             f"nothing {loader}was given to run.prepare: if this script trains, each of the "
-            f"{self._world_size} workers does it for itself; "
-            f"write {_PREPARE}"
+            f"{self._world_size} workers does it for itself; write {_PREPARE}"
         )
 
     @property

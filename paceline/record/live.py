@@ -104,8 +104,8 @@ class LiveRecord:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             self._say(
-                f"{self._path} can't be written ({error.strerror}): the run goes on, but can't be "
-                "watched"
+                f"{self._path} can't be written ({error.strerror}): the run goes on, "
+                "but can't be watched"
             )
 
 

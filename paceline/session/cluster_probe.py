@@ -1,10 +1,9 @@
 """Measures a cluster, together with all workers of a run: `pl.probe(run)`.
 
-1. each worker says what it is, and how large matrices should be     all at once
+1. each worker describes itself, and finds the size of matrices      all at once
 2. products of matrices, copies                                      all workers of a host at once,
-                                                                     hosts of one machine in turns:
-                                                                     two
-3. links inside hosts, one pair at a time, then all pairs            hosts of one machine in turns
+                                                                     hosts of a machine in turns
+3. links inside hosts, one pair at a time, then all pairs            hosts of a machine in turns
 4. links between hosts, one pair of hosts at a time                  in turns
 5. links between hosts, each host sends and receives                 all at once
 """
@@ -69,8 +68,8 @@ def probe(run: Run, *, dtypes: Sequence[Dtype] = USUAL) -> Topology:
     parts = parts_of(run)
     if parts.loop.turn is not None:
         raise UsageError(
-            "pl.probe(run) is called inside a loop over a loader: call it before the loop, or "
-            "after it"
+            "pl.probe(run) is called inside a loop over a loader: "
+            "call it before the loop, or after it"
         )
     if parts.survival is not None:
         raise UsageError(

@@ -42,8 +42,8 @@ class ModelInference:
         """
         if not isinstance(model, nn.Module):
             raise UsageError(
-                f"run.forward got a {type(model).__qualname__}; give the model first, and then its "
-                "inputs"
+                f"run.forward got a {type(model).__qualname__}; give the model first, "
+                "and then its inputs"
             )
         self._calls += 1
         if self._calls == 1:

@@ -129,8 +129,8 @@ def load(
     where = Path(folder)
     if not where.is_dir():
         raise UsageError(
-            f"there is no folder {where}; give that of a run, such as runs/NAME, or of one of its "
-            "checkpoints"
+            f"there is no folder {where}; give that of a run, such as runs/NAME, "
+            "or of one of its checkpoints"
         )
     program = _described(where) if model is None else None
     make = model if program is None else program.make

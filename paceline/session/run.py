@@ -245,8 +245,7 @@ class Run:
             "has samples of its own"
         ),
         accumulate="run.step(model, x, y, loss=..., micro_batches=k or 'auto') cuts a batch by "
-        "itself; in a loop of your own "
-        "put all passes but the last into run.no_sync()",
+        "itself; in a loop of your own put all passes but the last into run.no_sync()",
     )
     def prepare(
         self,

@@ -216,9 +216,8 @@ def _refuse_another_import() -> None:
     # inherited
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SystemExit(
-            f"paceline: a process that {script_name()} has spawned (a reader of a DataLoader?) "
-            "imports "
-            f"{script_name()} again, and came to pl.start: "
+            f"paceline: a process that {script_name()} has spawned (a "
+            f"reader of a DataLoader?) imports {script_name()} again, and came to pl.start: "
             'put what the script does behind `if __name__ == "__main__":`'
         )
 

@@ -1,13 +1,13 @@
-"""Blocks of tensors: which rectangle of a logical tensor lies in which file, as plain data.
+"""Blocks of tensors: the file and place of each rectangle of a logical tensor, as plain data.
 
-A logical tensor is what one process would have. Workers that cut it keep rectangles of it, and each
-rectangle is stored once:
+A logical tensor is the tensor that one process would have. Workers that cut it keep rectangles of
+it, and each rectangle is stored once. A box is the begin and end of a rectangle along each dim:
 
       0     4     8      columns
    0  +-----+-----+
-      |  a  |  b  |      a  ((0, 3), (0, 4))  blocks-00000.safetensors       a box has where it begins and where it ends, along each dim
+      |  a  |  b  |      a  ((0, 3), (0, 4))  blocks-00000.safetensors
    3  +-----+-----+      b  ((0, 3), (4, 8))  blocks-00001.safetensors
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def merge(indexes: Iterable[Mapping[str, StoredTensor]]) -> BlockIndex:
         )
         if why:
             raise CheckpointError(
-                f"{path} can't be saved in blocks: {why}; please report it, with the mesh and the "
-                "cuts"
+                f"{path} can't be saved in blocks: {why}; please report it, "
+                "with the mesh and the cuts"
             )
         merged[path] = StoredTensor(same[0].dtype, same[0].shape, blocks)
     return merged

@@ -3,8 +3,7 @@
     backward:   g9 g8 | g7 g6 g5 | g4 ...  g1 g0 |
     bucket 0:         |---- exchange ----|
     bucket 1:                    |---- exchange ----|
-    end:                                         | who used what? | the rest, in the same order
-                                                 everywhere | p.grad |
+    end:                                         | who used what? | the rest | p.grad |
 
 The buckets that a rank hands over early depend on the parameters that its own backward touched. At
 the end the ranks agree, on a separate channel, on the list of buckets. So every rank exchanges the
@@ -97,8 +96,8 @@ class AllReduce:
             )
         if not self.bucket_mb > 0:
             raise UsageError(
-                f"bucket_mb={self.bucket_mb} is not a size; give megabytes above 0, e.g. "
-                "bucket_mb=8"
+                f"bucket_mb={self.bucket_mb} is not a size; "
+                "give megabytes above 0, e.g. bucket_mb=8"
             )
 
     @property
@@ -547,8 +546,8 @@ class AllReduceSync:
             return
         if self._coded is None:
             self._context.announce(
-                "the checkpoint was written with a codec: what it had kept of the gradients is "
-                "dropped"
+                "the checkpoint was written with a codec: "
+                "what it had kept of the gradients is dropped"
             )
             return
         numbers = {slot.name: number for number, slot in enumerate(self._slots)}

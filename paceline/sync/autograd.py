@@ -2,8 +2,8 @@
 
     a pass begins:         parameters whose p.grad holds something are guarded from now on, before
                            the pass adds to them
-    AccumulateGrad of p:   before: the old p.grad is set aside       after: the part that backward
-                                                                     added goes to the strategy
+    AccumulateGrad of p:   before it the old p.grad is set aside; after it the part that backward
+                           added goes to the strategy
     end of the outermost:  p.grad = old + the strategy's result
 
 The transaction decides how a pass is exchanged. It gives zeros if a pass has no result on any
@@ -408,9 +408,8 @@ class GradientTracker(JoiningTracker):
             self._forget()
             raise UsageError(
                 f"a backward of step {self.context.step_state.step} ended with an error that was "
-                "caught, so its gradients were never "
-                "exchanged; let the error end the run, or skip the batch before backward on every "
-                "worker"
+                "caught, so its gradients were never exchanged; let the error end the run, "
+                "or skip the batch before backward on every worker"
             )
         expected = (not self.passes or self.owing) if due else not (self.passes or self.silenced)
         if expected and self.hooks and (self.owing or self._sources or self.context.group.size > 1):

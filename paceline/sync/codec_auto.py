@@ -1,9 +1,8 @@
-"""`codec="auto"`: begin exact, measure some steps, and take a codec only where it is predicted to
-gain.
+"""`codec="auto"`: begin exact, measure some steps, and take a codec if a gain is predicted.
 
 steps      0 1 2 3 | 4 ... 11          | 12
-           exact   | exact, measured   | every candidate sums one real bucket, for the time it
-                                       takes; the prediction; the choice of all
+           exact   | exact, measured   | every candidate sums one real bucket and is timed;
+                                       | then the prediction, and the choice for all workers
 """
 
 from __future__ import annotations

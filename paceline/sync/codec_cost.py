@@ -289,8 +289,8 @@ def _words(verdict: CodecVerdict, steps: int) -> str:
         else ""
     )
     text = (
-        f"{verdict.codec} sent {_megabytes(verdict.bytes_sent)} a {turn} where exact sums would "
-        "have sent "
+        f"{verdict.codec} sent {_megabytes(verdict.bytes_sent)} a {turn} "
+        "where exact sums would have sent "
         f"{_megabytes(verdict.bytes_exact)}; coding took {_seconds(verdict.coding_seconds)} of a "
         f"processor{off_by}. On this link "
         f"({verdict.link_bytes_per_second * 8e-6:,.0f} Mbit/s out of each) "

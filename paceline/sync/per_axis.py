@@ -1,11 +1,11 @@
-"""One strategy for the workers of a host, another between hosts: each axis of the mesh has a
-strategy of its own.
+"""One strategy for the workers of a host, another between hosts: one for each axis of the mesh.
 
 Sequence((AllReduce(), "local"), (LocalSGD(32), "host"))
 
-host 0   rank 0  rank 1     gradients: the mean of the host, every step      | replicas agree every
-                            32 steps
-host 1   rank 2  rank 3     gradients: the mean of the host, every step      |
+host 0   rank 0  rank 1     gradients: the mean of the host, every step
+host 1   rank 2  rank 3     gradients: the mean of the host, every step
+
+Replicas of both hosts agree every 32 steps.
 """
 
 from __future__ import annotations
@@ -31,12 +31,16 @@ from paceline.sync.localsgd.strategy import LocalSGD
 
 @dataclass(frozen=True)
 class Sequence:
-    """p.grad is the mean over the samples of my host, step moves my host's replica, and hosts agree
-    as the second strategy says.
+    """One strategy inside hosts, another one between hosts.
 
     >>> pl.start(sync=pl.Sequence((pl.AllReduce(), "local"), (pl.LocalSGD(32), "host")))
 
-    `inner` is `(AllReduce(...), "local")`, `outer` is `(LocalSGD(...), "host")`.
+    p.grad is the mean over the samples of this worker's host, `step` moves the host's replica, and
+    hosts agree as the second strategy says.
+
+    Args:
+        inner: `(AllReduce(...), "local")`.
+        outer: `(LocalSGD(...), "host")`.
     """
 
     inner: tuple[AllReduce, str]

@@ -1,13 +1,14 @@
-"""Which way exchanges go between hosts where a script leaves it open: decided by links and cores of
-a measured cluster, as plain data.
+"""Chooses the route of exchanges between hosts if a script leaves it open, as plain data.
 
-links of hosts                                  cores of a worker       way
-alike, below FAST                               any                     auto: one copy per host
-                                                crosses the network, as without a file
-alike, FAST or above                            fewer than SPARE        native: what is copied
-                                                inside of hosts takes longer than the network
-of several speeds, for which it pays            any                     uneven: hosts with slow
-                                                links send and receive less
+The choice follows from links and cores of a measured cluster.
+
+links of hosts                    cores of a worker   route
+alike, below FAST                 any                 auto: one copy per host crosses the network,
+                                                      as without a file
+alike, FAST or above              fewer than SPARE    native: copies inside of hosts would take
+                                                      longer than the network
+of several speeds, if it pays     any                 uneven: hosts with slow links send and receive
+                                                      less
 """
 
 from __future__ import annotations

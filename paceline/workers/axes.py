@@ -64,8 +64,8 @@ class RunAxes:
         if len(set(meshes)) > 1:
             sides = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(meshes))
             raise UsageError(
-                f"workers were given different meshes ({sides}); call start(mesh=...) alike on all "
-                "of them"
+                f"workers were given different meshes ({sides}); "
+                "call start(mesh=...) alike on all of them"
             )
         made = context.extra_groups
         groups = AxisGroups(mesh, group, made.append, context.trace)
@@ -134,8 +134,8 @@ class RunAxes:
         """
         if axes := [axis for axis in self.cut if axis not in beside]:
             raise UsageError(
-                f"{what} can't be had yet where the mesh ({self.mesh}) has {' and '.join(axes)}: "
-                f"{instead}"
+                f"{what} can't be had yet where the mesh ({self.mesh}) "
+                f"has {' and '.join(axes)}: {instead}"
             )
 
 

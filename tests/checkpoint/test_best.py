@@ -59,8 +59,8 @@ def test_nothing() -> None:
             1.0,
             None,
             (
-                "run.save got metric alone; give best='min' or best='max', which says what is "
-                "better, too"
+                "run.save got metric alone; give best='min' or best='max', "
+                "which says what is better, too"
             ),
         ),
         (None, "min", "run.save got best alone; give metric=a number, which is compared, too"),

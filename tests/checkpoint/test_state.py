@@ -94,8 +94,8 @@ def test_a_strategy_with_its_own_way_is_told_of(tmp_path: Path, strategy: Strate
             None,
             UNEVEN,
             (
-                "went the usual way when this was saved, and go via='uneven' with chunks of 0.5, "
-                "0.5, 0 now"
+                "went the usual way when this was saved, "
+                "and go via='uneven' with chunks of 0.5, 0.5, 0 now"
             ),
         ),
     ],

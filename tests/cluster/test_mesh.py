@@ -146,8 +146,8 @@ def test_the_axes_that_cut_a_model() -> None:
             "data=2, stage=2",
             True,
             (
-                "mesh='data=2, stage=2' with --min-workers: a worker of a cut model has parts that "
-                "no other"
+                "mesh='data=2, stage=2' with --min-workers: "
+                "a worker of a cut model has parts that no other"
             ),
         ),
         (

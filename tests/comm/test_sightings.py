@@ -32,8 +32,8 @@ def test_where_a_rank_was_at_the_last_meeting_is_told() -> None:
 
 def test_who_is_at_which_call() -> None:
     sides = (
-        "rank 0 on a at run.mean of step 5 (x.py:1); rank 1 on b at backward (the next batch) of "
-        "step 6"
+        "rank 0 on a at run.mean of step 5 (x.py:1); "
+        "rank 1 on b at backward (the next batch) of step 6"
     )
     found = Sightings(("a", "b"), (0, 1)).describe_apart(HEADS, [" (x.py:1)", ""])
     assert found == (

@@ -512,8 +512,7 @@ def test_how_often_there_are_copies_follows_from_what_all_have_measured() -> Non
         assert said[0].startswith("buddy snapshots every step: ")
         assert said[1] == (
             "buddy snapshots every 5 steps: 4 MB, for which a step stands still for 0.013 s and "
-            "which are on their way for 0.027 s, "
-            "beside steps of 0.100 s (at most 10% of the time)"
+            "which are on their way for 0.027 s, beside steps of 0.100 s (at most 10% of the time)"
         )
 
 

@@ -1,11 +1,13 @@
-"""A Group whose ranks are threads of one process: strategies are tested on it in milliseconds, with
-the errors of real processes.
+"""A Group whose ranks are threads of one process, for tests of strategies in milliseconds.
 
-channel "calls"    0: all_reduce   1: barrier   2: ...      every rank posts its part of call k; the
-                                                            last one to post
-channel "agree"    0: ...                                   does the work for all of them, and the
-                                                            waiters wake up
+It raises the errors of real processes.
+
+channel "calls"    0: all_reduce   1: barrier   2: ...
+channel "agree"    0: ...
 channel "agreed"   0: ...
+
+Every rank posts its part of call k. The last one to post does the work for all of them, and the
+waiters wake up.
 """
 
 from __future__ import annotations

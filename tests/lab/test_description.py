@@ -176,8 +176,8 @@ class TestRead:
             (
                 "[[host]]\nprocessors = 1e400",
                 (
-                    "host[0].processors is inf, and has to be a number of cores, at least 0.01, at "
-                    "most 10000"
+                    "host[0].processors is inf, and has to be a number of cores, "
+                    "at least 0.01, at most 10000"
                 ),
             ),
             ("[[host]]\nprocessors = nan", "host[0].processors is nan"),

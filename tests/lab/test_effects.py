@@ -380,8 +380,8 @@ def test_a_training_run_has_its_faults_among_its_events(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     script = tmp_path / "train.py"
     faults = (
-        "[stop(rank=1, step=3, seconds=0.5), cut(host=1, seconds=0.5, step=6), kill(rank=0, "
-        "step=500)]"
+        "[stop(rank=1, step=3, seconds=0.5), cut(host=1, seconds=0.5, step=6), "
+        "kill(rank=0, step=500)]"
     )
     with lab.cluster(hosts=2) as cluster:
         began = time.monotonic()

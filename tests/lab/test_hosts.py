@@ -40,8 +40,8 @@ class TestHost:
         cluster = pair()
         wait_for(lambda: measure(cluster, 0, 1, 0.2) > 10**6)
         code = (
-            "import socket; s = socket.socket(); s.settimeout(5); print(s.connect_ex(('192.0.2.1', "
-            "80)))"
+            "import socket; s = socket.socket(); s.settimeout(5); "
+            "print(s.connect_ex(('192.0.2.1', 80)))"
         )
         assert int(ask(cluster, 0, sys.executable, "-c", code)) == 101  # network is unreachable
         listening = socket.create_server(("127.0.0.1", 0))

@@ -163,8 +163,8 @@ def test_a_dropout_between_layers_is_drawn_by_the_stage_that_uses_it(
 
 def test_an_encoder_and_a_decoder_share_words_on_all_stages() -> None:
     layers = (
-        "encoder.block.*, encoder.final_layer_norm, decoder.block.*, decoder.final_layer_norm, "
-        "lm_head"
+        "encoder.block.*, encoder.final_layer_norm, decoder.block.*, "
+        "decoder.final_layer_norm, lm_head"
     )
 
     def body(run: Run, cut: Any) -> tuple[list[float], Tensor]:

@@ -17,8 +17,8 @@ import paceline as pl
 from paceline.notebook.packing import pack_call, pack_result, unpack_call, unpack_result
 
 CELL = (
-    "def work(n):\n    return helper(n)\n\ndef helper(n):\n    return [1 // (n - k) for k in "
-    "range(3)]\n"
+    "def work(n):\n    return helper(n)\n\ndef helper(n):\n    return [1 "
+    "// (n - k) for k in range(3)]\n"
 )
 
 

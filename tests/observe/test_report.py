@@ -36,8 +36,8 @@ def test_a_quiet_run(tmp_path: Path) -> None:
         "  wait        1%     1.0 ms  for slower workers\n"
         "  data        1%     1.0 ms  for the next batch\n"
         "\n"
-        "All workers together sent 7.5 MB within hosts and 0 bytes between hosts in a step.\n"
-        "\n"
+        "All workers together sent 7.5 MB within hosts and 0 "
+        "bytes between hosts in a step.\n\n"
         "Nothing stands out: 95% of a step is compute."
     )
 
@@ -69,8 +69,8 @@ def test_a_quiet_run(tmp_path: Path) -> None:
                 {"checkpoint": "step-00000003", "step": 3, "metric": 0.25, "best": "min"},
             ),
             (
-                "on the disk after 400.0 ms of writing. The best is step-00000003, with a metric "
-                "of 0.25."
+                "on the disk after 400.0 ms of writing. The best is step-00000003, "
+                "with a metric of 0.25."
             ),
             "",
         ),
@@ -154,8 +154,8 @@ def test_axes_of_a_cut_model(tmp_path: Path) -> None:
     text = format_report(finished(tmp_path, axes=along(0.003, 0.02), **MESH))
     assert text.startswith("run: AllReduce(), mesh data=2, tensor=2, 4 workers on 1 host, ")
     assert (
-        "Along the axes of the mesh, waits for others included; bytes are those of all workers in "
-        "a step:\n"
+        "Along the axes of the mesh, waits for others included; "
+        "bytes are those of all workers in a step:\n"
         "  data        3%     3.0 ms  1.0 MB within hosts, 2.0 MB between hosts\n"
         "  tensor     20%    20.0 ms  5.0 MB within hosts, 0 bytes between hosts\n"
     ) in text
@@ -231,8 +231,8 @@ def test_a_slow_worker_is_named_with_shares_that_fit(tmp_path: Path) -> None:
     work = works(0.05, 0.1, 0.06, late=(0.0, 0.97, 0.3))
     text = format_report(finished(tmp_path, split(wait=0.03), work=work, workers=3))
     assert (
-        "Waiting for slower workers takes 30% of a step. The slowest is rank 1, with 100.0 ms of "
-        "own work" in text
+        "Waiting for slower workers takes 30% of a step. The slowest is rank 1, "
+        "with 100.0 ms of own work" in text
     )
     assert "where the median is 60.0 ms" in text
     assert "prepare(..., shares='auto'), or shares=[1, 0.5, 0.83]" in text

@@ -64,8 +64,8 @@ def test_the_batch_tells_strong_from_weak() -> None:
     with pytest.raises(
         UsageError,
         match=(
-            "neither the same nor in proportion to the workers: 32 samples with 1, 48 samples with "
-            "2"
+            "neither the same nor in proportion to the workers: 32 samples with 1, "
+            "48 samples with 2"
         ),
     ):
         scaling.make_scaling_curve([ONE, point(2, 48, compute=0.1)])

@@ -57,8 +57,8 @@ def test_two_servers(tmp_path: Path) -> None:
         "at most 20 messages put off\n"
         "Workers went on 0 (75%), 1 (25%) turns ahead of the slowest.\n"
         "Steps were made by 2 (90%), 3 (10%) workers.\n"
-        "1 gradient came too late for a step: their 32 samples (0.5% of those trained) were "
-        "dropped.\n"
+        "1 gradient came too late for a step: their 32 samples (0.5% "
+        "of those trained) were dropped.\n"
     ) in text
     assert "Nothing stands out" in text
 

@@ -64,8 +64,8 @@ def test_servers_do_not_clip_each_gradient(clip: Clip) -> None:
     with pytest.raises(
         UsageError,
         match=(
-            "_ would clip this worker's own gradients, and with ParameterServer a step takes those "
-            "of all"
+            "_ would clip this worker's own gradients, "
+            "and with ParameterServer a step takes those of all"
         ),
     ):
         workers(2, lambda run: train(run, clip), strategy=ParameterServer())

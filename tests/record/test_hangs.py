@@ -98,8 +98,8 @@ def told(ended: Ended) -> list[str]:
 
 
 HEAD = (
-    f"paceline: others wait for rank 1 on {HOST} (backward of step 5): its last call was backward "
-    "of step 4, "
+    f"paceline: others wait for rank 1 on {HOST} (backward of step 5): "
+    "its last call was backward of step 4, "
 )
 
 

@@ -18,16 +18,16 @@ from paceline.session.run import Run
 from tests.harness.runs import batches, workers
 
 NOTHING = (
-    "nothing was given to run.prepare: if this script trains, each of the 2 workers does it for "
-    "itself"
+    "nothing was given to run.prepare: if this script trains, "
+    "each of the 2 workers does it for itself"
 )
 NO_LOADER = "no loader was given to run.prepare: each of the 2 workers takes batches of its own"
 OUTSIDE = "an optimizer steps outside of a loop over the prepared loader"
 FOREIGN = "the Adam steps on parameters that were not given to run.prepare"
 USELESS = "the Adam steps, and trains nothing: none of its 2 parameters has a gradient"
 ONE_LINE = (
-    "run.log writes a line for each turn of a loader that was given to run.prepare, and there is "
-    "none"
+    "run.log writes a line for each turn of a loader that was "
+    "given to run.prepare, and there is none"
 )
 
 

@@ -205,8 +205,8 @@ def test_of_two_workers_the_first_is_right(undisturbed: list[Trained]) -> None:
     )
     stopped = several(2, STOP, {(1, 5): flipping("into.weight", 31)})
     assert (
-        "rank 1 on here in into.weight (from rank 0 on here: no majority tells which of them is "
-        "right)" in stopped[0].error
+        "rank 1 on here in into.weight (from rank 0 on here: "
+        "no majority tells which of them is right)" in stopped[0].error
     )
     other = several(2, HEAL, {(0, 5): flipping("into.weight", 31)})
     assert other[0].weights == other[1].weights != alone[0].weights
@@ -219,8 +219,8 @@ def test_half_of_four_is_no_majority() -> None:
     injury = flipping("into.weight", 31)
     found = several(4, HEAL, {(1, 5): injury, (3, 5): injury})
     assert (
-        "rank 1 on here in into.weight; rank 3 on here in into.weight (from rank 0 on here: "
-        "no majority" in found[0].events[0]
+        "rank 1 on here in into.weight; rank 3 on here in "
+        "into.weight (from rank 0 on here: no majority" in found[0].events[0]
     )
     assert found[0].weights == found[1].weights == several(4, Comparison(None), {})[0].weights
 

@@ -64,8 +64,8 @@ def test_workers_killed_in_every_place(
         if name != "prepared"
     }
     places["prepared"] = (
-        f"model.top.weight.register_hook(lambda _: die({AT.format(rank=rank)}7, 'the last "
-        "gradient'))"
+        "model.top.weight.register_hook(lambda _: "
+        f"die({AT.format(rank=rank)}7, 'the last gradient'))"
     )
     found = play(job, "killed", *SURVIVES, *dense, workers=6, nap=0, **parts(**places))
     check(found, alone(**parts()))

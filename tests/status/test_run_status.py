@@ -29,8 +29,7 @@ WHOLE = RunStatus(
 def test_all_of_it() -> None:
     assert line(WHOLE) == (
         "epoch 2/3  step 361/800  loss 2.346  accuracy 0.5  1,234 samples/s  compute 60% exchange "
-        "20% wait 10% data 10%  0:12 left  "
-        "rank 2 late 41%: data loading  slow"
+        "20% wait 10% data 10%  0:12 left  rank 2 late 41%: data loading  slow"
     )
 
 

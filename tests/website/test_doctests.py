@@ -7,8 +7,8 @@ from website.doctests import fenced
 
 def test_an_example_is_a_block() -> None:
     text = (
-        "Do it.\n\n>>> with a() as b:\n...     b.c()\n...\n>>> d\n[0.0, 0.5]\n\nMore words.\n\n>>> "
-        "e()"
+        "Do it.\n\n>>> with a() as b:\n...     b.c()\n...\n>>> d\n[0.0, "
+        "0.5]\n\nMore words.\n\n>>> e()"
     )
     assert fenced(text) == (
         "Do it.\n\n```python\nwith a() as b:\n    b.c()\n\nd\n# [0.0, 0.5]\n```\n\nMore "

@@ -365,8 +365,8 @@ def _state(
         # its hash is right, so it is what was written
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:_SHOWN]}"
         raise Broken(
-            f"{reading} can't be used: another version of paceline, or of torch, has written it "
-            f"({what})"
+            f"{reading} can't be used: another version of paceline, or of torch, "
+            f"has written it ({what})"
         ) from error
     return snapshot
 

@@ -1,10 +1,11 @@
-"""Models out of checkpoints: as a plain dict for `load_state_dict`, or as one file of safetensors.
+"""Models out of checkpoints: a plain dict for `load_state_dict`, or one file of safetensors.
 
-Files are checked by hash before; of what is in them, no more than the model comes into memory.
+Files are checked by hash first. Only the model is read into memory.
 
 runs/NAME/checkpoints/step-00000100  -- state_dict -->  {"weight": ..., "bias": ...}
-                                     -- export ------>  out.safetensors               one tensor is
-                                                        in memory at a time
+                                     -- export ------>  out.safetensors
+
+An export has one tensor in memory at a time.
 """
 
 from __future__ import annotations
@@ -123,14 +124,14 @@ def locate(folder: Path, say: Say, *, best: bool = False) -> Checkpoint:
     """
     if not folder.is_dir():
         raise CheckpointError(
-            f"there is no folder {folder}; give that of a run, such as runs/NAME, or of one of its "
-            "checkpoints"
+            f"there is no folder {folder}; give that of a run, such as runs/NAME, "
+            "or of one of its checkpoints"
         )
     if (folder / MANIFEST).exists():
         if best:
             raise UsageError(
-                f"{folder} is one checkpoint: give the folder of its run to get the best, or leave "
-                "out best"
+                f"{folder} is one checkpoint: give the folder of its run "
+                "to get the best, or leave out best"
             )
         return checkpoint.read(folder, lazy=True, own=False)
     inner = folder / "checkpoints"

@@ -1,9 +1,9 @@
-"""The layout of a snapshot as two files: planned first, so that its bytes are copied once at most.
+"""The layout of a snapshot as two files, planned first, so that bytes are copied once at most.
 
-NAME.json          {"version": ..., "tree": ..., "tensors": notes on those that safetensors can't
-                   keep as they are}
-NAME.safetensors   | length of the header | header: {"model/weight": {"dtype", "shape",
-                   "data_offsets"}, ...} | all tensors' bytes |
+NAME.json          {"version": ..., "tree": ..., "tensors": ...}
+                   "tensors" has notes on tensors that safetensors can't keep as they are
+NAME.safetensors   | length of the header | header | bytes of all tensors |
+                   header: {"model/weight": {"dtype", "shape", "data_offsets"}, ...}
 """
 
 from __future__ import annotations

@@ -150,8 +150,8 @@ def contents(
         or not isinstance(files, dict)
     ):
         raise Broken(
-            f"{MANIFEST} lacks the step, the ranks or the files: another version of paceline has "
-            "written it"
+            f"{MANIFEST} lacks the step, the ranks or the files: "
+            "another version of paceline has written it"
         )
     if type(step) is not int or step != step_of(path):
         raise Broken(f"it was saved as step {step!r}, and its folder has been renamed")
@@ -159,8 +159,8 @@ def contents(
         raise Broken(f"{MANIFEST} names {odd!r}, which is no name of a file in it")
     if odd := next((file for file, wanted in files.items() if not _written(wanted)), None):
         raise Broken(
-            f"{MANIFEST} doesn't say what {odd} has to be: another version of paceline has written "
-            "it"
+            f"{MANIFEST} doesn't say what {odd} has to be: "
+            "another version of paceline has written it"
         )
     own = {rank: f"own-{rank:05d}" for rank in ranks}
     absent = [

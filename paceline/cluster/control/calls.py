@@ -1,19 +1,14 @@
-"""The channel of a call by `pl.launch`: what its workers, and their launcher, tell the process that
-has made it.
+"""The channel of a call by `pl.launch`: messages of workers and their launcher to the caller.
 
 caller                            launcher                    workers
   socketpair, one end -- inherited --> . -------- inherited ----> .
-  "called"  <---------------------------------------------------- each worker, before it calls the
-            function
-  "status"  <---------------------------------------------------- the first worker: how far its run
-            is
-  "result"  <---------------------------------------------------- each worker: what the function has
-            returned
-  "failed"  <---------------------------------------------------- a worker: the traceback of what
-            the function has raised
-  "verdict" <------------------------ who failed first
+  "called"  <---------------------------------------------------- each, before it calls the function
+  "status"  <---------------------------------------------------- the first: progress of its run
+  "result"  <---------------------------------------------------- each: the returned value
+  "failed"  <---------------------------------------------------- one: the traceback of an error
+  "verdict" <------------------------ the worker that failed first
 
-A message is JSON, and a file without a name for what is long: its descriptor travels with the
+A message is JSON. Long content is in a file without a name, whose descriptor travels with the
 message. The channel has no name and no port: only processes that have inherited it can write to it.
 """
 

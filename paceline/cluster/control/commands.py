@@ -1,16 +1,16 @@
 """Commands from a launcher to its running workers: above all the view, each time that it changes.
 
-Lines of JSON through a pipe.
+They are lines of JSON through a pipe.
 
-    launcher   {"number": 3, "members": [[worker, host, name, address], ...], "broken": false}  --->
-               thread of the worker
-               {"ask": true}                                                                    --->  (it says where it is)
-               {"leave": true}                                                                  --->  (it goes after its turn)
-               STACK, a signal                                                                  --->  (it writes what it does)
+    launcher   {"number": 3, "members": [[worker, host, name, address], ...], "broken": false}
+                                       --->  thread of the worker
+               {"ask": true}           --->  (it reports its position)
+               {"leave": true}         --->  (it leaves after its turn)
+               STACK, a signal         --->  (it writes its stacks)
 
-A worker that is missing in the new view won't answer any more: the thread at once ends the waits of
-this worker.
-"""  # noqa: E501
+A worker that is missing in the new view won't answer any more, so the thread at once ends the waits
+of this worker.
+"""
 
 from __future__ import annotations
 

@@ -82,8 +82,7 @@ class Page:
         except OSError as error:
             raise ResourceError(
                 f"the page {file} for a worker's progress can't be made ({error.strerror}); "
-                "let PACELINE_PROGRESS name a folder "
-                "that is there and can be written, or unset it"
+                "let PACELINE_PROGRESS name a folder that is there and can be written, or unset it"
             ) from error
         self._cells = memoryview(self._memory).cast("q")
 

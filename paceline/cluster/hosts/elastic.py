@@ -1,11 +1,10 @@
-"""The launchers of an elastic job, which survives losses: they agree on its members, and announce
-each view to their workers.
+r"""The launchers of an elastic job, which survives losses: they agree on the members of a view.
 
-launcher 0 ------ launcher 1      connections between all of them; `membership` decides over these,
-                                  by majorities
-     \\              /
-      launcher 2 --               each hears of its own workers at once, and of others when nothing
-                                  is heard of their launcher
+launcher 0 ------ launcher 1      each is connected with all others; `membership` decides over
+     \              /             these connections, by majorities
+      launcher 2 --
+
+Each hears of its own workers at once, and of other workers when their launcher falls silent.
 """
 
 from __future__ import annotations

@@ -108,8 +108,7 @@ def assemble(meeting: Meeting) -> FixedPeers | Admission:
                 f"the meeting point {meeting.where} could not be reached from {meeting.offer.name} "
                 f"within {meeting.deadline:g} s "
                 f"({called.strerror or called}): no host that owns this address has started "
-                f"`paceline run --join {meeting.where}`, "
-                "or a firewall is between"
+                f"`paceline run --join {meeting.where}`, or a firewall is between"
             )
         reminder.turn(partial(_unanswered, meeting, called))
         time.sleep(nap)
@@ -257,8 +256,8 @@ def _attend(meeting: Meeting, channel: Channel, end: float) -> FixedPeers | Admi
     except ChannelBroken as error:
         channel.close()
         raise DeadlineExceeded(
-            f"the launcher at {meeting.where} left before all {meeting.hosts} hosts had come "
-            f"({error})"
+            f"the launcher at {meeting.where} left before all "
+            f"{meeting.hosts} hosts had come ({error})"
         ) from error
     try:
         return _placed(meeting, channel, answer)
@@ -268,8 +267,7 @@ def _attend(meeting: Meeting, channel: Channel, end: float) -> FixedPeers | Admi
             raise
         raise PlaceError(
             f"the launcher at {meeting.where} answers with what makes no sense here "
-            f"({type(error).__name__}: {error}): "
-            "install the same version of paceline on all hosts"
+            f"({type(error).__name__}: {error}): install the same version of paceline on all hosts"
         ) from error
 
 
@@ -426,8 +424,7 @@ class _Listener:
         left = counted(self._meeting.hosts - 1 - len(self._newcomers), "host")
         return (
             f"waits at {self._meeting.where} for {left} more, {self._end - time.monotonic():.0f} s "
-            f"at most (here: {here}); "
-            f"there, run: {self._meeting.command}"
+            f"at most (here: {here}); there, run: {self._meeting.command}"
         )
 
     def _receive(self, channel: Channel, message: dict[str, Any]) -> None:
@@ -460,8 +457,8 @@ class _Listener:
         self._newcomers.append(newcomer)
         if hosts != self._meeting.hosts:
             raise Mismatch(
-                f"{offer.name} was started with --hosts {hosts}, and {self._meeting.offer.name} "
-                "with "
+                f"{offer.name} was started with --hosts {hosts}, "
+                f"and {self._meeting.offer.name} with "
                 f"--hosts {self._meeting.hosts}: use the same command on all hosts"
             )
         if wish is not None and not 0 <= wish < hosts:
@@ -482,9 +479,8 @@ class _Listener:
         if restarts != wanted:
             raise Mismatch(
                 f"{offer.name} was started with --restarts {restarts}, and {meeting.offer.name} "
-                f"with --restarts {wanted}: without "
-                "--min-workers they are those of the whole job, so use the same command on all "
-                "hosts"
+                f"with --restarts {wanted}: without --min-workers they are those of the whole job, "
+                "so use the same command on all hosts"
             )
 
     def _assign_numbers(self) -> FixedPeers:

@@ -1,9 +1,10 @@
-"""Messages between the launchers of a job that may start again: how each host saw the end of a
-start, what follows, who comes to the next.
+"""Messages between the launchers of a job that may restart.
 
-every host   -- HostReport -->    the one that decides   -- Sequel -->   every host   --
-                                                         RestartState, with its offer -->   the next
-                                                         meeting
+every host          -- HostReport -->                      the one that decides
+the one that decides   -- Sequel -->                       every host
+every host          -- RestartState, with its offer -->    the next meeting
+
+They say how each host saw the end of a start, what follows, and which hosts come to the next start.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""A launcher in a process of its own, for a process that has other things to do: a notebook's
-kernel, or any Python.
+"""A launcher in a process of its own, for a caller that has other work: a notebook's kernel, say.
 
-kernel --- a request as JSON, descriptors ---> agent --- paceline.cluster.launcher.launch ---> workers
-       --- SIGHUP when it ends, however ----->
+kernel --- a request as JSON, descriptors ---> agent --- launcher.launch ---> workers
+       --- SIGHUP when the kernel ends ------>
 
-The kernel may have threads, and handles signals as it likes; a launcher forks, and handles them
+The kernel may have threads and handle signals as it likes; a launcher forks, and handles signals
 itself.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

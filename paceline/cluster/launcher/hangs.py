@@ -1,14 +1,13 @@
-"""Hang detection: when workers wait for others far longer than usual, launchers ask theirs where
-they are, and show their stacks.
+"""Hang detection: if workers wait far longer than usual, launchers show the stacks of the others.
 
-worker 1: late in call 71  -->  launcher 0  -->  all launchers: where are yours?
-worker 2: waits, too                             worker 3: computes since 8 s  -->  its stack is
-                                                 shown
-                                                 worker 4: says nothing         -->  the same, as far as it answers
+worker 1: late in call 71  -->  launcher 0  -->  all launchers: where are your workers?
+worker 2: waits, too
+worker 3: computes since 8 s   -->  its stack is shown
+worker 4: says nothing         -->  the same, as far as it answers
 
-They are asked once more when the waiting ones are about to give up: where losses are survived, a
+Workers are asked once more when the waiting ones are about to give up. If losses are survived, a
 worker that is still late is ended then.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

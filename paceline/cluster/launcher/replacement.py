@@ -122,8 +122,8 @@ class Replacement:
         if not others or not self.active(workers):
             return False
         self.say(
-            "paceline: asked to leave (SIGTERM): the workers of this host go after their present "
-            "step"
+            "paceline: asked to leave (SIGTERM): the workers of this "
+            "host go after their present step"
         )
         self._due.clear()
         self.restarts = 0
@@ -157,8 +157,8 @@ class Replacement:
                 self._stopped.pop(worker.number, None)
             elif now - self._stopped.setdefault(worker.number, now) > self.timings.stopped:
                 self.say(
-                    f"paceline: rank {worker.rank} has been stopped for {self.timings.stopped:g} s "
-                    "(SIGSTOP): "
+                    f"paceline: rank {worker.rank} has been stopped "
+                    f"for {self.timings.stopped:g} s (SIGSTOP): "
                     "it is ended, and counts as lost"
                 )
                 os.kill(worker.process.pid, signal.SIGKILL)

@@ -1,11 +1,12 @@
-"""Restarts of a whole job: whether all workers start again after a failure that nobody can go on
-after, and what they have to know then.
+"""Restarts of a whole job after a failure that the run can't survive.
 
-worker 1 is killed --> all others end --> judge: restart 1 of 3 --> all workers start, with the run's folder and seed, and resume
+worker 1 is killed --> all others end --> judge: restart 1 of 3
+                                                 --> all workers start, with the run's folder and
+                                                     seed, and resume
 
-With several hosts each reports what it has seen of the failure, and the launcher that all are
-connected with judges for all of them.
-"""  # noqa: E501
+With several hosts, each reports how it saw the failure, and the launcher that all are connected
+with judges for all of them.
+"""
 
 from __future__ import annotations
 

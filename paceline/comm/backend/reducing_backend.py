@@ -132,8 +132,8 @@ class ReducingBackend(BackendBase):
         op = translate_reduction(opts, joined)
         if callable(op):
             raise UsageError(
-                "reduce_scatter: bitwise operations and averages of integers need tensors of one "
-                "size"
+                "reduce_scatter: bitwise operations and averages of "
+                "integers need tensors of one size"
             )
         own = parts[self._rank]
         if out.numel() != own.numel() or out.dtype != joined.dtype:

@@ -203,8 +203,8 @@ class ControlNetwork:
             self._listener = network.listen(address)
         except OSError as error:
             raise PlaceError(
-                f"can't listen on {address} ({error.strerror or error}): choose an address of this "
-                "machine"
+                f"can't listen on {address} ({error.strerror or error}): "
+                "choose an address of this machine"
             ) from error
         self.listening = ListeningAddress(
             address, self._listener.getsockname()[1], random.token_hex(16)

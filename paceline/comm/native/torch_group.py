@@ -356,8 +356,8 @@ class TorchGroup:
                         ", ".join(expected) or "nothing",
                     )
                     raise Mismatch(
-                        f"exchange: rank {source} sends {offers} to rank {to}, which expects "
-                        f"{expects}"
+                        f"exchange: rank {source} sends {offers} to rank {to}, "
+                        f"which expects {expects}"
                     )
         return self.exchange_agreed(sends, recvs, tag=tag)
 

@@ -125,8 +125,8 @@ def call_worker(
         except ConnectionRefusedError as error:
             raise WorkerLost(
                 (
-                    f"{who} is gone: no process listens at {listening.address}:{listening.port} "
-                    "any more"
+                    f"{who} is gone: no process listens at "
+                    f"{listening.address}:{listening.port} any more"
                 ),
                 (name,),
             ) from error
@@ -162,8 +162,8 @@ def prove_as_sender(
     nonces = nonce + answer[:NONCE]
     if not hmac.compare_digest(answer[NONCE:], _make_proof(key, "receiver", ranks, nonces)):
         raise SecretError(
-            f"another program listens at the address of {who}: it doesn't know the secret of this "
-            "job"
+            f"another program listens at the address of {who}: "
+            "it doesn't know the secret of this job"
         )
     connection.sendall(_make_proof(key, "sender", ranks, nonces))
 

@@ -563,7 +563,6 @@ def _check_device(call: CallFingerprint, *xs: Tensor) -> CallFingerprint:
         return call
     flaw = (
         f"shared memory moves CPU tensors, got one{device_suffix(away[0])}; "
-        "use a group with backend "
-        "'nccl', or x.cpu()"
+        "use a group with backend 'nccl', or x.cpu()"
     )
     return call._replace(flaw=flaw)

@@ -135,8 +135,7 @@ class SharedSegment:
                 os.unlink(path)
             raise ResourceError(
                 f"{_format_mib(nbytes)} of shared memory can't be had ({reason}{room}); "
-                "give the container more "
-                "(docker run --shm-size=2g, or a larger memory limit)"
+                "give the container more (docker run --shm-size=2g, or a larger memory limit)"
             ) from error
 
     @property
@@ -161,8 +160,8 @@ class SharedSegment:
             fd = os.open(address, os.O_RDWR | os.O_CLOEXEC)
             if os.fstat(fd).st_size != nbytes:
                 raise ResourceError(
-                    f"the shared memory {address} has another size than the {nbytes} bytes agreed "
-                    "on"
+                    f"the shared memory {address} has another size than "
+                    f"the {nbytes} bytes agreed on"
                 )
             segment = cls(fd, nbytes, None, at_once=at_once)
             segment.named = not address.startswith("/proc/")

@@ -123,8 +123,8 @@ class RankWaiter:
         if self.broken is None:
             me = self.names[self.rank]
             why = (
-                f"rank {me} broke off in the middle of an exchange ({type(error).__name__}: "
-                f"{error})"
+                f"rank {me} broke off in the middle of an "
+                f"exchange ({type(error).__name__}: {error})"
             )
             own_error = error if isinstance(error, PacelineError) else WorkerLost(why, (me,))
             self.broken = self._find_verdict() or own_error

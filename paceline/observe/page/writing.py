@@ -43,6 +43,6 @@ def write_page(folders: Sequence[Path], out: Path) -> int:
         ) from error
     except OSError as error:
         raise ResourceError(
-            f"--html {out} can't be written ({error.strerror}): free some space, or give another "
-            "place"
+            f"--html {out} can't be written ({error.strerror}): free some space, "
+            "or give another place"
         ) from error

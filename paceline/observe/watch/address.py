@@ -48,8 +48,8 @@ class WatchAddress:
             return network.listen(network.resolve(self.host)[0], self.port)
         except OSError as error:
             port_in_use = (
-                f"port {self.port} is in use on {self.host}: give another one, or 0 for any that "
-                "is free"
+                f"port {self.port} is in use on {self.host}: give another one, "
+                "or 0 for any that is free"
             )
             why = (
                 port_in_use

@@ -104,14 +104,14 @@ def _check_devices(names: Sequence[str | torch.device]) -> list[torch.device]:
             device = torch.device("meta")  # refused below
         if device.type not in ("cpu", "cuda") or (device.type == "cuda" and device.index is None):
             raise UsageError(
-                f"layers(): {each!r} is not a device for layers; give 'cpu' or 'cuda:0', 'cuda:1', "
-                "..."
+                f"layers(): {each!r} is not a device for layers; "
+                "give 'cpu' or 'cuda:0', 'cuda:1', ..."
             )
         if device.type == "cuda" and device.index >= count:
             has = f"has {count} of them, from cuda:0 on" if count else "has no CUDA device"
             raise UsageError(
-                f"layers(): there is no device {each!r}, as this machine {has}; name devices that "
-                "it has"
+                f"layers(): there is no device {each!r}, as this machine {has}; "
+                "name devices that it has"
             )
         devices.append(device)
     return devices

@@ -146,8 +146,8 @@ class PlacedForward:
                     raise UsageError(
                         f"layers on two devices use {'.'.join(filter(None, held))}, and the "
                         "forward changes it there, so one of them would "
-                        "miss that: name one layer that holds both, or give each a buffer of its "
-                        "own"
+                        "miss that: name one layer that holds both, "
+                        "or give each a buffer of its own"
                     )
         finally:
             for row, name, tensor, _, _ in lent:

@@ -177,9 +177,8 @@ class FollowedPart(StagePart):
             (name for name in COLLECTED if keywords.get(name, getattr(config, name, False))), ""
         ):
             raise UsageError(
-                f"{collected} collects what is inside of layers, and a stage has its own layers "
-                "only: "
-                "leave it out, or set it to False"
+                f"{collected} collects what is inside of layers, "
+                "and a stage has its own layers only: leave it out, or set it to False"
             )
         calls = _LayerCalls(self._graph, self._start, self._stop, values, after)
         try:

@@ -121,8 +121,8 @@ def check_scalar_loss(loss: Any, where: str) -> Tensor:
             else f"a {type(loss).__qualname__}"
         )
         raise UsageError(
-            f"{where}: the loss is {kind}, and has to be one number: loss=F.cross_entropy, for "
-            "example"
+            f"{where}: the loss is {kind}, and has to be one number: "
+            "loss=F.cross_entropy, for example"
         )
     return loss
 
@@ -157,8 +157,8 @@ def cut_batch(
         weights = [weight if index < rows else 0.0 for index, weight in enumerate(given_weights)]
         if any(not 0 <= weight < math.inf for weight in weights):
             raise UsageError(
-                f"run.step: weigh gave {weights} for micro-batches; a weight is a number, zero or "
-                "more"
+                f"run.step: weigh gave {weights} for micro-batches; "
+                "a weight is a number, zero or more"
             )
         if share.weight is not None and not math.isclose(
             math.fsum(weights), share.weight, rel_tol=1e-6

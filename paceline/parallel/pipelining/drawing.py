@@ -113,9 +113,8 @@ def _write_summary(timeline: PipelineTimeline) -> str:
     else:
         each = f"{min(timeline.kept_micro_batches):.3g} to {max(timeline.kept_micro_batches):.3g}"
     return (
-        f"time {timeline.makespan:.4g}, bubble {_format_percent(timeline.bubble)}, micro-batches "
-        "kept at "
-        f"most: {each}"
+        f"time {timeline.makespan:.4g}, bubble {_format_percent(timeline.bubble)}, "
+        f"micro-batches kept at most: {each}"
     )
 
 

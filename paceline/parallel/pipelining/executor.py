@@ -356,7 +356,7 @@ class PipelinePass:
             raise UsageError(
                 f"{what}: got micro-batch {message.head['micro']} of {message.head['step']}, and "
                 f"wanted micro-batch {micro_batch} of {self._where}; "
-                "an earlier run.step failed on one worker, and the script caught the error; let it "
-                "end the run"
+                "an earlier run.step failed on one worker, "
+                "and the script caught the error; let it end the run"
             )
         return dict(message.head), list(message.tensors)

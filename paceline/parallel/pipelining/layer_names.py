@@ -82,8 +82,8 @@ def _match_entry(entry: str, modules: dict[str, nn.Module]) -> Iterator[str]:
                 f"write {name + '.*'!r}" if next(modules[name].children(), None) else "leave it out"
             )
             raise UsageError(
-                f"{name} is a {type(modules[name]).__name__}, which is never called itself; "
-                f"{instead}"
+                f"{name} is a {type(modules[name]).__name__}, "
+                f"which is never called itself; {instead}"
             )
         yield name
 

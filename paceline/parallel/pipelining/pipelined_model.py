@@ -383,8 +383,8 @@ class PipelinedModel:
                 raise DataError(
                     f"{why}: ranks {one} and {two} have other stages of the same model, and got "
                     f"different {what} ({values[0]} and "
-                    f"{values[other]}): give all workers along `stage` the same batch in the same "
-                    "call"
+                    f"{values[other]}): give all workers along `stage` the "
+                    "same batch in the same call"
                 )
         if isinstance(self._graph, FollowedGraph) and kind not in self._followed_kinds:
             self._follow_forward(self._graph, kind, batches[:1], where)
@@ -554,8 +554,8 @@ class _StageForward:
                 "run.forward(model, x)"
             )
         raise UsageError(
-            "this model has layers on other workers (pipeline), so it can't be called by itself: "
-            "write "
+            "this model has layers on other workers (pipeline), "
+            "so it can't be called by itself: write "
             "loss = run.step(model, x, y, loss=F.cross_entropy), which goes forward and back, or "
             "run.forward(model, x)"
         )

@@ -158,7 +158,6 @@ def _check_unchanged(saved: tuple[Tensor, int]) -> Tensor:
     if x._version != version:
         raise RuntimeError(
             f"a tensor of shape {list(x.shape)} that is needed for a gradient has been modified by "
-            "an inplace operation: it is at version "
-            f"{x._version}, and was kept at {version}"
+            f"an inplace operation: it is at version {x._version}, and was kept at {version}"
         )
     return x

@@ -212,8 +212,8 @@ def _find_chunks(name: str, ranks: int, micro_batches: int, chunks: int | None) 
     if chunks not in (None, fixed):
         stages = "one stage" if fixed == 1 else f"{fixed} stages"
         raise UsageError(
-            f"{name} with chunks={chunks!r}: each rank has {stages}; leave chunks out, or take "
-            "interleaved"
+            f"{name} with chunks={chunks!r}: each rank has {stages}; "
+            "leave chunks out, or take interleaved"
         )
     return fixed
 

@@ -206,8 +206,8 @@ def _check_times(schedule: PipelineSchedule, times: StageTimes, speeds: Sequence
             continue
         if len(values) != length:
             raise UsageError(
-                f"{name} has {counted(len(values), 'value')}: for {schedule.name} here it needs "
-                f"{length}"
+                f"{name} has {counted(len(values), 'value')}: "
+                f"for {schedule.name} here it needs {length}"
             )
         if name != "links" and any(
             not value >= 0 or value == float("inf") or (name == "speeds" and not value)

@@ -284,8 +284,7 @@ def _explain_memory(problem: SplitProblem, memory: Sequence[float]) -> str:
     activation_bytes = problem.simulate_split(counts).kept_bytes[worst]
     return (
         f"no split of these {len(problem.costs)} layers fits: the one that needs least, {counts}, "
-        f"takes {sized(needed[worst])} on worker "
-        f"{worst}, which has {sized(memory[worst])} "
+        f"takes {sized(needed[worst])} on worker {worst}, which has {sized(memory[worst])} "
         f"({sized(needed[worst] - activation_bytes)} for parameters, gradients and optimizer, "
         f"{sized(activation_bytes)} "
         "for activations); take more stages, smaller micro-batches or activation checkpointing"

@@ -73,8 +73,7 @@ def _describe_step(problem: SplitProblem, counts: Sequence[int]) -> Iterator[str
     if list(counts) != even and timeline.makespan:
         text += (
             f"; with as many layers each, {even}, {_format_time(other)}, "
-            f"{other / timeline.makespan:.2f} "
-            "times as long"
+            f"{other / timeline.makespan:.2f} times as long"
         )
     yield text
 

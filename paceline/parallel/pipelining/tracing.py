@@ -36,8 +36,8 @@ from paceline.parallel.pipelining.operations import (
 from paceline.parallel.torch_pytree import tree_leaves
 
 REMEDY = (
-    "name the module that does this as one layer, or say trace=False if the layers simply follow "
-    "one another"
+    "name the module that does this as one layer, "
+    "or say trace=False if the layers simply follow one another"
 )
 RANDOM = (torch.rand, torch.randint, torch.randn, torch.randperm)
 FILLED = (torch.empty, torch.eye, torch.full, torch.ones, torch.zeros)
@@ -289,8 +289,8 @@ class LayerTracer(Tracer):
         graded, rest = _current_modes()
         if rest != self._modes[1]:
             raise TraceError(
-                "torch.autocast (or torch.inference_mode) around a part of the forward can't be "
-                "recorded"
+                "torch.autocast (or torch.inference_mode) around a part "
+                "of the forward can't be recorded"
             )
         if self._modes[0] and not graded:
             self._no_grad_names.add(node.name)

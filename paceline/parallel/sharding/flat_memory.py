@@ -248,8 +248,7 @@ class FlatMemory:
                         f"{one.name} is not the parameter that shard(zero=3) has cut, and would be "
                         "replaced by it "
                         "(functional_call, a new parameter): say zero=2, where functional_call "
-                        "takes what it is given, or change "
-                        "values by run.whole(p)"
+                        "takes what it is given, or change values by run.whole(p)"
                     )
         for one, parameter in zip(
             self.parameters, self.wholes if whole else self.pieces, strict=True
@@ -296,8 +295,7 @@ def refuse_requires_grad_change(name: str, *, trained: bool) -> NoReturn:
     """Raise `UsageError` for a parameter that was frozen or unfrozen after the cut."""
     raise UsageError(
         f"{name} was {'trained' if trained else 'frozen'} when the model was cut by shard(), and "
-        f"is {'frozen' if trained else 'trained'} now; set requires_grad before "
-        "run.prepare"
+        f"is {'frozen' if trained else 'trained'} now; set requires_grad before run.prepare"
     )
 
 

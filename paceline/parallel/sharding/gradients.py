@@ -86,8 +86,7 @@ class GradientBucket:
         if self.is_sent:
             raise UsageError(
                 f"{held.name} got a second gradient in one backward pass when the first had left "
-                "already (checkpoints with "
-                "use_reentrant=True share it); say use_reentrant=False"
+                "already (checkpoints with use_reentrant=True share it); say use_reentrant=False"
             )
         if self._flat is None:
             self._flat = torch.empty(

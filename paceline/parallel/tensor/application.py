@@ -251,8 +251,8 @@ def _refuse_uncuttable(each: _NamedModule, model: nn.Module) -> None:
         for part in (module._parameters.get("weight"), module._parameters.get("bias"))
     ):
         raise UsageError(
-            f"tensor: the weight of {name} is computed from others; take weight_norm and the like "
-            "off first"
+            f"tensor: the weight of {name} is computed from others; "
+            "take weight_norm and the like off first"
         )
     if not isinstance(module._parameters.get("weight"), Parameter):
         raise UsageError(
@@ -270,8 +270,7 @@ def _refuse_uncuttable(each: _NamedModule, model: nn.Module) -> None:
     if isinstance(parent, READS_WEIGHTS):
         raise UsageError(
             f"tensor: {name} lies in {type(parent).__name__}, which reads its weights without "
-            "calling it; "
-            "write the block with F.scaled_dot_product_attention and layers of its own"
+            "calling it; write the block with F.scaled_dot_product_attention and layers of its own"
         )
 
 
@@ -328,8 +327,8 @@ def _refuse_in_region(name: str, module: nn.Module, region: _NamedModule, is_cut
         raise UsageError(
             f"tensor: {name} ({type(module).__name__}) lies in the region {region.style} of "
             f"{region.name or 'the model'}, and isn't known "
-            "to treat each position by itself; cut it by column() or row(), or choose a smaller "
-            "region"
+            "to treat each position by itself; cut it by column() or row(), "
+            "or choose a smaller region"
         )
     if module is region.module and has_state:
         raise UsageError(
@@ -443,9 +442,8 @@ def _find_divided(
             value = int(getattr(module, attribute))
             if value % size:
                 raise UsageError(
-                    f"tensor: {name}.{attribute} is {value}, which {size} workers can't divide "
-                    "evenly; "
-                    "choose "
+                    f"tensor: {name}.{attribute} is {value}, "
+                    f"which {size} workers can't divide evenly; choose "
                     f"tensor={' or '.join(str(each) for each in range(2, value + 1) if value % each == 0) or 1}"  # noqa: E501
                 )
             yield module, attribute, value // size

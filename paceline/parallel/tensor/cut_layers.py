@@ -71,8 +71,8 @@ class LayerCut:
             return self.axis.split_input(x, -1, self.name)
         if x.shape[-1] != features:
             hint = (
-                "cut the layer before it by column(), or say row(split=True) where each worker has "
-                "all of them"
+                "cut the layer before it by column(), "
+                "or say row(split=True) where each worker has all of them"
             )
             if self.sequence is not None:
                 hint += (

@@ -148,8 +148,8 @@ def _refuse_different_draws(draws: Sequence[str], what: str) -> None:
         raise ReplicasDiffer(
             f"{what} differs between workers along `tensor`, and so do their random numbers: "
             "they were seeded differently after "
-            "run.prepare, or one has drawn more; seed all of them alike (by run.seed), and not by "
-            "rank"
+            "run.prepare, or one has drawn more; seed all of them "
+            "alike (by run.seed), and not by rank"
         )
 
 

@@ -70,8 +70,8 @@ class tensor:
         for pattern, style in self.layers.items() if isinstance(self.layers, Mapping) else ():
             if not isinstance(style, Style):
                 raise UsageError(
-                    f"tensor: {pattern!r} has {style!r}; give column(), row(), vocab(), sequence() "
-                    "or summed()"
+                    f"tensor: {pattern!r} has {style!r}; give column(), row(), "
+                    "vocab(), sequence() or summed()"
                 )
 
     @property

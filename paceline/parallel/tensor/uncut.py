@@ -138,10 +138,9 @@ class _UncutComparison:
         if outcome == DIFFERENT:
             raise UsageError(
                 f"{where} returns other values when it is cut: "
-                "between column() and row() something works over all features, and each worker has "
-                "a "
-                "part of them, such as a norm, softmax, mean or chunk; say column(parts=2) for a "
-                "fused "
+                "between column() and row() something works over all features, "
+                "and each worker has a part of them, such as a norm, softmax, mean or chunk; "
+                "say column(parts=2) for a fused "
                 "projection, divide= for numbers of heads, column(gather=True) and row(split=True) "
                 "where all features are needed, or compare=False if this is meant"
             )

@@ -147,7 +147,7 @@ def image(pixels: Tensor, span: tuple[float, float] = (0.0, 1.0)) -> Image:
         )
     if not span[0] < span[1]:
         raise UsageError(
-            f"pl.image(..., span={span}): give the numbers that are black and white, the smaller "
-            "first"
+            f"pl.image(..., span={span}): give the numbers that are "
+            "black and white, the smaller first"
         )
     return Image(pixels, span)

@@ -126,9 +126,8 @@ class MetricValues:
         metric = self._metrics.get(name)
         if metric is None:
             raise UsageError(
-                f"run.log({name}=...) got a metric on other workers but not on the first one, "
-                "which "
-                "combines them; log it on all workers"
+                f"run.log({name}=...) got a metric on other workers but "
+                "not on the first one, which combines them; log it on all workers"
             )
         workers = [loads(state).unpack() for state in states]
         if not any(count for worker in workers for count, _ in worker):

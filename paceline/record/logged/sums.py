@@ -98,14 +98,13 @@ def to_number(name: str, value: Any) -> float | Tensor:
         if value.numel() != 1 or value.is_complex():
             raise UsageError(
                 f"run.log({name}=...) got a {value.dtype} tensor of shape {tuple(value.shape)}; "
-                "give one real number, e.g. its mean, "
-                "or pl.histogram(tensor), or pl.image(tensor)"
+                "give one real number, e.g. its mean, or pl.histogram(tensor), or pl.image(tensor)"
             )
         value = value.detach()
         return float(value) if value.device.type == "cpu" else value.reshape(()).to(torch.float64)
     if isinstance(value, numbers.Real | np.bool_):
         return float(value)
     raise UsageError(
-        f"run.log({name}=...) got a {type(value).__qualname__}; give a number or a tensor of one "
-        "element"
+        f"run.log({name}=...) got a {type(value).__qualname__}; "
+        "give a number or a tensor of one element"
     )

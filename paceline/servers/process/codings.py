@@ -70,8 +70,7 @@ def _plainly(leaf: Any) -> Coding | None:
     if isinstance(leaf, powersgd):
         raise UsageError(
             f"{leaf!r} sums thin matrices among workers, and servers take each worker's gradient "
-            "by itself: give ParameterServer "
-            "error_feedback(topk(0.01)), or int8()"
+            "by itself: give ParameterServer error_feedback(topk(0.01)), or int8()"
         )
     if isinstance(leaf, gathered | scattered):
         raise UsageError(

@@ -54,8 +54,7 @@ def describe(optimizer: Optimizer) -> str:
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise UsageError(
             f"the {name} has hooks on its step, and it steps on servers, where they are not: "
-            "do after optimizer.step() what they do, "
-            "or use AllReduce"
+            "do after optimizer.step() what they do, or use AllReduce"
         )
     return name
 

@@ -1,10 +1,10 @@
-"""A server's shard: pieces of parameters in units, the optimizers that step them, and pushes of
-workers that are not applied yet.
+"""A server's shard: pieces of parameters in units, their optimizers, and pushes not applied yet.
 
     worker 0   push(unit 0) push(unit 1)         close(3)          read(unit 0) ...
     worker 1        push(unit 0) push(unit 1)       close(3)            read(unit 0) ...
-    shard      | kept by worker, as it came   | summed in the order of workers, one step | the same
-                                              for all
+    shard      | kept by worker, as it came   | one step         | the same for all
+                                              | with the sum,
+                                              | in the order of workers
 
 Nothing here waits or sends: it is plain state, equal on all replicas that get the same messages in
 the same order.
@@ -349,8 +349,8 @@ class Shard:
         unit = self._unit(number)
         if step > self.steps[unit.optimizer] + 1:
             raise Mismatch(
-                f"unit {number} can't be pushed for step {step}: {self.steps[unit.optimizer]} have "
-                "been taken"
+                f"unit {number} can't be pushed for step {step}: "
+                f"{self.steps[unit.optimizer]} have been taken"
             )
         return step == self.steps[unit.optimizer] + 1 and unit.total is None
 

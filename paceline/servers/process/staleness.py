@@ -1,13 +1,11 @@
-"""The staleness bound: how many turns workers that are not in lockstep are ahead of the slowest,
-and whether they may go on.
+"""The staleness bound for workers out of lockstep: how far each is ahead of the slowest one.
 
-    worker 0   turn turn turn turn        clock 4    two turns ahead of the slowest: may begin the
-                                                     next one within a bound of 2
-    worker 1   turn turn turn             clock 3
-    worker 2   turn turn ...              clock 2    the slowest of those that have turns to take
+    worker 0   turn turn turn turn        clock 4    two ahead of the slowest: with a bound of 2 it
+    worker 1   turn turn turn             clock 3    may begin the next turn
+    worker 2   turn turn ...              clock 2    the slowest of the workers with turns to take
 
 A worker that went on before the step with its last gradient was made counts as being before that
-turn: nobody has its gradient yet.
+turn: its gradient has reached no parameters yet.
 """
 
 from __future__ import annotations

@@ -168,8 +168,8 @@ class TableShard:
         free = memory()
         if free is not None and 3 * FIRST * spec.dim * spec.kind.itemsize > free:
             raise UsageError(
-                f"rows of {spec.dim} numbers are too long for a server with {free:,} bytes of "
-                "memory left"
+                f"rows of {spec.dim} numbers are too long for a "
+                f"server with {free:,} bytes of memory left"
             )
         self.spec, self.settings = spec, dict(settings)
         self.count = 0

@@ -142,8 +142,8 @@ class TableService:
     def _put(self, number: int, shelf: ServedTable) -> None:
         if len(self._shelves) >= TABLES and number not in self._shelves:
             raise Mismatch(
-                f"{TABLES} tables are here, and table {number} would be one more than a model may "
-                "have"
+                f"{TABLES} tables are here, and table {number} would be "
+                "one more than a model may have"
             )
         self._shelves[number] = shelf
 

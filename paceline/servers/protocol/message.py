@@ -1,14 +1,12 @@
-"""How a dataclass becomes a message on the wire, and a message that has come the dataclass again:
-its fields say what may be in it.
+"""Conversion of a dataclass to a message on the wire and back; its fields define valid content.
 
-    PullRows(table=0, step=7, free="", ids=<Tensor>)     --pack-->     {"table": 0, "step": 7,
-                                                         "free": ""}    [ids]
-                                                       <--unpack--    tensors travel as they lie in
-                                                                      memory, and are not copied
+    PullRows(table=0, step=7, free="", ids=<Tensor>)
+        --pack-->    {"table": 0, "step": 7, "free": ""}    [ids]
+        <--unpack--  tensors travel as they lie in memory, and are not copied
 
 A field is an int, a float, a bool, a str, bytes, an `Index`, a map of plain values, a tensor, a
-`Message`, or a tuple of those; with `| None` it may be absent. `unpack` refuses whatever else has
-come, too little or too much, before anybody acts on it.
+`Message`, or a tuple of those; with `| None` it may be absent. `unpack` refuses everything else,
+and missing or additional fields, before the message has any effect.
 """
 
 from __future__ import annotations

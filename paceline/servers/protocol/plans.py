@@ -64,8 +64,7 @@ def read(packed: bytes) -> ShardPlan:
     if free is not None and nbytes > free:
         raise UsageError(
             f"a server is to keep {nbytes:,} bytes of parameters, and its host has {free:,} bytes "
-            "of memory left: use more servers, on "
-            "more hosts (--servers)"
+            "of memory left: use more servers, on more hosts (--servers)"
         )
     numbers = sorted(number for run in runs for number in run)
     if (

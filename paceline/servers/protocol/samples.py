@@ -1,21 +1,21 @@
-"""Messages to the scheduler on the first server, of workers that are not in lockstep: samples,
-turns, and who makes which step.
+"""Messages of workers out of lockstep to the scheduler on the first server.
 
-DealSamples      begin an epoch, or the next part of one        LeaveEpoch          take no more
-                                                                turns in it
-TakeSamples      the worker's next samples, when there are      PauseDealing        let all stop
-                                                                taking, and come together
-CompleteTurn     a turn is over: once the next may begin        ListBehind          the workers
-                                                                waited for
-ArriveAtStep     once it is decided which make the step         ListNotArrived      the workers
-                                                                waited for in a step
-GatherStep       once it is decided in which step it is         PostNote            a note to the
-                                                                first worker
-                 (or that the worker goes on)                   LoseWorkers         go on with the
-                                                                living alone
+They are about samples, turns, and the workers that make a step.
 
-A request that comes again, as its worker was interrupted by a loss, does nothing twice, and is
-answered as before.
+DealSamples      begin an epoch, or the next part of one
+TakeSamples      the worker's next samples, when there are some
+CompleteTurn     a turn is over: answered once the next may begin
+LeaveEpoch       take no more turns in the epoch
+PauseDealing     let all workers stop taking, and come together
+ArriveAtStep     answered once it is decided which workers make the step
+GatherStep       answered once it is decided which step this is, or that the worker goes on
+ListBehind       the workers waited for
+ListNotArrived   the workers waited for in a step
+PostNote         a note to the first worker
+LoseWorkers      go on with the remaining workers
+
+A request that comes again, because its worker was interrupted by a loss, does nothing twice, and
+gets the same answer.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Sparse tables, seen from a worker: a batch pulls the rows that it uses, and sends their gradients
-back.
+"""Sparse tables, seen from a worker: a batch pulls its rows, and sends their gradients back.
 
-    forward   pull(ids) ------ rows as of my last step ------>   | loss, backward | give(ids,
-                                                                 gradients) ... the servers step
-    prefetch       pull(ids of the next batch), answered as soon as that step has been taken
+    forward    pull(ids) -- rows as of this worker's last step --> | loss, backward |
+               give(ids, gradients) ... the servers step
+    prefetch   pull(ids of the next batch), answered as soon as that step has been taken
 
-Any number of tables share the servers of a run; row r lies on server r % servers. Where losses are
+Any number of tables share the servers of a run; row r lies on server r % servers. If losses are
 survived, see `steps`.
 """
 
@@ -84,8 +83,7 @@ class TableServers:
             self.endpoints.close()
             raise UsageError(
                 f"SparseEmbedding(replicas={replicas}) is for runs that go on when a server is "
-                "lost: start them with `paceline run "
-                "--min-workers N`, or leave it out"
+                "lost: start them with `paceline run --min-workers N`, or leave it out"
             )
         # this worker isn't told yet where servers are
         self.waiting = self.endpoints.pool is not None and not self.endpoints.addresses

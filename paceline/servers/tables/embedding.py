@@ -1,11 +1,11 @@
-"""Embedding bags whose rows lie on servers: a batch pulls the rows that it uses, and pushes their
-gradients.
+"""Embedding bags with rows on servers: a batch pulls the rows it uses, and pushes their gradients.
 
-    ids of my share -- unique --> rows pulled (unique, dim) -- F.embedding_bag --> bags     backward: gradient of the rows, kept here
-    optimizer.step                                                                          ... until the step sends it
+    ids of this worker's share -- unique --> rows pulled (unique, dim) -- F.embedding_bag --> bags
+    backward          gradients of the rows are kept here ...
+    optimizer.step    ... until the step sends them
 
 The module knows nothing of servers: a run gives it a `RowSource` when the model is prepared.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ class RowSource(Protocol):
 
 
 class SparseEmbedding(nn.Module):
-    """`nn.EmbeddingBag` for tables of any size: the rows lie on servers, and a worker holds those
-    of its batch alone.
+    """`nn.EmbeddingBag` for tables of any size: rows lie on servers, workers hold those of a batch.
 
     >>> table = pl.SparseEmbedding(10_000_000, 16, mode="sum")
     >>> optimizer = torch.optim.Adagrad(table.parameters())
@@ -54,21 +53,25 @@ class SparseEmbedding(nn.Module):
     It takes the same inputs and gives the same numbers as an EmbeddingBag with the same optimizer:
     torch.optim.SGD (without momentum), Adagrad, or SparseAdam (as with EmbeddingBag(sparse=True)).
     `weight` is a handle without rows, for the optimizer: the group that holds it says how the table
-    is stepped. `run.prepare(model, optimizer)` brings the servers in; rows and what optimizers
-    remember of them stay there, in step with all workers, whichever strategy the rest of the model
-    has.
-
-    `rows`, `dim`: the size of the table, of which only rows that had a gradient take memory.
-    `mode`: "mean" or "sum" of the rows of a bag. `padding_idx`: a row that counts nothing.
-    `include_last_offset`: see EmbeddingBag. `std`, `seed`: rows begin with normal numbers that
-    depend on the seed and the row alone (default: a seed from torch's generator, as EmbeddingBag's
-    numbers are); tables of the same seed begin alike. `servers`: how many for all tables of the run
-    (None: one on each host). `replicas=r` keeps each row on r servers, on different hosts if there
-    are enough, for all tables of the run: what a lost one kept the others have. For runs that go on
-    when something is lost (`paceline run --min-workers`).
+    is stepped. `run.prepare(model, optimizer)` connects the servers. Rows and their optimizer state
+    stay there, in step with all workers, under any strategy of the rest of the model.
 
     `state_dict` has the seed and no rows: `run.save` keeps them. Clipping can't see the gradients
     of rows, and raises.
+
+    Args:
+        rows: Number of rows. Only rows that had a gradient take memory.
+        dim: Length of a row.
+        mode: "mean" (default) or "sum" of the rows of a bag.
+        padding_idx: A row that counts nothing. Default: none.
+        include_last_offset: As for EmbeddingBag. Default: False.
+        std: Standard deviation of the normal numbers that rows begin with. Default: 1.
+        seed: Seed of these numbers, which depend on the seed and the row alone; tables of the same
+            seed begin alike. Default: drawn from torch's generator, as EmbeddingBag's numbers are.
+        servers: Number of servers for all tables of the run. Default: one on each host.
+        replicas: Number of servers that keep each row, on different hosts if there are enough, for
+            all tables of the run. For runs that survive losses (`paceline run --min-workers`).
+        dtype: Dtype of the rows. Default: `torch.get_default_dtype()`.
     """
 
     # why `run.step` can't halve a batch of this module
@@ -200,8 +203,7 @@ class SparseEmbedding(nn.Module):
         if self.source is None:
             raise UsageError(
                 "the rows of this SparseEmbedding lie on servers, and it belongs to no run: "
-                "give its model to run.prepare first "
-                "(a copy of a prepared model has no servers)"
+                "give its model to run.prepare first (a copy of a prepared model has no servers)"
             )
         return self.source
 

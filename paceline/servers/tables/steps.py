@@ -1,31 +1,31 @@
-"""Steps of sparse tables where `TableServers.give` is not enough, as workers are not in lockstep,
-or losses are survived.
+"""Steps of sparse tables for workers out of lockstep, and for runs that survive losses.
+
+`TableServers.give` is not enough for them.
 
 `PerWorkerRowSteps`: rows step with the optimizers on the servers of `ParameterServer`.
 
-    Asynchronous      ApplyRows                           each gradient is a step of its own, as it
-                                                          is for everything else
-    StaleSynchronous, HoldRows | decided | CloseRowStep   gradients of rows lie on all servers
-                                                          before it is decided which workers make
-    BackupWorkers                                         a step, and the same workers step rows and
-                                                          everything else
+    Asynchronous       ApplyRows: each gradient is a step of its own, as for all other parameters
+    StaleSynchronous,  HoldRows | decided | CloseRowStep: gradients of rows lie on all servers
+    BackupWorkers      before the workers of a step are chosen; the same workers step rows and all
+                       other parameters
 
 A pull is answered once the last step that its worker knows of has been made (its own, if
-asynchronous). There may be later ones in it. An optimizer that has nothing but tables takes part in
-the decision like any other.
+asynchronous). Later steps may be in the answer. An optimizer that has only tables takes part in the
+decision like any other.
 
 `LockstepRowSteps`: all gradients are on all copies before a step is made, on all workers or on
 none.
 
-    give to all copies |  settled: all workers' gradients are on all copies  |  the dense part steps
-                          |  make
-      a worker or a server is lost here: none of it counts,                    the same, if it can       lost here: the step is made, as
-      the turn is dealt again                                                                             each of the living says so
+    give to all copies | settled: all gradients are on all copies | the dense part steps | make
 
-The dense part steps between the two, as it may be what fails. Where a turn is dealt again after a
-step of it was made (by one of two optimizers), that step is undone on the servers, too. Rows are
-read from a copy where their primary is lost, without any wait for it.
-"""  # noqa: E501
+    a worker or server is lost before it is settled    nothing counts, the turn is dealt again
+    ... while the dense part steps                     the same, if it can be undone
+    ... while the step is made                         it is made: each remaining worker asks for it
+
+The dense part steps between the two, as it may be the part that fails. If a turn is dealt again
+after a step of it was made (by one of two optimizers), that step is undone on the servers, too.
+Rows are read from a copy if their primary is lost, without any wait for it.
+"""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ class PerWorkerRowSteps:
                 raise UsageError(
                     f"the sparse table {late[0]} has come to an optimizer that has stepped "
                     "already, and with staleness or backup_workers "
-                    "servers can't tell where it stands: prepare all tables of an optimizer before "
-                    "it steps"
+                    "servers can't tell where it stands: "
+                    "prepare all tables of an optimizer before it steps"
                 )
 
     def has(self, optimizer: Any) -> bool:

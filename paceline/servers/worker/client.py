@@ -1,14 +1,12 @@
-"""The parameter server, seen from a worker: gradients go to servers while backward runs, steps are
-taken there, parameters come back.
+"""The parameter server, seen from a worker: gradients go out during backward, parameters come back.
 
     backward   g9 g8 | g7 g6 ... | g1 g0 |
-    push            ---- unit 0 ---- unit 1 ----     to the server that keeps it, as soon as a unit
-                                                     is complete
+    push            ---- unit 0 ---- unit 1 ----     to its server, as soon as a unit is complete
     step                                       close | read unit 0, unit 1, ... -> parameters
 
-What counts is p.grad when the optimizer steps: what was changed after it had been pushed is pushed
-again, in place of the first. When workers wait for each other, and which gradients make a step, is
-a matter of the consistency model (`consistency`).
+The value of p.grad when the optimizer steps counts: a gradient that was changed after the push is
+pushed again, in place of the first. The consistency model decides when workers wait for each other,
+and which gradients make a step (`consistency`).
 """
 
 from __future__ import annotations

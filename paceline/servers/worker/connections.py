@@ -1,13 +1,13 @@
-"""Connections of a worker to each shard's primary and copies: all receive the same, the primary
-answers, a copy replaces a lost primary.
+"""Connections of a worker to the primary and copies of each shard.
 
-    worker     push, close  --->  primary of shard 0 (server 0)     copy of shard 0 (server 2, on
-                                                                    another host)
-               read         --->  primary of shard 0                becomes the primary when that is
-                                                                    lost
+All receive the same messages, the primary answers, and a copy replaces a lost primary.
 
-A push counts once all living copies have it. Their state is equal, as it depends on what they
-receive, not on the order of the workers.
+    worker     push, close  --->  primary of shard 0 (server 0)
+                            --->  copy of shard 0 (server 2, on another host)
+               read         --->  primary of shard 0; its copy, if the primary is lost
+
+A push counts once all remaining copies have it. Their state is equal, as it depends on the messages
+they receive, not on the order of the workers.
 """
 
 from __future__ import annotations

@@ -1,19 +1,17 @@
-"""Consistency models of the parameter server: when workers wait for each other, and which gradients
-make a step.
+"""Consistency models of the parameter server: when workers wait, and which gradients make a step.
 
-    BulkSynchronous    all push, all close: one step with the sum of all       all workers in the
-                       same step
-    BackupWorkers      all push; the first to arrive make the step             a late worker takes
-                       the result, and goes on with the next
-    StaleSynchronous   all push; those on time make the step                   at most `staleness`
-                       turns ahead of the slowest;
-                                                                               a late worker is in
-                                                                               the next step, and
-                                                                               goes on before it
-    Asynchronous       each applies what it has pushed as a step of its own    no worker waits
+    BulkSynchronous    all push, all close: one step with the sum of all
+                       all workers are in the same step
+    BackupWorkers      all push; the first to arrive make the step
+                       a late worker takes the result, and goes on with the next turn
+    StaleSynchronous   all push; the workers on time make the step
+                       at most `staleness` turns ahead of the slowest; a late gradient is in the
+                       next step, and its worker goes on before that is made
+    Asynchronous       each applies its own push as a step
+                       no worker waits
 
-In all but the first each worker takes its samples when it is ready for them (`sample_queue`). Where
-losses are survived a model has a recovering part (`recovery`).
+In all but the first each worker takes its samples when it is ready for them (`sample_queue`). If
+losses are survived, a model has a recovering part (`recovery`).
 """
 
 from __future__ import annotations

@@ -1,26 +1,21 @@
-"""What a consistency model needs where workers and servers may be lost.
+"""The additional part of a consistency model in a run that survives losses.
 
-Where nothing can be lost, it isn't there.
+In lockstep a step is settled once all gradients are on all copies, and is made then:
 
-In lockstep a step is settled once the gradients of all are where they have to be, and is made then:
+    push all | settled: all workers' pushes are on all copies | close, read by each worker
 
-    push all  |  settled: all workers' pushes are on all copies  |  close, read       by each
-                                                                    worker; the first to close makes
-                                                                    the step
-      a worker is lost here: none of it counts,                     lost here: the step is made,
-                                                                    with what
-      the turn is dealt again                                       the lost one had pushed
-      a server is lost here: the same                               lost here: its copies have all
-                                                                    of it
+    a loss before this is settled      nothing counts, and the turn is dealt again
+    a worker is lost after it          the step is made, with the gradient that the worker pushed;
+                                       the first to close makes it
+    a server is lost after it          its copies have everything
 
-Where workers are not in lockstep servers have no copies, and a lost one ends the run. So the
-scheduler lives, and each request may come twice: whoever was interrupted by the loss of a worker
-asks again. The scheduler deals again what that had under way. A step that it was to make with
-others they make, with its gradient; one that it was to make alone is left out. So its last samples
-may count twice.
+Out of lockstep servers have no copies, and a lost server ends the run. So the scheduler lives, and
+each request may come twice: a worker that was interrupted by the loss of another asks again. The
+scheduler deals the samples of a lost worker again. If it was to make a step with others, they make
+it, with its gradient; a step that it was to make alone is left out. So its last samples may count
+twice.
 
-A copy that was started in the place of a lost server is given what the others have between two
-steps.
+A copy that is started in place of a lost server gets the state of the others between two steps.
 """
 
 from __future__ import annotations
@@ -119,8 +114,7 @@ class LockstepRecovery:
         if len({*made}) < len(made) or (made and len(link.optimizers) == 1):
             raise StateLost(
                 "a worker was lost in a turn in which an optimizer steps twice, and servers go "
-                "back by one step of each alone: resume from "
-                "a checkpoint"
+                "back by one step of each alone: resume from a checkpoint"
             )
         back = RollBackSteps(tuple((number, link.steps_taken[number]) for number in made))
         for caller in link.connections.callers:

@@ -1,10 +1,9 @@
-"""One worker's end of the sample queue: what it asks the scheduler on the first server for, samples
-and whether to go on.
+"""One worker's end of the sample queue: it asks the scheduler for samples, and whether to go on.
 
-    take 4   take 6   take 7   tick   take 9   tick     each tick is for the oldest piece, whose
-                                                        turn is over then
+    take 4   take 6   take 7   tick   take 9   tick
 
-Where losses are survived each call is begun anew after one, and does nothing twice.
+Each tick says that the turn of the oldest piece is over. If losses are survived, each call is begun
+anew after a loss, and does nothing twice.
 """
 
 from __future__ import annotations

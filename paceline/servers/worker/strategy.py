@@ -27,8 +27,8 @@ from paceline.sync.context import SyncContext
 @removed(
     pull="optimizer.step() pulls the parameters; leave pull out",
     requeue=(
-        "what backup workers drop is counted, and not dealt again; leave requeue out, or say "
-        "AllReduce()"
+        "what backup workers drop is counted, and not dealt again; "
+        "leave requeue out, or say AllReduce()"
     ),
 )
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class ParameterServer:
             )
         if not self.bucket_mb > 0:
             raise UsageError(
-                f"bucket_mb={self.bucket_mb} is not a size; give megabytes above 0, e.g. "
-                "bucket_mb=4"
+                f"bucket_mb={self.bucket_mb} is not a size; "
+                "give megabytes above 0, e.g. bucket_mb=4"
             )
         if not (
             self.staleness == math.inf

@@ -89,7 +89,6 @@ def replication(link: ServerLink, endpoints: ServerEndpoints) -> ServerReplicati
     if replicas > 1:
         raise UsageError(
             f"replicas={replicas} is for runs that go on when a server is lost: "
-            "start them with `paceline run --min-workers "
-            "N`, or leave it out"
+            "start them with `paceline run --min-workers N`, or leave it out"
         )
     return None

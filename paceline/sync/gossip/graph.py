@@ -1,18 +1,18 @@
-"""Graphs of gossip as data: for each step a matrix of weights, with a proof that the values of all
-workers come together.
+"""Graphs of gossip as data: a matrix of weights W for each step.
 
-    ring          each with its two neighbours, a third each                              W = 1/3 on
-                  three diagonals
-    exponential   each hears one: the rank 1, 2, 4, ... before it, in turn                 W = 1/2
-                  (I + shift by 2^k)   (Assran et al. 2019)
-    matching      random pairs, others in every step, the same for all who know the seed   W = 1/2
-                  (I + swaps)          (Boyd et al. 2006)
-    full          everybody with everybody                                                W = 1/n
-    edges         pairs of ranks of your own, weighted by Metropolis and Hastings          W = 1 /
-                  (1 + the larger degree)
+    ring          each with its two neighbours, a third each
+                  W = 1/3 on three diagonals
+    exponential   each hears one: the rank 1, 2, 4, ... before it, in turn
+                  W = 1/2 (I + shift by 2^k)   (Assran et al. 2019)
+    matching      random pairs, others in every step, the same for all with the same seed
+                  W = 1/2 (I + swaps)          (Boyd et al. 2006)
+    full          every worker with every worker
+                  W = 1/n
+    edges         pairs of ranks of your own, weighted by Metropolis and Hastings
+                  W = 1 / (1 + the larger degree)
 
-W is doubly stochastic: rows and columns sum to 1, so the mean of all values never changes. How fast
-they come together is its spectral gap.
+W is doubly stochastic: rows and columns sum to 1, so the mean of all values never changes. The
+spectral gap of W is the speed at which the values of workers come together.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def check(graph: str | Edges) -> None:
         or any(a == b for a, b in graph)
     ):
         raise UsageError(
-            f"graph={graph!r} is no graph; give a name, or pairs of different ranks, such as ((0, "
-            "1), (1, 2))"
+            f"graph={graph!r} is no graph; give a name, or pairs of different ranks, "
+            "such as ((0, 1), (1, 2))"
         )
 
 

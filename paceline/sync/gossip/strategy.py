@@ -1,12 +1,14 @@
 """Gossip: workers step by themselves and mix with neighbours only; no step waits for all workers.
 
-x_i = sum over j of W_ij x_j                          exact (D-PSGD, Lian et al. 2017; step, then
-                                                      mix)
+exact (D-PSGD, Lian et al. 2017): step, then mix
 
-known_ij += coded(x_i - known_ij)                     coded (CHOCO-SGD, Koloskova et al. 2019):
-                                                      neighbours know each other about,
-x_i += gamma sum over j of W_ij (known_ji - known_ij)  and what they know comes nearer with each
-                                                       message; the mean never changes
+    x_i = sum over j of W_ij x_j
+
+coded (CHOCO-SGD, Koloskova et al. 2019): neighbours hold estimates of each other, which come nearer
+with each message, and the mean never changes
+
+    known_ij += coded(x_i - known_ij)
+    x_i += gamma sum over j of W_ij (known_ji - known_ij)
 """
 
 from __future__ import annotations
@@ -36,18 +38,24 @@ Near = Sequence[tuple[int, float]]  # neighbours: (rank, weight)
 
 @dataclass(frozen=True)
 class Gossip:
-    """p.grad is my own share's contribution, times the number of workers; step moves my own
-    replica, and mixes with neighbours after it.
+    """Local steps that mix with neighbours: no step waits for all workers.
 
     >>> pl.start(sync=pl.Gossip(graph="exponential", codec=pl.int8()))
 
-    `graph`: "ring", "exponential" (one neighbour a step), "matching" (random pairs), "full" (then
-    plain SGD is AllReduce), or pairs of ranks. `codec`: a coding such as `int8()` or `topk(0.01)`;
-    what it loses is corrected later by itself (no error_feedback), and `gamma` below 1 steps more
-    carefully for those that lose much. `every`: steps between two messages.
+    p.grad is the contribution of this worker's own share, times the number of workers. `step` moves
+    this worker's replica, and mixes it with neighbours afterwards. Replicas differ all the time.
+    They become equal, the mean of all, when they are looked at as one: before an evaluation, at
+    `run.save`, and at the end of the run.
 
-    Replicas differ all the time. They become equal, the mean of all, where they are looked at as
-    one: before an evaluation, at `run.save`, and at the end of the run.
+    Args:
+        graph: "ring", "exponential" (one neighbour a step, the default), "matching" (random pairs),
+            "full" (then plain SGD is AllReduce), or pairs of ranks.
+        codec: A coding such as `int8()` or `topk(0.01)`. Its losses are corrected later by
+            themselves, so it needs no `error_feedback`. Default: exact.
+        gamma: Size of a mixing step; below 1 it is more careful, for codings that lose much.
+            Default: 1.
+        every: Steps between two messages. Default: 1.
+        bucket_mb: Size of a message in MB. Default: 8.
     """
 
     graph: Graph | Edges = "exponential"
@@ -67,8 +75,8 @@ class Gossip:
             )
         if not 0 < self.gamma <= 1 or self.every < 1 or not self.bucket_mb > 0:
             raise UsageError(
-                f"{self!r}: gamma has to be above 0 and at most 1, every 1 or more, bucket_mb "
-                "above 0"
+                f"{self!r}: gamma has to be above 0 and at most 1, "
+                "every 1 or more, bucket_mb above 0"
             )
         if isinstance(self.codec, exact) and self.gamma != 1:
             raise UsageError(f"{self!r}: gamma is for codecs that lose something; leave it out")

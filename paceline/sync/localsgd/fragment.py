@@ -19,13 +19,20 @@ from paceline.formatting import spell
 
 @dataclass(frozen=True)
 class adaptive:
-    """Round lengths that adapt: `first` steps at the beginning; then twice as many while replicas
-    stay close, half when they drift apart.
+    """Round lengths that adapt to the distance between replicas.
 
     >>> pl.start(sync=pl.LocalSGD(every=pl.adaptive(first=8, most=64)))
 
-    They drift apart when the root mean square of the difference between each worker's change and
-    the mean change is more than `drift` times the mean change; they stay close below half of that.
+    A round has twice as many steps as the one before if replicas stay close, and half as many if
+    they drift apart. They drift apart when the root mean square of the difference between each
+    worker's change and the mean change is more than `drift` times the mean change. They stay close
+    below half of that.
+
+    Args:
+        first: Steps of the first round. Default: 8.
+        least: Fewest steps of a round. Default: 1.
+        most: Most steps of a round. Default: 128.
+        drift: Limit of the distance, relative to the mean change. Default: 1.
     """
 
     first: int = 8

@@ -1,8 +1,8 @@
-"""What outer optimizers remember of each parameter, by its name: it stays where parameters are
-unfrozen or added, and in checkpoints.
+"""State of outer optimizers for each parameter, by name.
 
-units before    [a b] [c]        remembered: a, b, c        units now    [q a] [b c]       q begins
-                                                            anew
+It survives when parameters are unfrozen or added, and in checkpoints.
+
+units before [a b] [c]    remembered a, b, c    units now [q a] [b c], where q starts anew
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Outer optimizers of local SGD: take the workers' mean change as it is, or as a gradient for an
-optimizer of its own.
+"""Outer optimizers of local SGD: the workers' mean change is taken as it is, or as a gradient.
 
 average     x = x0 + change
-nesterov    v = momentum v - change;  x = x0 - lr (momentum v - change)      DiLoCo (Douillard et
-                                      al. 2023)
+nesterov    v = momentum v - change;  x = x0 - lr (momentum v - change)
+            DiLoCo (Douillard et al. 2023)
 """
 
 from __future__ import annotations
@@ -50,10 +49,11 @@ class average:
 
 @dataclass(frozen=True)
 class nesterov:
-    """SGD with Nesterov momentum on the negative mean change (DiLoCo, Douillard et al. 2023: lr
-    0.7, momentum 0.9).
+    """SGD with Nesterov momentum on the negative mean change.
 
     >>> pl.start(sync=pl.LocalSGD(every=32, outer=pl.nesterov(0.7, 0.9)))
+
+    DiLoCo (Douillard et al. 2023) uses lr 0.7 and momentum 0.9, the defaults.
     """
 
     lr: float = 0.7

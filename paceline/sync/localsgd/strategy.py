@@ -1,14 +1,14 @@
-"""Local SGD, DiLoCo, and streaming DiLoCo: workers step by themselves, and agree every so many
-steps on where they are.
+"""Local SGD, DiLoCo, and streaming DiLoCo: workers step by themselves, and agree every few steps.
 
     worker 0   step step step step |  mean of what each has changed  | step step step step |
     worker 1   step step step step |  since they last agreed         | step step step step |
 
-    fragments=2, delay=1   fragment 0   s s s s[send]s[mix]s s s[send]s[mix]        one fragment at
-                                        a time, while steps go on
-                           fragment 1   s s[send]s[mix]s s s[send]s[mix]s s
+With fragments=2, delay=1 one fragment is exchanged at a time, while steps go on:
 
-What a worker has changed counts by its part of the samples, so that `every=1` with plain SGD is
+    fragment 0   s s s s[send]s[mix]s s s[send]s[mix]
+    fragment 1   s s[send]s[mix]s s s[send]s[mix]s s
+
+The change of a worker counts by its part of the samples, so that `every=1` with plain SGD is
 AllReduce.
 """
 
@@ -59,7 +59,6 @@ class LocalSGD(RoundOptions):
         if context.cut_axes and isinstance(self.every, adaptive):
             raise UsageError(
                 f"{self!r}: rounds adapt to how far replicas drift apart, and each part of a cut "
-                "model would find another length; "
-                "give a number of steps"
+                "model would find another length; give a number of steps"
             )
         return LocalSGDSync(context, self)

@@ -1,10 +1,12 @@
-"""Says whose link has become slow: measures the links between hosts once exchanges take longer,
-while no step is under way.
+"""Finds slow links: measures the links between hosts once exchanges take longer than before.
 
-flush   flush   flush (slow for long enough)                    flush
-  |  :  :  |  :  :  | rounds of pairs of hosts, a few 100 KB each   | the line, the status line, `links` of the summary
+It measures while no step is under way.
+
+flush   flush   flush (slow for long enough)              flush
+  |  :  :  |  :  :  | rounds of pairs of hosts,             | the line, the status line,
+     |                a few 100 KB each                       `links` of the summary
      a glance: have the last two steps become slow at once?
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

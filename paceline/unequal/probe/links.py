@@ -2,18 +2,16 @@
 
     source                                    target
     {ping}            ------------------->
-                      <-------------------    {}                  half of the median of some is the
-                                                                  latency
+                      <-------------------    {}       half of the median of some is the latency
     {chunk} [bytes]   ------------------->    notes when it came
     {chunk} [bytes]   ------------------->
-                      <-------------------    {}                  at most WINDOW of them are under
-                                                                  way
+                      <-------------------    {}       at most WINDOW of them are under way
     {end}             ------------------->
-                      <-------------------    {rate}              of what came in the later part,
-                                                                  when TCP has found its pace
+                      <-------------------    {rate}   of the later part, when TCP has found its
+                                                       pace
 
-A first, short stream finds out how large chunks should be. Nobody turns in circles while others
-measure: hosts may share cores.
+A first, short stream finds out how large chunks should be. No worker spins while others measure, as
+hosts may share cores.
 """
 
 from __future__ import annotations

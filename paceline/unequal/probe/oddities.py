@@ -123,8 +123,7 @@ def _threads(topology: Topology) -> Iterable[str]:
             each = host.cores // len(host.ranks)
             yield (
                 f"the workers of {host.name} compute with {counted(wanted, 'thread')} on "
-                f"{counted(host.cores, 'core')}, "
-                "and disturb each other: "
+                f"{counted(host.cores, 'core')}, and disturb each other: "
                 f"{f'give each {each} (--threads)' if each else f'start {host.cores} of them at most'}"  # noqa: E501
             )
     for machine in dict.fromkeys(host.machine for host in topology.hosts if host.machine):
@@ -235,8 +234,8 @@ def _crowds(topology: Topology) -> Iterable[str]:
             yield (
                 f"{_listed(_way(topology, link) for link in losing)} "
                 f"{'carries' if one else 'carry'} {rated(alone)} "
-                f"{'alone' if one else 'one at a time'}, and {rated(crowded)} while all hosts "
-                "send: "
+                f"{'alone' if one else 'one at a time'}, "
+                f"and {rated(crowded)} while all hosts send: "
                 f"{'it shares' if one else 'they share'} a switch or an uplink{cores}"
             )
 

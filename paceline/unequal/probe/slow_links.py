@@ -1,19 +1,19 @@
-"""Links between hosts that become slow while a run is under way: when to look, and what was found,
-as plain data.
+"""Detects links between hosts that become slow during a run, as plain data.
 
-exchange of a step, ms        4   4   5   4 | 21  22  20  23     what even the last worker, which
-                                                                 never waits, spends in exchanges:
-                              usual, 4      | twice as long, for a fifth of a step, in four of five
-                                            flushes: measure the links
-                                            | four times as long, for a third of a step, in two steps one after the other: at once
+Exchange of a step in ms, on the last worker, which never waits:
 
-bytes a second    to host0  host1  host2      the best way out of host2, and into it, is far below
-                                              that of the others:
-from host0            -      120    12        host2 is named; of two hosts it can't be known which,
-                                              and both are
-     host1           120      -     12
-     host2            12      12     -
-"""  # noqa: E501
+    4   4   5   4 | 21  22  20  23     usual: 4
+
+    twice as long, for a fifth of a step, in four of five flushes         measure the links
+    four times as long, for a third of a step, in two steps in a row      measure them at once
+
+Bytes a second:
+
+                 to host0  host1  host2
+    from host0         -     120     12      the best rate out of host2, and into it, is far below
+         host1       120       -     12      the others' best: host2 is named. Of two hosts both are
+         host2        12      12      -      named, as it can't be known which is slow.
+"""
 
 from __future__ import annotations
 

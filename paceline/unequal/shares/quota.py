@@ -1,12 +1,11 @@
-"""What a step takes of a processor's quota.
+"""Processor time that a step takes of a quota.
 
-A worker with half a core that waits for others finds its quota whole again when it goes on: it
+A worker with half a core that waits for others finds its quota whole again when it goes on. It
 looks as fast as one with a whole core, until it has more to do. So a step is taken to last for as
-long as the quota needs to give what the step has used:
+long as the quota needs to give the time that the step has used:
 
-processor    ####....####....####....    used 60 ms, half a core       120 ms at least, even where
-                                         ...
-             ############------------    ... it ran for 60 ms, and waited for the others then
+processor    ####....####....####....    used 60 ms, half a core: 120 ms at least, even if
+             ############------------    it ran for 60 ms, and waited for the others then
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""What workers did in each step, put together to stretches that are long enough to be compared.
+"""Work of each worker in each step, merged into blocks that are long enough to be compared.
 
-step       1    2    3    4    5    6    7         a processor with half a quota stands still for a
-                                                   part of each 100 ms:
-rank 0    20   21   20   20   19   21   20  ms     its steps jump, and only their mean over some
-                                                   time says how fast it is
+step       1    2    3    4    5    6    7
+rank 0    20   21   20   20   19   21   20  ms
 rank 1    20   70   21   72   20   70   71  ms
 block     [------------------] [-----------
+
+A processor with half a quota (rank 1) stands still for a part of each 100 ms. Its steps jump, and
+only their mean over some time is its speed.
 """
 
 from __future__ import annotations

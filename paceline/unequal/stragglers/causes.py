@@ -1,8 +1,9 @@
-"""Why a worker is late: the causes, in the words of lines and reports, and what to do about each.
+"""Causes of a late worker, in the words of lines and reports, with advice for each.
 
 own work of a step   [ data loading ][ compute                                   ]
-interrupted by            garbage collection, a stolen processor, swapping: taken out of both, so
-                          that all causes add up
+
+Garbage collection, a stolen processor and swapping interrupt it. Their time is taken out of both
+parts, so that all causes add up.
 """
 
 from __future__ import annotations

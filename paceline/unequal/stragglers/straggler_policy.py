@@ -1,11 +1,12 @@
-"""What is done about workers that make the others wait, as `start(straggler=...)` says: checked
-when a run starts and when it trains.
+"""Policies for workers that make the others wait, checked when a run starts and when it trains.
+
+The option is `start(straggler=...)`.
 
 warn       they are named, and that is all (the default)
-rebalance  shares of the batch follow the speed of workers (the default where prepare(...,
-           shares="auto"))
-drop       what comes last in a step is dropped, by a strategy with backup workers
-evict      who is named again and again leaves, and its samples are dealt to the others (with
+rebalance  shares of the batch follow the speed of workers (the default with
+           prepare(..., shares="auto"))
+drop       late gradients of a step are dropped, by a strategy with backup workers
+evict      a worker that is named repeatedly leaves, and its samples are dealt to the others (with
            --min-workers)
 """
 
@@ -46,8 +47,7 @@ def check(policy: Policy | None, strategy: Strategy, *, survives: bool) -> None:
     if policy == "evict" and not survives:
         raise UsageError(
             "straggler='evict' has slow workers leave, and this job needs all of them: "
-            "start it with paceline run --min-workers N, or take "
-            "straggler='warn'"
+            "start it with paceline run --min-workers N, or take straggler='warn'"
         )
 
 

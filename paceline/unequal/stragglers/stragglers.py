@@ -1,14 +1,15 @@
-"""Notices stragglers while a run is under way: a few workers that have more to do in each step than
-most.
+"""Detects stragglers during a run: a few workers that have more to do in each step than most.
 
 seconds of own work (compute, data) of each worker, mean over the steps since the last flush of the
 log:
 
-flush   -4   -3   -2   -1    0        a worker that is late in four of five flushes is named:
-                                      neither one that evaluates
-rank 0  48   50   51   49   50  ms    or saves now and then, nor the noise of a moment
+flush   -4   -3   -2   -1    0
+rank 0  48   50   51   49   50  ms
 rank 1  51   49   50   90   51
 rank 2  84   85   86   85   84   ->   35 ms late
+
+A worker that is late in four of five flushes is named. So a worker that evaluates or saves now and
+then is not named, and the noise of a moment doesn't count.
 """
 
 from __future__ import annotations
@@ -259,7 +260,6 @@ def remedy(work: Sequence[float], *, staged: bool = False) -> str:
         return "See what else runs there; all workers have the same samples, so shares can't help"
     speeds = ", ".join(f"{min(work) / seconds:.2g}" for seconds in work)
     return (
-        "See what else runs there; if it is a slower machine and the shares are equal now, deal "
-        "by speed: "
-        f"prepare(..., shares='auto'), or shares=[{speeds}]"
+        "See what else runs there; if it is a slower machine and the "
+        f"shares are equal now, deal by speed: prepare(..., shares='auto'), or shares=[{speeds}]"
     )

@@ -136,8 +136,8 @@ def test_the_launcher_makes_a_page_for_scripts_that_know_nothing_of_it(tmp_path:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys\n"
-        "assert 'PACELINE_PROGRESS' not in os.environ  # a job inside of this one must not write "
-        "there\n"
+        "assert 'PACELINE_PROGRESS' not in os.environ  # a job inside "
+        "of this one must not write there\n"
         "open(f'{sys.argv[1]}/pid-' + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
     )
     environ = dict(os.environ) | {"PACELINE_PROGRESS": str(tmp_path), "OMP_NUM_THREADS": "3"}

@@ -379,8 +379,8 @@ class TestLaunchers:
 
     def test_a_failure_ends_both_and_is_named_on_both(self, both):
         body = JOINED + (
-            "if rank == 1: raise ValueError('boom')\ntime.sleep(0.1)\nraise WorkerLost('rank 1 "
-            "is gone')"
+            "if rank == 1: raise ValueError('boom')\ntime.sleep(0.1)\nraise "
+            "WorkerLost('rank 1 is gone')"
         )
         ended = [launched.end() for launched in both(body)]
         assert [code for code, _, _ in ended] == [1, 1]

@@ -263,8 +263,8 @@ def test_nobody_comes_in_the_place_of_a_host(hosts: Both, tmp_path: Path, gone: 
             assert (
                 code == 1
                 and (
-                    "once another host has come in its place, for which they wait 1.5 s (restart 1 "
-                    "of 3)"
+                    "once another host has come in its place, "
+                    "for which they wait 1.5 s (restart 1 of 3)"
                 )
                 in err
             ), err

@@ -141,8 +141,7 @@ def test_a_full_disk_is_said_and_ends_no_run(
     assert len(lines(folder)) == STEPS + 2
     assert [line for line in said if "No space left" in line] == [
         "tensorboard gets nothing more of this run (OSError: [Errno 28] No space left on device); "
-        "training goes on, and the run's folder "
-        "has everything"
+        "training goes on, and the run's folder has everything"
     ]
 
 

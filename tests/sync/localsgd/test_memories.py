@@ -91,8 +91,8 @@ def test_what_a_codec_has_kept_needs_the_same_parameters(tmp_path: Path) -> None
     with pytest.raises(
         UsageError,
         match=(
-            "with other parameters unfrozen, or with other fragments or bucket_mb, and a codec has "
-            "kept"
+            "with other parameters unfrozen, or with other fragments or bucket_mb, "
+            "and a codec has kept"
         ),
     ):
         workers(2, lambda run: thawed(run, 8, resume=True), strategy=strategy, folder=tmp_path)

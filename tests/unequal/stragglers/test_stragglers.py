@@ -56,8 +56,8 @@ ALIKE, SLOW = (0.1, 0.1, 0.1, 0.1), (0.1, 0.1, 0.15, 0.1)
 LINE = (
     "rank 2 on b makes the others wait: 50.0 ms in each step, 31% of it, for compute. "
     "See what else runs there; if it is a slower machine "
-    "and the shares are equal now, deal by speed: prepare(..., shares='auto'), or shares=[1, 1, "
-    "0.67, 1]"
+    "and the shares are equal now, deal by speed: prepare(..., shares='auto'), "
+    "or shares=[1, 1, 0.67, 1]"
 )
 
 
@@ -134,8 +134,8 @@ def test_a_fast_worker_is_no_reason_to_name_the_others() -> None:
 def test_the_workers_of_a_host_are_named_together() -> None:
     (line,) = flush(StragglerSensor(), 0.1, 0.1, 0.2, 0.21, times=20)
     assert line.startswith(
-        "the workers of b (ranks 2, 3) make the others wait: 105.0 ms in each step, 48% of it, for "
-        "compute. "
+        "the workers of b (ranks 2, 3) make the others wait: 105.0 ms in each step, "
+        "48% of it, for compute. "
     )
     (line,) = flush(
         StragglerSensor(), 0.1, 0.2, 0.1, 0.1, 0.2, hosts=("a", "a", "b", "b", "c"), times=20
