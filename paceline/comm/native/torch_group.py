@@ -49,7 +49,7 @@ from paceline.comm.native.transport import (
 )
 from paceline.comm.shm.window_messages import is_plain
 from paceline.comm.traffic_meter import TrafficMeter
-from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged
+from paceline.errors import PacelineError, UsageError, ViewChanged
 from paceline.trace import Trace
 
 if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
@@ -344,21 +344,7 @@ class TorchGroup:
         tables = [
             msgpack.unpackb(extra) for extra in self.check_call(call, msgpack.packb(own_messages))
         ]
-        for source, (sent, _) in enumerate(tables):
-            for to, (_, awaited) in enumerate(tables):
-                offered, expected = (
-                    [what for peer, what in sent if peer == to],
-                    [what for peer, what in awaited if peer == source],
-                )
-                if offered != expected:
-                    offers, expects = (
-                        ", ".join(offered) or "nothing",
-                        ", ".join(expected) or "nothing",
-                    )
-                    raise Mismatch(
-                        f"exchange: rank {source} sends {offers} to rank {to}, "
-                        f"which expects {expects}"
-                    )
+        fingerprint.check_messages_match(tables, self._transport.names)
         return self.exchange_agreed(sends, recvs, tag=tag)
 
     def exchange_agreed(

@@ -14,10 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.formatting import counted
-from paceline.parallel.pipelining.schedule import Action, Kind, PipelineSchedule
+from paceline.parallel.pipelining.schedule import LETTERS, Action, Kind, PipelineSchedule
 from paceline.parallel.pipelining.simulate import ActionSpan, PipelineTimeline
 
-LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
 COLOURS: dict[Kind, str] = {
     "forward": "cyan",
     "backward": "green",

@@ -24,12 +24,11 @@ from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.group_protocol import Work
 from paceline.comm.pairs import PairMessage
 from paceline.parallel.pipelining.layer_graph import StagePart, iterate_part_parameters
-from paceline.parallel.pipelining.schedule import Action, Kind
+from paceline.parallel.pipelining.schedule import LETTERS, Action
 from paceline.parallel.torch_tensor import storage_key
 
-LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
-# Actions are measured from step WARM on; from step FIRST on, in one of EVERY steps. The last KEPT
-# of the measured steps are kept.
+# No action is measured in the first WARMUP_STEPS steps, all are up to step ALL_MEASURED_UNTIL, and
+# those of one in MEASURED_EVERY steps later. The last KEPT_STEPS measured steps are kept.
 WARMUP_STEPS, ALL_MEASURED_UNTIL, MEASURED_EVERY, KEPT_STEPS = 2, 12, 10, 24
 
 # Nanoseconds at which an action began, had all that it needs, and ended.

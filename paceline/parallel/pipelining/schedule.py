@@ -17,6 +17,9 @@ from typing import Literal
 Kind = Literal["forward", "backward", "input", "weight"]
 """Halves of a `backward` are `input` (gradients of inputs) and `weight` (of parameters)."""
 
+# The letter of each kind in drawings and traces.
+LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
+
 COMPLETING_KINDS: tuple[Kind, ...] = ("backward", "weight")
 """After these, the activations of the forward are needed no more."""
 

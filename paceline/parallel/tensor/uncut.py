@@ -36,7 +36,7 @@ LIMITS = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2}
 LOOSE_LIMIT, OUTLIER_FRACTION = 5e-2, 0.01
 SAMPLED = 1 << 16  # compared elements of an output
 # Outcomes, from harmless to bad. AROUND: compare the module around. UNKNOWN: it draws random
-# numbers. OTHER: results differ. FAILED: the cut module raises, and the whole one doesn't.
+# numbers. DIFFERENT: results differ. FAILED: the cut module raises, and the whole one doesn't.
 SAME, AROUND, UNKNOWN, DIFFERENT, FAILED = range(5)
 Settings = Mapping[str, Mapping[str, int]]
 

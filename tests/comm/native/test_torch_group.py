@@ -235,6 +235,22 @@ def test_a_mismatch_is_raised_on_every_rank_with_both_sides_named() -> None:
     assert "rank 0 sends 2 x float32 to rank 1, which expects nothing" in results[0][-1]
 
 
+def _mismatch_in_subgroup(group: TorchGroup) -> str:
+    if group.rank == 0:
+        group.make_subgroup((1, 2))
+        return ""
+    subgroup = group.make_subgroup((1, 2))
+    sends = [(1, torch.ones(2))] if group.rank == 1 else []
+    with pytest.raises(Mismatch) as caught:
+        subgroup.exchange(sends, [])
+    return str(caught.value)
+
+
+def test_a_mismatch_in_a_subgroup_names_ranks_of_all_workers() -> None:
+    message = "exchange: rank 1 sends 2 x float32 to rank 2, which expects nothing"
+    assert run(3, _mismatch_in_subgroup) == ["", message, message]
+
+
 def _bad_arguments(group: TorchGroup) -> None:
     for call in (
         lambda: group.all_reduce(torch.ones(3, dtype=torch.int64), op="mean"),
