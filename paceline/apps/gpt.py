@@ -234,8 +234,10 @@ class GPT(nn.Module):
 
 
 def maker(fields: Mapping[str, Any]) -> Callable[[], GPT]:
-    """Return what makes the GPT that these fields of a `GPTShape` describe, as a run's folder
-    has them. Raises ValueError, or TypeError.
+    """Make a function that builds the GPT of these fields of a `GPTShape`, as a run's folder has
+    them.
+
+    Raises ValueError, or TypeError.
     """
     shape = GPTShape(**fields)
     kinds = {
@@ -260,7 +262,7 @@ def maker(fields: Mapping[str, Any]) -> Callable[[], GPT]:
 
 
 def cuts(axes: Collection[str]) -> list[ModelCut]:
-    """Return how a GPT is cut along these axes of a mesh."""
+    """Cuts of a GPT along these axes of a mesh."""
     stages = pl.pipeline("tokens, positions, blocks.*, norm, head")
     known: dict[str, ModelCut] = {
         "tensor": pl.tensor("auto"),

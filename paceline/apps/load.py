@@ -49,9 +49,7 @@ def busy(text: str, cores: Iterable[int]) -> int:
 
 
 def others(before: ClockReading | None, after: ClockReading | None) -> float:
-    """Return how many cores others have kept busy between two readings, in the mean; 0 where
-    that isn't known.
-    """
+    """Mean number of cores that other programs kept busy between two readings; 0 if unknown."""
     if before is None or after is None or after.now <= before.now:
         return 0.0
     return max(0.0, (after.busy - before.busy) - (after.ours - before.ours)) / (

@@ -25,9 +25,7 @@ def picture(text: str) -> str:
 
 
 def rates(speeds: str, text: str) -> list[float]:
-    """Return how fast the link of each host is: `10,1` is [10.0, 1.0]; `text` is what messages
-    show.
-    """
+    """Parse the rate of each host's link: `10,1` is [10.0, 1.0]; messages show `text`."""
     try:
         return [float(part) for part in speeds.split(",")]
     except ValueError as error:

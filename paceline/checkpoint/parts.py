@@ -170,8 +170,9 @@ class CutParts:
         return found[0]
 
     def _all(self, what: str, act: Callable[[], int], place: Path | None) -> list[int]:
-        """Return what `act` returns on each worker; if it raises `CheckpointError` on one, all
-        raise that, and `place` is gone.
+        """Collect the results of `act` on all workers.
+
+        If it raises `CheckpointError` on one, all raise that error, and `place` is removed.
         """
         try:
             return [

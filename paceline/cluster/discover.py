@@ -220,7 +220,7 @@ def _paceline(environ: Environ) -> Place | None:
 
 
 def job_start(environ: Environ) -> JobStart | None:
-    """Return which start of its job this is; None where the job never starts again."""
+    """Number of this start of the job; None if the job never restarts."""
     return (
         JobStart.load(environ["PACELINE_JOB_START"]) if environ.get("PACELINE_JOB_START") else None
     )

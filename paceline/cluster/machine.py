@@ -137,9 +137,7 @@ def processor(source: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def boot() -> str:
-    """Return what is the same for all processes of this machine until it is started again, also
-    in containers.
-    """
+    """Identity of this start of the machine, equal for all its processes, also in containers."""
     try:
         mark = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

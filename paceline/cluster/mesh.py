@@ -65,7 +65,7 @@ class Mesh:
         return dict(self.axes).get(axis, 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return where a rank is on each axis."""
+        """Coordinates of a rank, by axis."""
         at, found = self.grid.index(rank), {}
         for name, size in reversed(self.axes):
             at, found[name] = divmod(at, size)

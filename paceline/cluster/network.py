@@ -218,9 +218,7 @@ def reserve(address: str) -> socket.socket:
 
 
 def unacknowledged(connection: socket.socket) -> int:
-    """Return how many of the bytes sent on a TCP connection the other side's system has not
-    acknowledged.
-    """
+    """Number of bytes sent on a TCP connection that the other side has not acknowledged."""
     count = array.array("i", [0])
     fcntl.ioctl(connection, termios.TIOCOUTQ, count)
     return count[0]

@@ -46,7 +46,9 @@ class Device:
     governor: str = ""
 
     def flops(self, dtype: str) -> float:
-        """Return what products of matrices of this dtype reach; 0 where that wasn't measured."""
+        """Floating-point operations per second of matrix products in this dtype; 0 if not
+        measured.
+        """
         return next((speed.flops for speed in self.speeds if speed.dtype == dtype), 0.0)
 
 
@@ -146,8 +148,9 @@ class Topology:
         return host.devices[host.ranks.index(rank)] if host.devices else None
 
     def speeds(self, dtype: str = "float32") -> tuple[float, ...]:
-        """Return how fast each worker multiplies matrices of this dtype, as a part of the
-        fastest; empty where that wasn't measured.
+        """Speed of matrix products of each worker in this dtype, as a part of the fastest one's.
+
+        Empty if it wasn't measured.
         """
         devices = [self.device(rank) for rank in range(self.size)]
         found = [0.0 if device is None else device.flops(dtype) for device in devices]

@@ -40,7 +40,7 @@ def watch(
 
 
 def watched(asked: str, key: bytes, *, elsewhere: bool = False) -> WatchedJob:
-    """Return what shows a job to people at the address that was asked for, [HOST:]PORT."""
+    """Make a server that shows a job to readers at an address, [HOST:]PORT."""
     return WatchedJob(
         WatchAddress.parse_address(asked, "--watch"), key, elsewhere=elsewhere, say=_say
     )

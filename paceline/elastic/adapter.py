@@ -50,9 +50,7 @@ def check_elastic(device: torch.device, abilities: Abilities) -> None:
 
 
 def keepers(own: WorkerState, prepared: Prepared) -> list[ServerReplication]:
-    """Return what keeps servers and their copies: the optimizer's, and those of sparse tables,
-    where they exist.
-    """
+    """Keepers of the servers and their copies: the optimizer's, and those of sparse tables."""
     keeping = own.abilities.keeping
     found = [None if keeping is None else keeping.copies, prepared.tables.copies]
     return [copies for copies in found if copies is not None]

@@ -45,7 +45,7 @@ def abilities() -> list[Ability]:
 
 
 def missing() -> str:
-    """Return why no lab can run here, in one line; empty if one can."""
+    """Reason why no lab can run here, in one line; empty if one can."""
     return "; ".join(
         f"{ability.name}: {ability.reason}"
         for ability in abilities()

@@ -237,7 +237,7 @@ class SteppedModels:
         ]
 
     def _weights_unknown(self, weigh: Weigh | None) -> str | None:
-        """Return why it isn't known what the losses of parts count; None where it is."""
+        """Reason why the weights of parts are unknown; None if they are known."""
         terms = self._loop.terms
         if terms is None:
             return (

@@ -238,9 +238,9 @@ class _CallOutcome:
                 self._verdict = (fields["number"], fields["line"], text)
 
     def results(self, workers: int | None) -> list[Any]:
-        """Return what the function has returned, by rank.
+        """Values that the function has returned, by rank.
 
-        Raises `WorkerFailed` if one of so many `workers` has said nothing.
+        Raises `WorkerFailed` if one of the `workers` has said nothing.
         """
         silent = sorted({*range(workers or 0)} - self._results.keys())
         if silent:

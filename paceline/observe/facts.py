@@ -419,7 +419,7 @@ def _facts_from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
 
 
 def _read_lateness(fields: Mapping[str, Any]) -> tuple[dict[str, float], ...]:
-    """Return how late each rank was, without workers that have left."""
+    """Read the lateness of each rank, without workers that have left."""
     late_by_rank = [
         {str(cause): float(value) for cause, value in each.items()}
         for each in fields.get("rank_late", [])

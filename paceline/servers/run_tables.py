@@ -269,7 +269,7 @@ class RunTables:
             module.keep(kept)
 
     def join_info(self) -> Any:
-        """Return what a joining worker has to know for `regroup`, as JSON values."""
+        """Facts that a joining worker needs for `regroup`, as JSON values."""
         return None if self.lasting is None else self.lasting.layout()
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
@@ -285,7 +285,7 @@ class RunTables:
         return None if self.lasting is None else self.lasting.copies
 
     def facts(self) -> list[dict[str, Any]]:
-        """Return what each of the servers has done so far, for the summary. Not collective."""
+        """Work of each server so far, for the summary. Not collective."""
         found = self._library
         return (
             []
@@ -296,7 +296,7 @@ class RunTables:
         )
 
     def served(self) -> list[Served]:
-        """Return what each server has been busy with and when, for the timeline."""
+        """Busy times of each server and their causes, for the timeline."""
         return (
             []
             if self._library is None or not self._context.trace.kept

@@ -176,7 +176,7 @@ class ServerStarter:
         return process
 
     def _begun(self, process: subprocess.Popen[bytes]) -> list[str]:
-        """Return where a server listens: between hosts, if there are several, and inside of this
+        """Addresses at which a server listens: between hosts, if there are several, and in this
         one.
         """
         poll, seconds = select.poll(), self._worker_context.deadline

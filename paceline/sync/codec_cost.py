@@ -83,7 +83,7 @@ def measure(
 
 
 def sent_by(*groups: Group) -> int:
-    """Return how many bytes this worker has sent in these groups."""
+    """Number of bytes that this worker has sent in these groups."""
     return sum(group.traffic.within + group.traffic.between for group in groups)
 
 
@@ -98,7 +98,7 @@ class ExchangeCost(NamedTuple):
 
 
 def exposed(ready: Sequence[float], costs: Sequence[ExchangeCost], needed: float) -> float:
-    """Return how many seconds after `needed` the last of these buckets arrives.
+    """Seconds after `needed` until the last of these buckets arrives.
 
     One is coded while another is on the link.
     """
@@ -192,7 +192,7 @@ class CodecAccount:
             self._fresh.append(("codec_error", error))
 
     def take(self) -> dict[str, float]:
-        """Return what is new since the last call, for the log."""
+        """News since the last call, for the log."""
         found, self._fresh = dict(self._fresh), []
         return found
 

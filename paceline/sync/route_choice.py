@@ -143,9 +143,7 @@ def alike(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
 
 
 def _gain(rates: Sequence[float], latency: float) -> float:
-    """Return how many times as fast uneven chunks are as the better of even schedules; 1 where
-    links are alike.
-    """
+    """Speed-up of uneven chunks over the better of the even schedules; 1 if links are alike."""
     count = len(rates)
     if count > MOST or max(rates) <= ALIKE * min(rates):
         return 1.0

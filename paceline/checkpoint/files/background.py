@@ -56,7 +56,7 @@ class BackgroundWrite:
         return not self._thread.is_alive()
 
     def failure(self) -> CheckpointError | None:
-        """Return why the checkpoint isn't there (yet)."""
+        """Reason why the checkpoint isn't there (yet)."""
         if self._thread.is_alive():
             done, whole = self._moved / 1e6, self.nbytes / 1e6
             return CheckpointError(

@@ -69,7 +69,7 @@ class Metric:
         return math.isfinite(self.value)
 
     def fields(self) -> dict[str, Any]:
-        """Return what stands in a manifest."""
+        """Fields of the metric for a manifest."""
         return {"best": self.best, "value": self.value if self.counts else None}
 
     @staticmethod

@@ -120,9 +120,9 @@ def channel() -> tuple[CallChannel, socket.socket]:
 
 
 def judge(call: tuple[int, int] | None) -> Callable[[Failure], None] | None:
-    """Return what tells the caller who failed first; None where there is no call.
+    """Function that tells the caller which worker failed first; None without a call.
 
-    `call`: the descriptors of a `LaunchRequest`.
+    `call` has the descriptors of a `LaunchRequest`.
     """
     return None if call is None else partial(_tell, CallChannel.inherited(call[1]))
 

@@ -46,9 +46,7 @@ def sockets(mark: str) -> str:
 
 
 def place_of_sockets() -> str:
-    """Return where those folders are: /tmp, if the path of the temporary folder leaves no room
-    for the name of a socket.
-    """
+    """Folder of sockets: the temporary folder, or /tmp if its path is too long for a socket."""
     temporary = tempfile.gettempdir()
     return temporary if len(os.fsencode(temporary)) <= _SHORT else "/tmp"
 

@@ -250,7 +250,7 @@ class Replacement:
         return float(min(self.timings.backoff * 2 ** (falls - 1), self.timings.longest_backoff))
 
     def _too_few(self, workers: Sequence[WorkerProcess]) -> Failure | None:
-        """Return why the job can't go on, if there are too few."""
+        """Reason why the job can't go on, if there are too few workers."""
         members = self.assembly.view.workers
         if (
             not self._failures

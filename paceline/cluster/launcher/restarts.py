@@ -181,7 +181,7 @@ class JobRestarts:
     def _refusal(
         self, failure: Failure, own: HostReport, reports: Mapping[int, HostReport]
     ) -> str | None:
-        """Return why another start would come to the same end; None if it may not."""
+        """Reason why another start would end in the same way; None if it may not."""
         runs = max(report.runs for report in reports.values())
         if runs > 1:
             return (

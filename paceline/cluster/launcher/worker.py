@@ -199,7 +199,7 @@ def start(
 
 
 def ending(code: int) -> str:
-    """Return how a process ended, in words; above 128 it was a signal, as in a shell."""
+    """End of a process, in words; an exit code above 128 was a signal, as in a shell."""
     if code <= 128:
         return f"failed with exit code {code}"
     try:

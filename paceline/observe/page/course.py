@@ -85,7 +85,7 @@ def _cumulate_bytes(
 
 
 def summarize_looks(metrics: MetricsReader) -> dict[str, Any]:
-    """Return what single workers did over the time of the run.
+    """Summarize single workers over the time of the run.
 
     For each stretch and worker there is the share of each of PARTS, and the share by which it was
     late.

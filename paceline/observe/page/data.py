@@ -26,7 +26,7 @@ MAX_SPANS: Final = 3000
 def make_page_data(
     folder: Path | RunFolder, metrics: MetricsReader | None = None
 ) -> dict[str, Any]:
-    """Return what a page shows of a run, which may be under way.
+    """Make the data that a page shows of a run, which may be under way.
 
     `summary` has the fields of summary.json. If the run is under way, they come from live.json and
     the metrics, as far as they are known. Everything else is made for drawing: `course` and

@@ -100,7 +100,7 @@ class RunMembers:
         return recent
 
     def take_look(self, time: float) -> dict[str, list[float]] | None:
-        """Return what each worker did since the last look, if it is time for a look.
+        """Totals of each worker since the last look, if it is time for a look.
 
         Values are steps, the seconds of PARTS in them, and the seconds of lateness.
         """

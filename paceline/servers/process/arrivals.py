@@ -222,12 +222,12 @@ class PartialSteps:
             self._prompt.append(span)
 
     def leave(self, absent: int) -> float:
-        """Return how long a turn may take before it is late, with so many workers absent.
+        """Seconds that a turn may take before it is late, if this number of workers is absent.
 
-        The median turn, and some times the median distance from it, within bounds. When all are
-        slow at once (another program has the processors), nobody is late: it is up to `TOGETHER`
-        times that, by the one of those on time in this step with whom half have come, and a little
-        longer than the first of them took in any case.
+        The usual limit is the median turn plus `SPREAD` times the median distance from it, within bounds.
+        All workers may be slow at once, when another program has the processors, and then none is late. So
+        the limit grows with the turn of the worker that completes the first half of those on time: in
+        proportion to the median, up to `TOGETHER` times. It is also longer than the first worker's turn.
         """
         median = statistics.median_low(self._spans)
         spread = statistics.median_low(abs(span - median) for span in self._spans)

@@ -58,7 +58,7 @@ class ScheduleTally:
             self.pieces.append((epoch, piece))
 
     def facts(self) -> dict[str, Any]:
-        """Return what was dropped, for the summary."""
+        """Counts of dropped samples and gradients, for the summary."""
         pieces = [[epoch, *piece] for epoch, piece in self.pieces]
         return {"gradients": self.dropped, "samples": self.samples, "pieces": pieces}
 

@@ -41,9 +41,7 @@ class SchedulerRpc:
         }
 
     def patience(self, most: float) -> float:
-        """Return how long to wait for a message, `most` seconds at most, before delayed answers
-        are tried again.
-        """
+        """Seconds to wait for a message before delayed answers are tried again, at most `most`."""
         return min(max(self.scheduler.due - time.monotonic(), 0.001), most)
 
     # ---- samples and turns
@@ -147,9 +145,9 @@ class SchedulerRpc:
 
 
 def _sound(contribution: samples.Contribution) -> samples.Contribution:
-    """Return what a worker says that comes to a step; it is kept, and answered to others.
+    """Check the message of a worker that comes to a step; it is kept, and sent to others.
 
-    Raises `UsageError` for what makes no sense.
+    Raises `UsageError` for an invalid one.
     """
     if not math.isfinite(contribution.part):
         raise UsageError("a part of a batch is a number")

@@ -68,7 +68,7 @@ class WorkerClocks:
         return min(map(self.whole, running), default=max(self.of.values(), default=0))
 
     def lead(self, worker: int, running: Collection[int]) -> int:
-        """Return how many turns a worker is ahead of the slowest."""
+        """Number of turns by which a worker is ahead of the slowest."""
         return self.of[worker] - self.slowest(running)
 
     def may(self, worker: int, running: Collection[int], bound: float) -> bool:

@@ -275,7 +275,7 @@ def _message(kind: type[Message]) -> FieldCodec:
 
 
 def _codec(hint: Any) -> FieldCodec:
-    """Return how fields of this type travel. Raises `AssertionError` for one that can't."""
+    """Codec for fields of this type. Raises `AssertionError` for a type without one."""
     if hint in _PLAIN:
         return _PLAIN[hint]
     origin, args = get_origin(hint), get_args(hint)

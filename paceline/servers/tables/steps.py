@@ -305,7 +305,7 @@ class LockstepRowSteps:
     # ---- other workers, other servers
 
     def layout(self) -> Any:
-        """Return what a joining worker has to know, as JSON values."""
+        """Facts that a joining worker needs, as JSON values."""
         return {
             "room": self.copies.pool.join_info(),
             "tables": [[lookup.steps, lookup.spec.seed] for lookup in self._library.tables],

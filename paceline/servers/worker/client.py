@@ -261,7 +261,7 @@ class ParameterServerSync:
         return None if recovery is None or self._endpoints is None else recovery.copies
 
     def facts(self) -> list[dict[str, Any]]:
-        """Return what each server has done so far, for the summary."""
+        """Work of each server so far, for the summary."""
         return self.context.agreement.retry_after_losses(
             lambda: self.link.connections.facts(self.link.seconds)
         )

@@ -239,7 +239,7 @@ class PushPullCodec:
                             view.add_(rows(whole, piece))
 
     def state_dict(self, slots: Sequence[Slot]) -> dict[str, Any]:
-        """Return what has to survive of this worker; nothing where there is no codec."""
+        """State of this worker that must survive; empty without a codec."""
         return (
             {"codec": repr(self._codec), "residuals": self.residuals(slots)} if self._units else {}
         )

@@ -59,8 +59,9 @@ class ServerTraffic:
 
 
 def _ahead(caller: RpcClient, seconds: float) -> int:
-    """Return how far the clock of a server is ahead of mine, in nanoseconds: off by at most half
-    of the fastest answer.
+    """Nanoseconds by which a server's clock is ahead of this worker's.
+
+    The error is at most half of the fastest answer.
     """
     found = []
     for _ in range(PINGS):

@@ -55,8 +55,9 @@ class LockstepRecovery:
         self._made: list[int] = []  # the optimizers that have stepped in this turn
 
     def decided(self, close: CloseStep) -> CloseStep:
-        """Return how a step is closed that is decided: alike by all workers, and to be undone
-        while that of another optimizer may fail.
+        """Terms on which a decided step is closed: alike on all workers.
+
+        It can be undone while the step of another optimizer may still fail.
         """
         return replace(close, decided=True, same=True, undo=len(self._link.optimizers) > 1)
 

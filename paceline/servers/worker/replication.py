@@ -202,9 +202,7 @@ class ServerReplication:
     # ---- new copies
 
     def begun(self) -> list[Any]:
-        """Return which of my copies have begun, or failed to, with what the others need to know
-        of them.
-        """
+        """This worker's copies that have begun or failed to, with facts for the other workers."""
         mine = {
             number: self.pool.spawned(number)
             for number, found in self._anew.items()

@@ -124,8 +124,8 @@ class ScheduledSteps:
             )
 
     def _weigh(self, found: StepAssignment) -> tuple[float, float, bool]:
-        """Return what a step's sum is divided by, its part of the learning rate, and whether
-        pushes of others are kept.
+        """Divisor of a step's sum, its part of the learning rate, and whether other pushes are
+        kept.
         """
         return found.parts, found.parts, True
 

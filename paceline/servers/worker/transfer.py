@@ -76,10 +76,9 @@ def saved(states: Sequence[Mapping[str, Any]], slots: int) -> list[Any] | None:
 
 
 def replication(link: ServerLink, endpoints: ServerEndpoints) -> ServerReplication | None:
-    """Return what replaces these servers where they are lost, by copies that are filled from
-    others; None where none can be started.
+    """Make the replacement of lost servers by copies; None if no copy can be started.
 
-    Raises `UsageError` for replicas where none can be started.
+    Copies are filled from other servers. Raises `UsageError` for replicas if none can be started.
     """
     replicas = link.options.replicas
     if endpoints.pool is not None:

@@ -54,7 +54,7 @@ class TransferUnit:
         self.sent.clear()
 
     def over(self, flat: Tensor) -> list[Tensor]:
-        """Return where the members lie in another flat tensor of the same length."""
+        """Places of the members in another flat tensor of the same length."""
         start = self.flat.storage_offset()
         return [
             flat.as_strided(view.size(), view.stride(), view.storage_offset() - start)

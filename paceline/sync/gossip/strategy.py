@@ -330,8 +330,9 @@ class GossipSync:
         bucket.flat.copy_(mine)
 
     def _about(self, index: int, rank: int, *, own: bool) -> Tensor:
-        """Return what that rank knows of me (`own`), or I of it; at first what all replicas were
-        when they were equal.
+        """Estimate that a rank has of this worker (`own`), or this worker of it.
+
+        At first it is the value that all replicas had when they were equal.
         """
         key = (index, rank, own)
         if key not in self._known:

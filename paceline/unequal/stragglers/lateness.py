@@ -49,13 +49,13 @@ def main_cause(by_cause: Mapping[str, float]) -> str:
 
 
 def lateness(work: Seconds) -> Seconds:
-    """Return how late each rank was in each step, by cause; the axes of `work` are steps, ranks and
-    CAUSES, seconds of own work.
+    """Lateness of each rank in each step, by cause.
 
-    Late is what is above the lower median of all ranks, so that at least half of them never are. It
-    is dealt to the causes by what each of them took more than is usual for it. Where processors are
-    crowded for all, whoever has more to do loses more time to others: as much as is usual for its
-    work counts as that work.
+    The axes of `work` are steps, ranks and CAUSES, in seconds of own work. A rank is late by its
+    time above the lower median of all ranks, so at least half of them never are. The time is
+    divided among causes by their excess over the usual. If processors are crowded for all, a rank
+    with more work loses more time to other programs: the amount that is usual for its work counts
+    as work.
     """
     work = _evened(work)
     ranks = work.shape[1]
@@ -131,11 +131,11 @@ class LatenessTotals:
         return [_named(self._sums[rank] / self._steps[rank]) for rank in sorted(self._sums)]
 
     def of(self, step: int) -> list[RankLateness]:
-        """Return who was late in one of the last steps."""
+        """Late ranks of one of the last steps."""
         return self._recent.get(step, [])
 
     def recent(self) -> dict[int, list[RankLateness]]:
-        """Return who was late in each of the last steps."""
+        """Late ranks of each of the last steps."""
         return dict(self._recent)
 
 
