@@ -224,10 +224,11 @@ class PartialSteps:
     def leave(self, absent: int) -> float:
         """Seconds that a turn may take before it is late, if this number of workers is absent.
 
-        The usual limit is the median turn plus `SPREAD` times the median distance from it, within bounds.
-        All workers may be slow at once, when another program has the processors, and then none is late. So
-        the limit grows with the turn of the worker that completes the first half of those on time: in
-        proportion to the median, up to `TOGETHER` times. It is also longer than the first worker's turn.
+        The usual limit is the median turn plus `SPREAD` times the median distance from it, within
+        bounds. All workers may be slow at once, when another program has the processors, and then
+        none is late. So the limit grows with the turn of the worker that completes the first half
+        of those on time: in proportion to the median, up to `TOGETHER` times. It is also longer
+        than the first worker's turn.
         """
         median = statistics.median_low(self._spans)
         spread = statistics.median_low(abs(span - median) for span in self._spans)
