@@ -75,13 +75,19 @@ def test_bytes_are_those_that_the_links_count(
 def test_auto_takes_a_codec_on_a_slow_link_and_none_on_a_quick_one(
     build: Callable[..., Cluster], tmp_path: Path
 ) -> None:
-    for rate, taken in (("100mbit", True), ("10gbit", False)):
-        folder = tmp_path / rate
+    def takes_codec(rate: str, folder: Path) -> bool:
         folder.mkdir()
         asked = every_strategy.ask(folder, {"auto": "AllReduce(codec='auto')"}, width=500, steps=16)
         outcome = build(hosts=2, workers=1, bandwidth=rate).run(
             every_strategy.__file__, str(folder), asked, deadline=100
         )
         assert outcome.code == 0, outcome.output
-        assert ("which is taken from step" in outcome.output) == taken, outcome.output
-        assert bool(json.loads((folder / "auto" / "summary.json").read_text())["codecs"]) == taken
+        taken = "which is taken from step" in outcome.output
+        summary = json.loads((folder / "auto" / "summary.json").read_text())
+        assert bool(summary["codecs"]) == taken, outcome.output
+        return taken
+
+    assert takes_codec("100mbit", tmp_path / "slow")
+    # The choice is made by eight measured steps. On a machine that is busy just then a quick link
+    # is a slow one, so a quick link has three tries.
+    assert not all(takes_codec("10gbit", tmp_path / f"quick-{n}") for n in range(3))
