@@ -82,14 +82,18 @@ def launch(
         args: Its positional arguments.
         workers: Number of workers. Default: 2.
         threads: Threads of each worker. Default: its part of the cores, or OMP_NUM_THREADS.
-        sync, mesh, cut, shares, name, straggler: In place of the values that the function gives to
-            `pl.start` and `run.prepare`. Strategies and cuts are objects or in their notation.
+        sync: Strategy, an object or in its notation, in place of the function's own.
+        mesh: Axes of the workers, in place of the function's own.
+        cut: Cuts, objects or in their notation, in place of the function's own.
+        shares: Shares of the batch, in place of the function's own.
+        name: Name of the run, in place of the function's own.
         min_workers: Go on when workers die, as long as this many remain. The list then has the
             results of the workers that came to the end. Default: any death ends the job.
         restarts: How often all workers start again after a failure; with `min_workers`, how many
             are started in place of dead ones. Default: 0.
         patience: Seconds that fewer than `min_workers` wait for others. Default: 600.
         servers: Number of servers of a strategy that has them.
+        straggler: Policy for slow workers, in place of the function's own.
         backend: "paceline" replaces Gloo for a function that uses torch.distributed by itself.
         named: Keyword arguments of the function. If `launch` has an option of the same name, give
             it by `functools.partial(train, name="x")`.
