@@ -91,3 +91,41 @@ class Trace:
     def spans(self) -> list[Span]:
         """Return the spans kept, oldest first."""
         return list(self._ring.spans)
+
+
+class ComputeMeter:
+    """Measures when a worker computes, and how long it stands still for exchanges (nanoseconds).
+
+        turn begins   end of backward            end of the exchange      turn ends
+        |--- compute -|--- exchange (exposed) ---|--- compute ------------|
+        since         0                          since                    0
+
+    Attributes:
+        seconds: Sum of the exchanges during which nothing was computed.
+        since: Time at which this worker began to compute; 0 if it doesn't, as outside of a turn.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self.seconds = 0.0
+        self.since = 0
+
+    def start(self, since: int) -> None:
+        """Count time from `since` on as computing; 0: count nothing."""
+        self.since = since
+
+    def stop(self, until: int) -> None:
+        """Record that this worker computed until `until`, if it did."""
+        if self.since:
+            self._trace.record("compute", "compute", self.since, until)
+            self.since = 0
+
+    def end_exchange(self, where: str, started: int) -> None:
+        """Record an exchange that began at `started` and ends now; computing goes on."""
+        ended = self.since = time.perf_counter_ns()
+        self.seconds += (ended - started) / 1e9
+        self._trace.record(where, "exchange", started, ended)
+
+    def expose(self, seconds: float) -> None:
+        """Count time of an exchange that was measured elsewhere."""
+        self.seconds += seconds

@@ -52,7 +52,6 @@ ALLOWED: dict[str, int] = {
     "paceline/session/assemble.py:_watch": 60,
     "paceline/session/assemble.py:run": 80,  # builds all parts of a run, in one order
     "paceline/session/start.py:start": 60,
-    "paceline/sync/allreduce.py": 455,
     "paceline/sync/localsgd/rounds.py": 420,
 }
 
@@ -60,29 +59,29 @@ ALLOWED: dict[str, int] = {
 # Lines of code that each folder may have ("." are the files directly in `paceline/`), rounded up to
 # tens. A folder that grows says why in the commit; one that shrinks takes its figure along.
 BUDGET: dict[str, int] = {
-    ".": 1480,
+    ".": 1500,
     "apps": 1400,
     "bench": 740,
     "checkpoint": 2250,
     "cluster": 6830,
     "codec": 790,
-    "comm": 8950,
+    "comm": 8960,
     "commands": 170,
     "data": 3090,
     "elastic": 1780,
     "lab": 2590,
-    "loop": 1730,
+    "loop": 1850,
     "notebook": 530,
     "observe": 4850,
     "parallel": 8880,
-    "prepare": 2230,
+    "prepare": 2220,
     "record": 4330,
-    "replicas": 660,
+    "replicas": 670,
     "servers": 6230,
     "session": 2320,
     "state": 830,
     "status": 240,
-    "sync": 3630,
+    "sync": 3720,
     "unequal": 1710,
     "workers": 380,
 }

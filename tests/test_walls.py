@@ -21,11 +21,9 @@ FILES_IN_FOLDER, CLASS_LINES, CLASS_METHODS = 20, 250, 25  # lines of code
 
 CIRCLES: dict[str, set[str]] = {}  # why these modules import each other: the modules
 LARGE_CLASSES: dict[str, str] = {  # class: why it may be large so far
-    "AllReduceSync": "buckets, routes and recovery are not apart yet",
     "CheckpointSaver": "TODO",
     "Cluster": "has a method for each thing of a lab that can be changed",
     "CompressedExchange": "has a route for each kind of codec",
-    "GradientTracker": "hooks, passes and what a script did by hand are not apart yet",
     "HostsGroup": "implements every collective",
     "LocalSGDSync": "rounds, fragments and recovery are not apart yet",
     "PipelinedModel": "TODO",
@@ -35,7 +33,6 @@ LARGE_CLASSES: dict[str, str] = {  # class: why it may be large so far
     "SharedGroup": "implements every collective",
     "Supervisor": "starts workers, watches them and ends them",
     "TorchGroup": "implements every collective",
-    "TrainingLoop": "follows loaders, backward passes and optimizers in one place",
     "_Assembly": "builds all parts of a run, in one order",
 }
 # attributes of torch's, numpy's and zmq's objects that are there to be assigned
@@ -54,10 +51,11 @@ ASSIGNED: dict[str, int] = {
     "paceline.servers.process.scheduler": 1,
     "paceline.workers.groups": 1,
     "paceline.loop.idle_epochs": 6,
-    "paceline.loop.step_clock": 1,
-    "paceline.loop.turns": 12,
+    "paceline.loop.step": 10,
+    "paceline.loop.turns": 1,
     "paceline.prepare.optimizers": 1,
     "paceline.servers.run_tables": 2,
+    "paceline.sync.autograd": 2,
     "paceline.sync.compressed": 4,
     "paceline.sync.gossip.strategy": 2,
     "paceline.sync.localsgd.rounds": 30,

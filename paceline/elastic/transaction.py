@@ -11,33 +11,19 @@ rollback    gradients, buffers, generators and tables are set back to when the t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
 from paceline.comm.agreement import CallDiscarded
 from paceline.elastic.rollback import Rollback
 from paceline.errors import LOSSES, PacelineError, WorkerLost
-from paceline.loop.iteration import LoaderProgress
+from paceline.loop.open_turns import OpenTurns
 from paceline.servers.run_tables import RunTables
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.transaction import Addends, Deliver, PlainTransaction
 
 T = TypeVar("T")
-
-
-class LoopPosition(Protocol):
-    """Position of a training loop."""
-
-    @property
-    def leader(self) -> LoaderProgress | None:
-        """The loader whose turns are the steps; None outside of training."""
-        ...
-
-    @property
-    def innermost(self) -> LoaderProgress | None:
-        """The loader of the innermost turn; None if no turn is under way."""
-        ...
 
 
 class RecoverableTransaction(PlainTransaction):
@@ -46,10 +32,11 @@ class RecoverableTransaction(PlainTransaction):
     recovers = True
 
     def __init__(
-        self, loop: LoopPosition, backward: GradientTracker, rollback: Rollback, tables: RunTables
+        self, turns: OpenTurns, backward: GradientTracker, rollback: Rollback, tables: RunTables
     ) -> None:
         super().__init__(backward.sync, backward.context)
-        self._loop, self._backward, self._rollback, self._tables = loop, backward, rollback, tables
+        self._turns, self._backward = turns, backward
+        self._rollback, self._tables = rollback, tables
         self._step_state = backward.context.step_state
         self.failed = False
         self._lost: PacelineError | None = None  # in the pass under way
@@ -59,7 +46,7 @@ class RecoverableTransaction(PlainTransaction):
 
     def begin(self, *, leads: bool, passes: int) -> None:
         self.failed = False
-        self._carried = self._backward.carried() if self._armed else {}
+        self._carried = self._backward.watched.copy_unsent() if self._armed else {}
         if leads:
             self._rollback.begin(passes)
             self._tables.begin()
@@ -91,7 +78,7 @@ class RecoverableTransaction(PlainTransaction):
 
     def exchange(self, act: Callable[[], Addends]) -> Addends:
         if self._armed and not self._backward.passes and not self.failed:
-            self._grads = self._backward.held()
+            self._grads = self._backward.watched.copy_priors()
         if not self._sync.exchanges_in_backward:
             if self._armed:
                 self._lost = None  # the strategy knows, when the optimizer steps
@@ -103,7 +90,7 @@ class RecoverableTransaction(PlainTransaction):
                 self._check_turn(error)
         self._lost = None
         self._fail()
-        return self._backward.zeros()
+        return self._backward.watched.make_zeros()
 
     def _unless_lost(self, act: Callable[[], Addends]) -> Addends:
         lost, self._lost = self._lost, None
@@ -128,7 +115,7 @@ class RecoverableTransaction(PlainTransaction):
     # ---- a step
 
     def stepping(self, *, remote: bool) -> None:
-        if self._loop.leader is not None:
+        if self._turns.leader is not None:
             self._rollback.stepping(elsewhere=remote)
 
     def step(
@@ -144,17 +131,17 @@ class RecoverableTransaction(PlainTransaction):
                 if not self.failed:
                     self._fail()
                 return None
-        if last and self._loop.leader is not None:
+        if last and self._turns.leader is not None:
             self._rollback.stepped()
         return found
 
     # ---- rows
 
     def collective(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
-        progress = self._loop.innermost
+        progress = self._turns.innermost
         if progress is None or not self._armed:
             return super().collective(act, nothing)
-        leads = progress is self._loop.leader
+        leads = progress is self._turns.leader
         if not progress.ask_rows() or self.failed:
             return nothing
         if leads and self._comes_again:

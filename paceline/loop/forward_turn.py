@@ -82,7 +82,7 @@ def _check(loop: TrainingLoop, then: Turn) -> None:
     now = loop.training
     scale = 1.0 / loop.context.group.size if now is None else now.scale
     if not math.isclose(scale, then.scale, rel_tol=1e-9) and any(
-        _comes_to(hook.node) for hook in loop.backward.hooks
+        _comes_to(watched.node) for watched in loop.backward.watched.parameters
     ):
         where = (
             "after the loop over the loader" if now is None else f"in the turn of batch {now.index}"

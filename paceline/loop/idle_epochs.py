@@ -101,7 +101,9 @@ class IdleEpochs:
     def _follows(self, loader: ShareLoader) -> bool:
         """Whether all workers can tell if anything is trained, and the script doesn't say."""
         terms, sync = loader.terms, self._backward.sync
-        known = terms.alone or (sync.exchanges_in_backward and bool(self._backward.hooks))
+        known = terms.alone or (
+            sync.exchanges_in_backward and bool(self._backward.watched.parameters)
+        )
         if terms.train is not None or not known or self._loop.transaction.recovers:
             return False
         return any(p.requires_grad for model in self._loop.models for p in model.parameters())

@@ -38,6 +38,10 @@ class LoaderProgress:
     def __post_init__(self) -> None:
         self.activity = EpochActivity(self.loader)
 
+    def begin_epoch(self, moment: int) -> None:
+        """Begin an epoch at this moment, by the count of `OpenTurns`."""
+        self.epoch_at = moment
+
     def ask_rows(self) -> bool:
         """Count a request for rows of this batch; return whether they must still be gathered."""
         self.passed += 1
@@ -46,6 +50,12 @@ class LoaderProgress:
     def keep_rows(self) -> None:
         """Note that all workers have the rows of this batch."""
         self.gathered = self.passed
+
+    def forget_rows(self, *, failed: bool) -> None:
+        """End a turn; rows of one that has failed are not gathered again when it comes again."""
+        self.discarded = False
+        if not failed:
+            self.gathered = 0
 
     def discard(self) -> None:
         """Discard this turn, so that its batch is dealt again."""

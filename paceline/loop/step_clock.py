@@ -87,9 +87,10 @@ class StepClock:
         )
         began = int(now * 1e9)
         context.trace.record("data", "data", int(self._asked * 1e9), began)
-        self._began, backward.since = now, began
+        self._began = now
+        backward.meter.start(began)
         self._sent, self._waited = context.sent_and_waited()
-        self._exposed = backward.seconds
+        self._exposed = backward.meter.seconds
         if context.meters:
             self._exposed += self._in_cuts()
             self._axes_then = self._axes_now()
@@ -109,7 +110,7 @@ class StepClock:
         )
         self._sent, self._waited = sent, waited
         passed = min(passed, whole)
-        exposed = backward.seconds + (self._in_cuts() if context.meters else 0.0)
+        exposed = backward.meter.seconds + (self._in_cuts() if context.meters else 0.0)
         exchange = min(max(exposed - self._exposed - passed, 0.0), whole - passed)
         self._wait += passed
         self._exchange += exchange
@@ -122,8 +123,8 @@ class StepClock:
             self._paging + paging,
         )
         ended = int(now * 1e9)
-        if backward.since:
-            backward.computed(ended)
+        if backward.meter.since:
+            backward.meter.stop(ended)
         context.trace.record("turn", "step", int(self._began * 1e9), ended)
         if context.meters:
             self._add_axes()
@@ -178,7 +179,8 @@ class StepClock:
         }
         within, between = self._sent
         cuts = sum(found.values(), AxisTotals())
-        data = AxisTotals(self._backward.seconds, within - cuts.within, between - cuts.between)
+        exposed = self._backward.meter.seconds
+        data = AxisTotals(exposed, within - cuts.within, between - cuts.between)
         return {**found, "data": data}
 
     def _add_axes(self, more: float = 0.0) -> None:

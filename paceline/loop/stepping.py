@@ -123,7 +123,7 @@ class SteppedModels:
             for leaf in leaves(value, beside=ends):
                 known = [
                     *model.named_parameters(),
-                    *((slot.name, slot.parameter) for slot in self._loop.backward.slots),
+                    *((slot.name, slot.parameter) for slot in self._loop.backward.watched.slots),
                 ]
                 if name := next((name for name, parameter in known if parameter is leaf), ""):
                     raise UsageError(

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from paceline.comm.axis_meter import AxisMeter
+from paceline.comm.backward_pass import is_inside_backward
 from paceline.comm.group_protocol import Group
 from paceline.errors import UsageError
 from paceline.formatting import spell, unknown
@@ -36,7 +37,7 @@ from paceline.parallel.sharding.flat_memory import (
     refuse_gradient_hook,
     refuse_requires_grad_change,
 )
-from paceline.parallel.sharding.gathered_units import GatheredModel, GatheredUnit, in_backward
+from paceline.parallel.sharding.gathered_units import GatheredModel, GatheredUnit
 from paceline.parallel.sharding.gradients import ShardGradients
 from paceline.parallel.sharding.optimizers import (
     hook_zero_grad,
@@ -266,7 +267,7 @@ class ShardedModel:
         for one in self._uncut:
             if one.parameter.requires_grad:
                 refuse_requires_grad_change(one.name, trained=False)
-        if self.gradients.replicas_diverge and not in_backward():
+        if self.gradients.replicas_diverge and not is_inside_backward():
             self.steps.gather_all()
 
     def __deepcopy__(self, memo: object) -> ShardedModel:

@@ -70,7 +70,7 @@ class ModelCopies:
 def watch_averages() -> None:
     """Make torch's averages explain the error if parameters were cut after they were made."""
     own = AveragedModel.update_parameters
-    if getattr(own, "watched", False):
+    if getattr(own, "_paceline_checked", False):
         return
 
     def update_parameters(self: AveragedModel, model: nn.Module) -> None:
@@ -86,7 +86,7 @@ def watch_averages() -> None:
                 )
         own(self, model)
 
-    update_parameters.watched = True  # type: ignore[attr-defined]
+    update_parameters._paceline_checked = True  # type: ignore[attr-defined]
     AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
 
 

@@ -14,13 +14,10 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from paceline.comm.agreement import Agreement
 from paceline.errors import UsageError
 from paceline.loop.forward_turn import NOTHING
+from paceline.loop.step import CHECKED_STEPS, RemoteStepper, TrainingStep
 from paceline.loop.turns import TrainingLoop
 from paceline.prepare.binding import rebind
 from paceline.prepare.checks import SCALED_AGAIN, SCALED_SERVED, check_scaler
-from paceline.prepare.remote import RemoteSteps
-
-SEEN = 2  # steps in which the caller of an optimizer is looked at
-
 
 # ---- rebinding a user's own objects
 
@@ -65,46 +62,49 @@ def follow(model: nn.Module, loop: TrainingLoop) -> None:
 
 
 class OptimizerBindings:
-    """How prepared optimizers step.
+    """How prepared optimizers step, as `loop/step.py` asks (`PreparedOptimizers`).
 
-    `groups` has, by the optimizer's id, how many parameter groups it had when last checked;
-    `remote` has what steps it, if it steps elsewhere.
+    Attributes:
+        groups: Number of parameter groups of each optimizer when it was last checked, by id.
+        remote: The stepper of each optimizer that steps elsewhere, by id.
+
+    Args:
+        begins: Called with an optimizer that acts, and whether it has gradients, if it isn't as in
+            `groups`.
     """
 
-    def __init__(self, begins: Callable[[Optimizer, bool], None]) -> None:
+    def __init__(self, begins: Callable[[Optimizer, bool], None], loop: TrainingLoop) -> None:
         self.groups: dict[int, int] = {}
-        self.remote: dict[int, RemoteSteps] = {}
-        # is told of a step that acts, and whether gradients are there, where an optimizer is not as
-        # in `groups`
-        self.begins = begins
+        self.remote: dict[int, RemoteStepper] = {}
+        self._begins, self._loop = begins, loop
+
+    def check(self, optimizer: Optimizer, *, has_gradients: bool) -> None:
+        """Check an optimizer that steps for the first time, or has more parameters now.
+
+        In the first steps a GradScaler that was not prepared is looked for, too, if it would skip
+        steps on one worker alone.
+        """
+        if self.groups.get(id(optimizer)) != len(optimizer.param_groups):
+            self._begins(optimizer, has_gradients)
+        remote = id(optimizer) in self.remote
+        if self._loop.steps < CHECKED_STEPS and (remote or self._loop.transaction.recovers):
+            check_scaler(self._loop.scalers, SCALED_SERVED if remote else SCALED_AGAIN)
 
 
-def bind_optimizer(optimizer: Optimizer, loop: TrainingLoop, bindings: OptimizerBindings) -> None:
-    """Let `step` wait for exchanged gradients."""
-    groups, remote = bindings.groups, bindings.remote
+def bind_optimizer(
+    optimizer: Optimizer, training_step: TrainingStep, bindings: OptimizerBindings
+) -> None:
+    """Let `optimizer.step` go through the training step, which waits for exchanged gradients."""
 
-    def stepping(own: Callable[..., Any]) -> Callable[..., Any]:
+    def stepping(own_step: Callable[..., Any]) -> Callable[..., Any]:
         def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            # schedulers look here if the optimizer has stepped before them
             self._opt_called = True  # type: ignore[attr-defined]
-            closure = kwargs.get("closure", args[0] if args else None)
-            if not (loop.may_step() if closure is None else loop.acting):
-                return None if closure is None else _called(closure)
-            if groups.get(id(self)) != len(self.param_groups):
-                bindings.begins(self, closure is None)
-            transaction = loop.backward.transaction
-            if (transaction.recovers or id(self) in remote) and loop.steps < SEEN:
-                check_scaler(loop.scalers, SCALED_SERVED if id(self) in remote else SCALED_AGAIN)
-            if id(self) in remote:
-                return remote[id(self)].step(self, own, closure, args, kwargs)
-            if transaction.recovers:
-                transaction.stepping(remote=False)
-            result = own(self, *args, **kwargs)
-            loop.stepped(self)
-            return result
+            return training_step.step_optimizer(self, own_step, bindings, args, kwargs)
 
         return step
 
-    rebind(optimizer, "step", stepping, loop)
+    rebind(optimizer, "step", stepping, training_step.loop)
 
 
 def bind_groups(optimizer: Optimizer, loop: TrainingLoop, trained: Callable[[Any], Any]) -> None:
@@ -123,11 +123,6 @@ def bind_groups(optimizer: Optimizer, loop: TrainingLoop, trained: Callable[[Any
         return add_param_group
 
     rebind(optimizer, "add_param_group", adding, loop)
-
-
-def _called(closure: Callable[[], Any]) -> Any:
-    with torch.enable_grad():
-        return closure()
 
 
 def bind_scheduler(scheduler: Any, loop: TrainingLoop) -> None:

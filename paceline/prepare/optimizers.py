@@ -18,11 +18,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
-import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from paceline.comm.backward_pass import current_pass_id
 from paceline.errors import UsageError
 from paceline.loop.turns import TrainingLoop
 from paceline.prepare.registry import Prepared
@@ -105,7 +105,7 @@ class OptimizerWatch:
         if not known.ours:
             return
         loop, tally = self._loop, self.tally
-        if torch._C._current_graph_task_id() != -1:
+        if current_pass_id() != -1:
             loop.backward.refuse_inside(f"{type(optimizer).__qualname__}.step")
         if not known.prepared:
             self._check(optimizer)
@@ -115,10 +115,9 @@ class OptimizerWatch:
             tally.now += 1
         else:
             tally.add()
-        if self._alike and not closure and loop.backward.hooks:
-            within = (
-                loop.leader is not None and loop.steps >= FIRST and loop.leader.turn is not None
-            )
+        if self._alike and not closure and loop.backward.watched.parameters:
+            leader = loop.turns.leader
+            within = leader is not None and loop.steps >= FIRST and leader.turn is not None
             if not within or loop.steps + 1 >= self._by_hand.meetings.next_step:
                 self._by_hand.look(optimizer)
 
@@ -148,7 +147,7 @@ class OptimizerWatch:
     def _check(self, optimizer: Optimizer) -> None:
         """Raise `UsageError` where an optimizer that wasn't prepared can't be right."""
         loop, name = self._loop, type(optimizer).__qualname__
-        watched, handles = bool(loop.backward.hooks), self._prepared.tables.handles()
+        watched, handles = bool(loop.backward.watched.parameters), self._prepared.tables.handles()
         why = ""
         if watched and loop.abilities.remote is not None:
             why = (

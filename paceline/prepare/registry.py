@@ -21,7 +21,8 @@ from paceline.data.loader import ShareLoader, deal
 from paceline.data.rng import SampleOrder
 from paceline.errors import UsageError
 from paceline.loop import forward_turn
-from paceline.loop.turns import TrainingLoop
+from paceline.loop.epochs import LoaderEpochs
+from paceline.loop.step import TrainingStep
 from paceline.parallel.batchnorm import desynchronise_batchnorm, synchronise_batchnorm
 from paceline.prepare import checks, hooks, metrics, scaling, tensor_peers
 from paceline.prepare.cuts import ModelCuts
@@ -32,7 +33,6 @@ from paceline.prepare.options import PrepareOptions
 from paceline.prepare.remote import RemoteSteps
 from paceline.servers.run_tables import RunTables
 from paceline.state.versioned import Stateful, UnownedParameters, Versioned
-from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Slot
 from paceline.workers.axes import RunAxes
 from paceline.workers.groups import Subgroups
@@ -46,8 +46,8 @@ class Prepared:
     def __init__(
         self,
         axes: RunAxes,
-        backward: GradientTracker,
-        loop: TrainingLoop,
+        step: TrainingStep,
+        epochs: LoaderEpochs,
         device: torch.device,
         subgroups: Subgroups,
         *,
@@ -66,14 +66,16 @@ class Prepared:
         )
         self.context = context = axes.slice
         self.survives = context.survives
-        self._backward, self._loop, self._device, self.subgroups = backward, loop, device, subgroups
+        self.epochs, self._step, loop = epochs, step, step.loop
+        self._backward, self._loop = loop.backward, loop
+        self._device, self.subgroups = device, subgroups
         self._synchronous, self._wishes = list[nn.Module](), PrepareOptions(shares)
         self.metrics: list[nn.Module] = []  # of torchmetrics
         self._unstepped: set[int] = set()  # the ids of optimizers
-        self._bindings = hooks.OptimizerBindings(self._begins)
+        self._bindings = hooks.OptimizerBindings(self._begins, loop)
         # of each optimizer, by its id: how many parameter groups it was prepared with
         self._groups: dict[int, int] = {}
-        self.tables = RunTables(context, backward)
+        self.tables = RunTables(context, loop.backward)
         self._abilities, self._remote = loop.abilities, loop.abilities.remote
         self._remote_steps, self._speeds = RemoteSteps(loop, self.tables), WorkerSpeeds()
         self.order = SampleOrder()
@@ -222,7 +224,8 @@ class Prepared:
         """
         if graded and id(optimizer) in self._unstepped:
             self._unstepped.remove(id(optimizer))
-            self._loop.first_step(optimizer)
+            for observer in self._loop.observers.first_step:
+                observer(optimizer)
         if len(optimizer.param_groups) == self._groups.get(
             id(optimizer), len(optimizer.param_groups)
         ):
@@ -293,7 +296,7 @@ class Prepared:
         for optimizer in self.optimizers:
             if self._remote is not None or self.tables.has(optimizer):
                 self._bindings.remote[id(optimizer)] = self._remote_steps
-            hooks.bind_optimizer(optimizer, loop, self._bindings)
+            hooks.bind_optimizer(optimizer, self._step, self._bindings)
             if self.axes.cut:
                 hooks.bind_groups(optimizer, loop, self.cuts.trained)
         if self.axes.cut:
@@ -307,20 +310,17 @@ class Prepared:
         self._backward.watch(
             self.cuts.summed([slot for slot in slots if slot.parameter.requires_grad])
         )
-        loop.freeze([slot for slot in slots if not slot.parameter.requires_grad])
+        self._backward.watched.freeze([slot for slot in slots if not slot.parameter.requires_grad])
         for _, model in self.models:
             hooks.follow(model, loop)
             forward_turn.remember(model, loop)
 
     def _deal(self, loader: DataLoader[Any], options: dict[str, Any]) -> ShareLoader:
         tensor_peers.check(options, self.axes)
-        loop, say, move = (
-            self._loop,
-            self.context.announce,
-            tensor_peers.compared(mover(self._device), self.axes),
-        )
+        agreement, say = self.context.agreement, self.context.announce
+        move = tensor_peers.compared(mover(self._device), self.axes)
         options |= {"sample_queue": self._sample_queue, "speeds": self._speeds, "order": self.order}
-        dealt = deal(loader, self.context.agreement, hooks=loop, say=say, move=move, **options)
+        dealt = deal(loader, agreement, hooks=self.epochs, say=say, move=move, **options)
         self.loaders.append(dealt)
         self._add("loader", dealt)
         return dealt

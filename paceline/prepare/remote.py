@@ -37,24 +37,24 @@ class RemoteSteps:
     def step(
         self,
         optimizer: Optimizer,
-        own: OwnStep,
+        own_step: OwnStep,
         closure: Callable[[], Any] | None,
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Make a step of `optimizer`; `own` is its own step, for what isn't on servers."""
+        """Make a step of `optimizer`; `own_step` is its own step, for what isn't on servers."""
         loop, tables = self._loop, self._tables
         whole, rows = self._sync is not None and self._sync.steps(optimizer), tables.has(optimizer)
         loop.transaction.stepping(remote=whole or (rows and tables.lasting is not None))
         if not whole and not rows:
-            result = own(optimizer, *args, **kwargs)
+            result = own_step(optimizer, *args, **kwargs)
         else:
             result = None
             if closure is not None:
                 with torch.enable_grad():
                     result = closure()
             loop.ready("optimizer.step")
-            self._step(optimizer, own, whole=whole)
+            self._step(optimizer, own_step, whole=whole)
             if not loop.acting:
                 return result
         loop.stepped(optimizer)
@@ -81,12 +81,12 @@ class RemoteSteps:
         """Raise `UsageError` if p.grad sums passes that need separate weights on the way to
         servers.
         """
-        mixed = self._loop.backward.mixed.find(
-            p for group in optimizer.param_groups for p in group["params"]
-        )
-        if mixed is not None:
+        mixed = self._loop.backward.mixed
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        name = None if mixed is None else mixed.find(stepped)
+        if name is not None:
             raise UsageError(
-                f"p.grad of {mixed} adds up batches that this worker has different parts of, and "
+                f"p.grad of {name} adds up batches that this worker has different parts of, and "
                 "goes to servers with the weight "
                 "of the last: add them up under run.no_sync(), all but the last, which weights each"
             )
@@ -112,7 +112,7 @@ class RemoteSteps:
         loop.transaction.step(
             lambda: sync.step(optimizer), "optimizer.step", last=True, apart=loop.apart
         )
-        loop.backward.expose(time.perf_counter() - began)
+        loop.backward.meter.expose(time.perf_counter() - began)
 
     @property
     def steps_all(self) -> bool:

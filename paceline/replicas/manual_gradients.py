@@ -57,7 +57,8 @@ class ManualGradients:
         if not self._due():
             return
         backward, meet = self._loop.backward, self._loop.context.agreement.meet
-        mine = backward.foreign([p for group in optimizer.param_groups for p in group["params"]])
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        mine = backward.watched.find_foreign(stepped)
         found = [
             msgpack.unpackb(body)
             for body in meet("optimizer.step", msgpack.packb(mine) if mine else b"")
@@ -66,7 +67,8 @@ class ManualGradients:
         numbers = sorted({number for theirs in found for number in theirs})
         if not numbers:
             return
-        figures = [_figures(backward.hooks[number].parameter.grad) for number in numbers]
+        parameters = backward.watched.parameters
+        figures = [_figures(parameters[number].parameter.grad) for number in numbers]
         theirs = [
             msgpack.unpackb(body)
             for body in meet("gradients set by the script", msgpack.packb(figures))
@@ -80,7 +82,7 @@ class ManualGradients:
                     for rank in ranks
                 )
                 raise UsageError(
-                    f"p.grad of {backward.hooks[number].name} was set by the script, and differs "
+                    f"p.grad of {parameters[number].name} was set by the script, and differs "
                     f"between workers ({sides}): only what "
                     "loss.backward() adds is exchanged. Use loss.backward(), or set p.grad = "
                     "run.mean(g) on every worker"

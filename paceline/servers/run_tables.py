@@ -330,14 +330,14 @@ class RunTables:
 @contextlib.contextmanager
 def _exchanging(backward: GradientTracker, what: str) -> Iterator[None]:
     """Count the time of this block as exchange, and not as compute."""
-    began, inside = time.perf_counter_ns(), backward.since > 0
-    backward.computed(began)
+    began, inside = time.perf_counter_ns(), backward.meter.since > 0
+    backward.meter.stop(began)
     try:
         yield
     finally:
         ended = time.perf_counter_ns()
-        backward.expose((ended - began) / 1e9)
-        backward.compute_from(ended if inside else 0)
+        backward.meter.expose((ended - began) / 1e9)
+        backward.meter.start(ended if inside else 0)
         backward.context.trace.record(what, "exchange", began, ended)
 
 

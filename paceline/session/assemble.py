@@ -35,9 +35,10 @@ from paceline.elastic.survival import Survival
 from paceline.elastic.transaction import RecoverableTransaction
 from paceline.formatting import spell
 from paceline.loop import collectives
+from paceline.loop.epochs import LoaderEpochs
 from paceline.loop.observers import LoopObservers
 from paceline.loop.run_limit import RunLimit
-from paceline.loop.turns import TrainingLoop
+from paceline.loop.step import TrainingStep
 from paceline.prepare.abilities import resolve
 from paceline.prepare.cuts import ModelCuts
 from paceline.prepare.optimizers import OptimizerWatch
@@ -147,7 +148,8 @@ class _Assembly:
         self.sync = strategy.begin(axes.replicas)
         _tell_unused(axes.replicas, strategy)
         self.abilities = resolve(self.sync)
-        self.loop = TrainingLoop(self.sync, context, self.abilities, worker.page)
+        step = TrainingStep(self.sync, context, self.abilities, worker.page)
+        self.loop, self.epochs = step.loop, LoaderEpochs(step)
         arguments = (
             f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={worker.replicate!r}"
         )
@@ -159,8 +161,8 @@ class _Assembly:
         )
         self.prepared = Prepared(
             axes,
-            self.loop.backward,
-            self.loop,
+            step,
+            self.epochs,
             worker.device,
             subgroups,
             cuts=cuts,
@@ -243,7 +245,7 @@ class _Assembly:
         self.follower = ShareFollower(
             loop, prepared.loaders, history, mesh=mesh, quota=self.joined.quota
         )
-        self.tally = StepCount(lambda: loop.steps, waits=self.view.waits)
+        self.tally = StepCount(loop, waits=self.view.waits)
         by_hand = ManualGradients(loop, self.records.meetings, self.axes.twin)
         self.watch = OptimizerWatch(
             prepared, loop, by_hand, self.tally, self.hints.hint_at_foreign_optimizer
@@ -448,8 +450,8 @@ class _Assembly:
             depart=self.ending.depart,
         )
         rollback = Rollback(body.parts, loop.models, self.own.randomness, loop.backward)
-        loop.recover_by(
-            RecoverableTransaction(loop, loop.backward, rollback, self.prepared.tables),
+        self.epochs.recover_by(
+            RecoverableTransaction(loop.turns, loop.backward, rollback, self.prepared.tables),
             survival.generation,
         )
         return survival

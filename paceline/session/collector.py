@@ -187,7 +187,7 @@ class LogCollector:
 
     def _come_together(self) -> None:
         loop, agreement = self._loop, self._everyone
-        if loop.training_now:
+        if loop.turns.in_training_loop:
             raise UsageError(
                 "with staleness or backup_workers workers are not in lockstep inside the loop over "
                 "a training loader, so what all have to "
@@ -195,7 +195,7 @@ class LogCollector:
                 "do it between epochs"
             )
         agreement.lockstep.resume_lockstep()
-        loop.end_broken()
+        self._prepared.epochs.end_left()
         self._line_up("the end of an epoch")
         loop.abilities.converge()
 

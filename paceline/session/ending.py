@@ -11,6 +11,7 @@ from paceline.checkpoint.saving import CheckpointSaver
 from paceline.cluster.control import events
 from paceline.comm.native.default_group import DefaultProcessGroup
 from paceline.formatting import spell
+from paceline.loop.iteration import explain
 from paceline.loop.turns import TrainingLoop
 from paceline.prepare.optimizers import OptimizerWatch
 from paceline.prepare.registry import Prepared
@@ -115,8 +116,8 @@ class RunConclusion:
             self.strategy,
             self.view.cluster,
             self.prepared,
-            self.loop.sent,
-            self.loop.axes,
+            self.loop.clock.sent,
+            self.loop.clock.axes,
             self.memory.collect_facts(),
             self.loop.clock.interruptions.untold,
             history.note_event,
@@ -189,7 +190,7 @@ class RunEnding:
         self.closed = True
         self._hints.end_watching()
         try:
-            self._loop.finish()
+            self._prepared.epochs.finish()
             self._prepared.cuts.level_ties()
             self._conclusion.write()
             self._context.agreement.tell_everyone("the end of the run", self._saving.last)
@@ -234,7 +235,7 @@ class RunEnding:
         self._context.agreement.add_whereabouts(error, axes.everyone if axes.cut else None)
         if self._world is not None:
             self._world.explain_error(error)
-        self._loop.explain(error)
+        explain(error, self._loop.turns.under_way)
         events.report_failure(self._view.worker.place, kind, error)
         self._live.record_failure(kind, error)
         self._log.close_quietly()

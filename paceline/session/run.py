@@ -342,7 +342,7 @@ class Run:
         It ends early if the workers have agreed to `stop`.
         """
         self._resumption.epochs_begin()
-        self._loop.begin_training()
+        self._prepared.epochs.begin_training()
         self._plan.begin_training(count, self._prepared.loaders)
         if not self._progress.enter():
             return
@@ -355,7 +355,7 @@ class Run:
             self._plan.begin_epoch(self._progress.epoch)
             self._hints.begin_watching()
             yield self._progress.epoch
-            self._loop.end_broken()
+            self._prepared.epochs.end_left()
             self._progress.end()
             self._resumption.epoch_ended()
             self._hints.end_watching()

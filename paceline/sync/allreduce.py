@@ -12,12 +12,10 @@ same buckets in the same order.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import msgpack
 import torch
@@ -26,29 +24,21 @@ from torch import Tensor
 from paceline.codec.auto import auto
 from paceline.codec.codec import Codec, lift, plain
 from paceline.codec.coding import Coding, exact
+from paceline.comm.agreement import Agreement
 from paceline.comm.bucket_layout import (
-    Bucket,
     BucketShape,
-    build_buckets,
-    cut_runs,
-    find_small_stretches,
     make_sparse_gradient,
     put_scaled,
     scale_in_place,
 )
-from paceline.comm.group_protocol import Work
 from paceline.errors import Mismatch, UsageError
 from paceline.formatting import spell
 from paceline.sync.base import Slot, check_strategy
-from paceline.sync.bucket_memory import BucketMemory
 from paceline.sync.compressed import CompressedExchange, Kind
 from paceline.sync.context import SyncContext
+from paceline.sync.gradient_buckets import LARGE, LATE, SPARSE, USED, GradientBuckets
 from paceline.sync.routes import Reducer, Via, reducer
 
-FIRST_MB = 1.0  # the first bucket is small, so that the exchange starts early
-# elements above which a gradient is copied when it comes; smaller ones by the bucket
-LARGE = 16 << 10
-USED, SPARSE, LATE = 1, 2, 4
 CODED = ("auto", "native")  # the ways that a codec can have
 
 
@@ -125,7 +115,13 @@ class AllReduce:
 
 
 class AllReduceSync:
-    """The running side of `AllReduce`."""
+    """The running side of `AllReduce`.
+
+    Invariants: before the first backward has ended there are no buckets, `_early` has its dense
+    gradients, and `_order` their slots in the order in which they came. `_flags` has what happened
+    to each slot in this backward (USED, SPARSE, LATE). `_sparse` and `_late` have gradients that
+    are exchanged at its end, by themselves.
+    """
 
     replicas_diverge = False
     exchanges_in_backward = True
@@ -135,40 +131,26 @@ class AllReduceSync:
         context: SyncContext,
         reducing: Callable[[SyncContext], Reducer],
         limit: int,
-        coded: CompressedExchange | None = None,
+        coded: CompressedExchange | None,
     ) -> None:
         self._context, self._reducing, self._limit, self._coded = context, reducing, limit, coded
         self._reducer = reducing(context)
+        self._buckets = GradientBuckets(context, self._reducer, coded)
         self._slots: list[Slot] = []
         self._shapes: list[BucketShape] = []
         self._kinds: list[Kind | None] = []
-        self._buckets: list[Bucket] = []
-        # of each slot: its bucket and its view there (None: sparse, it has none)
-        self._home: list[tuple[int, Tensor] | None] = []
-        self._missing: list[int] = []  # of each bucket: members that have not come
-        # of each bucket: (view, gradient, scale) to be copied
-        self._small: list[list[tuple[Tensor, Tensor, float]]] = []
-        # of each bucket: how many small members it has, and where they lie
-        self._smalls: list[tuple[int, list[slice]]] = []
-        self._works: list[Work[Tensor] | None] = []
-        self._shelves: BucketMemory | None = None  # where buckets lie
-        self._writing = False  # buckets are being written, in memory that nobody holds
-        self._begun: list[int] = []  # when each bucket left, nanoseconds
-        self._next = 0
         self._flags = bytearray()
+        self._all_used = b""  # the flags of a backward that reaches all parameters once
         self._order: list[int] = []
-        self._held: dict[int, Tensor] = {}
+        self._early: dict[int, Tensor] = {}
         self._sparse: dict[int, Tensor] = {}
         self._late: dict[int, Tensor] = {}
-        # buckets whose members may come more than once in a backward
-        self._patient: set[int] = set()
-        self._full = b""
         self._moving: Any = None  # the layout of a `regroup` under way
 
     # ---- layout
 
     def attach(self, slots: Sequence[Slot]) -> None:
-        self._release()
+        self._buckets.release()
         self._slots = list(slots)
         self._kinds = [None if self._coded is None else self._coded.kind(slot) for slot in slots]
         self._shapes = [
@@ -176,59 +158,19 @@ class AllReduceSync:
             for slot, kind in zip(slots, self._kinds, strict=True)
         ]
         self._flags = bytearray(len(slots))
-        self._full = bytes([USED]) * len(slots)
+        self._all_used = bytes([USED]) * len(slots)
         self._order.clear()
 
     def _lay_out(self, order: Sequence[int], sparse: set[int]) -> None:
-        """Make the buckets, in the order of the first worker's first backward.
-
-        Sparse gradients have no place in them.
-        """
-        seen = {*order, *sparse}
-        whole = [
-            *(n for n in order if n not in sparse),
-            *(n for n in reversed(range(len(self._slots))) if n not in seen),
-        ]
-        runs = cut_runs(self._shapes, whole, self._limit, int(min(FIRST_MB * 1e6, self._limit)))
-        self._buckets = build_buckets(self._shapes, runs, self._empty)
-        self._smalls = [
-            (
-                sum(view.numel() < LARGE for view in bucket.views),
-                find_small_stretches(bucket, LARGE),
-            )
-            for bucket in self._buckets
-        ]
-        self._home = [None] * len(self._slots)
-        self._patient.clear()
-        self._shelves = BucketMemory(
-            self._buckets, self._home, [slot.parameter for slot in self._slots], self._reducer
+        """Make the buckets, in the order of the first worker's first backward."""
+        self._buckets.lay_out(
+            self._slots, self._shapes, self._kinds, order=order, sparse=sparse, limit=self._limit
         )
-        if self._coded is not None:
-            self._coded.lay_out(
-                self._buckets, [slot.name for slot in self._slots], self._shapes, self._kinds
-            )
-        self._rewind()
-
-    def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return (
-            self._reducer.empty(numel, dtype)
-            if device.type == "cpu"
-            else torch.empty(numel, dtype=dtype, device=device)
-        )
-
-    def _rewind(self) -> None:
-        self._missing = [len(bucket.members) for bucket in self._buckets]
-        self._small = [[] for _ in self._buckets]
-        self._works = [None] * len(self._buckets)
-        self._begun = [0] * len(self._buckets)
-        self._next = 0
-        self._writing = False
         self._flags = bytearray(len(self._slots))
 
-    def _release(self) -> None:
-        if self._shelves is not None:
-            self._shelves.close()
-        self._buckets, self._shelves = [], None
+    def _rewind(self) -> None:
+        self._buckets.rewind()
+        self._flags = bytearray(len(self._slots))
 
     # ---- while backward runs
 
@@ -236,94 +178,47 @@ class AllReduceSync:
         if grad.is_sparse:
             self._take_sparse(number, grad, scale)
             return
-        again = self._flags[number] & USED
-        self._flags[number] |= USED
-        if not self._writing:
-            if not self._buckets:
-                value = scale_in_place(grad, scale)
-                self._held[number] = self._held[number].add_(value) if again else value
-                if not again:
-                    self._order.append(number)
+        flags, buckets = self._flags, self._buckets
+        again = flags[number] & USED
+        flags[number] |= USED
+        if not buckets.writing:
+            if not buckets.layout:
+                self._take_early(number, scale_in_place(grad, scale), again=bool(again))
                 return
-            self._write()
-        home = self._home[number]
+            buckets.begin_writing()
+        home = buckets.home[number]
         if again or home is None:
-            self._once_more(number, scale_in_place(grad, scale))
+            self._take_again(number, scale_in_place(grad, scale))
             return
+        # Large gradients are copied one by one, small ones together when their bucket leaves.
         index, view = home
         if grad.numel() >= LARGE:
             put_scaled(view, grad, scale)
         else:
-            self._small[index].append((view, grad, scale))
-        self._missing[index] -= 1
-        if not self._missing[index]:
-            self._leave()
-        elif self._next and (work := self._works[self._next - 1]) is not None:
-            work.done()  # pushes it forward
+            buckets.small[index].append((view, grad, scale))
+        buckets.missing[index] -= 1
+        if not buckets.missing[index]:
+            buckets.send_full()
+        elif buckets.next and (work := buckets.works[buckets.next - 1]) is not None:
+            work.done()  # a look at the last bucket that has left pushes it forward
 
     def overwrites(self, number: int, grad: Tensor) -> bool:
-        self._write()
-        home = self._home[number] if self._shelves is not None else None
-        return home is not None and home[1] is grad
+        return self._buckets.overwrites(number, grad)
 
-    def _write(self) -> None:
-        """Choose unused memory for the buckets that are about to be written."""
-        if not self._writing and self._shelves is not None:
-            self._shelves.renew()
-            self._writing = True
-
-    def _leave(self) -> None:
-        """Send the buckets that are full, in order."""
-        while (
-            self._next < len(self._buckets)
-            and not self._missing[self._next]
-            and self._next not in self._patient
-        ):
-            self._send(self._next)
-            self._next += 1
-
-    def _send(self, index: int) -> None:
-        self._fill(index)
-        self._begun[index] = time.perf_counter_ns()
-        flat, name = self._buckets[index].flat, f"bucket {index}"
-        if self._coded is not None and self._coded.takes(index):
-            self._works[index] = self._coded.all_reduce(index, flat, name)
+    def _take_early(self, number: int, value: Tensor, *, again: bool) -> None:
+        """Keep a gradient of the first backward, which shows the order of the buckets."""
+        if again:
+            self._early[number].add_(value)
         else:
-            self._works[index] = self._reducer.all_reduce(
-                flat, name, soon=index == len(self._buckets) - 1
-            )
+            self._early[number] = value
+            self._order.append(number)
 
-    def _fill(self, index: int) -> None:
-        small = self._small[index]
-        if not small:
-            return
-        views, grads, scales = zip(*small, strict=True)
-        torch._foreach_copy_(views, grads)
-        if scales.count(scales[0]) != len(scales):
-            for view, grad, scale in small:
-                put_scaled(view, grad, scale)
-        elif scales[0] == 0.0:
-            torch._foreach_zero_(views)
-        elif scales[0] != 1.0 and len(small) == self._smalls[index][0]:
-            # all at once, as each by itself takes long
-            for stretch in self._smalls[index][1]:
-                self._buckets[index].flat[stretch].mul_(scales[0])
-        elif scales[0] != 1.0:
-            torch._foreach_mul_(views, scales[0])
-        small.clear()
-
-    def _once_more(self, number: int, value: Tensor) -> None:
+    def _take_again(self, number: int, value: Tensor) -> None:
         """Take a parameter that comes a second time in one backward, or dense after being sparse.
 
         Reentrant checkpoints that share a parameter bring it twice.
         """
-        home = self._home[number]
-        if home is not None:
-            self._patient.add(home[0])  # from now on its bucket waits for the end
-        if home is not None and self._works[home[0]] is None:
-            self._fill(home[0])
-            home[1].add_(value)
-        else:
+        if not self._buckets.add_again(number, value):
             self._flags[number] |= LATE
             self._late[number] = self._late[number].add_(value) if number in self._late else value
 
@@ -339,105 +234,71 @@ class AllReduceSync:
     # ---- at its end
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
-        flags = self._meet(where)
-        if not self._writing:
-            self._write()
-        for index in range(self._next, len(self._buckets)):
-            bucket = self._buckets[index]
-            if not any(flags[number] & USED for number in bucket.members):
-                continue
-            self._fill(index)
-            for number, view in zip(bucket.members, bucket.views, strict=True):
-                if not self._flags[number] & USED:
-                    view.zero_()
-            self._send(index)
-        begun = [
-            (index, self._begun[index])
-            for index, work in enumerate(self._works)
-            if work is not None
-        ]
-        with contextlib.nullcontext() if self._coded is None else self._coded.awaited(begun):
-            for index, work in enumerate(self._works):
-                if work is not None:
-                    work.wait()
-                    self._context.trace.record(
-                        f"bucket {index}", "bucket", self._begun[index], time.perf_counter_ns()
-                    )
+        """End the outermost backward of this worker."""
+        # All workers agree on the slots that any of them has used, and so on the buckets to send.
+        flags, buckets = self._agree(where), self._buckets
+        buckets.finish(self._flags, flags)
         # without buckets there are no homes
-        homes = enumerate(zip(flags, self._home, strict=False))
-        results = {
-            number: home[1] for number, (flag, home) in homes if flag & USED and home is not None
+        means = {
+            number: home[1]
+            for number, (flag, home) in enumerate(zip(flags, buckets.home, strict=False))
+            if flag & USED and home is not None
         }
+        # Gradients without a place in a bucket follow one by one, in the order of the slots.
         for number, flag in enumerate(flags) if max(flags, default=0) > USED else ():
             if flag & LATE:
                 total = self._sum_late(number)
-                results[number] = results[number].add_(total) if number in results else total
+                means[number] = means[number].add_(total) if number in means else total
             if flag & SPARSE:
                 total = self._sum_sparse(number)
-                results[number] = results[number].add_(total) if number in results else total
-        self._rewind()
-        return list(results.items())
+                means[number] = means[number].add_(total) if number in means else total
+        self._flags = bytearray(len(self._slots))
+        return list(means.items())
 
-    def _meet(self, where: str) -> list[int]:
-        """Agree with all workers on what was used, and on the layout the first time."""
-        whole = bytes(self._flags)
-        first = not self._buckets
-        layout = [self._order, self._layout()] if first else [None, None]
-        body = b"" if whole == self._full and not first else msgpack.packb([whole, *layout])
+    def _agree(self, where: str) -> Sequence[int]:
+        """Agree with all workers on what was used, and on the layout the first time.
+
+        Returns the flags of all workers together. A body is empty if this worker has used each
+        parameter once, as is so in nearly every step.
+        """
+        own = bytes(self._flags)
+        first = not self._buckets.layout
+        layout = [self._order, _digest_names(self._slots)] if first else [None, None]
+        body = b"" if own == self._all_used and not first else msgpack.packb([own, *layout])
         answers = self._context.agreement.meet(
             "backward", body, where="" if where == "backward" else where
         )
         if not first and not any(answers):
-            return list(whole)
-        union = bytearray(len(whole))
-        order: list[int] | None = None
-        parts = [
-            msgpack.unpackb(answer) if answer else (self._full, None, None) for answer in answers
+            return own
+        workers = [
+            msgpack.unpackb(answer) if answer else (self._all_used, None, None)
+            for answer in answers
         ]
-        if any(names != parts[0][2] for _, _, names in parts):
-            self._tell_apart()
-        for flags, theirs, _ in parts:
+        if any(names != workers[0][2] for _, _, names in workers):
+            _refuse_different_parameters(self._slots, self._context.agreement)
+        union = bytearray(len(own))
+        for flags, _, _ in workers:
             for number, flag in enumerate(flags):
                 union[number] |= flag
-            if order is None and theirs:
-                order = theirs
         if first and any(union):
-            self._lay_out(order or [], {n for n, flag in enumerate(union) if flag & SPARSE})
-            self._flags = bytearray(whole)
-            for number, grad in self._held.items():
-                if (home := self._home[number]) is not None:
-                    home[1].copy_(grad)
-                else:
-                    self._flags[number] |= LATE
-                    self._late[number] = grad
-            # dense here, sparse there: the dense part goes by itself
-            for number in range(len(union)):
-                union[number] |= LATE if union[number] & USED and union[number] & SPARSE else 0
-            self._held.clear()
+            order: list[int] = next((order for _, order, _ in workers if order), [])
+            self._place_early(order, union, own)
         return list(union)
 
-    def _layout(self) -> bytes:
-        return hashlib.sha256("\n".join(slot.name for slot in self._slots).encode()).digest()
-
-    def _tell_apart(self) -> None:
-        """Raise an error that says which parameters the workers don't have in common."""
-        names = [slot.name for slot in self._slots]
-        found = [
-            msgpack.unpackb(answer)
-            for answer in self._context.agreement.meet("parameters", msgpack.packb(names))
-        ]
-        for rank, theirs in enumerate(found):
-            odd = sorted({*theirs} ^ {*found[0]})
-            if odd:
-                has, lacks = (rank, 0) if odd[0] in theirs else (0, rank)
-                raise Mismatch(
-                    f"workers train different parameters: {odd[0]} is trained on rank {has} and "
-                    f"frozen on rank {lacks}"
-                )
-        raise Mismatch(
-            "workers unfroze the same parameters in different orders; unfreeze them in the same "
-            "order on all"
-        )
+    def _place_early(self, order: list[int], union: bytearray, own: bytes) -> None:
+        """Lay buckets out at the end of the first backward, and put its gradients there."""
+        self._lay_out(order, {number for number, flag in enumerate(union) if flag & SPARSE})
+        self._flags = bytearray(own)
+        for number, grad in self._early.items():
+            if (home := self._buckets.home[number]) is not None:
+                home[1].copy_(grad)
+            else:
+                self._flags[number] |= LATE
+                self._late[number] = grad
+        self._early.clear()
+        # dense on one worker, sparse on another: the dense part goes by itself
+        for number, flag in enumerate(union):
+            union[number] |= LATE if flag & USED and flag & SPARSE else 0
 
     def _sum_late(self, number: int) -> Tensor:
         late = self._late.pop(number, None)
@@ -447,19 +308,17 @@ class AllReduceSync:
 
     def _sum_sparse(self, number: int) -> Tensor:
         parameter = self._slots[number].parameter
-        mine = self._sparse.pop(number, None)
-        if mine is None:
+        own = self._sparse.pop(number, None)
+        if own is None:
             nothing = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-            mine = make_sparse_gradient(
+            own = make_sparse_gradient(
                 nothing, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape
             )
-        mine = mine.coalesce()
+        own = own.coalesce()
         indices = self._context.group.all_gather(
-            mine.indices().t().contiguous(), name=f"sparse {number} indices"
+            own.indices().t().contiguous(), name=f"sparse {number} indices"
         ).wait()
-        values = self._context.group.all_gather(
-            mine.values(), name=f"sparse {number} values"
-        ).wait()
+        values = self._context.group.all_gather(own.values(), name=f"sparse {number} values").wait()
         return make_sparse_gradient(
             torch.cat(indices).t(), torch.cat(values), parameter.shape
         ).coalesce()
@@ -471,7 +330,7 @@ class AllReduceSync:
             self._coded.commit()
 
     def abort(self) -> None:
-        self._held.clear()
+        self._early.clear()
         self._sparse.clear()
         self._late.clear()
         self._order.clear()
@@ -481,19 +340,18 @@ class AllReduceSync:
 
     def join_info(self) -> Any:
         """Return the order of parameters in coded buckets."""
-        if self._coded is None or not self._buckets:
+        if self._coded is None or not self._buckets.layout:
             return self._moving
-        order = [number for bucket in self._buckets for number in bucket.members]
+        order = [number for bucket in self._buckets.layout for number in bucket.members]
         return {"order": order, "coded": self._coded.join_info()}
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
         """Make new buckets, of the same parameters if a codec has kept something of them."""
         # another worker may leave before there are buckets again
         self._moving = layout = self.join_info() if layout is None else layout
-        # in memory of the old group, which Gloo may still write to
-        self._buckets, self._shelves = [], None
         self._context, self._reducer = context, self._reducing(context)
-        self._held.clear()
+        self._buckets.move(context, self._reducer)
+        self._early.clear()
         self._sparse.clear()
         self._late.clear()
         if self._coded is not None:
@@ -521,7 +379,7 @@ class AllReduceSync:
         return self._coded is not None and self._coded.load_unreplicated_state(state)
 
     def detach(self) -> None:
-        self._release()
+        self._buckets.release()
         self._reducer.close()
         if self._coded is not None:
             self._coded.close()
@@ -531,11 +389,15 @@ class AllReduceSync:
 
         An exact mean has no state.
         """
-        if self._coded is None or not self._buckets:
+        if self._coded is None or not self._buckets.layout:
             return {}
-        order = [self._slots[number].name for bucket in self._buckets for number in bucket.members]
+        order = [
+            self._slots[number].name for bucket in self._buckets.layout for number in bucket.members
+        ]
         apart = [
-            slot.name for slot, home in zip(self._slots, self._home, strict=True) if home is None
+            slot.name
+            for slot, home in zip(self._slots, self._buckets.home, strict=True)
+            if home is None
         ]
         return {"order": order, "sparse": apart, "coded": self._coded.state_dict()}
 
@@ -561,7 +423,7 @@ class AllReduceSync:
                 "parameter is trained here"
             )
         order = [numbers[name] for name in found[0]["order"] if name in numbers]
-        self._release()
+        self._buckets.release()
         self._lay_out(
             order,
             {*numbers.values()} - {*order}
@@ -577,3 +439,27 @@ def _kind(slot: Slot, codecs: Kind | None) -> Hashable:
     A bucket that is coded is alike on all workers only if all of it is replicated alike.
     """
     return None if codecs is None else (codecs, slot.shard)
+
+
+def _digest_names(slots: Sequence[Slot]) -> bytes:
+    return hashlib.sha256("\n".join(slot.name for slot in slots).encode()).digest()
+
+
+def _refuse_different_parameters(slots: Sequence[Slot], agreement: Agreement) -> NoReturn:
+    """Raise an error that says which parameters the workers don't have in common. Collective."""
+    names = [slot.name for slot in slots]
+    workers = [
+        msgpack.unpackb(answer) for answer in agreement.meet("parameters", msgpack.packb(names))
+    ]
+    for rank, theirs in enumerate(workers):
+        odd = sorted({*theirs} ^ {*workers[0]})
+        if odd:
+            has, lacks = (rank, 0) if odd[0] in theirs else (0, rank)
+            raise Mismatch(
+                f"workers train different parameters: {odd[0]} is trained on rank {has} and "
+                f"frozen on rank {lacks}"
+            )
+    raise Mismatch(
+        "workers unfroze the same parameters in different orders; unfreeze them in the same "
+        "order on all"
+    )

@@ -32,7 +32,7 @@ class GuardedParameter(Protocol):
     parameter: Parameter
     node: Any
     handles: list[Any]
-    carry: Tensor | None
+    unsent: Tensor | None
 
 
 Guarded = TypeVar("Guarded", bound=GuardedParameter)
@@ -72,7 +72,7 @@ class GradientGuard(Generic[Guarded]):
             [
                 hook
                 for hook in self._unguarded
-                if hook.parameter.grad is not None or hook.carry is not None
+                if hook.parameter.grad is not None or hook.unsent is not None
             ]
         )
 
@@ -105,7 +105,7 @@ class GradientGuard(Generic[Guarded]):
             self._unguarded = [hook for hook in self._unguarded if len(hook.handles) == 1]
 
     def _before(self, hook: Guarded, _: Any) -> None:
-        if hook.parameter.grad is not None or hook.carry is not None:
+        if hook.parameter.grad is not None or hook.unsent is not None:
             self._set_apart(hook)
 
 

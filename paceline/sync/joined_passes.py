@@ -10,22 +10,15 @@ end                       what is left leaves; p.grad = the strategy's result
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import torch
 from torch import Tensor
 
+from paceline.comm.backward_pass import current_pass_id
 from paceline.errors import UsageError
 from paceline.sync.base import GradientSource, Sync
 from paceline.sync.context import SyncContext
-
-
-class AddedUp(Protocol):
-    """Sums of a parameter: `carry` is the sum of passes that is not exchanged yet."""
-
-    number: int
-    carry: Tensor | None
+from paceline.sync.watched_parameters import WatchedParameter, WatchedParameters
 
 
 class JoinedPasses:
@@ -63,7 +56,7 @@ class JoinedPasses:
 
     def total(self, parameter: Tensor) -> Tensor | None:
         """Sum of all passes for a delayed parameter; None if none has reached it."""
-        return self._tracker.added_up(parameter).carry
+        return self._tracker.added_up(parameter).unsent
 
     def put(self, parameter: Tensor, total: Tensor) -> None:
         """Let `total` be what all passes have added up of a delayed parameter."""
@@ -81,11 +74,12 @@ class JoiningTracker:
     context: SyncContext
     sync: Sync
     open: bool
-    _silent: bool
-    _by_id: Mapping[int, AddedUp]
-    _sources: Sequence[GradientSource]
+    is_silent: bool
+    watched: WatchedParameters
+    end_pass: Callable[[str], None]  # ends the pass under way, and exchanges what it has reached
+    sources: list[GradientSource]
     joins = False  # passes are parts of one
-    # numbers of parameters that are added up to the end of passes that are joined
+    # indices of parameters that are added up to the end of passes that are joined
     late: frozenset[int] = frozenset()
 
     @contextlib.contextmanager
@@ -116,7 +110,7 @@ class JoiningTracker:
 
         Until it returns, gradients belong to this worker alone, or are being exchanged.
         """
-        if torch._C._current_graph_task_id() != -1 and self._by_id:
+        if current_pass_id() != -1 and self.watched.by_id:
             raise UsageError(
                 f"{where} was called inside of loss.backward() (an optimizer in a hook of its "
                 "parameters), where gradients are not the "
@@ -138,32 +132,30 @@ class JoiningTracker:
     def _forget(self) -> None:
         raise NotImplementedError
 
-    def _close(self, where: str) -> None:
-        raise NotImplementedError
-
     def close_pass(self, where: str) -> None:
         """End the pass under way.
 
         If backward has reached nothing here, take part as the others end theirs.
         """
-        if self._by_id and not self._silent and (self._sources or self.context.group.size > 1):
+        several = self.sources or self.context.group.size > 1
+        if self.watched.by_id and not self.is_silent and several:
             self.open_idle()
         if self.open:
-            self._close(where)
+            self.end_pass(where)
 
     def keep_silent(self, *, silent: bool) -> None:
         """Add up gradients of joined passes from now on, or hand them to the strategy at the last.
 
         If all of the passes are silent, they are only added up.
         """
-        self._silent = silent or self.context.step_state.defer_exchange
+        self.is_silent = silent or self.context.step_state.defer_exchange
 
     def delay(self, parameters: Iterable[Tensor]) -> None:
         """Add up the gradients of these parameters until the end of the passes that are joined."""
         self.late |= {
-            self._by_id[id(parameter)].number
+            self.watched.by_id[id(parameter)].index
             for parameter in parameters
-            if id(parameter) in self._by_id
+            if id(parameter) in self.watched.by_id
         }
 
     def open_idle(self) -> None:
@@ -174,13 +166,13 @@ class JoiningTracker:
         if not self.open:
             self._begin(idle=True)
 
-    def added_up(self, parameter: Tensor) -> AddedUp:
+    def added_up(self, parameter: Tensor) -> WatchedParameter:
         """Sum of a parameter's gradients so far."""
-        return self._by_id[id(parameter)]
+        return self.watched.by_id[id(parameter)]
 
     def gather(self, parameters: Sequence[Tensor]) -> None:
         """Have the sources of cut gradients make these parameters whole."""
-        for source in self._sources:
+        for source in self.sources:
             source.gather(parameters)
 
     def end_sources(self) -> None:
@@ -188,5 +180,4 @@ class JoiningTracker:
 
         The pass may have reached this worker, or only others.
         """
-        for source in self._sources:
-            source.end_pass()
+        raise NotImplementedError

@@ -13,7 +13,7 @@ from torch import Tensor
 class NamedGradient(Protocol):
     """What has to be known of a parameter."""
 
-    number: int
+    index: int
     name: str
 
 
@@ -52,7 +52,7 @@ class MixedWeights:
             hook = self._hooks.get(id(parameter))
             if (
                 hook is not None
-                and hook.number in self.numbers
+                and hook.index in self.numbers
                 and parameter.grad is not None
                 and bool(parameter.grad.any())
             ):

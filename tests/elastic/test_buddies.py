@@ -560,7 +560,7 @@ def test_who_leaves_lets_its_last_copy_come(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_a_copy_sends_counts_as_sent() -> None:
     def body(each: Training) -> int:
         each.steps(9)
-        sent = each.run._loop.sent
+        sent = each.run._loop.clock.sent
         return sent.within + sent.between
 
     with_copies, without = (

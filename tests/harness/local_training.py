@@ -57,7 +57,7 @@ def train(
             opt.step()
             opt.zero_grad()
             each(net)
-    run._loop.finish()  # replicas are looked at
+    run._prepared.epochs.finish()  # replicas are looked at
     return parameters(net)
 
 
@@ -124,5 +124,5 @@ def evaluates_before_steps(run: Run) -> tuple[Tensor, Tensor]:
             opt.step()
             opt.zero_grad()
     before = parameters(net)
-    run._loop.finish()
+    run._prepared.epochs.finish()
     return before, parameters(net)

@@ -26,7 +26,6 @@ from paceline.errors import UsageError
 from paceline.parallel.cut import CutContext, ModelCut
 from paceline.parallel.placement import Placements
 from paceline.parallel.shard import ShardedModel, shard
-from paceline.prepare.abilities import resolve
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Slot, Strategy
@@ -36,6 +35,7 @@ from tests.harness.processes import threads
 from tests.harness.runs import distance
 from tests.harness.sharded_models import odd_net, vectors
 from tests.harness.thread_groups import ThreadGroup, spawn
+from tests.harness.trackers import watch_without_loop
 
 Step = Callable[["Trainee", int], None]
 Build = Callable[[], nn.Module]
@@ -105,7 +105,7 @@ def trainee(
         outer, Agreement(outer, step=lambda: state.step), state, announce=lambda text: None
     )
     sync = strategy.begin(context)
-    tracker = GradientTracker(sync, context, resolve(sync), prepare=lambda: None)
+    tracker = watch_without_loop(sync, context)
     model = build()
     opt = optimizer(model.parameters())
     around = CutContext(axes.mesh, axes, Placements())

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,30 +41,30 @@ def failing(size: int, body: Callable[[Run], Any]) -> dict[int, str]:
 
 
 def test_counts_of_this_step_and_the_one_before() -> None:
-    at = 0
-    tally = StepCount(lambda: at)
+    loop = SimpleNamespace(steps=0)
+    tally = StepCount(loop)
     assert tally.told() == [0, None, 0]
     tally.add()
     assert tally.told() == [0, None, 1]
-    at = 1
+    loop.steps = 1
     assert tally.told() == [1, 1, 0]
     tally.add()
     tally.add()
     assert tally.told() == [1, 1, 2]
-    at = 3
+    loop.steps = 3
     assert tally.told() == [3, 0, 0]
     tally.doubt()
     assert tally.told() == [3, None, None]
-    at = 5
+    loop.steps = 5
     tally.add()
     assert tally.told() == [5, None, 1]
-    at = 6
+    loop.steps = 6
     assert tally.told() == [6, 1, 0]
     tally.waits = True
     assert tally.told() == [6, None, None]
     tally.enter()
     assert tally.told() == [6, None, None]
-    at = 9
+    loop.steps = 9
     assert tally.told() == [9, 0, 0]
 
 

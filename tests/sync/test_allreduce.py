@@ -147,7 +147,10 @@ def test_buckets_lie_in_the_order_of_the_first_workers_first_backward(bucket_mb:
     def body(run: Run) -> list[list[str]]:
         train(run, epochs=1)
         sync = exchange(run)
-        return [[sync._slots[number].name for number in bucket.members] for bucket in sync._buckets]
+        return [
+            [sync._slots[number].name for number in bucket.members]
+            for bucket in sync._buckets.layout
+        ]
 
     first, second = workers(2, body, strategy=AllReduce(bucket_mb=bucket_mb))
     flat = [name for bucket in first for name in bucket]
@@ -171,7 +174,7 @@ def test_buckets_leave_before_backward_has_ended() -> None:
 
             @staticmethod
             def backward(ctx: Any, *grads: Tensor) -> Tensor:
-                early.append(exchange(run)._next)
+                early.append(exchange(run)._buckets.next)
                 return grads[0]
 
         layers = [nn.Linear(6, 6).double() for _ in range(4)]
@@ -191,7 +194,9 @@ def test_buckets_leave_before_backward_has_ended() -> None:
 def test_gradients_are_views_with_the_strides_of_their_parameters() -> None:
     def body(run: Run) -> None:
         def look(model: nn.Module) -> None:
-            flats = {bucket.flat.untyped_storage().data_ptr() for bucket in exchange(run)._buckets}
+            flats = {
+                bucket.flat.untyped_storage().data_ptr() for bucket in exchange(run)._buckets.layout
+            }
             for p in model.parameters():
                 if p.grad is not None:
                     assert (
@@ -258,7 +263,7 @@ def test_a_backward_meets_once_and_sends_each_bucket_once() -> None:
             F.mse_loss(model(x), y).backward()
             opt.step()
             opt.zero_grad()
-        return len(exchange(run)._buckets), [
+        return len(exchange(run)._buckets.layout), [
             name for name in names if name not in ("run.log", "indices", "optimizer.step")
         ]
 
@@ -299,7 +304,7 @@ def test_memory_is_not_allocated_anew_in_each_step() -> None:
         places = []
 
         def look(model: nn.Module) -> None:
-            places.append(tuple(bucket.flat.data_ptr() for bucket in exchange(run)._buckets))
+            places.append(tuple(bucket.flat.data_ptr() for bucket in exchange(run)._buckets.layout))
 
         train(run, each=look)
         return len(set(places)) == 1

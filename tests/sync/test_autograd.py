@@ -774,8 +774,8 @@ def test_a_pass_in_which_a_worker_was_lost_ends_with_zeros(where: str) -> None:
             run._context.step_state.exchange_closed = True  # as the living agree
 
         rollback = Rollback(dict, [model], Randomness(run.device), run._backward)
-        run._loop.recover_by(
-            RecoverableTransaction(run._loop, run._backward, rollback, run._prepared.tables),
+        run._prepared.epochs.recover_by(
+            RecoverableTransaction(run._loop.turns, run._backward, rollback, run._prepared.tables),
             lambda loader: 0,
         )
         run._agreement.recovery = recover

@@ -258,8 +258,8 @@ def test_a_loop_that_keeps_nothing_has_one_memory_and_one_that_does_gives_it_bac
         for number, (x, y) in enumerate(loader):
             F.mse_loss(model(x), y).backward()
             optimizer.step()
-            assert exchange._shelves is not None
-            shelf = exchange._shelves._all[0]
+            assert exchange._buckets._memory is not None
+            shelf = exchange._buckets._memory._all[0]
             counts.append(len(shelf._all))
             assert (shelf.memory is shelf._all[0]) == (number != 2), (
                 "the first memory is taken again"
@@ -398,8 +398,8 @@ def shared(group: Group, keeps: set[int], hosts: tuple[int, ...]) -> tuple[bool,
             if number == 6:
                 del held[:3]
         exchange = run._backward.sync
-        assert isinstance(exchange, AllReduceSync) and exchange._shelves is not None
-        memories = max(len(shelf._all) for shelf in exchange._shelves._all)
+        assert isinstance(exchange, AllReduceSync) and exchange._buckets._memory is not None
+        memories = max(len(shelf._all) for shelf in exchange._buckets._memory._all)
         assert (memories > 1) == (group.rank in keeps)
     gc.collect()
     return all(torch.equal(g, then) for g, then in held), parameters(model).tolist()

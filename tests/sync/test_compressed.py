@@ -119,9 +119,11 @@ def test_buckets_hold_one_kind_and_states_count_with_their_turn() -> None:
             opt.step()
             opt.zero_grad()
         assert [
-            len(bucket.members) for bucket in exchange(run)._buckets if bucket.flat.numel() < 100
+            len(bucket.members)
+            for bucket in exchange(run)._buckets.layout
+            if bucket.flat.numel() < 100
         ]
-        for bucket in exchange(run)._buckets:
+        for bucket in exchange(run)._buckets.layout:
             assert len({exchange(run)._kinds[number] for number in bucket.members}) == 1
         with_residual = [index for index, state in enumerate(kept[0]) if "residual" in state]
         assert with_residual

@@ -102,7 +102,7 @@ def train(
             net(x).backward()
             opt.step()
     after = [p.detach().clone() for p in net.parameters()]
-    run._loop.finish()  # replicas are looked at
+    run._prepared.epochs.finish()  # replicas are looked at
     return [*before, *after, *(p.detach().clone() for p in net.parameters())]
 
 

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from paceline.comm.agreement import Agreement
 from paceline.comm.group_protocol import Group
 from paceline.errors import UsageError
-from paceline.prepare.abilities import resolve
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Slot
 from paceline.sync.context import StepState, SyncContext
 from tests.harness.models import net
 from tests.harness.thread_groups import spawn
+from tests.harness.trackers import watch_without_loop
 
 
 def watched(group: Group, model: nn.Module, state: StepState) -> GradientTracker:
@@ -23,7 +23,7 @@ def watched(group: Group, model: nn.Module, state: StepState) -> GradientTracker
         group, Agreement(group, step=lambda: state.step), state, announce=lambda text: None
     )
     sync = AllReduce().begin(context)
-    tracker = GradientTracker(sync, context, resolve(sync), prepare=lambda: None)
+    tracker = watch_without_loop(sync, context)
     tracker.watch([Slot(name, parameter, None) for name, parameter in model.named_parameters()])
     return tracker
 

@@ -11,7 +11,7 @@ from paceline.sync.mixed_weights import MixedWeights
 
 
 class Known(NamedTuple):
-    number: int
+    index: int
     name: str
 
 

@@ -18,8 +18,9 @@ else:
     from torch.distributed import Work as TorchWork
 
 from paceline.at_exit import at_exit
-from paceline.comm.backend import backward
+from paceline.comm.backend.pass_thread import PassThread
 from paceline.comm.backend.uncompiled import mark_uncompiled
+from paceline.comm.backward_pass import call_at_end_of_backward, is_inside_backward
 from paceline.comm.group_protocol import Work, needs_inference_mode, resume_mode
 from paceline.errors import DeadlineExceeded, PacelineError, WorkerLost
 
@@ -295,7 +296,7 @@ class Completer:
     def __init__(self, crowded: Callable[[], bool] = lambda: False) -> None:
         self._crowded = crowded
         # Operations to end, in their order, with the thread of the pass that will end them.
-        self._works: deque[tuple[BackendWork, backward.PassThread | None]] = deque()
+        self._works: deque[tuple[BackendWork, PassThread | None]] = deque()
         self._wake = threading.Event()
         self._idle = self._closed = False  # idle: the thread sleeps until `_wake`
         self._thread: threading.Thread | None = None
@@ -308,10 +309,10 @@ class Completer:
         """
         thread = None
         # In a backward pass on a crowded host the thread of the pass ends it, not ours.
-        if backward.is_inside_backward() and self._crowded():
-            thread = backward.PassThread()
+        if is_inside_backward() and self._crowded():
+            thread = PassThread()
             if soon:
-                backward.call_at_end(work.end_in_backward)
+                call_at_end_of_backward(work.end_in_backward)
         self._works.append((work, thread))
         if self._thread is None:
             self._thread = threading.Thread(

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.backward_pass import is_inside_backward
 from paceline.comm.group_protocol import Work
 from paceline.errors import UsageError
 from paceline.parallel.containers import find_hidden_tensors, tree_leaves, tree_map_only
@@ -114,7 +115,7 @@ class GatheredUnit:
                 "parameters alone; call the model itself"
             )
         # Inside of backward, this is an activation checkpoint that computes the unit again.
-        inside = in_backward()
+        inside = is_inside_backward()
         if self._is_root and not inside and not self._calls:
             self.model.begin_forward()
         self.gather()
@@ -148,7 +149,7 @@ class GatheredUnit:
             self.model.explain_error(error)
         if not self._calls:
             self._show_parameters(whole=False)
-        if in_backward():
+        if is_inside_backward():
             return output
         hooked = False
         if torch.is_grad_enabled():
@@ -183,7 +184,7 @@ class GatheredUnit:
             torch.compiler.is_compiling()
             or not self._calls
             or not torch.is_grad_enabled()
-            or in_backward()
+            or is_inside_backward()
         ):
             return
         for leaf in _find_differentiable(output):
@@ -346,16 +347,9 @@ def disable_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
     return disabled
 
 
-def in_backward() -> bool:
-    """Whether this thread is inside of a backward pass."""
-    # Private to torch, whose own FSDP and checkpoints use it: the id of the backward pass that this
-    # thread runs a node of, or -1. If it is gone, this raises.
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
 def _gather_reason() -> str:
     """What parameters are gathered for: workers compare it, and errors quote it."""
-    if in_backward():
+    if is_inside_backward():
         return " for backward"
     return (
         f" for model(...) {'with' if torch.is_grad_enabled() else 'without'} gradients, which all "

@@ -85,7 +85,7 @@ class LinkWatch:
         """
         if self._axes.cut or len(self._axes.cluster().hosts) < 2:
             return
-        self._marks.append((self._loop.steps, self._loop.sent.between))
+        self._marks.append((self._loop.steps, self._loop.clock.sent.between))
         slowdown = self._sensor.take(names, steps)
         if slowdown is not None:
             self._look(slowdown)

@@ -69,7 +69,7 @@ class ShareFollower:
     @property
     def _terms(self) -> LoaderSpec | None:
         """How the loader deals whose turns are the steps, if its shares go by speed."""
-        leader = self._loop.leader
+        leader = self._loop.turns.leader
         return (
             leader.loader.terms
             if leader is not None and leader.loader.terms.speeds is not None

@@ -187,7 +187,7 @@ def test_the_loader_stops_before_the_step_asked_for(tmp_path: Path) -> None:
         page.release()
 
     def train(run: Any) -> None:
-        run._loop._page = Page(tmp_path / "page")
+        run._loop.page = Page(tmp_path / "page")
         for _ in run.prepare(batches(40, 8), train=True):
             seen.append(run.steps)
 

@@ -280,7 +280,7 @@ def test_preparing_in_two_calls() -> None:
 def test_bytes_and_waits_are_told() -> None:
     def body(run: Run) -> tuple[int, float, float]:
         train_once = train(run, epochs=1)
-        return run._loop.sent.between, run._context.waited, float(train_once.numel())
+        return run._loop.clock.sent.between, run._context.waited, float(train_once.numel())
 
     for sent, waited, numel in workers(2, body, strategy=ParameterServer(servers=2)):
         assert 5 * 8 * numel < sent < 5 * 8 * numel * 1.2 and waited > 0

@@ -45,7 +45,7 @@ def unfreezing(run: Run, *, thaw: bool) -> Tensor:
         F.mse_loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    run._loop.finish()
+    run._prepared.epochs.finish()
     return parameters(model.net)
 
 

@@ -1,4 +1,4 @@
-"""Finds the backward pass in which an operation begins, and leaves work to the end of the pass.
+"""The thread of a backward pass, in which an operation that begins in the pass ends.
 
     thread of the pass   backward: begin 0 . begin 1 . begin 2 | end 0, 1, 2 | DDP waits for them
 
@@ -10,25 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-
-import torch
-from torch.autograd import Variable
 
 REST = 20e-3  # seconds without processor time after which a thread is taken to be waiting
-
-
-def is_inside_backward() -> bool:
-    """Whether this thread is inside a backward pass."""
-    # Private to torch, though fully_shard uses it as well: the id of the pass that runs in this
-    # thread, -1 outside of one. Without it operations would have to end in the background.
-    return torch._C._current_graph_task_id() != -1
-
-
-def call_at_end(act: Callable[[], None]) -> None:
-    """Call `act` in this thread at the end of its backward pass, after earlier callbacks."""
-    # Private to torch, though FSDP uses it as well. It raises if no pass runs in this thread.
-    Variable._execution_engine.queue_callback(act)
 
 
 class PassThread:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm.backend import backward
+from paceline.comm.backend import pass_thread
 from paceline.comm.backend.process_group import GroupBackend
+from paceline.comm.backward_pass import call_at_end_of_backward
 from tests.harness.backends import meet, mine, on_shared_memory, reducing
 from tests.harness.jobs import PATIENCE, wait_for
 
@@ -24,42 +25,29 @@ def go_back(hook: Callable[[Tensor], None]) -> None:
     x = torch.ones(3, requires_grad=True)
     between = x * 2
     between.register_hook(hook)
-    assert not backward.is_inside_backward()
     between.sum().backward()
 
 
-def test_a_pass_is_known_from_within_and_calls_back_at_its_end_in_order() -> None:
-    said: list[Any] = []
-
-    def hook(grad: Tensor) -> None:
-        backward.call_at_end(lambda: said.append("first"))
-        backward.call_at_end(lambda: said.append("second"))
-        said.append(backward.is_inside_backward())
-
-    go_back(hook)
-    assert said == [True, "first", "second"] and not backward.is_inside_backward()
-
-
 def test_a_thread_that_waits_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[backward.PassThread] = []
+    made: list[pass_thread.PassThread] = []
     ready, leave = threading.Event(), threading.Event()
 
     def wait() -> None:
-        made.append(backward.PassThread())
+        made.append(pass_thread.PassThread())
         ready.set()
         leave.wait(PATIENCE)
 
     other = threading.Thread(target=wait)
     other.start()
     ready.wait(PATIENCE)
-    monkeypatch.setattr(backward, "REST", math.inf)
+    monkeypatch.setattr(pass_thread, "REST", math.inf)
     assert made[0].is_computing()
-    monkeypatch.setattr(backward, "REST", 0.0)
+    monkeypatch.setattr(pass_thread, "REST", 0.0)
     wait_for(lambda: not made[0].is_computing())
     assert other.is_alive()
     leave.set()
     other.join(PATIENCE)
-    monkeypatch.setattr(backward, "REST", math.inf)
+    monkeypatch.setattr(pass_thread, "REST", math.inf)
     wait_for(lambda: not made[0].is_computing())  # the kernel forgets it
 
 
@@ -67,7 +55,7 @@ def test_where_no_core_is_spare_the_thread_of_the_pass_ends_what_began_in_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # a busy machine may let a thread rest that computes
-    monkeypatch.setattr(backward, "REST", math.inf)
+    monkeypatch.setattr(pass_thread, "REST", math.inf)
 
     def body(group: GroupBackend) -> Any:
         meet(group)
@@ -82,7 +70,7 @@ def test_where_no_core_is_spare_the_thread_of_the_pass_ends_what_began_in_it(
                     .get_future()
                     .then(lambda _: threading.get_ident())
                 )
-            backward.call_at_end(lambda: done.extend(future.done() for future in futures))
+            call_at_end_of_backward(lambda: done.extend(future.done() for future in futures))
 
         go_back(hook)
         assert done == [True] * 3 and {future.wait() for future in futures} == {
@@ -98,7 +86,7 @@ def test_where_no_core_is_spare_the_thread_of_the_pass_ends_what_began_in_it(
 def test_where_cores_are_spare_a_thread_ends_what_began_in_a_pass_that_computes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(backward, "REST", math.inf)
+    monkeypatch.setattr(pass_thread, "REST", math.inf)
 
     def body(group: GroupBackend) -> Tensor:
         meet(group)
