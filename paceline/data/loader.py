@@ -377,7 +377,7 @@ class ShareLoader:
         if self._resumed is not None and not self._resumed.get("training", True):
             self._resumed = self._pipeline.first(self._resumed)
 
-    def _loop(self, mine: int) -> Iterator[Any]:
+    def _loop(self, round_begun: int) -> Iterator[Any]:
         terms = self.terms
         try:
             while (step := self._step()) is not None:
@@ -389,7 +389,7 @@ class ShareLoader:
                 if turn.train and terms.agreement.group.size > 1:
                     self.lent = lent(held[0])
                 yield held.pop()  # held by the script alone from here on
-                if mine != self._round:
+                if round_begun != self._round:
                     raise DataError(
                         "a newer iter() of this loader has ended this one: "
                         "a loader has one position"
@@ -402,7 +402,7 @@ class ShareLoader:
                     self._index += 1
             self._close()
         finally:
-            if mine == self._round:
+            if round_begun == self._round:
                 self._abandon()
 
     def _step(self) -> GlobalBatch | None:
@@ -507,7 +507,7 @@ def _compare(terms: LoaderSpec, what: str, facts: list[Any]) -> None:
     """
     if terms.agreement.is_alone:
         return
-    mine = [
+    own_terms = [
         *facts,
         probe(terms.shares, terms.loader.batch_size),
         terms.loss,
@@ -515,7 +515,7 @@ def _compare(terms: LoaderSpec, what: str, facts: list[Any]) -> None:
         terms.cost_kind,
     ]
     names = [*("epoch", "step", "train")[: len(facts)], "shares", "loss", "shard", "cost="]
-    body = msgpack.packb((mine, terms.outline() if facts else {}))
+    body = msgpack.packb((own_terms, terms.outline() if facts else {}))
     others = [msgpack.unpackb(answer) for answer in terms.agreement.gather_alike(what, body)]
     for rank, (other, _) in enumerate(others):
         for name, value, first in zip(names, other, others[0][0], strict=True):

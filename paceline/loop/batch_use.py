@@ -131,15 +131,15 @@ class BatchUse:
 
         Raises `UsageError` for a batch of another turn.
         """
-        known = self._lent.values()
+        loaders = self._lent.values()
         under_way = [
             batches
-            for batches in known
+            for batches in loaders
             if (turn := batches.progress.turn) is not None and turn.train
         ]
         over = [
             batches
-            for batches in known
+            for batches in loaders
             if batches.over and batches.early and batches.progress.turn is None
         ]
         suspects = [batches for batches in under_way if batches.left and not batches.used]

@@ -24,8 +24,8 @@ def seed(agreement: Agreement, given: int | None, arguments: str) -> int:
     seeds = [
         msgpack.unpackb(body) for body in agreement.meet("start", msgpack.packb([drawn, arguments]))
     ]
-    if any(found[1] != seeds[0][1] for found in seeds):
-        sides = "; ".join(f"rank {rank}: {found[1]}" for rank, found in enumerate(seeds))
+    if any(answer[1] != seeds[0][1] for answer in seeds):
+        sides = "; ".join(f"rank {rank}: {answer[1]}" for rank, answer in enumerate(seeds))
         raise UsageError(
             f"workers were started with different arguments ({sides}); "
             "call start(...) alike on all of them"
@@ -49,8 +49,8 @@ def mean(agreement: Agreement, group: Group, x: Tensor | float, weight: float) -
             "run.mean: the weights of all workers are zero; give weight=, or call it where some "
             "worker has samples"
         )
-    mine = tensor * (weight / total) if weight else torch.zeros_like(tensor)
-    result = group.all_reduce(mine.contiguous(), name="run.mean").wait()
+    weighted = tensor * (weight / total) if weight else torch.zeros_like(tensor)
+    result = group.all_reduce(weighted.contiguous(), name="run.mean").wait()
     return result if isinstance(x, Tensor) else float(result)
 
 
@@ -61,8 +61,8 @@ def add_up(agreement: Agreement, group: Group, x: Tensor | float, *, ghost: bool
     if not (tensor.is_floating_point() or tensor.is_complex()):
         tensor = tensor.to(torch.int64)
     _meet_alike(agreement, "run.sum", tensor)
-    mine = torch.zeros_like(tensor) if ghost else tensor
-    total = group.all_reduce(mine.contiguous(), name="run.sum").wait()
+    addend = torch.zeros_like(tensor) if ghost else tensor
+    total = group.all_reduce(addend.contiguous(), name="run.sum").wait()
     return total if isinstance(x, Tensor) else total.item()
 
 
@@ -73,13 +73,13 @@ def _meet_alike(agreement: Agreement, call: str, x: Tensor, weight: float = 1.0)
     """
     form = f"{tuple(x.shape)} {x.dtype} on {x.device.type}"
     answers = [msgpack.unpackb(a) for a in agreement.meet(call, msgpack.packb([form, weight]))]
-    if any(theirs != answers[0][0] for theirs, _ in answers):
-        sides = "; ".join(f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(answers))
+    if any(other != answers[0][0] for other, _ in answers):
+        sides = "; ".join(f"rank {rank}: {other}" for rank, (other, _) in enumerate(answers))
         raise UsageError(
             f"{call} got different tensors ({sides}); give it the same shape, dtype and device on "
             "every worker"
         )
-    return [theirs for _, theirs in answers]
+    return [other for _, other in answers]
 
 
 def gather(
@@ -96,17 +96,17 @@ def gather(
     is one place for each row, rows are sorted by it.
     """
     rows = x.detach().reshape(1) if x.dim() == 0 else x.detach()
-    places = agreement.meet("run.gather", rows.device.type.encode())
-    if len(set(places)) > 1:
-        sides = ", ".join(f"{place.decode()} on rank {rank}" for rank, place in enumerate(places))
+    devices = agreement.meet("run.gather", rows.device.type.encode())
+    if len(set(devices)) > 1:
+        sides = ", ".join(f"{place.decode()} on rank {rank}" for rank, place in enumerate(devices))
         raise UsageError(
             f"run.gather got tensors in different places ({sides}); bring them to run.device on "
             "every worker"
         )
-    found = group.all_gather((rows[:0] if ghost else rows).contiguous(), name="run.gather").wait()
-    whole = torch.cat(found)
-    if order is None or [len(part) for part in found] != [len(mine) for mine in order]:
-        return whole
-    return torch.empty_like(whole).index_copy_(
-        0, torch.tensor([at for mine in order for at in mine], device=whole.device), whole
+    parts = group.all_gather((rows[:0] if ghost else rows).contiguous(), name="run.gather").wait()
+    all_rows = torch.cat(parts)
+    if order is None or [len(part) for part in parts] != [len(places) for places in order]:
+        return all_rows
+    return torch.empty_like(all_rows).index_copy_(
+        0, torch.tensor([at for places in order for at in places], device=all_rows.device), all_rows
     )

@@ -32,45 +32,47 @@ def buffers(models: Iterable[nn.Module]) -> Buffers:
 
     Those are right on a ghost, too.
     """
-    found = []
+    copies = []
     for model in models:
         for module in model.modules():
             if not is_synchronised(module):
-                found += [
+                copies += [
                     (module, name, b, None if b is None else b.detach().clone())
                     for name, b in module._buffers.items()
                 ]
-    return found
+    return copies
 
 
-def put_back(kept: Buffers) -> None:
+def put_back(saved: Buffers) -> None:
     """Set buffers back to what they were."""
-    for module, name, buffer, values in kept:
+    for module, name, buffer, values in saved:
         if buffer is not None and values is not None:
             # torch doesn't count this as a change: constant masks and the like still look unchanged
             buffer.data.copy_(values)
         module._buffers[name] = buffer
 
 
-def level(kept: Buffers, agreement: Agreement, *, ghost: bool) -> None:
+def level(saved: Buffers, agreement: Agreement, *, ghost: bool) -> None:
     """Let ghosts take the buffers that the turn has changed alike on all workers with samples.
 
     Collective.
     """
-    shared = [place for place, (module, *_) in enumerate(kept) if not isinstance(module, _NormBase)]
+    shared = [
+        place for place, (module, *_) in enumerate(saved) if not isinstance(module, _NormBase)
+    ]
     if not shared:
         return
     changed = (
         []
         if ghost
-        else [(place, _present(kept, place)) for place in shared if _is_other(kept, place)]
+        else [(place, _present(saved, place)) for place in shared if _is_other(saved, place)]
     )
     bodies = agreement.meet("buffers", b"" if ghost else pack(changed, what="buffers"))
     changes = [dict(unpack(body)) for body in bodies if body]
     if ghost and changes:  # perhaps no worker with samples is left
         for place, value in changes[0].items():
             if all(place in other and _alike(value, other[place]) for other in changes[1:]):
-                _take(kept, place, value)
+                _take(saved, place, value)
 
 
 def _alike(one: Tensor | None, other: Tensor | None) -> bool:
@@ -84,21 +86,21 @@ def _alike(one: Tensor | None, other: Tensor | None) -> bool:
     )
 
 
-def _present(kept: Buffers, place: int) -> Tensor | None:
-    module, name, *_ = kept[place]
+def _present(saved: Buffers, place: int) -> Tensor | None:
+    module, name, *_ = saved[place]
     buffer = module._buffers.get(name)
     return None if buffer is None else buffer.detach()
 
 
-def _is_other(kept: Buffers, place: int) -> bool:
-    now, before = _present(kept, place), kept[place][3]
+def _is_other(saved: Buffers, place: int) -> bool:
+    now, before = _present(saved, place), saved[place][3]
     if now is None or before is None:
         return now is not before
     return now.dtype != before.dtype or not torch.equal(now, before)
 
 
-def _take(kept: Buffers, place: int, value: Tensor | None) -> None:
-    module, name, *_ = kept[place]
+def _take(saved: Buffers, place: int, value: Tensor | None) -> None:
+    module, name, *_ = saved[place]
     buffer = module._buffers.get(name)
     if (
         buffer is None

@@ -133,19 +133,19 @@ class HalvedSteps:
         smaller if memory runs out. Raises `OtherLeaves`, with everything as it was before, if the
         loss has gradients for tensors that are no parameters of the model.
         """
-        kept = buffers([batch.model])
+        saved = buffers([batch.model])
         while True:
             try:
                 loss = self._parts(batch, count, value, weights, scale)
                 break
             except OtherLeaves:
-                put_back(kept)
+                put_back(saved)
                 self.most = self._proven
                 raise
             except Exception as error:
                 if not (first and self.may_halve(error, min(count, self.most or count))):
                     raise
-            put_back(kept)
+            put_back(saved)
             self.halve(min(count, self.most or count))
         if self.most != self._proven:
             self._proven = self.most
@@ -184,18 +184,18 @@ class HalvedSteps:
         total: Tensor | None = None
         for part, weight in zip(parts, weights(parts), strict=True):
             loss = value(part)
-            mine = loss.detach() * weight
-            total = mine if total is None else total + mine
+            weighted = loss.detach() * weight
+            total = weighted if total is None else total + weighted
             if loss.requires_grad:
                 if not {id(leaf) for leaf in leaves(loss)} <= {
                     id(parameter) for parameter in trained
                 }:
                     raise OtherLeaves
-                found = torch.autograd.grad(
+                grads = torch.autograd.grad(
                     loss * (weight * scale(loss)), trained, allow_unused=True
                 )
-                sums = [_added(before, grad) for before, grad in zip(sums, found, strict=True)]
-                del found
+                sums = [_added(before, grad) for before, grad in zip(sums, grads, strict=True)]
+                del grads
             del loss
         give(trained, sums)
         assert total is not None
@@ -228,16 +228,16 @@ def _added(before: Tensor | None, grad: Tensor | None) -> Tensor | None:
 
 def give(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Let a backward find these gradients, as if it had made them."""
-    there = [
+    pairs = [
         (parameter, grad)
         for parameter, grad in zip(parameters, gradients, strict=True)
         if grad is not None
     ]
-    if there:
-        made: Tensor = _Given.apply(
-            [grad for _, grad in there], *(parameter for parameter, _ in there)
+    if pairs:
+        carrier: Tensor = _Given.apply(
+            [grad for _, grad in pairs], *(parameter for parameter, _ in pairs)
         )  # type: ignore[no-untyped-call]
-        made.backward()
+        carrier.backward()
 
 
 class _Given(torch.autograd.Function):

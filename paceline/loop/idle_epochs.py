@@ -101,10 +101,10 @@ class IdleEpochs:
     def _follows(self, loader: ShareLoader) -> bool:
         """Whether all workers can tell if anything is trained, and the script doesn't say."""
         terms, sync = loader.terms, self._backward.sync
-        known = terms.alone or (
+        visible = terms.alone or (
             sync.exchanges_in_backward and bool(self._backward.watched.parameters)
         )
-        if terms.train is not None or not known or self._loop.transaction.recovers:
+        if terms.train is not None or not visible or self._loop.transaction.recovers:
             return False
         return any(p.requires_grad for model in self._loop.models for p in model.parameters())
 
@@ -153,23 +153,23 @@ class IdleEpochs:
                 activity.loader.terms.idle = True
 
     def count(
-        self, activity: EpochActivity, number: int, turn: Turn, seconds: dict[str, float]
+        self, activity: EpochActivity, step: int, turn: Turn, seconds: dict[str, float]
     ) -> None:
-        """Count a turn of `activity` as step `number`, or hold it back while nothing is trained."""
+        """Count a turn of `activity` as step `step`, or hold it back while nothing is trained."""
         if activity.follows and not activity.trained:
-            activity.held.append((number, turn, seconds))
+            activity.held.append((step, turn, seconds))
             return
-        activity.held.append((number, turn, seconds))
+        activity.held.append((step, turn, seconds))
         self.flush(activity)
 
     def flush(self, activity: EpochActivity) -> None:
         """Hand over the steps that were held back."""
         held, activity.held = activity.held, []
         now, self.late = self._loop.steps, True
-        for number, turn, seconds in held:
-            self._loop.place(number)
+        for step, turn, seconds in held:
+            self._loop.place(step)
             for observer in self._loop.observers.step_ended:
-                observer(number, turn.global_batch, seconds)
+                observer(step, turn.global_batch, seconds)
         self.late = False
         if held:
             self._loop.place(now)

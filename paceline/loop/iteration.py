@@ -82,7 +82,7 @@ def explain(error: BaseException | None, progresses: list[LoaderProgress]) -> No
         and any(progress.turn is not None and progress.turn.train for progress in progresses)
     ):
         error.add_note(MEMORY)
-    found = next(
+    empty = next(
         (
             progress
             for progress in progresses
@@ -93,16 +93,16 @@ def explain(error: BaseException | None, progresses: list[LoaderProgress]) -> No
         None,
     )
     if (
-        found is None
-        or found.turn is None
+        empty is None
+        or empty.turn is None
         or not isinstance(error, Exception)
         or isinstance(error, PacelineError)
     ):
         return
     error.add_note(
         "This worker's share of the evaluation batch was empty: "
-        f"{found.turn.global_batch} samples for "
-        f"{found.loader.terms.agreement.group.size} workers, so its tensors have 0 rows, of which "
+        f"{empty.turn.global_batch} samples for "
+        f"{empty.loader.terms.agreement.group.size} workers, so its tensors have 0 rows, of which "
         "x.view(x.size(0), -1), max() and the "
         "like can't be had. Write x.flatten(1); or say run.prepare(loader, train=False, pad=True), "
         "and such a worker gets the batch's "

@@ -173,15 +173,15 @@ class StepClock:
         Bytes that no cut has sent belong to the strategy, along `data`.
         """
         context = self._context
-        found = {
+        by_axis = {
             meter.axis: AxisTotals(meter.seconds, *meter.traffic.as_pair)
             for meter in context.meters
         }
         within, between = self._sent
-        cuts = sum(found.values(), AxisTotals())
+        cuts = sum(by_axis.values(), AxisTotals())
         exposed = self._backward.meter.seconds
         data = AxisTotals(exposed, within - cuts.within, between - cuts.between)
-        return {**found, "data": data}
+        return {**by_axis, "data": data}
 
     def _add_axes(self, more: float = 0.0) -> None:
         """Count what was exchanged since the last time, and `more` seconds of the strategy's."""

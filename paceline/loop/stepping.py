@@ -74,8 +74,8 @@ class SteppedModels:
                 "the loss last"
             )
         *inputs, target = given
-        found = self._cuts.pipeline_of(model)
-        if found is None:
+        pipeline = self._cuts.pipeline_of(model)
+        if pipeline is None:
             batch = StepBatch(model, given, options)
             return (
                 self._here(batch, loss, weigh)
@@ -105,7 +105,7 @@ class SteppedModels:
         )
         self._cuts.level_ties()
         return _stepped(
-            torch.tensor(found.run_step(share, loop.backward.joined), dtype=torch.float64)
+            torch.tensor(pipeline.run_step(share, loop.backward.joined), dtype=torch.float64)
         )
 
     def _checked(self, model: nn.Module, loss: Loss, output: Any, target: Any) -> Tensor:
@@ -121,11 +121,11 @@ class SteppedModels:
                 if isinstance(leaf, Tensor) and leaf.grad_fn is not None
             ]
             for leaf in leaves(value, beside=ends):
-                known = [
+                named = [
                     *model.named_parameters(),
                     *((slot.name, slot.parameter) for slot in self._loop.backward.watched.slots),
                 ]
-                if name := next((name for name, parameter in known if parameter is leaf), ""):
+                if name := next((name for name, parameter in named if parameter is leaf), ""):
                     raise UsageError(
                         f"run.step: the loss uses the parameter {name} itself, and it is computed "
                         "where the last stage is: others would "
@@ -146,7 +146,7 @@ class SteppedModels:
             return self._undivided(batch, loss, obstacle)
         count = batch.rows()
         if (halved.most or count) >= count:
-            before, kept = self._touched(batch), buffers([batch.model]) if first else []
+            before, saved = self._touched(batch), buffers([batch.model]) if first else []
             try:
                 return self._back(_value(batch, loss))
             except Exception as error:
@@ -157,7 +157,7 @@ class SteppedModels:
                         UNDIVIDED.format("gradients were on their way when memory ran out")
                     )
                     raise
-            put_back(kept)
+            put_back(saved)
             halved.halve(count)
 
         def weights(parts: Sequence[StepBatch]) -> Sequence[float]:
@@ -258,12 +258,14 @@ class SteppedModels:
         terms = self._loop.terms
         if terms is not None and terms.loss == "sum":
             return [1.0] * len(parts)
-        found = (
+        part_weights = (
             [float(size) for size in sizes]
             if weigh is None
             else [float(weigh(part)) for part in parts]
         )
-        return [each / math.fsum(found) if any(found) else 0.0 for each in found]
+        return [
+            each / math.fsum(part_weights) if any(part_weights) else 0.0 for each in part_weights
+        ]
 
     def _back(self, value: Tensor) -> Tensor:
         if value.requires_grad and torch.is_grad_enabled():

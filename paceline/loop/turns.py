@@ -151,9 +151,9 @@ class TrainingLoop:
         """Makes a step hold on all workers or on none."""
         return self.backward.transaction
 
-    def cut_turn(self, number: int) -> None:
-        """Close the exchange of turn `number`, which may be the next turn on this worker."""
-        self.cut_off = number
+    def cut_turn(self, turn: int) -> None:
+        """Close the exchange of turn `turn`, which may be the next turn on this worker."""
+        self.cut_off = turn
         self.close_exchange()
 
     def close_exchange(self) -> None:

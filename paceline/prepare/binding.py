@@ -53,6 +53,6 @@ def rebind(
 def _own(thing: Any, name: str, current: Any) -> Callable[..., Any]:
     """The method of the class, or the one set on the object, to be called with the object."""
     if current is None:
-        found: Callable[..., Any] = getattr(type(thing), name)
-        return found
+        own_method: Callable[..., Any] = getattr(type(thing), name)
+        return own_method
     return lambda self, *args, **kwargs: current(*args, **kwargs)

@@ -98,32 +98,32 @@ def slots(models: list[tuple[str, nn.Module]], optimizers: list[Optimizer]) -> I
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield Slot(prefix + name, parameter, owner.get(id(parameter)))
-    for number, optimizer in enumerate(optimizers):
+    for which, optimizer in enumerate(optimizers):
         for place, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    yield Slot(f"optimizer{number}.group{place}.{index}", parameter, optimizer)
+                    yield Slot(f"optimizer{which}.group{place}.{index}", parameter, optimizer)
 
 
-def unknown(found: Iterable[Slot], known: Iterable[Slot]) -> Iterator[Slot]:
-    """Yield the slots of `found` whose parameters are not among those of `known`."""
-    there = {id(slot.parameter) for slot in known}
-    return (slot for slot in found if id(slot.parameter) not in there)
+def unknown(slots: Iterable[Slot], known: Iterable[Slot]) -> Iterator[Slot]:
+    """Yield the slots of `slots` whose parameters are not among those of `known`."""
+    known_ids = {id(slot.parameter) for slot in known}
+    return (slot for slot in slots if id(slot.parameter) not in known_ids)
 
 
-def unowned(found: Iterable[Slot], models: list[tuple[str, nn.Module]]) -> Iterator[Parameter]:
+def unowned(slots: Iterable[Slot], models: list[tuple[str, nn.Module]]) -> Iterator[Parameter]:
     """Yield the parameters of those slots that are in no model."""
     owned = {id(parameter) for _, model in models for parameter in model.parameters()}
-    return (slot.parameter for slot in found if id(slot.parameter) not in owned)
+    return (slot.parameter for slot in slots if id(slot.parameter) not in owned)
 
 
-def check_known(found: Iterable[Slot], known: list[Slot]) -> None:
+def check_known(present: Iterable[Slot], known: list[Slot]) -> None:
     """Raise `UsageError` for a parameter that a model or optimizer got after it was prepared.
 
     Its gradient would not be exchanged.
     """
-    for slot in unknown(found, known):
+    for slot in unknown(present, known):
         if slot.optimizer is not None and slot.name.startswith("optimizer"):
             how = f"the {type(slot.optimizer).__qualname__} after run.prepare (add_param_group)"
         else:
@@ -148,18 +148,18 @@ def check_schedulers(optimizers: list[Optimizer], prepared: Iterable[Any]) -> No
 
 
 def strangely_scheduled(
-    optimizers: Iterable[Optimizer], kept: Iterable[Any]
+    optimizers: Iterable[Optimizer], prepared: Iterable[Any]
 ) -> Iterator[Optimizer]:
     """Yield the optimizers that have a learning rate scheduler, but none that the run keeps."""
-    known = [getattr(part, "optimizer", None) for part in kept]
+    scheduled_ones = [getattr(part, "optimizer", None) for part in prepared]
     for optimizer in optimizers:
         # as torch's schedulers leave there
         scheduled = any("initial_lr" in group for group in optimizer.param_groups)
-        if scheduled and not any(optimizer is other for other in known):
+        if scheduled and not any(optimizer is other for other in scheduled_ones):
             yield optimizer
 
 
-def check_scaler(known: list[Any], why: str) -> None:
+def check_scaler(prepared: list[Any], why: str) -> None:
     """Raise `UsageError` if an unprepared scaler has called us; `why` says what would be wrong."""
     frame = sys._getframe(1)
     for _ in range(_DEEPEST):
@@ -167,7 +167,7 @@ def check_scaler(known: list[Any], why: str) -> None:
             return
         frame = frame.f_back
         if frame.f_code is Scaler.step.__code__ and not any(
-            frame.f_locals.get("self") is scaler for scaler in known
+            frame.f_locals.get("self") is scaler for scaler in prepared
         ):
             raise UsageError(
                 f"a GradScaler steps that was not given to run.prepare: {why}; "
@@ -188,12 +188,12 @@ def check_elsewhere(thing: Any) -> None:
         )
 
 
-def check_owner(known: list[Slot], optimizers: list[Optimizer]) -> None:
+def check_owner(prepared: list[Slot], optimizers: list[Optimizer]) -> None:
     """Raise `UsageError` for a second optimizer of a parameter that a server steps.
 
     The server would go on with the first one.
     """
-    owner = {id(slot.parameter): slot.optimizer for slot in known if slot.optimizer is not None}
+    owner = {id(slot.parameter): slot.optimizer for slot in prepared if slot.optimizer is not None}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             first = next(
@@ -232,9 +232,9 @@ def check_memory(optimizer: Optimizer, tables: set[int]) -> None:
         )
 
 
-def check_parameters(found: list[Slot]) -> None:
+def check_parameters(slots: list[Slot]) -> None:
     """Raise `UsageError` for parameters that can't be replicated yet."""
-    for slot in found:
+    for slot in slots:
         if isinstance(slot.parameter, UninitializedParameter | UninitializedBuffer):
             raise UsageError(
                 f"{slot.name} is not initialised yet (a lazy module): run one batch through the "
@@ -272,15 +272,15 @@ def check_embeddings(models: Iterable[tuple[str, nn.Module]]) -> None:
 
 def level(
     everyone: Agreement,
-    found: list[Slot],
+    slots: list[Slot],
     models: list[tuple[str, nn.Module]],
     optimizers: list[Optimizer],
     say: Callable[[str], None],
 ) -> None:
     """Copy new parameters, and buffers of new models, from the first worker to all. Collective."""
-    check_parameters(found)
+    check_parameters(slots)
     if everyone.group.size > 1:
-        tensors: list[tuple[str, Tensor]] = [(slot.name, slot.parameter) for slot in found]
+        tensors: list[tuple[str, Tensor]] = [(slot.name, slot.parameter) for slot in slots]
         tensors += [
             (prefix + name, buffer)
             for prefix, model in models
@@ -318,7 +318,7 @@ def same_everywhere(
             else b""
         )
     digests = agreement.meet("values of prepare", digest.digest())
-    different = [rank for rank, found in enumerate(digests) if found != digests[0]]
+    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if not different:
         return
     say(
@@ -336,7 +336,7 @@ def _frozen(x: Tensor) -> str:
 
 def _described(optimizer: Optimizer, names: dict[int, str]) -> Iterator[str]:
     """Yield a line for each parameter group, with the settings that would let replicas diverge."""
-    for number, group in enumerate(optimizer.param_groups):
+    for which, group in enumerate(optimizer.param_groups):
         plain = {
             key: float(value) if isinstance(value, Tensor) else value
             for key, value in group.items()
@@ -350,7 +350,7 @@ def _described(optimizer: Optimizer, names: dict[int, str]) -> Iterator[str]:
             "".join(names.get(id(p), "?") for p in group["params"]).encode()
         ).hexdigest()[:8]
         yield (
-            f"group {number} of {type(optimizer).__qualname__} ({settings}, {len(group['params'])} "
+            f"group {which} of {type(optimizer).__qualname__} ({settings}, {len(group['params'])} "
             f"parameters {members})"
         )
 
@@ -364,11 +364,11 @@ def _same_layout(agreement: Agreement, layout: list[str]) -> None:
     ]
     first = layouts[0]
     for rank, other in enumerate(layouts):
-        for mine, theirs in zip(first, other, strict=False):
-            if mine != theirs:
+        for one, another in zip(first, other, strict=False):
+            if one != another:
                 raise UsageError(
                     "workers prepare different things: "
-                    f"rank 0 has {mine} where rank {rank} has {theirs}; "
+                    f"rank 0 has {one} where rank {rank} has {another}; "
                     "build the same model and optimizer on every worker"
                 )
         if len(other) != len(first):

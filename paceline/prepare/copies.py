@@ -53,14 +53,16 @@ class ModelCopies:
                 self._found.append(ModelCopy(f"{name}.{path}" if path else name, module, model))
                 self._place(self._found[-1])
 
-    def _place(self, found: ModelCopy) -> None:
+    def _place(self, model_copy: ModelCopy) -> None:
         """Note where the parameters of a copy are: where those of its model are."""
-        for (key, mine), original in zip(
-            found.copy.named_parameters(), found.model.parameters(), strict=True
+        for (key, copied), original in zip(
+            model_copy.copy.named_parameters(), model_copy.model.parameters(), strict=True
         ):
             placement = self._placements.placement_of(original)
-            if placement.axes and placement.local == tuple(mine.shape):
-                self._placements.add_placement(mine, replace(placement, name=f"{found.name}.{key}"))
+            if placement.axes and placement.local == tuple(copied.shape):
+                self._placements.add_placement(
+                    copied, replace(placement, name=f"{model_copy.name}.{key}")
+                )
 
     def of(self, model: nn.Module) -> list[nn.Module]:
         """Return the copies of a model."""
@@ -74,14 +76,14 @@ def watch_averages() -> None:
         return
 
     def update_parameters(self: AveragedModel, model: nn.Module) -> None:
-        for (name, mine), theirs in zip(
+        for (name, averaged), current in zip(
             self.module.named_parameters(), model.parameters(), strict=False
         ):
-            if mine.shape != theirs.shape:
+            if averaged.shape != current.shape:
                 raise UsageError(
                     "this AveragedModel was made before run.prepare has cut the model: "
-                    f"its {name} is of shape {list(mine.shape)}, and the model's "
-                    f"is {list(theirs.shape)} on this worker; "
+                    f"its {name} is of shape {list(averaged.shape)}, and the model's "
+                    f"is {list(current.shape)} on this worker; "
                     "make it of the model that run.prepare returns"
                 )
         own(self, model)

@@ -76,13 +76,13 @@ class ModelCuts:
         # by the id of what was cut
         self._renewed: dict[int, tuple[weakref.ref[Parameter], Parameter]] = {}
 
-    def choose(self, asked: Asked | None) -> tuple[ModelCut, ...]:
+    def choose(self, wanted: Asked | None) -> tuple[ModelCut, ...]:
         """Return the cuts for models that are prepared now.
 
         Raises `UsageError` for one along an axis that the mesh doesn't have.
         """
         cuts = (
-            self._override if self._override is not None else () if asked is None else read(asked)
+            self._override if self._override is not None else () if wanted is None else read(wanted)
         )
         mesh = self._axes.mesh
         for cut in cuts:
@@ -110,8 +110,8 @@ class ModelCuts:
         `cuts` are for new models; cuts from before count as well.
         """
         several = any(not cut.axis for cut in cuts)
-        known = {id(model) for model in self._spread}
-        return [model for model in models if not (several or id(model) in known)]
+        spread_ids = {id(model) for model in self._spread}
+        return [model for model in models if not (several or id(model) in spread_ids)]
 
     def hear(self, loaders: Sequence[DataLoader[Any]], statistics: str | None) -> None:
         """Take sample batches for measurements from these loaders, and the BatchNorm option."""
@@ -192,15 +192,15 @@ class ModelCuts:
 
     def renewed(self, parameter: Parameter) -> Parameter | None:
         """Tensor that is trained in the place of a parameter that was cut; None for all others."""
-        found = None
+        replacement = None
         while (entry := self._renewed.get(id(parameter))) is not None and entry[0]() is parameter:
-            found = parameter = entry[1]
-        return found
+            replacement = parameter = entry[1]
+        return replacement
 
     def trained(self, parameter: Parameter) -> Parameter:
         """Tensor that is trained in the place of a parameter, or the parameter itself."""
-        found = self.renewed(parameter)
-        return parameter if found is None else found
+        replacement = self.renewed(parameter)
+        return parameter if replacement is None else replacement
 
     def repoint(self, optimizers: Sequence[Optimizer]) -> None:
         """Let optimizers step what is trained in the place of their parameters.
@@ -301,7 +301,7 @@ class ModelCuts:
 
     def pipeline_of(self, model: nn.Module) -> PipelinedModel | None:
         """Return the pipeline that a model is cut into; None for one whose layers are all here."""
-        return next((found for other, found in self.pipelines if other is model), None)
+        return next((pipeline for other, pipeline in self.pipelines if other is model), None)
 
     def without_stages(self, models: Iterable[nn.Module]) -> list[nn.Module]:
         """Return the models whose layers are all here."""
@@ -311,9 +311,9 @@ class ModelCuts:
         """Copy a tied weight from one stage to all that have it, part by part. Collective."""
         if not self._parting():
             return
-        for _, found in self.pipelines:
-            found.level_ties()
-        if any(tie.group is not None for _, found in self.pipelines for tie in found.ties):
+        for _, pipeline in self.pipelines:
+            pipeline.level_ties()
+        if any(tie.group is not None for _, pipeline in self.pipelines for tie in pipeline.ties):
             self.follow()
 
     def follow(self) -> None:
@@ -323,7 +323,7 @@ class ModelCuts:
 
     def splits(self) -> list[list[int]]:
         """First layer of each stage, and the number of layers at the end."""
-        return [list(found.split.bounds) for _, found in self.pipelines]
+        return [list(pipeline.split.bounds) for _, pipeline in self.pipelines]
 
     def level(self) -> None:
         """Let all workers know what only those of a stage do, and a state has of all: buffers.
@@ -331,8 +331,8 @@ class ModelCuts:
         Collective.
         """
         self.level_ties()
-        for model, found in self.pipelines:
-            found.share_buffers(self.copies.of(model))
+        for model, pipeline in self.pipelines:
+            pipeline.share_buffers(self.copies.of(model))
 
     def end(self) -> None:
         """End what cuts have begun, as the run is over."""
@@ -369,23 +369,23 @@ class ModelCuts:
         return slots
 
 
-def read(asked: Asked) -> tuple[ModelCut, ...]:
+def read(wanted: Asked) -> tuple[ModelCut, ...]:
     """Return the cuts that a script, or a text in notation, asks for."""
-    found = (
-        notation.cuts(asked)
-        if isinstance(asked, str)
-        else tuple(asked)
-        if isinstance(asked, list | tuple)
-        else (asked,)
+    cuts = (
+        notation.cuts(wanted)
+        if isinstance(wanted, str)
+        else tuple(wanted)
+        if isinstance(wanted, list | tuple)
+        else (wanted,)
     )
-    if kind := next((each.__name__ for each in found if isinstance(each, type)), None):
+    if kind := next((each.__name__ for each in cuts if isinstance(each, type)), None):
         raise UsageError(f"cut={kind} is the class itself; call it: cut=pl.{kind}(...)")
     wrong = next(
-        (each for each in found if not (hasattr(each, "axis") and hasattr(each, "apply"))), None
+        (each for each in cuts if not (hasattr(each, "axis") and hasattr(each, "apply"))), None
     )
     if wrong is not None:
         raise UsageError(f"cut={wrong!r} is no cut; write e.g. cut=[shard('blocks.*')]")
-    return tuple(found)
+    return tuple(cuts)
 
 
 def _apply(cut: ModelCut, model: nn.Module, context: CutContext, models: int) -> None:

@@ -73,10 +73,10 @@ class GradientClipping:
                 axes=self._axes,
             )
             return self._axes.slice.agreement.attempt_call(act, "run.clip")
-        found = self._remote.clip(parameters, max_norm, norm_type)
+        norm = self._remote.clip(parameters, max_norm, norm_type)
         if finite:
-            check_norm_is_finite(float(found), norm_type)
-        return found
+            check_norm_is_finite(float(norm), norm_type)
+        return norm
 
     def clip_norm(
         self,

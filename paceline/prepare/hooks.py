@@ -166,12 +166,12 @@ def bind_scheduler(scheduler: Any, loop: TrainingLoop) -> None:
 
 
 def _same_metric(agreement: Agreement, metric: float) -> None:
-    found = [
+    metrics = [
         msgpack.unpackb(answer)
         for answer in agreement.meet("scheduler.step", msgpack.packb(metric))
     ]
-    if len(set(map(repr, found))) > 1:
-        sides = ", ".join(f"{value:g} on rank {rank}" for rank, value in enumerate(found))
+    if len(set(map(repr, metrics))) > 1:
+        sides = ", ".join(f"{value:g} on rank {rank}" for rank, value in enumerate(metrics))
         raise UsageError(
             f"scheduler.step got different metrics ({sides}), and learning rates would part; "
             "give it run.mean(metric)"

@@ -28,7 +28,7 @@ def check_logged(values: Mapping[str, Any], prepared: Iterable[nn.Module]) -> No
                 f"run.log({name}=...) got a {type(metric).__qualname__}; "
                 "log the metric that it holds now: tracker[-1]"
             )
-        if not any(part is metric for known in prepared for part in known.modules()):
+        if not any(part is metric for other in prepared for part in other.modules()):
             raise UsageError(
                 f"run.log({name}=...) got a {type(metric).__qualname__} that run.prepare doesn't "
                 "know, and that counts ghosts; give it to "
@@ -82,11 +82,11 @@ def bind(metric: nn.Module, loop: TrainingLoop) -> None:
 
 def _fresh(metric: nn.Module) -> nn.Module:
     """Return a copy of a metric that isn't bound."""
-    found = copy.deepcopy(metric)
+    unbound = copy.deepcopy(metric)
     for name in ("update", "forward"):
-        if getattr(found.__dict__.get(name), "__self__", None) is found:
-            delattr(found, name)
-    return found
+        if getattr(unbound.__dict__.get(name), "__self__", None) is unbound:
+            delattr(unbound, name)
+    return unbound
 
 
 def _ghost(loop: TrainingLoop) -> bool:

@@ -95,19 +95,19 @@ class OptimizerWatch:
         `alone`: this is the only run that watches in this process; `closure`: the gradients are
         made inside of the step.
         """
-        known = self._known.get(id(optimizer))
+        seen = self._known.get(id(optimizer))
         if (
-            known is None
-            or known.optimizer() is not optimizer
-            or known[1:3] != (len(optimizer.param_groups), len(self._prepared.slots))
+            seen is None
+            or seen.optimizer() is not optimizer
+            or seen[1:3] != (len(optimizer.param_groups), len(self._prepared.slots))
         ):
-            known = self._meet(optimizer, known, alone=alone)
-        if not known.ours:
+            seen = self._meet(optimizer, seen, alone=alone)
+        if not seen.ours:
             return
         loop, tally = self._loop, self.tally
         if current_pass_id() != -1:
             loop.backward.refuse_inside(f"{type(optimizer).__qualname__}.step")
-        if not known.prepared:
+        if not seen.prepared:
             self._check(optimizer)
         if self._prepared.context.group.size == 1:
             return  # no other worker to compare with
@@ -131,18 +131,18 @@ class OptimizerWatch:
         )
         if ours:
             self._prepared.cuts.refuse_whole([optimizer])
-        found = KnownOptimizer(
+        seen = KnownOptimizer(
             weakref.ref(optimizer),
             len(optimizer.param_groups),
             len(self._prepared.slots),
             ours,
             prepared,
         )
-        self._known[id(optimizer)] = found
+        self._known[id(optimizer)] = seen
         new = before is None or before.optimizer() is not optimizer
         if new and not prepared and (ours or alone or threading.get_ident() == self._thread):
             self._strange(optimizer, ours)
-        return found
+        return seen
 
     def _check(self, optimizer: Optimizer) -> None:
         """Raise `UsageError` where an optimizer that wasn't prepared can't be right."""
@@ -178,8 +178,8 @@ class OptimizerWatch:
         )
         while frame.f_back is not None:
             frame = frame.f_back
-            if (found := prepared.get(id(frame.f_locals.get("self")))) is not None:
-                return found
+            if (outer := prepared.get(id(frame.f_locals.get("self")))) is not None:
+                return outer
         return None
 
 

@@ -97,17 +97,17 @@ class PrepareOptions:
         the number of workers. Raises `UsageError` for an unknown value as early as it is given.
         """
         said = {name: value for name, value in given.items() if value is not None}
-        found = {**DEFAULTS, **self._before(said), **said}
+        options = {**DEFAULTS, **self._before(said), **said}
         if self._shares is not None:
-            found["shares"] = self._shares
-        _check(found, size)
+            options["shares"] = self._shares
+        _check(options, size)
         later = {
             name: value
             for name, value in said.items()
             if not (models if name in OF_MODELS else loaders)
         }
         self._kept = {**self._before(later), **later}
-        return found
+        return options
 
     def _before(self, said: Mapping[str, Any]) -> dict[str, Any]:
         """Kept options, without those that contradict the options of this call."""

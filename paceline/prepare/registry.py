@@ -234,11 +234,11 @@ class Prepared:
                 self._bindings.groups[id(optimizer)] = len(optimizer.param_groups)
             return
         self.check_known()
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        own_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         orphans = [
             slot.name
             for slot in self.slots
-            if slot.optimizer is None and id(slot.parameter) in mine
+            if slot.optimizer is None and id(slot.parameter) in own_ids
         ]
         if orphans and self._remote is not None:
             raise UsageError(
@@ -251,39 +251,39 @@ class Prepared:
 
     def _open_tables(self) -> None:
         """Start servers for the sparse tables among the models."""
-        found = self.tables.find(self.models)
-        if found:
-            self.axes.refuse(f"the sparse table {found[0][0]}", UNCUT, beside=SAMPLED)
-        if found and self.survives and self._sample_queue is not None:
+        tables = self.tables.find(self.models)
+        if tables:
+            self.axes.refuse(f"the sparse table {tables[0][0]}", UNCUT, beside=SAMPLED)
+        if tables and self.survives and self._sample_queue is not None:
             raise UsageError(
-                f"sparse tables ({found[0][0]}) go on when workers are lost if all are in "
+                f"sparse tables ({tables[0][0]}) go on when workers are lost if all are in "
                 "lockstep, and with staleness or backup_workers "
                 "they aren't: leave those out, or leave out --min-workers"
             )
-        handles = {id(module.weight) for _, module in found} | self.tables.handles()
+        handles = {id(module.weight) for _, module in tables} | self.tables.handles()
         others = [
             slot
             for slot in self.slots
             if slot.optimizer is not None and id(slot.parameter) not in handles
         ]
         if (
-            found
+            tables
             and self._sample_queue is not None
             and not any(slot.parameter.requires_grad for slot in others)
         ):
             raise UsageError(
-                f"nothing but sparse tables ({found[0][0]}) is trained here, and with staleness or "
-                "backup_workers the servers of other parameters keep the clocks: leave those out, "
-                "or train some other parameter with them"
+                f"nothing but sparse tables ({tables[0][0]}) is trained here, and with staleness "
+                "or backup_workers the servers of other parameters keep the clocks: leave those "
+                "out, or train some other parameter with them"
             )
-        if found and self.survives and self._backward.sync.replicas_diverge:
+        if tables and self.survives and self._backward.sync.replicas_diverge:
             raise UsageError(
-                f"sparse tables ({found[0][0]}) go on when workers are lost beside AllReduce or "
+                f"sparse tables ({tables[0][0]}) go on when workers are lost beside AllReduce or "
                 "ParameterServer, and with this strategy "
                 "replicas part between two steps: use one of those, or leave out --min-workers"
             )
         had = bool(self.tables.kept)
-        self.tables.open(found, self.optimizers, self._abilities.unlocked_rows)
+        self.tables.open(tables, self.optimizers, self._abilities.unlocked_rows)
         if self.tables.kept and not had:
             observers = self._loop.observers
             self._loop.observe(

@@ -124,7 +124,7 @@ class RemoteSteps:
         loop, sync, clipping = self._loop, self._sync, self._clipping
         if sync is None or clipping is None or not self.steps_all:
             return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        found = loop.transaction.step(
+        norm = loop.transaction.step(
             lambda: clipping.clip(parameters, max_norm, norm_type), "run.clip", apart=loop.apart
         )
-        return torch.zeros(()) if found is None else found
+        return torch.zeros(()) if norm is None else norm

@@ -24,10 +24,10 @@ def bind_scaler(scaler: Any, loop: TrainingLoop, axes: RunAxes) -> None:
 
     def looking(own: Callable[..., Any]) -> Callable[..., Any]:
         def look(self: Any, *args: Any, **options: Any) -> Any:
-            found = own(self, *args, **options)
-            for overflow in found.values():  # one for each device
+            overflows = own(self, *args, **options)
+            for overflow in overflows.values():  # one for each device
                 group.all_reduce(overflow, op="max", name="GradScaler", out=overflow).wait()
-            return found
+            return overflows
 
         return look
 

@@ -50,8 +50,8 @@ def opened(source: Source, say: Callable[[str], None]) -> Iterator[Weights]:
     if isinstance(source, str | Path) and Path(source).is_dir():
         source = StoredModel(Path(source))
     if not isinstance(source, StoredModel):
-        with weights.open_weights(source) as found:
-            yield found
+        with weights.open_weights(source) as stored_weights:
+            yield stored_weights
         return
     with contextlib.ExitStack() as files:
         with _unusable():
@@ -61,17 +61,19 @@ def opened(source: Source, say: Callable[[str], None]) -> Iterator[Weights]:
         yield stored
 
 
-def _of_checkpoint(found: Checkpoint, part: str | None, files: contextlib.ExitStack) -> Weights:
-    nodes = entries(model_tree(found, part))
+def _of_checkpoint(
+    checkpoint: Checkpoint, part: str | None, files: contextlib.ExitStack
+) -> Weights:
+    nodes = entries(model_tree(checkpoint, part))
     paths = {str(name): path_of(node) for name, node in nodes.items()}
     odd = next((name for name, path in paths.items() if path is None), None)
     if odd is not None or not paths:
         what = "it is no dict of tensors" if odd is None else f"{odd} is no tensor"
         raise CheckpointError(
-            f"{found.path.name} has no model that can be read in parts: {what}; "
+            f"{checkpoint.path.name} has no model that can be read in parts: {what}; "
             "load paceline.state_dict by hand"
         )
-    reader = files.enter_context(BlockReader(found.path, found.index))
+    reader = files.enter_context(BlockReader(checkpoint.path, checkpoint.index))
     shapes = {name: reader.stored(path).shape for name, path in paths.items() if path is not None}
 
     def read(name: str, box: Rectangle) -> Tensor:
@@ -79,8 +81,8 @@ def _of_checkpoint(found: Checkpoint, part: str | None, files: contextlib.ExitSt
             return reader.read(str(paths[name]), box)
 
     # which has the hashes of all files
-    digest = hashlib.sha256((found.path / MANIFEST).read_bytes()).hexdigest()
-    return Weights(os.path.relpath(found.path), shapes, read, digest)
+    digest = hashlib.sha256((checkpoint.path / MANIFEST).read_bytes()).hexdigest()
+    return Weights(os.path.relpath(checkpoint.path), shapes, read, digest)
 
 
 @contextlib.contextmanager

@@ -77,13 +77,13 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 
 def checksum(batch: Any) -> int:
     """Return a number that tells a batch from others, by its tensors; 0 for one without any."""
-    found = 0
+    total = 0
     for tensor in tensors_of(batch):
-        found = zlib.crc32(
+        total = zlib.crc32(
             raw(tensor.detach()).numpy().data,
-            zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), found),
+            zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), total),
         )
-    return found
+    return total
 
 
 def check_equal(group: Group, batch: Any, what: str, hint: str) -> None:

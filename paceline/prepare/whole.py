@@ -88,9 +88,9 @@ class WholeParameters:
         self, wholes: Mapping[str, Parameter], parameters: Mapping[str, Parameter]
     ) -> None:
         for name, whole in wholes.items():
-            left = checksums([whole.detach(), *([] if whole.grad is None else [whole.grad])])
+            rest = checksums([whole.detach(), *([] if whole.grad is None else [whole.grad])])
             told = self._place(parameters[name])[2].gather_objects(
-                left, name=f"what run.whole has left of {name}"
+                rest, name=f"what run.whole has left of {name}"
             )
             if any(other != told[0] for other in told):
                 raise UsageError(
@@ -127,9 +127,9 @@ def _put_together(
 ) -> Tensor:
     """Build the logical tensor from the parts of a group's workers, which lie at `places`."""
     whole = part.new_empty(placement.shape)
-    mine = [region.view_local(part).reshape(-1) for region in placement.regions]
+    own_part = [region.view_local(part).reshape(-1) for region in placement.regions]
     parts = group.all_gather(
-        torch.cat([part.new_empty(0), *mine]), name=f"run.whole of {name}"
+        torch.cat([part.new_empty(0), *own_part]), name=f"run.whole of {name}"
     ).wait()
     for rectangles, values in zip(places, parts, strict=True):
         for rectangle in rectangles:
