@@ -194,7 +194,7 @@ def test_figures_of_the_readme_stand_where_they_come_from() -> None:
         for number in sorted(said)
         if not re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.]\d)", results)
     ] == []
-    assert section.count("\n- ") == 6
+    assert section.count("\n- ") == 5
 
 
 def test_targets_of_make_exist() -> None:
