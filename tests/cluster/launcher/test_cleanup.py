@@ -108,6 +108,8 @@ def test_a_janitor_that_was_killed_is_not_missed(
 ) -> None:
     cleanup = JobCleanup("cleanup3" * 4)
     cleanup.start()
+    # Popen returns as soon as the child has left our memory, a moment before its command line shows
+    wait_for(lambda: len(janitors("cleanup3" * 4)) == 1)
     (deputy,) = janitors("cleanup3" * 4)
     deputy.kill()
     wait_for(lambda: deputy.status() == psutil.STATUS_ZOMBIE)
