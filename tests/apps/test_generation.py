@@ -225,8 +225,8 @@ def test_the_command(job: Jobs, written: Path) -> None:
         (
             ("nowhere",),
             (
-                "there is no folder runs/nowhere; give the folder of a run, such as runs/NAME, or of "
-                "one of its checkpoints"
+                "there is no folder runs/nowhere; give the folder of a run, such as runs/NAME, or "
+                "of one of its checkpoints"
             ),
         ),
         (
