@@ -146,7 +146,7 @@ def loads(data: bytes) -> Snapshot:
         snapshot.check()
     except (struct.error, *UNREADABLE, safetensors.SafetensorError, CheckpointError) as error:
         raise CheckpointError(
-            f"{len(data)} bytes are not a snapshot ({error}); give the bytes of Snapshot.dumps"
+            f"{len(data)} bytes are not a snapshot ({error}); give the bytes of Snapshot.to_bytes"
         ) from error
     return snapshot
 

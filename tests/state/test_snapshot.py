@@ -255,5 +255,5 @@ def test_what_cannot_be_read_is_known_before() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"short", b"\xff" * 40, b"\x02" + b"\0" * 7 + b"{}"])
 def test_bytes_that_are_no_snapshot(data: bytes) -> None:
-    with pytest.raises(CheckpointError, match="no snapshot"):
+    with pytest.raises(CheckpointError, match="are not a snapshot"):
         loads(data)
