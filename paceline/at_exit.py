@@ -19,6 +19,7 @@ def at_exit(call: Callable[[], object]) -> Callable[[], None]:
 
     Returns a function that takes the registration back.
     """
+    # A fork inherits the handlers of `atexit`, and runs them too.
     process = os.getpid()
 
     def end() -> None:

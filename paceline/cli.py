@@ -59,8 +59,8 @@ app.command("watch")(watch_run)
 BENCH, APPS = Path(__file__).parent / "bench", Path(__file__).parent / "apps"
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"paceline {paceline.__version__}")
         raise typer.Exit
 
@@ -134,26 +134,24 @@ def run(
         backend=backend,
         progress=QUIET if quiet else progress,
     )
-    variables = {} if interface is None else {"PACELINE_INTERFACE": interface}
+    env = {} if interface is None else {"PACELINE_INTERFACE": interface}
     if watch is None:
-        raise typer.Exit(_start(request, variables))
+        raise typer.Exit(_start(request, env))
     # The page serves from before the workers start until after they end.
     with watched(
         watch, launch.shared_secret(request, environment()), elsewhere=hosts > 1 or join is not None
     ) as watcher:
-        code = _start(request, variables, watcher)
+        code = _start(request, env, watcher)
     raise typer.Exit(code)
 
 
 def _start(
-    request: LaunchRequest,
-    variables: Mapping[str, str] | None = None,
-    watcher: RunWatcher | None = None,
+    request: LaunchRequest, env: Mapping[str, str] | None = None, watcher: RunWatcher | None = None
 ) -> int:
-    """Run a job to its end, with more environment variables. Returns its exit code."""
+    """Run a job to its end, with `env` added to the environment. Returns its exit code."""
     # A mistake in a strategy or a mesh ends the command here, before any worker starts.
     proof.prove(request)
-    return launch.run(request, {**environment(), **(variables or {})}, watcher)
+    return launch.run(request, {**environment(), **(env or {})}, watcher)
 
 
 @app.command()
@@ -178,18 +176,9 @@ def probe(
         "secret_file": secret_file,
         "placement": placement,
     }
-    variables = lab.UNMEASURED | ({} if interface is None else {"PACELINE_INTERFACE": interface})
+    env = lab.UNMEASURED | ({} if interface is None else {"PACELINE_INTERFACE": interface})
     raise typer.Exit(
-        _measure(
-            "probe.py",
-            args,
-            workers,
-            threads,
-            variables=variables,
-            hosts=hosts,
-            bare=True,
-            **rendezvous,
-        )
+        _measure("probe.py", args, workers, threads, env=env, hosts=hosts, bare=True, **rendezvous)
     )
 
 
@@ -204,6 +193,7 @@ def layout(
     cut: options.Cut = None,
 ) -> None:
     """Show the parts of a script's model that each worker would hold, without training."""
+    # Commands import rich and reports only if they need them, so that `paceline run` starts faster.
     from rich.console import Console
 
     from paceline.observe import layout_report as table
@@ -242,7 +232,7 @@ def demo(
         typer.Option(help="Train also with this mesh, such as 'tensor=2'; may be repeated."),
     ] = None,
 ) -> None:
-    """Show what is special: the same losses alone and together, a lost worker, a slow link."""
+    """Demonstrate equal losses on one and many workers, a lost worker, and a slow link."""
     from rich.console import Console
 
     from paceline.apps.demo import DemoPlan
@@ -293,7 +283,7 @@ def generate(
     from paceline.observe.choosing import choose_run
 
     # Without --workers, as many as the mesh has.
-    worker_count = workers if workers is not None else 1 if mesh is None else shape.workers(mesh)
+    job_size = workers if workers is not None else 1 if mesh is None else shape.workers(mesh)
     if mesh is not None and shape.read(mesh).get("data", 1) != 1:
         raise UsageError(
             f"--mesh {mesh!r} has replicas, which would all write the same text; leave out `data`"
@@ -314,9 +304,7 @@ def generate(
     ]
     args += [*([] if seed is None else [f"--seed={seed}"]), *(["--best"] if best else [])]
     script = str(APPS / "generation.py")
-    request = LaunchRequest(
-        script, tuple(args), worker_count, threads=threads, mesh=mesh, bare=True
-    )
+    request = LaunchRequest(script, tuple(args), job_size, threads=threads, mesh=mesh, bare=True)
     raise typer.Exit(_start(request))
 
 
@@ -340,6 +328,7 @@ def collectives(
     ] = None,
 ) -> None:
     """Measure all-reduce: sizes, schedules, registered and ordinary memory."""
+    # A drawing needs no workers.
     if draw is not None:
         from paceline.bench.pictures import picture
 
@@ -405,7 +394,7 @@ def _measure(
     workers: int,
     threads: int | None,
     *,
-    variables: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | None = None,
     **fields: Any,
 ) -> int:
     """Run a script of paceline/bench on workers. Its run folders are removed when it ends.
@@ -415,7 +404,7 @@ def _measure(
         args: Its arguments.
         workers: Number of workers on this host.
         threads: Threads of each worker.
-        variables: More environment variables.
+        env: Variables added to the environment.
         **fields: More fields of `LaunchRequest`.
 
     Returns:
@@ -425,7 +414,7 @@ def _measure(
         request = LaunchRequest(
             str(BENCH / script), (*args, "--folder", folder), workers, threads=threads, **fields
         )
-        return _start(request, variables)
+        return _start(request, env)
 
 
 @app.command()
@@ -509,6 +498,7 @@ def main() -> None:
     """
     # First of all: sockets would get the numbers of closed standard streams, as under cron.
     output.stand_in()
+    # Typer turns its own errors into exit codes. Errors of paceline become one line each.
     try:
         app()
     except PacelineError as error:

@@ -68,6 +68,7 @@ def _parameters(kind: type) -> tuple[tuple[str, inspect.Parameter], ...]:
 
 
 def _same(one: object, other: object) -> bool:
+    """Whether two values are equal, and of one type."""
     return one is other or (type(one) is type(other) and bool(one == other))
 
 
@@ -91,6 +92,7 @@ def choices(found: str, possible: Iterable[str]) -> str:
     names = sorted(possible)
     if not names:
         return "there are none to choose from"
+    # Compared in lower case: "localsgd" is meant as LocalSGD.
     folded = {name.lower(): name for name in names}
     near = difflib.get_close_matches(found.lower(), folded, n=1)
     return f"possible: {', '.join(names)}" + (f"; did you mean {folded[near[0]]}?" if near else "")

@@ -227,6 +227,7 @@ def text(obj: object, vocabulary: Vocabulary = VOCABULARY) -> str:
 
 
 def _tree(text: str, vocabulary: Vocabulary) -> ast.expr:
+    """Parse a text with Python's parser, within limits on its size."""
     # Limits first: Python's parser would use up the stack on a hostile text.
     depth = max(accumulate((sign in "([{") - (sign in ")]}") for sign in text[:LONGEST]), default=0)
     if len(text) > LONGEST or depth > DEEPEST:
@@ -266,9 +267,9 @@ def _read(node: ast.expr, text: str, vocabulary: Vocabulary) -> Any:
         case ast.UnaryOp(
             op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant() | ast.Name() as operand
         ):
-            number = _read(operand, text, vocabulary)
-            if isinstance(number, int | float) and not isinstance(number, bool):
-                return -number if isinstance(sign, ast.USub) else number
+            value = _read(operand, text, vocabulary)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return -value if isinstance(sign, ast.USub) else value
         case ast.Tuple(elts=items):
             return tuple(_read(item, text, vocabulary) for item in items)
         case ast.List(elts=items):
@@ -306,6 +307,7 @@ def _read(node: ast.expr, text: str, vocabulary: Vocabulary) -> Any:
 
 
 def _call(node: ast.Call, word: str, text: str, vocabulary: Vocabulary) -> NotationCall:
+    """Read a call with its arguments, without carrying it out."""
     _known(word, vocabulary)
     if any(isinstance(argument, ast.Starred) for argument in node.args) or any(
         keyword.arg is None for keyword in node.keywords
@@ -330,11 +332,13 @@ def _call(node: ast.Call, word: str, text: str, vocabulary: Vocabulary) -> Notat
 
 
 def _known(word: str, vocabulary: Vocabulary) -> None:
+    """Raise `NotationError` if a word isn't in the vocabulary."""
     if word not in vocabulary:
         raise NotationError(f"{word} is not a word of the notation; {choices(word, vocabulary)}")
 
 
 def _make(node: Any, vocabulary: Vocabulary) -> Any:
+    """Make the object of a node that was read, from the innermost call outwards."""
     if isinstance(node, tuple | list):
         return type(node)(_make(item, vocabulary) for item in node)
     if isinstance(node, dict):
@@ -350,6 +354,7 @@ def _make(node: Any, vocabulary: Vocabulary) -> Any:
     if vocabulary is VOCABULARY:
         for name, value in inspect.signature(maker).bind(*positional, **named).arguments.items():
             _suits(node, maker, name, value)
+    # Errors of paceline have good messages already. Others become a `NotationError`.
     try:
         return maker(*positional, **named)
     except PacelineError:
@@ -359,6 +364,7 @@ def _make(node: Any, vocabulary: Vocabulary) -> Any:
 
 
 def _maker(word: str, vocabulary: Vocabulary) -> Callable[..., Any]:
+    """Import the function or class that a word calls."""
     entry = vocabulary[word]
     if isinstance(entry, str):
         module, _, name = entry.partition(":")
@@ -409,12 +415,12 @@ def _fitting(value: Any, kind: Any) -> bool:
 
     The items of a tuple aren't checked. Of a protocol, only the names of its members are.
     """
-    parts = get_args(kind)
+    members = get_args(kind)
     if get_origin(kind) in (Union, UnionType):
-        return any(_fitting(value, part) for part in parts)
+        return any(_fitting(value, member) for member in members)
     if get_origin(kind) is Literal:
         # The type alone: the maker has the better message for an unknown choice.
-        return isinstance(value, tuple({type(part) for part in parts}))
+        return isinstance(value, tuple({type(member) for member in members}))
     if kind in _KINDS:
         accepted = (int, float) if kind is float else kind
         return isinstance(value, accepted) and not (
@@ -425,12 +431,10 @@ def _fitting(value: Any, kind: Any) -> bool:
     if get_origin(kind) is tuple or kind is Any:
         return True
     # A protocol: any object made by a call that has all of its members.
-    members = (
+    names = (
         [name for name in vars(kind) if not name.startswith("_")] if isinstance(kind, type) else []
     )
-    return type(value) not in (*_KINDS, tuple, list) and all(
-        hasattr(value, name) for name in members
-    )
+    return type(value) not in (*_KINDS, tuple, list) and all(hasattr(value, name) for name in names)
 
 
 def _spoken(kind: Any) -> str:
@@ -443,9 +447,11 @@ def _spoken(kind: Any) -> str:
 
 
 def _segment(node: ast.expr, text: str) -> str:
+    """Quote a node as it is written in the text."""
     return _short(ast.get_source_segment(text.strip(), node) or ast.unparse(node))
 
 
 def _short(text: str, limit: int = 80) -> str:
+    """Shorten a text to one line of limited length, for messages."""
     text = " ".join(text.split())
     return text if len(text) <= limit else f"{text[:limit]}..."

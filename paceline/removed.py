@@ -31,6 +31,7 @@ def removed(**advice: str) -> Callable[[T], T]:
 
     def decorate(target: T) -> T:
         constructed = cast(Any, target)
+        # A class stays the same object, with another constructor. A function gets a wrapper.
         if isinstance(target, type):
             constructed.__init__ = _refusing(target, constructed.__init__)
         else:
@@ -50,6 +51,8 @@ def refuse_removed(target: Any, options: Iterable[str]) -> None:
 
 
 def _refusing(target: Any, function: Any) -> Any:
+    """Wrap a function so that it refuses the removed options of `target`."""
+
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         refuse_removed(target if isinstance(target, type) else call, options)

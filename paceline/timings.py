@@ -244,6 +244,7 @@ def parse(text: str) -> Timings:
 
 
 def _group(name: str, group: Any, given: Any) -> Any:
+    """Replace fields of one group of timings, after a check of their names and values."""
     if group is None:
         raise ValueError(f"there are no timings of {name}")
     field_names = [each.name for each in fields(group)]
@@ -257,6 +258,7 @@ def _group(name: str, group: Any, given: Any) -> Any:
 
 
 def _map(value: Any, name: str) -> dict[str, Any]:
+    """Raise `ValueError` if a value isn't a JSON object."""
     if not isinstance(value, dict):
         raise ValueError(f"{name} is {value!r}, and has to be a JSON object")
     return value

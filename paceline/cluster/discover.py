@@ -44,14 +44,15 @@ class JobStart:
     events: tuple[tuple[float, str], ...] = ()
 
     def dump(self) -> str:
-        """Return the text for `load`."""
+        """Format as text, for `load`."""
         return json.dumps(asdict(self))
 
     @classmethod
     def load(cls, text: str) -> JobStart:
-        """Read what `dump` has written."""
+        """Parse the text of `dump`."""
         fields = json.loads(text)
-        return cls(**{**fields, "events": tuple((when, what) for when, what in fields["events"])})
+        # JSON has lists in place of tuples.
+        return cls(**{**fields, "events": tuple((when, why) for when, why in fields["events"])})
 
 
 class CallPlace(NamedTuple):
@@ -62,12 +63,12 @@ class CallPlace(NamedTuple):
     number: int  # its rank at the start, or the number of the worker that it replaces
 
     def dump(self) -> str:
-        """Return the text for `load`."""
+        """Format as text, for `load`."""
         return ",".join(map(str, self))
 
     @classmethod
     def load(cls, text: str) -> CallPlace:
-        """Read what `dump` has written."""
+        """Parse the text of `dump`."""
         return cls(*map(int, text.split(",")))
 
 
@@ -195,6 +196,7 @@ def _numbers(ranges: str) -> Iterator[str]:
 
 
 def _paceline(environ: Environ) -> Place | None:
+    """Recognise a worker of `paceline run`."""
     if "PACELINE_STORE" not in environ:
         return None
     place = _torch_variables(environ, "paceline")
@@ -238,6 +240,7 @@ def _run(environ: Environ) -> tuple[str, int] | None:
 
 
 def _torchrun(environ: Environ) -> Place | None:
+    """Recognise a worker of torchrun, or of a script that sets the same variables."""
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         return None
     return replace(
@@ -249,6 +252,7 @@ def _torchrun(environ: Environ) -> Place | None:
 
 
 def _torch_variables(environ: Environ, launcher: str) -> Place:
+    """Read the variables of torch.distributed into a place."""
     size = _integer(environ, "WORLD_SIZE")
     local_size = _integer(environ, "LOCAL_WORLD_SIZE", 1)
     rank = _integer(environ, "RANK")
@@ -276,6 +280,7 @@ def _slurm(environ: Environ) -> Place | None:
     ):
         return None
     rank = _integer(environ, "SLURM_PROCID")
+    # An MPI that was started through srun numbers its processes itself.
     if environ.get("PMI_RANK", str(rank)) != str(rank):
         return None
     size = _integer(environ, "SLURM_STEP_NUM_TASKS", None) or _integer(environ, "SLURM_NTASKS")
@@ -283,6 +288,7 @@ def _slurm(environ: Environ) -> Place | None:
         environ, "SLURM_NNODES", None
     )
     host_rank = _integer(environ, "SLURM_NODEID", 0)
+    # The step may run on fewer nodes than the job. Older versions of Slurm have other names.
     nodes = environ.get(
         "SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
     )
@@ -409,6 +415,7 @@ def _meeting(
             f"MASTER_ADDR is {host}, but MASTER_PORT isn't set: set it to a port that is free "
             "there, for every worker"
         )
+    # All workers derive the same port from the id of the job. Two jobs seldom get the same one.
     return host, _integer(environ, "MASTER_PORT", None) or fixed_port(*job)
 
 
@@ -425,6 +432,7 @@ def _master(environ: Environ) -> tuple[str, int] | None:
 
 
 def _alone(environ: Environ) -> Place:
+    """Make the place of a process without a launcher: a job of one worker."""
     for present, absent in (("WORLD_SIZE", "RANK"), ("RANK", "WORLD_SIZE")):
         if environ.get(present, "1") not in {"0", "1"} and absent not in environ:
             raise PlaceError(
@@ -494,6 +502,7 @@ def _pause(text: str | None) -> float | None:
 
 
 def _check(place: Place) -> None:
+    """Raise `PlaceError` if the numbers of a place are out of range."""
     for name, value, limit in (
         ("rank", place.rank, place.size),
         ("local rank", place.local_rank, place.local_size),

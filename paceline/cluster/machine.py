@@ -89,6 +89,7 @@ def memory_size(
     Inactive file pages of a control group count as free, as the kernel drops them first.
     """
     total, free = memory(source, "MemTotal") or 0, memory(source) or 0
+    # A container shows the memory of the whole machine in /proc/meminfo.
     for limit, used in _memory_limits(proc, mount):
         total, free = min(total or limit, limit), min(free, max(0, limit - used))
     return MemorySize(total, free)
@@ -147,6 +148,7 @@ def fingerprint() -> str:
 
     They run in the same boot and namespaces, by the same user, and see the same /dev/shm.
     """
+    # Containers of one boot differ in their namespaces, or in their mount of /dev/shm.
     parts = [str(os.geteuid())]
     if sys.platform.startswith("linux"):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -194,6 +196,7 @@ def _limit(*files: Path) -> float | None:
         words = [word for file in files for word in file.read_text().split()]
     except OSError:
         return None
+    # "max" (version 2) and "-1" (version 1) mean: no limit.
     if len(words) != 2 or words[0] in {"max", "-1"}:
         return None
     return int(words[0]) / int(words[1])
@@ -216,6 +219,7 @@ def _memory_limits(proc: Path, mount: Path) -> Iterator[tuple[int, int]]:
         else:
             continue
         for folder in _enclosing(root, path):
+            # A group may have no limit, or not be visible from inside a container.
             try:
                 limit, used = ((folder / name).read_text().strip() for name in names[:2])
                 if limit != "max" and int(limit) < _UNLIMITED:

@@ -69,6 +69,7 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Coordinates of a rank, by axis."""
+        # From the last axis, which varies fastest, to the first.
         position, coordinates = self.grid.index(rank), {}
         for name, size in reversed(self.axes):
             position, coordinates[name] = divmod(position, size)
@@ -219,6 +220,7 @@ def _join(blocks: Sequence[_Block], size: int) -> list[_Block]:
 
     Blocks of one host are joined first. The blocks that remain are joined across hosts.
     """
+    # Blocks wait by the hosts that they are on, until there are enough.
     waiting: dict[tuple[int, ...], list[_Block]] = {}
     joined: list[_Block] = []
     for block in blocks:
@@ -227,8 +229,8 @@ def _join(blocks: Sequence[_Block], size: int) -> list[_Block]:
         if len(neighbours) == size:
             joined.append(_joined(neighbours))
             del waiting[block.hosts]
-    rest = [block for neighbours in waiting.values() for block in neighbours]
-    joined += [_joined(rest[start : start + size]) for start in range(0, len(rest), size)]
+    remaining = [block for neighbours in waiting.values() for block in neighbours]
+    joined += [_joined(remaining[start : start + size]) for start in range(0, len(remaining), size)]
     return sorted(joined, key=lambda block: (block.hosts, block.ranks))
 
 
@@ -256,6 +258,8 @@ def _complete(sizes: Mapping[str, int | None], workers: int) -> tuple[tuple[str,
             f"mesh={text!r} leaves the sizes of {' and '.join(open_axes)} open; "
             "leave out at most one"
         )
+    # Without an open axis, the sizes have to give the number of workers. With one, they have to
+    # divide it.
     fixed = prod(size for size in sizes.values() if size is not None)
     if (workers % fixed if open_axes else fixed != workers) or not sizes:
         raise UsageError(
@@ -268,6 +272,7 @@ def _complete(sizes: Mapping[str, int | None], workers: int) -> tuple[tuple[str,
 
 def _fitting(names: Sequence[str], workers: int) -> str:
     """Format sizes of these axes that would fit."""
+    # All products of divisors. There are few, as jobs have few axes.
     divisors = [size for size in range(1, workers + 1) if workers % size == 0]
     fits = (
         sizes for sizes in itertools.product(divisors, repeat=len(names)) if prod(sizes) == workers

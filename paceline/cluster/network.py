@@ -100,6 +100,7 @@ def resolve(host: str) -> list[str]:
             f"the host name {host!r} can't be resolved on {socket.gethostname()} ({error}): "
             "use an IP address, or a name that every host knows"
         ) from error
+    # IPv4 first, and no address twice. The sort keeps the order of the resolver.
     addresses = sorted(entries, key=lambda entry: entry[0] != socket.AF_INET)
     return list(dict.fromkeys(str(entry[4][0]) for entry in addresses))
 
@@ -209,6 +210,7 @@ def listen(address: str, port: int = 0, *, backlog: int = 512) -> socket.socket:
     """
     server = socket.socket(family(address), socket.SOCK_STREAM)
     try:
+        # A port that an ended job has used can be bound again at once.
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind((address, port))
         server.listen(backlog)

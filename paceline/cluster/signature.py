@@ -70,6 +70,7 @@ class Signer:
 
     def _verified(self, key: str, text: str) -> str:
         """Check the signature, and cut it off. Returns the JSON text."""
+        # A plain value is refused if there is a secret: any program could have written it.
         if text[:1] == _PLAIN:
             if self.secret is not None:
                 raise SecretError(
@@ -91,4 +92,5 @@ class Signer:
         return body
 
     def _names(self, key: str) -> tuple[bytes, bytes]:
+        """Names that are signed together with a value: the start of the job, and the whole key."""
         return self.start.encode(), f"{self.path}/{key}".encode()

@@ -106,28 +106,29 @@ def check_target(path: Path) -> None:
             ) from error
 
 
-def _host(given: Mapping[str, Any]) -> HostRanks:
+def _host(entry: Mapping[str, Any]) -> HostRanks:
     """Make a host from its JSON object."""
     devices = tuple(
         _made(Device, each | {"speeds": tuple(_made(DeviceSpeed, one) for one in each["speeds"])})
-        for each in given["devices"]
+        for each in entry["devices"]
     )
-    interfaces = tuple(_made(Interface, each) for each in given["interfaces"])
+    interfaces = tuple(_made(Interface, each) for each in entry["interfaces"])
+    # JSON has lists in place of tuples.
     return _made(
         HostRanks,
-        {**given, "ranks": tuple(given["ranks"]), "devices": devices, "interfaces": interfaces},
+        {**entry, "ranks": tuple(entry["ranks"]), "devices": devices, "interfaces": interfaces},
     )
 
 
-def _made(kind: type[T], given: Mapping[str, Any]) -> T:
+def _made(kind: type[T], entry: Mapping[str, Any]) -> T:
     """Make a dataclass from a JSON object that has exactly its fields."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    if set(given) != names:
-        raise KeyError(*sorted(set(given) ^ names))
+    if set(entry) != names:
+        raise KeyError(*sorted(set(entry) ^ names))
     for name, wanted in get_type_hints(kind).items():
-        if not _suits(given[name], wanted):
-            raise TypeError(f"{name} can't be {repr(given[name])[:40]}")
-    return kind(**given)
+        if not _suits(entry[name], wanted):
+            raise TypeError(f"{name} can't be {repr(entry[name])[:40]}")
+    return kind(**entry)
 
 
 def _suits(value: Any, wanted: Any) -> bool:

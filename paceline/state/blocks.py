@@ -79,8 +79,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 def within(inner: Box, outer: Box) -> tuple[slice, ...]:
     """Slices that select the box `inner` from a tensor with the box `outer`."""
     return tuple(
-        slice(begin - origin, end - origin)
-        for (begin, end), (origin, _) in zip(inner, outer, strict=True)
+        slice(begin - low, end - low) for (begin, end), (low, _) in zip(inner, outer, strict=True)
     )
 
 
@@ -175,6 +174,7 @@ def from_json(content: Json, *, partial: bool = False) -> BlockIndex:
     for path, entry in content.items():
         try:
             dtype, shape = form(entry["dtype"], entry["shape"])
+            # Before blocks are compared, which could take hours for a hostile file.
             if len(entry["blocks"]) > MOST_BLOCKS:
                 raise ValueError(
                     f"it is in {len(entry['blocks'])} blocks, and {MOST_BLOCKS} are possible"

@@ -44,11 +44,11 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
     for device, groups in by_device.items():
         largest = max(tensors[places[0]].nbytes * len(places) for places in groups.values())
         rows = min(PIECE if device.type == "cpu" else PIECE_ON_GPU, 1 + largest // (8 * ROW))
-        scratch = torch.empty(rows * ROW, dtype=torch.int64, device=device)
+        buffer = torch.empty(rows * ROW, dtype=torch.int64, device=device)
         numbers = [
-            _together([tensors[place] for place in places], scratch)
+            _together([tensors[place] for place in places], buffer)
             if isinstance(alike, tuple)
-            else _number(tensors[alike], scratch)
+            else _number(tensors[alike], buffer)
             for alike, places in groups.items()
         ]
         order = [place for places in groups.values() for place in places]
@@ -67,28 +67,28 @@ def flat(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
-def _together(tensors: Sequence[Tensor], scratch: Tensor) -> Tensor:
+def _together(tensors: Sequence[Tensor], buffer: Tensor) -> Tensor:
     """Compute checksums of tensors of one dtype and shape, with at most one row of words each.
 
-    Returns one int64 per tensor, on their device. `scratch` is memory for mixed words.
+    Returns one int64 per tensor, on their device. `buffer` is memory for mixed words.
     """
     width, sums = -(-tensors[0].nbytes // 8), []
-    for start in range(0, len(tensors), scratch.numel() // width):
+    for start in range(0, len(tensors), buffer.numel() // width):
         stacked = torch.stack(
-            [tensor.detach() for tensor in tensors[start : start + scratch.numel() // width]]
+            [tensor.detach() for tensor in tensors[start : start + buffer.numel() // width]]
         )
         data = flat(stacked).view(len(stacked), -1)
         rows = nn.functional.pad(data, (0, 8 * width - data.shape[1])).view(torch.int64)
         sums.append(
             weighted(
-                _mixed(rows, scratch[: rows.numel()].view(rows.shape)),
+                _mixed(rows, buffer[: rows.numel()].view(rows.shape)),
                 _weights(0, rows.device)[:width],
             )
         )
     return torch.cat(sums)
 
 
-def _number(x: Tensor, scratch: Tensor) -> Tensor:
+def _number(x: Tensor, buffer: Tensor) -> Tensor:
     """Compute the checksum of one large tensor, or an empty one."""
     data = flat(x)
     word_bytes = data.numel() // 8 * 8
@@ -100,41 +100,41 @@ def _number(x: Tensor, scratch: Tensor) -> Tensor:
     if rest.numel():
         last = torch.cat([rest, rest.new_zeros(8 - rest.numel())]).view(torch.int64)
     level = 0
-    rows = _rows(words, last, level, scratch)
+    rows = _rows(words, last, level, buffer)
     while rows.numel() > 1:
         level += 1
-        rows = _rows(rows, rows[:0], level, scratch)
+        rows = _rows(rows, rows[:0], level, buffer)
     return rows if rows.numel() else rows.new_zeros(1)
 
 
-def _rows(words: Tensor, last: Tensor, level: int, scratch: Tensor) -> Tensor:
+def _rows(words: Tensor, last: Tensor, level: int, buffer: Tensor) -> Tensor:
     """Compute the weighted sum of each row of words. `last` holds further words after them."""
-    weights, step = _weights(level, words.device), scratch.numel()
-    full_rows = words.numel() // ROW * ROW
+    weights, step = _weights(level, words.device), buffer.numel()
+    # `full` is the number of words in full rows. The rest makes a shorter row together with `last`:
+    # to add `last` to `words` first would copy all of them.
+    full = words.numel() // ROW * ROW
     pieces = [
-        words[start : min(start + step, full_rows)].view(-1, ROW)
-        for start in range(0, full_rows, step)
+        words[start : min(start + step, full)].view(-1, ROW) for start in range(0, full, step)
     ]
-    # The last row is shorter. Adding `last` to `words` would copy all of them.
-    rest = words[full_rows:]
+    rest = words[full:]
     if last.numel():
         rest = torch.cat([rest, last])
     if rest.numel():
         pieces.append(rest.view(1, -1))
     sums = [
         weighted(
-            _mixed(piece, scratch[: piece.numel()].view(piece.shape)), weights[: piece.shape[1]]
+            _mixed(piece, buffer[: piece.numel()].view(piece.shape)), weights[: piece.shape[1]]
         )
         for piece in pieces
     ]
     return torch.cat(sums) if sums else words
 
 
-def _mixed(words: Tensor, scratch: Tensor) -> Tensor:
-    """Compute x ^ (x >>> 32) of each word, into `scratch`."""
+def _mixed(words: Tensor, buffer: Tensor) -> Tensor:
+    """Compute x ^ (x >>> 32) of each word, into `buffer`."""
     # torch's shift of signed numbers copies the sign into the upper bits, so they are masked.
-    torch.bitwise_right_shift(words, 32, out=scratch)
-    return scratch.bitwise_and_(0xFFFFFFFF).bitwise_xor_(words)
+    torch.bitwise_right_shift(words, 32, out=buffer)
+    return buffer.bitwise_and_(0xFFFFFFFF).bitwise_xor_(words)
 
 
 def weighted(rows: Tensor, weights: Tensor) -> Tensor:

@@ -100,9 +100,7 @@ class Snapshot:
         It may come from another version of paceline, or from another program.
         """
         if type(self.version) is not int:
-            raise CheckpointError(
-                f"the version of a state has to be a number, not {self.version!r}"
-            )
+            raise CheckpointError(f"the version of a state must be a number, not {self.version!r}")
         try:
             _Trial(self.tensors).decode(self.tree)
         except UNREADABLE as error:

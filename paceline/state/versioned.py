@@ -130,6 +130,7 @@ class Versioned:
                 then, and the message has the first differences. Or a part has refused its state.
         """
         state = snapshot.unpack()
+        # Everything that can be compared is compared before any part changes.
         try:
             lines = self.differences(state)
         except UNREADABLE as error:
@@ -231,6 +232,7 @@ class UnownedParameters:
                 f"it has {', '.join(saved_forms) or 'none'}, and here optimizers have "
                 f"{', '.join(own_forms)} that are in no model"
             )
+        # In place: optimizers hold these very tensors.
         with torch.no_grad():
             for parameter, value in zip(self._all, state, strict=True):
                 parameter.copy_(value)
@@ -244,6 +246,7 @@ class WorkerGenerator:
 
     def __init__(self, seed: int, place: int, device: torch.device) -> None:
         self.generator, self._place = torch.Generator(device), place
+        # A hash, as neighbouring seeds can give similar numbers. Seeds have 63 bits.
         digest = hashlib.blake2b(f"{seed} {place}".encode(), digest_size=8).digest()
         self.generator.manual_seed(int.from_bytes(digest, "little") >> 1)
 

@@ -99,6 +99,7 @@ class LiveBar:
         if b"\n" in data:
             self._open = self._returned = False
         rest = data.rpartition(b"\n")[2]
+        # A carriage return moves to the start of the line, to draw it again.
         self._open |= bool(rest)
         self._returned |= b"\r" in rest
 
@@ -114,6 +115,7 @@ class LiveBar:
             else len(self._drawn)
         )
         self._drawn = []
+        # To the start of the first row, then erase to the end of the screen.
         return "\r" + (f"\x1b[{rows - 1}A" if rows > 1 else "") + "\x1b[J"
 
     def back(self, *, insist: bool = False) -> str:

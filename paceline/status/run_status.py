@@ -81,6 +81,7 @@ class ValueCurve:
         if self._count == self._each:
             self._whole.append(self._sum / self._count)
             self._sum, self._count = 0.0, 0
+        # The curve is full: two neighbours become one point.
         if len(self._whole) == _BUCKETS:
             self._whole = [
                 (one + other) / 2
@@ -120,8 +121,10 @@ def sparkline(points: Iterable[float], width: int) -> str:
     if len(values) < 2:
         return ""
     width = min(width, len(values))
+    # Each character shows the mean of about as many points as any other.
     edges = [column * len(values) // width for column in range(width + 1)]
     means = [sum(values[begin:end]) / (end - begin) for begin, end in itertools.pairwise(edges)]
     low, high = min(means), max(means)
+    # A flat curve is drawn with the lowest character.
     steps = (len(SIGNS) - 1) / (high - low) if high > low else 0.0
     return "".join(SIGNS[round((mean - low) * steps)] for mean in means)

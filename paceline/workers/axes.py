@@ -72,6 +72,7 @@ class RunAxes:
         if not mesh.cut:
             return dataclasses.replace(cls.plain(context, lambda: cluster), mesh=mesh)
         everyone, group = context.agreement, context.group
+        # Different meshes would hang or mix up samples later, so they are compared first.
         meshes = [body.decode() for body in everyone.meet("mesh", str(mesh).encode())]
         if len(set(meshes)) > 1:
             sides = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(meshes))
@@ -228,6 +229,7 @@ def _agreement(group: Group, whole: SyncContext, cluster: Topology) -> Agreement
 
 
 def _names(group: Group, cluster: Topology) -> tuple[str, ...]:
+    """List the names of the hosts of a group's workers."""
     return tuple(cluster.names()[rank] for rank in members(group))
 
 

@@ -140,6 +140,7 @@ def choose_device(asked: str | None, local: int) -> torch.device:
                 f"device={asked!r} was asked for, but this machine has no CUDA device; "
                 "leave device out, or give device='cpu'"
             )
+        # "cuda" alone: workers of a host take its GPUs in turn.
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", local % count)
         if device.type == "cuda" and device.index >= count:
@@ -151,6 +152,7 @@ def choose_device(asked: str | None, local: int) -> torch.device:
         device = torch.device("cuda", local % torch.cuda.device_count())
     else:
         device = torch.device("cpu")
+    # NCCL, and code of users that says "cuda", use the current device.
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
@@ -294,6 +296,7 @@ def _over_hosts(worker_context: WorkerContext) -> Group:
     """
     place, cluster = worker_context.place, worker_context.cluster
     flat = network(worker_context, "flat")
+    # With one worker on each host, there is nothing to share inside a host.
     if all(len(host.ranks) == 1 for host in cluster.hosts):
         return flat
     own_host = cluster.of(place.rank)
@@ -323,6 +326,7 @@ def _over_hosts(worker_context: WorkerContext) -> Group:
             f"shared memory: {errors[0]}"
         )
         return flat
+    # Between hosts, only the first worker of each host exchanges.
     leaders = [host.ranks[0] for host in cluster.hosts]
     outer = flat.make_subgroup(leaders)
     return HostsGroup(

@@ -82,6 +82,8 @@ class CallChannel:
         Returns:
             Whether the message was sent.
         """
+        # The file has no name. It exists until the receiver, which gets a copy of the descriptor,
+        # closes it too.
         descriptor = None if write is None else os.memfd_create("paceline-call", os.MFD_CLOEXEC)
         try:
             ancillary = []
@@ -109,7 +111,7 @@ class CallChannel:
             )
         except (BlockingIOError, ConnectionResetError):
             return None
-        # The descriptor becomes a file before anything can fail: it would stay open else.
+        # The descriptor becomes a file before anything can fail: otherwise it would stay open.
         descriptors = array.array("i")
         for _, _, data_of_descriptor in ancillary:
             descriptors.frombytes(data_of_descriptor)
@@ -138,5 +140,6 @@ def judge(call: tuple[int, int] | None) -> Callable[[Failure], None] | None:
 
 
 def _tell(channel: CallChannel, failure: Failure) -> None:
+    """Send the verdict: the failed worker, a line about it, and the end of its output."""
     fields = {"number": failure.rank, "line": failure.line().removeprefix("paceline: ")}
     channel.send("verdict", fields, lambda file: file.write(failure.tail.encode(errors="replace")))
