@@ -32,7 +32,7 @@ ORDER = ("demo", "run", "report", "watch", "layout", "probe", "lab", "export", "
 
 
 class OrderedGroup(TyperGroup):
-    """A group that lists its commands in `ORDER`. Typer would list groups first."""
+    """A group that lists its commands in `COMMAND_ORDER`. Typer would list groups first."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)

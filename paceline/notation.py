@@ -7,7 +7,7 @@ evaluated.
     text --> syntax tree --> `NotationCall`s --> arguments checked --> object
 
 A codec becomes a word where it is defined (`codec/words.py`), a strategy by its line in
-`STRATEGIES`.
+`STRATEGY_WORDS`.
 """
 
 from __future__ import annotations

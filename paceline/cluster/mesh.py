@@ -35,7 +35,7 @@ class Mesh:
     """Workers as a grid.
 
     Args:
-        axes: Name and size of each axis, in the order of `AXES`.
+        axes: Name and size of each axis, in the order of `AXIS_NAMES`.
         grid: The ranks. The last axis varies fastest.
     """
 
@@ -86,7 +86,7 @@ class Mesh:
     def index(self, rank: int, axes: Iterable[str]) -> int:
         """Index of a rank among the ranks along these axes.
 
-        Along `SAMPLED`, for instance, it is the index of the rank's part of the samples.
+        Along `SAMPLE_AXES`, for instance, it is the index of the rank's part of the samples.
         """
         coordinates, index = self.coordinates(rank), 0
         for name, size in self.axes:
@@ -242,7 +242,7 @@ def _joined(blocks: Sequence[_Block]) -> _Block:
 
 
 def _complete(sizes: Mapping[str, int | None], workers: int) -> tuple[tuple[str, int], ...]:
-    """Fill in the size that was left open, and put the axes into the order of `AXES`."""
+    """Fill in the size that was left open, and put the axes into the order of `AXIS_NAMES`."""
     text = ", ".join(name if size is None else f"{name}={size}" for name, size in sizes.items())
     if unknown := [name for name in sizes if name not in AXES]:
         raise UsageError(

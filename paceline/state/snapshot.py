@@ -95,7 +95,7 @@ class Snapshot:
         return _Decoder(self.tensors).decode(self.tree)
 
     def check(self) -> None:
-        """Raise `CheckpointError` if `unpack` couldn't read this snapshot.
+        """Raise `CheckpointError` if `unpack_state` couldn't read this snapshot.
 
         It may come from another version of paceline, or from another program.
         """

@@ -71,7 +71,7 @@ def bar_on(stream: TextIO, *, breaks: bool = True) -> LiveBar:
 class LiveBar:
     """The bar at the bottom of one terminal.
 
-    It is on the screen if `_drawn` isn't empty, and only then. It is never on the screen while
+    It is on the screen if `_drawn_widths` isn't empty, and only then. It is never there while
     another line of text is unfinished.
 
     Args:

@@ -77,7 +77,7 @@ class WorkerContext:
 class CurrentView:
     """The place of this worker among the workers that take part now.
 
-    `waits`: whether it has just joined, and hasn't been admitted yet.
+    `waits_for_admission`: whether it has just joined, and hasn't been admitted yet.
     """
 
     def __init__(self, worker: WorkerContext) -> None:

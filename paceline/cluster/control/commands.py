@@ -116,7 +116,7 @@ class CommandPipe:
     """The worker's end of the pipe, and the thread that reads it.
 
     `answer` is called when the launcher asks for this worker's position. It runs in the thread, as
-    `trip` of `arm` does.
+    `trip` of `watch_breaking_views` does.
     """
 
     def __init__(self, descriptor: int, answer: Callable[[], None] = lambda: None) -> None:
@@ -166,7 +166,7 @@ class CommandPipe:
             return self._rosters[self.latest] if self.latest > number else None
 
     def breaking(self, seconds: float, known: float = math.inf) -> Roster | None:
-        """Wait for a view that breaks the groups given to `arm`.
+        """Wait for a view that breaks the groups given to `watch_breaking_views`.
 
         Args:
             seconds: Time to wait at most.
@@ -205,6 +205,6 @@ class CommandPipe:
                     self._rosters[roster.number] = roster
                     self._changed.notify_all()
                     later = self._trip if self._breaks(roster) else None
-                # `arm` may have been called between the two blocks.
+                # `watch_breaking_views` may have been called between the two blocks.
                 if later is not None and later is not trip:
                     later()
