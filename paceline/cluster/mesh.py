@@ -201,7 +201,7 @@ def workers(text: str) -> int:
     for name, size in sizes.items():
         if size is None:
             raise UsageError(
-                f"mesh={text!r} leaves the size of {name} open: say how many, "
+                f"mesh={text!r} leaves the size of {name} open: give it, such as "
                 f"{name}=2, or give --workers"
             )
     return prod(size for size in sizes.values() if size is not None)
@@ -282,4 +282,4 @@ def _fitting(names: Sequence[str], workers: int) -> str:
         ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
         for sizes in shown
     ]
-    return f"what fits is {' | '.join(meshes)}"
+    return f"these fit: {' | '.join(meshes)}"

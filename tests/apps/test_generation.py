@@ -235,7 +235,7 @@ def test_the_command(job: Jobs, written: Path) -> None:
         ),
         (
             ("runs/test", "--mesh", "data, tensor=2"),
-            "mesh='data, tensor=2' leaves the size of data open: say how many, data=2",
+            "mesh='data, tensor=2' leaves the size of data open: give it, such as data=2",
         ),
         (
             ("runs/test", "--mesh", "tensor=3"),
