@@ -126,6 +126,7 @@ __all__ = [
     "where",
 ]
 
+# Names that each module defines.
 _NAMES: Final = {
     "paceline.codec.codec": (
         "after",
@@ -167,10 +168,12 @@ _NAMES: Final = {
     "paceline.sync.localsgd.outer": ("average", "nesterov"),
     "paceline.sync.per_axis": ("Sequence",),
 }
+# Module of each name.
 _HOMES: Final = {name: module for module, names in _NAMES.items() for name in names}
 
 
-if not TYPE_CHECKING:  # a checker is to see names that aren't there
+# Hidden from type checkers: with it, they would accept any name.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
@@ -178,7 +181,8 @@ if not TYPE_CHECKING:  # a checker is to see names that aren't there
                 f"module 'paceline' has no attribute {name!r}; it has {', '.join(__all__)}"
             )
         value = getattr(_import_quickly(_HOMES[name]), name)
-        globals()[name] = value  # the next use doesn't come here
+        # The next use of the name finds it here, and doesn't call this function.
+        globals()[name] = value
         return value
 
 
@@ -187,18 +191,18 @@ def __dir__() -> list[str]:
 
 
 def _import_quickly(module: str) -> Any:
-    """Import a module while Python doesn't look for garbage: it would go through all of torch.
+    """Import a module with garbage collection paused, as a collection would visit all of torch.
 
-    After the module of `start`, all objects of that moment are left out of later searches too
-    (`gc.freeze`), as the modules of torch stay until the end. So a process starts and ends in two
-    thirds of the time. If a program has disabled the search, its objects are left as they are.
+    After the module of `start`, all objects that exist by then are left out of later collections
+    too (`gc.freeze`), because the modules of torch stay until the end. A process then starts and
+    ends in two thirds of the time. If the program has disabled collection, nothing is frozen.
     """
-    searching = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         return importlib.import_module(module)
     finally:
-        if searching:
+        if was_enabled:
             if module == _HOMES["start"]:
                 gc.freeze()
             gc.enable()

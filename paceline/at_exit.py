@@ -1,9 +1,9 @@
-"""Calls at the exit of the process that registered them, and not at the exit of its forks.
+"""Calls functions when the process that registered them exits, but not when a fork of it exits.
 
-worker  at_exit(close) -----------> exit: close()
+worker  call_at_exit(close) ------> exit: close()
    |
-   +-- fork --> sys.exit()          Python would call the registered function here, too: the
-                                    connections and shared memory that `close` ends are the worker's
+   +-- fork --> sys.exit()          Python's `atexit` would call `close` here too, and end
+                                    connections and shared memory that the worker still uses
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from functools import partial
 
 
 def at_exit(call: Callable[[], object]) -> Callable[[], None]:
-    """Have `call` called when this process exits; returns what takes that back."""
+    """Register a function to call when this process exits.
+
+    Returns a function that takes the registration back.
+    """
+    # A fork inherits the handlers of `atexit`, and runs them too.
     process = os.getpid()
 
     def end() -> None:

@@ -1,19 +1,19 @@
 """paceline as a backend of torch.distributed.
 
-    dist.init_process_group("paceline")        torch knows the name wherever paceline is installed
+    dist.init_process_group("paceline")        torch knows the name once paceline is installed
     dist.init_process_group("paceline", init_method="paceline://")    started by Slurm or MPI
 
-    import paceline.backend                    registers it if entry points aren't loaded
+    import paceline.backend                    registers the backend if entry points aren't loaded
 
-For a script that isn't touched: it gets paceline where it asks for Gloo.
+A script can stay as it is. It then gets paceline whenever it asks for Gloo:
 
     python -m paceline.backend train.py
     torchrun ... -m paceline.backend train.py        and srun, and mpirun
     paceline run --backend paceline train.py
 
 DDP, fully_shard, DTensor and everything else on top of torch.distributed then exchange CPU tensors
-by paceline's groups: through shared memory inside a host, one copy per host between hosts. Start it
-by torchrun, `paceline run`, Slurm or MPI, or give ranks of your own.
+through paceline's groups: through shared memory inside a host, and with one copy per host between
+hosts. Start the script with torchrun, `paceline run`, Slurm or MPI, or pass ranks of your own.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from paceline.session.registration import register
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script as Python would, with this backend in the place of Gloo."""
+    """Run a script as Python would, with this backend in place of Gloo."""
     if not arguments:
         raise SystemExit("usage: python -m paceline.backend SCRIPT [ARGUMENTS]")
     set_torch_variables()
     replace_gloo()
     sys.argv[:] = arguments
+    # As `python SCRIPT` does: modules next to the script can be imported.
     sys.path[0] = str(Path(arguments[0]).resolve().parent)
     runpy.run_path(arguments[0], run_name="__main__")
 

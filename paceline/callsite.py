@@ -1,6 +1,6 @@
-"""The call site in a user's script: which frames of a stack are its own, and not ours or torch's.
+"""Finds the line of a user's script in a stack, between the frames of paceline and torch.
 
-Looked at only after a failure.
+Used only after a failure, so it need not be fast.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import sys
 from pathlib import Path
 
 _HERE = str(Path(__file__).parent)
-# written as a user would
+# Programs inside the package that are written as a user would write them.
 _PROGRAMS = tuple(os.path.join(_HERE, name) + os.sep for name in ("apps", "bench"))
 _STANDARD = os.path.dirname(contextlib.__file__) + os.sep
 _INSIDE = (_HERE + os.sep, contextlib.__file__, "<frozen ")
 
 
 def foreign(file: str) -> bool:
-    """Whether a frame of this file is not the user's: paceline's own, or torch's."""
+    """Whether a file belongs to paceline or torch, and not to the user."""
     return file.startswith(_INSIDE + _torch()) and not file.startswith(_PROGRAMS)
 
 
 def scripted(file: str) -> bool:
-    """Whether a file belongs to the user's script, and not to a library."""
+    """Whether a file belongs to the user's program, and not to any library."""
     return (
         not foreign(file)
         and not file.startswith(_STANDARD)
@@ -32,8 +32,9 @@ def scripted(file: str) -> bool:
 
 
 def place() -> str:
-    """Return the innermost line of the user's on this thread's stack, as ` (train.py:12)`; empty
-    where there is none.
+    """Find the innermost line of the user's code on this thread's stack, as ` (train.py:12)`.
+
+    Empty if all frames belong to libraries.
     """
     frame = sys._getframe(1)
     while foreign(frame.f_code.co_filename):
@@ -41,15 +42,17 @@ def place() -> str:
             return ""
         frame = frame.f_back
     file = frame.f_code.co_filename
-    beside = (
+    # Files below the working folder are shown by their relative path.
+    shown = (
         os.path.relpath(file)
         if os.path.isabs(file) and file.startswith(os.getcwd() + os.sep)
         else file
     )
-    return f" ({beside}:{frame.f_lineno})"
+    return f" ({shown}:{frame.f_lineno})"
 
 
 def _torch() -> tuple[str, ...]:
+    # Not imported for this: a process without torch has no frames of torch.
     torch = sys.modules.get("torch")
     return (
         ()

@@ -1,4 +1,4 @@
-"""The command line: arguments to objects, and nothing else."""
+"""The command line: turns arguments into objects, and calls the function that does the work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ORDER = ("demo", "run", "report", "watch", "layout", "probe", "lab", "export", "
 
 
 class OrderedGroup(TyperGroup):
-    """A group that lists its commands in `ORDER`: typer would list groups first."""
+    """A group that lists its commands in `COMMAND_ORDER`. Typer would list groups first."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -55,11 +55,12 @@ app.add_typer(bench, name="bench")
 bench.command("scaling")(command.scaling)
 app.command("watch")(watch_run)
 
+# Folders of scripts that commands start on workers.
 BENCH, APPS = Path(__file__).parent / "bench", Path(__file__).parent / "apps"
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"paceline {paceline.__version__}")
         raise typer.Exit
 
@@ -108,7 +109,7 @@ def run(
     quiet: options.Quiet = False,
 ) -> None:
     """Start the workers of this host, and watch them to the end."""
-    job = LaunchRequest(
+    request = LaunchRequest(
         script=str(script),
         args=tuple(args or ()),
         workers=workers,
@@ -133,22 +134,24 @@ def run(
         backend=backend,
         progress=QUIET if quiet else progress,
     )
-    given = {} if interface is None else {"PACELINE_INTERFACE": interface}
+    env = {} if interface is None else {"PACELINE_INTERFACE": interface}
     if watch is None:
-        raise typer.Exit(_start(job, given))
+        raise typer.Exit(_start(request, env))
+    # The page serves from before the workers start until after they end.
     with watched(
-        watch, launch.shared_secret(job, environment()), elsewhere=hosts > 1 or join is not None
+        watch, launch.shared_secret(request, environment()), elsewhere=hosts > 1 or join is not None
     ) as watcher:
-        code = _start(job, given, watcher)
+        code = _start(request, env, watcher)
     raise typer.Exit(code)
 
 
 def _start(
-    job: LaunchRequest, given: Mapping[str, str] | None = None, watcher: RunWatcher | None = None
+    request: LaunchRequest, env: Mapping[str, str] | None = None, watcher: RunWatcher | None = None
 ) -> int:
-    """Run a job, and give its exit code."""
-    proof.prove(job)
-    return launch.run(job, {**environment(), **(given or {})}, watcher)
+    """Run a job to its end, with `env` added to the environment. Returns its exit code."""
+    # A mistake in a strategy or a mesh ends the command here, before any worker starts.
+    proof.prove(request)
+    return launch.run(request, {**environment(), **(env or {})}, watcher)
 
 
 @app.command()
@@ -165,19 +168,17 @@ def probe(
     dtypes: options.Dtypes = "float32,bfloat16",
     out: options.Measured = Path("cluster.json"),
 ) -> None:
-    """Measure what each worker computes and each link carries, say what is odd, and write it all
-    to a file.
-    """
+    """Measure the speed of each worker and each link, warn of odd values, and write a file."""
     args = lab.probing(dtypes, out, here=hosts == 1)
-    meeting = {
+    rendezvous = {
         "join": join,
         "host_rank": host_rank,
         "secret_file": secret_file,
         "placement": placement,
     }
-    given = lab.UNMEASURED | ({} if interface is None else {"PACELINE_INTERFACE": interface})
+    env = lab.UNMEASURED | ({} if interface is None else {"PACELINE_INTERFACE": interface})
     raise typer.Exit(
-        _measure("probe.py", args, workers, threads, given=given, hosts=hosts, bare=True, **meeting)
+        _measure("probe.py", args, workers, threads, env=env, hosts=hosts, bare=True, **rendezvous)
     )
 
 
@@ -191,13 +192,15 @@ def layout(
     mesh: options.Mesh = None,
     cut: options.Cut = None,
 ) -> None:
-    """Show what each worker would hold of a script's model, and train nothing."""
+    """Show the parts of a script's model that each worker would hold, without training."""
+    # Commands import rich and reports only if they need them, so that `paceline run` starts faster.
     from rich.console import Console
 
     from paceline.observe import layout_report as table
 
     with tempfile.TemporaryDirectory(prefix="paceline-layout-") as folder:
-        job = LaunchRequest(
+        # Workers that find this variable write their layout to the folder, and end.
+        request = LaunchRequest(
             script=str(script),
             args=tuple(args or ()),
             workers=workers,
@@ -205,10 +208,11 @@ def layout(
             mesh=mesh,
             cut=cut,
         )
-        code = _start(job, {"PACELINE_LAYOUT": folder})
+        code = _start(request, {"PACELINE_LAYOUT": folder})
         if code:
             raise typer.Exit(code)
-        width = None if sys.stdout.isatty() else 160  # a file has room
+        # A file has room for wide tables.
+        width = None if sys.stdout.isatty() else 160
         table.print_layout(table.read_layout(Path(folder), str(script)), Console(width=width))
 
 
@@ -225,12 +229,10 @@ def demo(
     ] = None,
     mesh: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Train as many steps cut like that, such as 'tensor=2'; may be repeated."
-        ),
+        typer.Option(help="Train also with this mesh, such as 'tensor=2'; may be repeated."),
     ] = None,
 ) -> None:
-    """Show what is special: the same losses alone and together, a lost worker, a slow link."""
+    """Demonstrate equal losses on one and many workers, a lost worker, and a slow link."""
     from rich.console import Console
 
     from paceline.apps.demo import DemoPlan
@@ -251,7 +253,7 @@ def generate(
         ),
     ],
     *,
-    prompt: Annotated[str, typer.Option(help="The text to go on from.")] = "def ",
+    prompt: Annotated[str, typer.Option(help="The text to continue.")] = "def ",
     workers: Annotated[
         int | None,
         typer.Option(
@@ -261,7 +263,7 @@ def generate(
     mesh: Annotated[
         str | None,
         typer.Option(
-            help="How workers cut the model, such as 'tensor=2' (the default along all workers)."
+            help="Grid of the workers, such as 'tensor=2'; default: tensor along all workers."
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens (bytes) to write.", min=1)] = 200,
@@ -272,38 +274,38 @@ def generate(
         bool, typer.Option("--greedy", help="Always take the likeliest token.")
     ] = False,
     seed: Annotated[
-        int | None, typer.Option(help="Draws the same tokens each time; default: others each time.")
+        int | None, typer.Option(help="Seed of the draws; default: a different one each time.")
     ] = None,
     best: options.Best = False,
     threads: options.Threads = None,
 ) -> None:
-    """Write text with the model of a run, cut in any way."""
+    """Generate text with the model of a run, on any mesh."""
     from paceline.observe.choosing import choose_run
 
-    count = workers if workers is not None else 1 if mesh is None else shape.workers(mesh)
+    # Without --workers, as many as the mesh has.
+    job_size = workers if workers is not None else 1 if mesh is None else shape.workers(mesh)
     if mesh is not None and shape.read(mesh).get("data", 1) != 1:
         raise UsageError(
-            f"--mesh {mesh!r} has replicas, which would all write the same; leave out `data`"
+            f"--mesh {mesh!r} has replicas, which would all write the same text; leave out `data`"
         )
     if not prompt:
-        raise UsageError("--prompt is empty: give a letter or more to go on from")
-    where = choose_run(folder)
-    if not where.is_dir():
+        raise UsageError("--prompt is empty: give at least one character to continue")
+    run_folder = choose_run(folder)
+    if not run_folder.is_dir():
         raise UsageError(
-            f"there is no folder {where}; give that of a run, such as runs/NAME, "
+            f"there is no folder {run_folder}; give the folder of a run, such as runs/NAME, "
             "or of one of its checkpoints"
         )
     args = [
-        f"--of={where}",
+        f"--of={run_folder}",
         f"--prompt={prompt}",
         f"--tokens={tokens}",
         f"--temperature={0.0 if greedy else temperature}",
     ]
     args += [*([] if seed is None else [f"--seed={seed}"]), *(["--best"] if best else [])]
     script = str(APPS / "generation.py")
-    raise typer.Exit(
-        _start(LaunchRequest(script, tuple(args), count, threads=threads, mesh=mesh, bare=True))
-    )
+    request = LaunchRequest(script, tuple(args), job_size, threads=threads, mesh=mesh, bare=True)
+    raise typer.Exit(_start(request))
 
 
 @bench.command()
@@ -317,7 +319,7 @@ def collectives(
     via: Annotated[
         str, typer.Option(help="Ways to all-reduce: native, or names of schedules.")
     ] = "native,direct,ring,tree,halving-doubling",
-    seconds: Annotated[float, typer.Option(help="How long to measure each.", min=0)] = 0.5,
+    seconds: Annotated[float, typer.Option(help="Seconds to measure each for.", min=0)] = 0.5,
     draw: Annotated[
         str | None,
         typer.Option(
@@ -326,6 +328,7 @@ def collectives(
     ] = None,
 ) -> None:
     """Measure all-reduce: sizes, schedules, registered and ordinary memory."""
+    # A drawing needs no workers.
     if draw is not None:
         from paceline.bench.pictures import picture
 
@@ -333,6 +336,7 @@ def collectives(
         raise typer.Exit
     from paceline.bench import asked
 
+    # Both are parsed here only to raise before any worker starts.
     asked.sizes(sizes), asked.ways(via)
     args = ("--sizes", sizes, "--via", via, "--seconds", str(seconds))
     raise typer.Exit(_measure("collectives.py", args, workers, threads))
@@ -350,7 +354,7 @@ def training(
     steps: Annotated[int, typer.Option(help="Steps to measure.", min=1)] = 60,
     sync: options.Sync = None,
 ) -> None:
-    """Measure a training step: with the exchange, and without."""
+    """Measure a training step, with the exchange and without it."""
     args = ("--model", model, "--batch", str(batch), "--steps", str(steps))
     raise typer.Exit(_measure("training.py", args, workers, threads, sync=sync))
 
@@ -366,19 +370,21 @@ def pipeline(
         ),
     ] = None,
     forward: Annotated[
-        float, typer.Option(help="Time of a forward of one micro-batch, of all that a rank holds.")
+        float,
+        typer.Option(help="Time of a forward of one micro-batch through all stages of a rank."),
     ] = 1.0,
-    backward: Annotated[float, typer.Option(help="Time of its backward.")] = 2.0,
+    backward: Annotated[float, typer.Option(help="Time of the backward.")] = 2.0,
     transfer: Annotated[
-        float, typer.Option(help="Time of sending what a stage gives to the next.")
+        float, typer.Option(help="Time to send the activations of one stage to the next.")
     ] = 0.0,
 ) -> None:
-    """Draw schedules of pipelines, with their bubbles and what they keep."""
+    """Draw schedules of pipelines, with their bubbles and the activations that they keep."""
     from rich.console import Console
 
     from paceline.bench import pipelines
 
-    width = None if sys.stdout.isatty() else 120  # a file is read at any width
+    # A file can be read at any width.
+    width = None if sys.stdout.isatty() else 120
     pipelines.show(draw, (forward, backward, transfer), Console(width=width, highlight=False))
 
 
@@ -388,17 +394,27 @@ def _measure(
     workers: int,
     threads: int | None,
     *,
-    given: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | None = None,
     **fields: Any,
 ) -> int:
-    """Run a script of paceline/bench on the workers, with run folders that go when it ends;
-    `fields` are more of `LaunchRequest`.
+    """Run a script of paceline/bench on workers. Its run folders are removed when it ends.
+
+    Args:
+        script: Name of the script.
+        args: Its arguments.
+        workers: Number of workers on this host.
+        threads: Threads of each worker.
+        env: Variables added to the environment.
+        **fields: More fields of `LaunchRequest`.
+
+    Returns:
+        The exit code.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        job = LaunchRequest(
+        request = LaunchRequest(
             str(BENCH / script), (*args, "--folder", folder), workers, threads=threads, **fields
         )
-        return _start(job, given)
+        return _start(request, env)
 
 
 @app.command()
@@ -418,22 +434,22 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Say where the time of a run went, and what to do about it."""
+    """Report where the time of a run went, and what to do about it."""
     from paceline.observe.choosing import choose_run
     from paceline.observe.page.writing import write_page
     from paceline.observe.report import format_report as describe
 
-    found = [choose_run(folder) for folder in folders] if folders else [choose_run(None)]
+    runs = [choose_run(folder) for folder in folders] if folders else [choose_run(None)]
     if html is not None:
-        size = write_page(found, html)
-        typer.echo(f"{html}: a page of {', '.join(folder.name for folder in found)}, {sized(size)}")
-    elif len(found) > 1:
+        size = write_page(runs, html)
+        typer.echo(f"{html}: a page of {', '.join(folder.name for folder in runs)}, {sized(size)}")
+    elif len(runs) > 1:
         raise UsageError(
-            "several runs are compared on a page: say where that goes, paceline report RUN RUN "
-            "--html out.html"
+            "several runs are compared on a page: give a file for it, as in paceline report "
+            "RUN RUN --html out.html"
         )
     else:
-        typer.echo(describe(found[0]))
+        typer.echo(describe(runs[0]))
 
 
 @app.command()
@@ -451,17 +467,17 @@ def export(
     part: Annotated[
         str | None,
         typer.Option(
-            help="Which of several models, or what run.keep was told; default: the only model."
+            help="One of several models, or an object kept by run.keep; default: the only model."
         ),
     ] = None,
     best: options.Best = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
-    """Write the model of a run's newest checkpoint, or of its best, to one file of safetensors."""
+    """Write the model of a run's newest or best checkpoint to one safetensors file."""
     from paceline.checkpoint.files.export import export as write
     from paceline.observe.choosing import choose_run
 
-    found = write(
+    checkpoint = write(
         choose_run(folder),
         out,
         part,
@@ -470,15 +486,19 @@ def export(
         say=lambda text: typer.echo(f"paceline: {text}", err=True),
     )
     typer.echo(
-        f"{out}: the model of {found.path} at step {found.step}, {sized(out.stat().st_size)}"
+        f"{out}: the model of {checkpoint.path} at step {checkpoint.step}, "
+        f"{sized(out.stat().st_size)}"
     )
 
 
 def main() -> None:
-    """Run the command `paceline`: a mistake of the user ends it with 2, any other error of ours
-    with 1.
+    """Run the command `paceline`.
+
+    Exits with code 2 after a mistake of the user, and with 1 after any other error of paceline.
     """
+    # First of all: sockets would get the numbers of closed standard streams, as under cron.
     output.stand_in()
+    # Typer turns its own errors into exit codes. Errors of paceline become one line each.
     try:
         app()
     except PacelineError as error:

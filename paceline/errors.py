@@ -8,13 +8,13 @@ PacelineError
 │   │                               point) is unknown or makes no sense
 │   ├── SecretError                 the job's secret is missing, unreadable, or differs
 │   └── DataError                   a loader, sampler or batch can't be dealt
-├── Mismatch                        workers were about to do different things; both are named
+├── Mismatch                        workers were about to do different things; names both
 ├── ReplicasDiffer                  state that should be equal differs; names workers and tensors
 ├── DeadlineExceeded (TimeoutError) a wait has passed its deadline; names missing ranks and hosts
 ├── WorkerLost                      another worker is gone
-│   └── ServerLost                  a server is gone; the workers may all be there
+│   └── ServerLost                  a server is gone; the workers may all be alive
 ├── WorkerFailed                    a worker of `pl.launch` failed; the message has its traceback
-├── StateLost                       lost state is nowhere else: only a checkpoint helps
+├── StateLost                       lost state exists nowhere else: only a checkpoint helps
 ├── ViewChanged                     the group of this work has been replaced
 ├── ResourceError                   this machine lacks something (shared memory, a kernel feature,
 │                                   disk space)
@@ -30,7 +30,7 @@ class PacelineError(Exception):
 
 
 class UsageError(PacelineError, ValueError):
-    """A mistake of the caller: found, possible, and what to do next."""
+    """A mistake of the caller. The message has the value found, the values possible, the fix."""
 
 
 class NotationError(UsageError):
@@ -38,7 +38,7 @@ class NotationError(UsageError):
 
 
 class PlaceError(UsageError):
-    """The place of this process in the job can't be told from its surroundings."""
+    """The place of this process in the job can't be told from its environment."""
 
 
 class SecretError(UsageError):
@@ -50,17 +50,18 @@ class DataError(UsageError):
 
 
 class Mismatch(PacelineError):
-    """Workers were about to exchange different things; the message names both sides."""
+    """Workers were about to exchange different things. The message names both sides."""
 
 
 class ReplicasDiffer(PacelineError):
-    """Parameters, buffers or what optimizers remember differ between workers; the message says
-    on which ranks, and which tensors.
+    """Parameters, buffers or optimizer state differ between workers.
+
+    The message names the ranks and the tensors.
     """
 
 
 class DeadlineExceeded(PacelineError, TimeoutError):
-    """A wait has passed its deadline; `missing` holds the ranks that never came."""
+    """A wait has passed its deadline. `missing` holds the ranks that never came."""
 
     def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -68,7 +69,7 @@ class DeadlineExceeded(PacelineError, TimeoutError):
 
 
 class WorkerLost(PacelineError):
-    """A worker is gone; `ranks` says which."""
+    """Another worker is gone. `ranks` holds the workers that are gone."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -76,8 +77,9 @@ class WorkerLost(PacelineError):
 
 
 class WorkerFailed(PacelineError):
-    """A worker of `pl.launch` has failed: `rank` says which (None: none of them began); the
-    message has its traceback.
+    """A worker of `pl.launch` has failed. The message has its traceback.
+
+    `rank` is the rank of the worker, or None if no worker started.
     """
 
     def __init__(self, message: str, rank: int | None = None) -> None:
@@ -86,7 +88,7 @@ class WorkerFailed(PacelineError):
 
 
 class StateLost(PacelineError):
-    """The state that lost workers alone had is nowhere else."""
+    """State that only the lost workers had exists nowhere else."""
 
 
 class ServerLost(WorkerLost):
@@ -94,15 +96,16 @@ class ServerLost(WorkerLost):
 
 
 class ViewChanged(PacelineError):
-    """The view of the group has changed; work that was pending in the old one is cancelled."""
+    """The view of the group has changed, and work pending in the old view is cancelled."""
 
 
-LOSSES = (WorkerLost, ViewChanged)  # what the living can go on after
+# Errors after which the workers that are still alive can go on.
+LOSSES = (WorkerLost, ViewChanged)
 
 
 class ResourceError(PacelineError):
-    """The machine lacks something that was needed, and the message says what to do."""
+    """The machine lacks something that is needed. The message says what to do."""
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint can't be used; the message says why and which one can."""
+    """A checkpoint can't be used. The message says why, and which other checkpoint can."""

@@ -1,5 +1,6 @@
-"""Formatting of values in words: an object as the call that makes it, and the nearest of some
-names. Imports nothing of ours.
+"""Formats values for messages: calls, choices, counts, bytes, durations, error messages.
+
+Imports nothing from paceline.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from typing import Any, Union, get_args, get_origin
 
 
 def spell(value: object) -> str:
-    """Write the notation of `value`: the call that makes it, defaults left out.
+    """Format a value as the call that makes it, without arguments that have their defaults.
 
-    A class that should be written like this says `__repr__ = spell` in its body, and keeps each
-    argument of its constructor in the attribute of the same name, as a dataclass does. Python
-    functions and classes have no notation; what is given can't be read back.
+    A class takes part by `__repr__ = format_as_call` in its body. It keeps each argument of its
+    constructor in the attribute of the same name, as a dataclass does. Python functions and other
+    classes have no notation: their text can't be read back.
 
-    Example: `spell(LocalSGD(every=16))` is `"LocalSGD(16)"` if `every` has no default,
-    `"LocalSGD(every=16)"` if it has another.
+    Example: `format_as_call(LocalSGD(every=16))` is `"LocalSGD(16)"` if `every` has no default,
+    and `"LocalSGD(every=16)"` if it has another default.
     """
     if type(value) in (tuple, list):
         items = [spell(item) for item in value]  # type: ignore[attr-defined]
@@ -38,38 +39,43 @@ def spell(value: object) -> str:
 
 
 def _arguments(value: Any) -> Iterator[str]:
-    """Yield the arguments between the brackets: positional while every argument before it was
-    required, by name after.
+    """Yield the arguments of the call.
+
+    An argument is positional while all before it are required, and goes by name after that.
     """
+    # A field with a factory has no default in the signature that a value could be compared to.
     factories = (
         {f.name: f.default_factory for f in dataclasses.fields(value)}
         if dataclasses.is_dataclass(value)
         else {}
     )
     positional, kind = True, value.__class__
+    # Once an argument is left out, those after it can only go by name.
     for name, parameter in _parameters(kind):
-        given, factory = getattr(value, name), factories.get(name)
+        argument, factory = getattr(value, name), factories.get(name)
         required = parameter.default is parameter.empty
-        if not required and _same(given, factory() if callable(factory) else parameter.default):
+        if not required and _same(argument, factory() if callable(factory) else parameter.default):
             positional = False
             continue
         positional = positional and required and parameter.kind is not parameter.KEYWORD_ONLY
-        yield spell(given) if positional else f"{name}={spell(given)}"
+        yield spell(argument) if positional else f"{name}={spell(argument)}"
 
 
 @functools.lru_cache(256)
 def _parameters(kind: type) -> tuple[tuple[str, inspect.Parameter], ...]:
-    """Return the parameters of a constructor by name."""
+    """List the parameters of a constructor with their names."""
     return tuple(inspect.signature(kind).parameters.items())
 
 
 def _same(one: object, other: object) -> bool:
+    """Whether two values are equal, and of one type."""
     return one is other or (type(one) is type(other) and bool(one == other))
 
 
 def printable(text: str) -> str:
-    """Write a text for a terminal: signs that can't be printed, such as those that move its
-    cursor, become what Python calls them.
+    """Escape characters that can't be printed, such as those that move a terminal's cursor.
+
+    They are written as in a Python literal, such as `\\x1b`.
     """
     return "".join(
         sign if sign.isprintable() or sign == "\n" else sign.encode("unicode_escape").decode()
@@ -78,54 +84,60 @@ def printable(text: str) -> str:
 
 
 def choices(found: str, possible: Iterable[str]) -> str:
-    """Write the end of a message about an unknown name: the possible ones, and the one that was
-    perhaps meant.
+    """Format the end of a message about an unknown name: the choices, and the likely one.
 
-    Example: `choices("rnig", ["ring", "tree"])` is `"possible: ring, tree; did you mean ring?"`.
+    Example: `format_choices("rnig", ["ring", "tree"])` is `"possible: ring, tree; did you mean
+    ring?"`.
     """
     names = sorted(possible)
     if not names:
         return "there are none to choose from"
+    # Compared in lower case: "localsgd" is meant as LocalSGD.
     folded = {name.lower(): name for name in names}
     near = difflib.get_close_matches(found.lower(), folded, n=1)
     return f"possible: {', '.join(names)}" + (f"; did you mean {folded[near[0]]}?" if near else "")
 
 
 def unknown(option: str, value: object, kind: Any) -> str:
-    """Write what is wrong with the value of an option whose choices are a `Literal`, or a union
-    with one; nothing where it is a choice.
+    """Describe an unknown value of an option. Empty if the value is one of the choices.
 
-    Example: `unknown("trace", "lst", Literal["last", "all"])` is `"trace='lst' is unknown;
-    possible: all, last; did you mean last?"`.
+    Example: `describe_unknown_choice("trace", "lst", Literal["last", "all"])` is `"trace='lst' is
+    unknown; possible: all, last; did you mean last?"`.
+
+    Args:
+        option: Name of the option.
+        value: Its value.
+        kind: Its choices, a `Literal` or a union that contains one.
     """
     words = list(_words(kind))
+    # Types are compared too: True == 1, but only one of them may be a choice.
     if any(type(value) is type(word) and value == word for word in words):
         return ""
     return f"{option}={value!r} is unknown; {choices(str(value), map(str, words))}"
 
 
 def _words(kind: Any) -> Iterator[Any]:
-    """Yield the choices in a `Literal`, or in those of a union."""
+    """Yield the choices of a `Literal`, or of all `Literal`s in a union."""
     for part in get_args(kind):
         yield from _words(part) if get_origin(kind) in (Union, UnionType) else [part]
 
 
 def nearest(found: str, names: Iterable[str]) -> str:
-    """Write in brackets which name is like one that is unknown; nothing where none is close.
+    """Format a hint at the name nearest to an unknown one. Empty if none is close.
 
-    Example: `nearest("haed.weight", ["head.weight"])` is `" (the nearest is head.weight)"`.
+    Example: `suggest_nearest("haed.weight", ["head.weight"])` is `" (the nearest is head.weight)"`.
     """
     near = difflib.get_close_matches(found, list(names), n=1)
     return f" (the nearest is {near[0]})" if near else ""
 
 
 def counted(number: int, thing: str) -> str:
-    """Write a number of things: "1 step", "2,000 steps"."""
+    """Format a number of things: "1 step", "2,000 steps"."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def sized(number: float) -> str:
-    """Write a number of bytes: "12 bytes", "7.5 MB"."""
+    """Format a number of bytes: "12 bytes", "7.5 MB"."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if number >= size:
             return f"{number / size:.1f} {unit}"
@@ -133,20 +145,20 @@ def sized(number: float) -> str:
 
 
 def spoken(seconds: float) -> str:
-    """Write a time in seconds as on a clock: 0:07, 12:34, 1:02:03."""
+    """Format seconds as on a clock: 0:07, 12:34, 1:02:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def message(error: BaseException | None) -> list[str]:
-    """Return the lines of an error's message, and of its notes, as Python shows them: an error that
-    can't tell its message has one, too.
+    """Split the message of an error, and its notes, into lines, as Python prints them.
 
-    There is at least one line, which is empty if the error says nothing.
+    An error whose `__str__` fails has a message too. There is at least one line. It is empty if the
+    error has no message.
     """
     shown = [] if error is None else "".join(traceback.format_exception_only(error)).splitlines()
-    # a SyntaxError begins with its place
+    # A SyntaxError begins with indented lines that show its place.
     first = next(
         (index for index, line in enumerate(shown) if not line.startswith(" ")), len(shown)
     )

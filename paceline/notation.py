@@ -1,9 +1,13 @@
-"""The notation of strategies: text to objects and back; calls, names and literals, read through
-`ast` and never evaluated.
+"""The notation of strategies, codecs and cuts: turns text into objects, and back.
 
-A notation is what one would write in Python to make the object, `AllReduce(via="ring")`; `repr` of
-the object gives it back. A codec is a word by its definition (`codec/words.py`), a strategy by its
-line in `STRATEGIES`.
+The notation of an object is the Python call that makes it, such as `AllReduce(via="ring")`. `repr`
+of the object gives it back. It has calls, names and literals. It is parsed with `ast`, and never
+evaluated.
+
+    text --> syntax tree --> `NotationCall`s --> arguments checked --> object
+
+A codec becomes a word where it is defined (`codec/words.py`), a strategy by its line in
+`STRATEGY_WORDS`.
 """
 
 from __future__ import annotations
@@ -29,8 +33,8 @@ from paceline.removed import refuse_removed
 
 Vocabulary = Mapping[str, "str | Callable[..., Any]"]
 
-# Each word and what it calls: "module:name" is imported when the word is used, so that a text can
-# be checked without torch.
+# The function or class that each word calls. "module:name" is imported when the word is used, so
+# that a text can be checked without torch.
 STRATEGIES: Final[Mapping[str, str]] = {
     "AllReduce": "paceline.sync.allreduce:AllReduce",
     "LocalSGD": "paceline.sync.localsgd.strategy:LocalSGD",
@@ -41,8 +45,7 @@ STRATEGIES: Final[Mapping[str, str]] = {
     **{word: f"paceline.sync.localsgd.outer:{word}" for word in ("average", "nesterov")},
 }
 
-
-# The words of cuts, which have a vocabulary of their own: `--cut 'shard("blocks.*")'`.
+# Words of cuts. They are a vocabulary of their own: `--cut 'shard("blocks.*")'`.
 CUTS: Final[Mapping[str, str]] = {
     "tensor": "paceline.parallel.tensor.tensor_cut:tensor",
     **{
@@ -56,8 +59,9 @@ CUTS: Final[Mapping[str, str]] = {
 
 
 class _Words(Mapping[str, str]):
-    """Words of strategies and of codecs; the latter are looked for when a text has one for the
-    first time, not when a process starts.
+    """Words of strategies and codecs.
+
+    Codecs are searched for when a text has one for the first time, not when a process starts.
     """
 
     def __getitem__(self, word: str) -> str:
@@ -72,13 +76,14 @@ class _Words(Mapping[str, str]):
 
 VOCABULARY: Final[Vocabulary] = _Words()
 
-NUMBERS: Final = {"inf": math.inf}  # names that are literals here: repr(math.inf) is "inf"
-
+# Names that stand for numbers: repr(math.inf) is "inf".
+NUMBERS: Final = {"inf": math.inf}
 
 LONGEST: Final = 20_000  # characters of a text
-DEEPEST: Final = 50  # brackets in each other
-LARGEST: Final = 1 << 63  # what a whole number has to stay below
+DEEPEST: Final = 50  # levels of nested brackets
+LARGEST: Final = 1 << 63  # whole numbers have to be smaller
 
+# Kinds of literals, in the words of messages.
 _KINDS: Final[dict[Any, str]] = {
     int: "a whole number",
     float: "a number",
@@ -90,7 +95,7 @@ _KINDS: Final[dict[Any, str]] = {
 
 @dataclass(frozen=True)
 class NotationCall:
-    """A call that was read and not made yet, from a part of `source`."""
+    """A call that was read from a part of `source`, and not carried out yet."""
 
     word: str
     positional: tuple[Any, ...]
@@ -100,89 +105,101 @@ class NotationCall:
 
     @property
     def text(self) -> str:
-        """How it was written."""
+        """Text of the call, as in the source."""
         return _segment(self.node, self.source)
 
 
 def parse(text: str, vocabulary: Vocabulary = VOCABULARY) -> Any:
-    """Make the object that `text` describes; raises `NotationError` with what was found, what is
-    possible, and what to do.
+    """Make the object that a text describes.
+
+    Args:
+        text: The notation of the object.
+        vocabulary: Words that the text may use. Default: strategies and codecs.
+
+    Raises:
+        NotationError: The text can't be read, or its arguments don't fit. The message has the value
+            found, the values possible, and what to do.
     """
     return _make(_read(_tree(text, vocabulary), text, vocabulary), vocabulary)
 
 
 def check(text: str, vocabulary: Vocabulary = VOCABULARY) -> None:
-    """Raise `NotationError` if `text` isn't notation or has an unknown word; imports nothing, so
-    arguments are not checked yet.
+    """Raise `NotationError` if a text isn't notation, or has an unknown word.
+
+    Imports nothing, and so doesn't check arguments.
     """
     _read(_tree(text, vocabulary), text, vocabulary)
 
 
 def strategy(text: str) -> Any:
-    """Make the strategy that `text` describes; raises as `parse` does, and for anything else,
-    such as a codec alone.
+    """Make the strategy that a text describes.
+
+    Raises as `parse_notation` does, and for any other object, such as a codec alone.
     """
-    found = parse(text)
-    if not hasattr(found, "begin"):
+    result = parse(text)
+    # A strategy is known by its method, as its protocol would need torch.
+    if not hasattr(result, "begin"):
         raise NotationError(
             f"{_short(text)} is not a strategy; write one such as AllReduce(via='ring') or "
             "AllReduce(codec=int8())"
         )
-    return found
+    return result
 
 
 def cuts(text: str) -> tuple[Any, ...]:
-    """Make the cuts that `text` describes, one or several with commas between them; raises as
-    `parse` does.
+    """Make the cuts that a text describes, one or several with commas between them.
+
+    Raises as `parse_notation` does.
     """
-    found = parse(text, CUTS)
-    return tuple(found) if isinstance(found, tuple | list) else (found,)
+    result = parse(text, CUTS)
+    return tuple(result) if isinstance(result, tuple | list) else (result,)
 
 
 def prove(text: str) -> None:
-    """Raise `NotationError` or `UsageError` if `text` makes no strategy, arguments included.
+    """Raise `NotationError` or `UsageError` if a text makes no strategy. Arguments are checked.
 
-    This process doesn't import torch for it.
+    This process doesn't import torch for it: another process makes the strategy.
     """
     check(text)
     _attempt(strategy, text)
 
 
 def prove_cuts(text: str) -> None:
-    """Raise `NotationError` or `UsageError` if `text` makes no cuts, as `prove` does for
-    strategies.
+    """Raise `NotationError` or `UsageError` if a text makes no cuts.
+
+    As `verify_strategy` does for strategies.
     """
     check(text, CUTS)
     _attempt(cuts, text)
 
 
 def shares(text: str, workers: int | None = None) -> Literal["auto"] | tuple[float, ...]:
-    """Return the shares that `text` means: "auto", or one number for each of the workers, if it is
-    known how many there are.
+    """Parse shares of a batch: "auto", or one number per worker.
 
-    Raises `NotationError`.
+    The numbers are counted if the number of workers is given. Raises `NotationError`.
     """
     if text.strip() == "auto":
         return "auto"
     try:
-        found = tuple(float(part) for part in text.split(","))
+        numbers = tuple(float(part) for part in text.split(","))
     except ValueError:
         raise NotationError(
             f"--shares {text} can't be read: say auto, or one number per worker, such as 2,1"
         ) from None
-    if not all(0 <= share < math.inf for share in found) or not any(found):
+    if not all(0 <= share < math.inf for share in numbers) or not any(numbers):
         raise NotationError(
             f"--shares {text}: each is a number, zero or more, and at least one is above zero"
         )
-    if workers not in (None, len(found)):
-        given = f"{counted(len(found), 'number')} for {counted(workers or 0, 'worker')}"
+    if workers not in (None, len(numbers)):
+        counts = f"{counted(len(numbers), 'number')} for {counted(workers or 0, 'worker')}"
         raise NotationError(
-            f"--shares {text} has {given}: give one number per worker, in rank order"
+            f"--shares {text} has {counts}: give one number per worker, in rank order"
         )
-    return found
+    return numbers
 
 
 def _attempt(make: Callable[[str], Any], text: str) -> None:
+    """Make an object only to see errors: here if torch is imported already, else in a fork."""
     if "torch" in sys.modules:
         make(text)
         return
@@ -195,8 +212,9 @@ def _attempt(make: Callable[[str], Any], text: str) -> None:
 
 
 def text(obj: object, vocabulary: Vocabulary = VOCABULARY) -> str:
-    """Write the notation of `obj`, which `parse` reads back; raises `NotationError` if it has
-    none.
+    """Format the notation of an object, which `parse_notation` reads back.
+
+    Raises `NotationError` if the object has none.
     """
     written = spell(obj)
     if "no notation>" in written:
@@ -209,16 +227,14 @@ def text(obj: object, vocabulary: Vocabulary = VOCABULARY) -> str:
 
 
 def _tree(text: str, vocabulary: Vocabulary) -> ast.expr:
+    """Parse a text with Python's parser, within limits on its size."""
+    # Limits first: Python's parser would use up the stack on a hostile text.
     depth = max(accumulate((sign in "([{") - (sign in ")]}") for sign in text[:LONGEST]), default=0)
     if len(text) > LONGEST or depth > DEEPEST:
-        found = (
-            f"{len(text):,} characters"
-            if len(text) > LONGEST
-            else f"{depth} brackets in each other"
-        )
+        size = f"{len(text):,} characters" if len(text) > LONGEST else f"{depth} levels of brackets"
         raise NotationError(
-            f"{_short(text)} can't be read: it has {found}, and may have {LONGEST:,}, {DEEPEST} "
-            "deep. Make what is so large in Python"
+            f"{_short(text)} can't be read: it has {size}, and may have {LONGEST:,} characters "
+            f"and {DEEPEST} levels of brackets. Make such a large object in Python"
         )
     try:
         tree = ast.parse(text.strip(), mode="eval")
@@ -236,7 +252,7 @@ def _tree(text: str, vocabulary: Vocabulary) -> ast.expr:
 
 
 def _read(node: ast.expr, text: str, vocabulary: Vocabulary) -> Any:
-    """Read a literal as its value, a call as a `NotationCall`; everything else is refused."""
+    """Read a literal as its value, and a call as a `NotationCall`. Refuse any other syntax."""
     match node:
         case ast.Constant(value=int(value)) if value >= LARGEST:
             raise NotationError(
@@ -247,16 +263,18 @@ def _read(node: ast.expr, text: str, vocabulary: Vocabulary) -> Any:
             value, bool | int | float | str
         ):
             return value
+        # Signs before numbers. -True would be a number in Python, and is refused.
         case ast.UnaryOp(
             op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant() | ast.Name() as operand
         ):
-            number = _read(operand, text, vocabulary)
-            if isinstance(number, int | float) and not isinstance(number, bool):
-                return -number if isinstance(sign, ast.USub) else number
+            value = _read(operand, text, vocabulary)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return -value if isinstance(sign, ast.USub) else value
         case ast.Tuple(elts=items):
             return tuple(_read(item, text, vocabulary) for item in items)
         case ast.List(elts=items):
             return [_read(item, text, vocabulary) for item in items]
+        # Dicts belong to cuts alone: styles by the names of modules.
         case ast.Dict(keys=[*keys], values=values) if vocabulary is CUTS and all(
             isinstance(key, ast.Constant) for key in keys
         ):
@@ -283,18 +301,19 @@ def _read(node: ast.expr, text: str, vocabulary: Vocabulary) -> Any:
     raise NotationError(
         f"{_segment(node, text)} in {_short(text)} is not part of the notation, which has calls, "
         "names, numbers, strings, True, False,"
-        " None, tuples and lists. Anything else has to be made in Python"
-        + (" and given to pl.start(sync=...)" if vocabulary is VOCABULARY else "")
+        " None, tuples and lists. Make any other object in Python"
+        + (" and give it to pl.start(sync=...)" if vocabulary is VOCABULARY else "")
     )
 
 
 def _call(node: ast.Call, word: str, text: str, vocabulary: Vocabulary) -> NotationCall:
+    """Read a call with its arguments, without carrying it out."""
     _known(word, vocabulary)
     if any(isinstance(argument, ast.Starred) for argument in node.args) or any(
         keyword.arg is None for keyword in node.keywords
     ):
         raise NotationError(
-            f"{_segment(node, text)} has * or **, which the notation doesn't know: "
+            f"{_segment(node, text)} has * or **, which the notation doesn't have: "
             "write the arguments out"
         )
     twice = {
@@ -313,11 +332,13 @@ def _call(node: ast.Call, word: str, text: str, vocabulary: Vocabulary) -> Notat
 
 
 def _known(word: str, vocabulary: Vocabulary) -> None:
+    """Raise `NotationError` if a word isn't in the vocabulary."""
     if word not in vocabulary:
         raise NotationError(f"{word} is not a word of the notation; {choices(word, vocabulary)}")
 
 
 def _make(node: Any, vocabulary: Vocabulary) -> Any:
+    """Make the object of a node that was read, from the innermost call outwards."""
     if isinstance(node, tuple | list):
         return type(node)(_make(item, vocabulary) for item in node)
     if isinstance(node, dict):
@@ -325,12 +346,15 @@ def _make(node: Any, vocabulary: Vocabulary) -> Any:
     if not isinstance(node, NotationCall):
         return node
     maker = _maker(node.word, vocabulary)
+    # Names and number of arguments first: their values may be costly to make.
     _fits(node, maker)
     positional = [_make(item, vocabulary) for item in node.positional]
     named = {name: _make(item, vocabulary) for name, item in node.named.items()}
+    # Kinds only of strategies and codecs: cuts check theirs themselves.
     if vocabulary is VOCABULARY:
         for name, value in inspect.signature(maker).bind(*positional, **named).arguments.items():
             _suits(node, maker, name, value)
+    # Errors of paceline have good messages already. Others become a `NotationError`.
     try:
         return maker(*positional, **named)
     except PacelineError:
@@ -340,6 +364,7 @@ def _make(node: Any, vocabulary: Vocabulary) -> Any:
 
 
 def _maker(word: str, vocabulary: Vocabulary) -> Callable[..., Any]:
+    """Import the function or class that a word calls."""
     entry = vocabulary[word]
     if isinstance(entry, str):
         module, _, name = entry.partition(":")
@@ -349,7 +374,7 @@ def _maker(word: str, vocabulary: Vocabulary) -> Callable[..., Any]:
 
 
 def _fits(node: NotationCall, maker: Callable[..., Any]) -> None:
-    """Raise if the arguments aren't those of `maker`."""
+    """Raise if `maker` doesn't take these arguments."""
     refuse_removed(maker, node.named)
     signature = inspect.signature(maker)
     parameters = signature.parameters.values()
@@ -373,8 +398,9 @@ def _fits(node: NotationCall, maker: Callable[..., Any]) -> None:
 
 
 def _suits(node: NotationCall, maker: Callable[..., Any], name: str, value: Any) -> None:
-    """Raise if a value is of another kind than its argument is annotated with."""
-    # a dataclass's initializer doesn't know names of a base's module
+    """Raise if the kind of a value differs from the annotation of its argument."""
+    # For a dataclass, the hints of the class itself: its generated `__init__` can't resolve names
+    # of a base's module.
     plain_class = isinstance(maker, type) and not is_dataclass(maker)
     kinds = get_type_hints(maker.__init__ if plain_class else maker)
     wanted = kinds.get(name, Any)
@@ -385,32 +411,34 @@ def _suits(node: NotationCall, maker: Callable[..., Any], name: str, value: Any)
 
 
 def _fitting(value: Any, kind: Any) -> bool:
-    """Whether a value may be of this kind, as far as that is known: tuples aren't looked into,
-    and of protocols only the names.
+    """Whether a value fits an annotation, as far as can be told.
+
+    The items of a tuple aren't checked. Of a protocol, only the names of its members are.
     """
-    parts = get_args(kind)
+    members = get_args(kind)
     if get_origin(kind) in (Union, UnionType):
-        return any(_fitting(value, part) for part in parts)
+        return any(_fitting(value, member) for member in members)
     if get_origin(kind) is Literal:
-        # the maker knows which ones there are
-        return isinstance(value, tuple({type(part) for part in parts}))
+        # The type alone: the maker has the better message for an unknown choice.
+        return isinstance(value, tuple({type(member) for member in members}))
     if kind in _KINDS:
-        numbers = (int, float) if kind is float else kind
-        return isinstance(value, numbers) and not (isinstance(value, bool) and kind in (int, float))
+        accepted = (int, float) if kind is float else kind
+        return isinstance(value, accepted) and not (
+            isinstance(value, bool) and kind in (int, float)
+        )
     if isinstance(kind, type) and not getattr(kind, "_is_protocol", False):
         return isinstance(value, kind)
     if get_origin(kind) is tuple or kind is Any:
         return True
-    members = (
+    # A protocol: any object made by a call that has all of its members.
+    names = (
         [name for name in vars(kind) if not name.startswith("_")] if isinstance(kind, type) else []
     )
-    return type(value) not in (*_KINDS, tuple, list) and all(
-        hasattr(value, name) for name in members
-    )
+    return type(value) not in (*_KINDS, tuple, list) and all(hasattr(value, name) for name in names)
 
 
 def _spoken(kind: Any) -> str:
-    """Describe a kind of values in words."""
+    """Describe an annotation in words."""
     if get_origin(kind) in (Union, UnionType):
         return " or ".join(dict.fromkeys(_spoken(part) for part in get_args(kind)))
     if get_origin(kind) is Literal:
@@ -419,9 +447,11 @@ def _spoken(kind: Any) -> str:
 
 
 def _segment(node: ast.expr, text: str) -> str:
+    """Quote a node as it is written in the text."""
     return _short(ast.get_source_segment(text.strip(), node) or ast.unparse(node))
 
 
 def _short(text: str, limit: int = 80) -> str:
+    """Shorten a text to one line of limited length, for messages."""
     text = " ".join(text.split())
     return text if len(text) <= limit else f"{text[:limit]}..."

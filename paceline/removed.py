@@ -1,7 +1,6 @@
-"""Options that paceline had and has no more: who still passes one is told in one line what to do
-instead.
+"""Options that were taken out: a call that still passes one raises, and says what to do instead.
 
-@removed(pull="parameters are pulled in optimizer.step: leave pull out")
+@declare_removed_options(pull="parameters are pulled in optimizer.step: leave pull out")
 class ParameterServer: ...
 """
 
@@ -18,20 +17,21 @@ ADVICE = "_removed_options"
 
 
 def removed(**advice: str) -> Callable[[T], T]:
-    """Refuse these keyword arguments of a function, or of the constructor of a class.
+    """Refuse keyword arguments that a function, or the constructor of a class, had once.
 
     Args:
-        advice: by the name of an option that was taken out, what to do instead.
+        advice: What to do instead, by the name of the option that was taken out.
 
     Returns:
-        A decorator. What it decorates keeps its signature.
+        A decorator. The decorated function or class keeps its signature.
 
     Raises:
-        UsageError: from a call that passes one of the options.
+        UsageError: By a later call that passes one of the options.
     """
 
     def decorate(target: T) -> T:
         constructed = cast(Any, target)
+        # A class stays the same object, with another constructor. A function gets a wrapper.
         if isinstance(target, type):
             constructed.__init__ = _refusing(target, constructed.__init__)
         else:
@@ -43,7 +43,7 @@ def removed(**advice: str) -> Callable[[T], T]:
 
 
 def refuse_removed(target: Any, options: Iterable[str]) -> None:
-    """Raise `UsageError` if `target` had one of these options once."""
+    """Raise `UsageError` if one of the options is one that `target` had once."""
     advice = getattr(target, ADVICE, {})
     for option in options:
         if option in advice:
@@ -51,6 +51,8 @@ def refuse_removed(target: Any, options: Iterable[str]) -> None:
 
 
 def _refusing(target: Any, function: Any) -> Any:
+    """Wrap a function so that it refuses the removed options of `target`."""
+
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         refuse_removed(target if isinstance(target, type) else call, options)

@@ -1,4 +1,7 @@
-"""Tracing: counters always, spans in a bounded ring, on one clock. Imports nothing of ours."""
+"""Tracing of one worker: counters, and spans of time in a bounded ring, on one clock.
+
+Imports nothing from paceline.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
-PARTS: Final = ("compute", "exchange", "wait", "data")  # of a step, in this order everywhere
-SENT: Final = ("within", "between")  # where bytes went: inside a host, and from one to another
-# what each worker measures of a step, seconds that don't overlap
+# Parts of a step, in this order everywhere.
+PARTS: Final = ("compute", "exchange", "wait", "data")
+# Destinations of bytes: inside a host, and between hosts.
+SENT: Final = ("within", "between")
+# Causes of lateness that each worker measures in a step, as seconds that don't overlap.
 MEASURED: Final = ("reading", "collection", "stolen", "paging")
 
 
 class Span(NamedTuple):
-    """A stretch of time of one worker: nanoseconds of this process's monotonic clock."""
+    """A stretch of time of one worker, in nanoseconds of its process's monotonic clock."""
 
     name: str
     kind: str  # "compute" | "exchange" | "wait" | "data" | "step" | ...
     start: int
     end: int
     step: int
-    # of the mesh, along which workers exchange in it; "" for all else, and where nothing is cut
+    # Axis of the mesh along which workers exchange in it. "" for other spans, and without a mesh.
     axis: str = ""
 
 
 class Served(NamedTuple):
-    """The work of a server, on a clock so many nanoseconds ahead of rank 0's; and how many
-    messages had to wait, from when on.
+    """The work of a server, for the timeline.
+
+    `ahead` is the number of nanoseconds that its clock is ahead of rank 0's. `waiting` holds pairs
+    of a time and the number of messages that wait from then on.
     """
 
     name: str
@@ -39,7 +46,7 @@ class Served(NamedTuple):
 
 
 class _Ring:
-    """The spans that are kept, and the step under way."""
+    """The recorded spans, and the current step. Traces of all axes share it."""
 
     def __init__(self, capacity: int | None) -> None:
         self.spans: deque[Span] = deque(maxlen=capacity)
@@ -47,9 +54,9 @@ class _Ring:
 
 
 class Trace:
-    """Counters and the spans of the last steps of one worker.
+    """Counters of one worker, and the spans of its last steps.
 
-    `capacity` bounds the number of spans kept (None: all of them, 0: none).
+    `capacity` is the largest number of spans that are kept (None: all of them, 0: none).
     """
 
     def __init__(self, capacity: int | None = 20_000) -> None:
@@ -60,7 +67,7 @@ class Trace:
 
     @property
     def step(self) -> int:
-        """The step that spans belong to."""
+        """Step to which new spans belong."""
         return self._ring.step
 
     @step.setter
@@ -68,20 +75,21 @@ class Trace:
         self._ring.step = step
 
     def along(self, axis: str) -> Trace:
-        """Return this trace for exchanges along an axis of the mesh: what is recorded there is
-        kept here, and names the axis.
+        """Copy this trace for exchanges along one axis of the mesh.
+
+        Both share counters and spans. Spans that the copy records name the axis.
         """
-        found = copy.copy(self)
-        found.axis = axis
-        return found
+        axis_trace = copy.copy(self)
+        axis_trace.axis = axis
+        return axis_trace
 
     def record(self, name: str, kind: str, start: int, end: int) -> None:
-        """Keep one finished span; `start` and `end` are `time.perf_counter_ns()`."""
+        """Record a finished span. `start` and `end` are times of `time.perf_counter_ns()`."""
         self._ring.spans.append(Span(name, kind, start, end, self._ring.step, self.axis))
 
     @contextmanager
     def span(self, name: str, kind: str) -> Iterator[None]:
-        """Record the time spent inside the block."""
+        """Record the time spent inside the `with` block as a span."""
         start = time.perf_counter_ns()
         try:
             yield
@@ -89,7 +97,7 @@ class Trace:
             self.record(name, kind, start, time.perf_counter_ns())
 
     def spans(self) -> list[Span]:
-        """Return the spans kept, oldest first."""
+        """List the recorded spans, oldest first."""
         return list(self._ring.spans)
 
 

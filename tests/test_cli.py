@@ -138,8 +138,8 @@ def test_the_exit_code_is_the_scripts(monkeypatch: pytest.MonkeyPatch, launcher:
         (
             ["report", "a", "b"],
             (
-                "several runs are compared on a page: say where that goes, paceline report RUN RUN "
-                "--html out.html"
+                "several runs are compared on a page: give a file for it, as in paceline report "
+                "RUN RUN --html out.html"
             ),
         ),
         (

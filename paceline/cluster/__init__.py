@@ -1,3 +1,1 @@
-"""Machines and places: discovery of launchers, the topology of the job, and how workers are
-started.
-"""
+"""Machines and places: discovery of launchers, topology of the job, start of its workers."""

@@ -1,6 +1,9 @@
-"""Discovers the place of this process in its job: each launcher recognises its own workers.
+"""Discovers the place of this process in its job, from variables that its launcher has set.
 
-The only reader of the environment.
+The only module that reads the environment. Launchers are tried in this order; the first one whose
+variables are there counts:
+
+    paceline run    torchrun    Slurm    Open MPI    MPICH    other PMI    (none: alone)
 """
 
 from __future__ import annotations
@@ -25,47 +28,47 @@ Environ = Mapping[str, str]
 
 # Ports derived from a job's id lie below the ephemeral range of Linux (32768...).
 _FIRST_PORT, _PORTS = 20_000, 12_000
-_NEEDED = -(2**63)  # stands for "no default"
+_NEEDED = -(2**63)  # a default that means: the variable has to be set
 
 
 @dataclass(frozen=True)
 class JobStart:
-    """One start of a job that may start again: the run that earlier ones have opened, and why
-    they ended; empty for the first.
+    """One start of a job that may start again, with the run that earlier starts have opened.
+
+    All fields are empty at the first start. `events` holds when each earlier start ended, and why.
     """
 
     folder: str | None = None
     seed: int = 0
     began: float = 0.0
-    events: tuple[tuple[float, str], ...] = ()  # when each ended, and why
+    events: tuple[tuple[float, str], ...] = ()
 
     def dump(self) -> str:
-        """Return the text for `load`."""
+        """Format as text, for `load`."""
         return json.dumps(asdict(self))
 
     @classmethod
     def load(cls, text: str) -> JobStart:
-        """Read what `dump` has written."""
+        """Parse the text of `dump`."""
         fields = json.loads(text)
-        return cls(**{**fields, "events": tuple((when, what) for when, what in fields["events"])})
+        # JSON has lists in place of tuples.
+        return cls(**{**fields, "events": tuple((when, why) for when, why in fields["events"])})
 
 
 class CallPlace(NamedTuple):
-    """The place of a worker in a call by `pl.launch`: two descriptors that it inherits, and its
-    number among the workers of the call.
-    """
+    """The place of a worker in a call by `pl.launch`: its number, and descriptors it inherits."""
 
-    file: int  # what is to be called
-    channel: int  # where to tell of it
-    number: int  # its rank at the start, or that of the worker in whose place it came
+    file: int  # descriptor of the file with the call
+    channel: int  # descriptor of the connection to the caller
+    number: int  # its rank at the start, or the number of the worker that it replaces
 
     def dump(self) -> str:
-        """Return the text for `load`."""
+        """Format as text, for `load`."""
         return ",".join(map(str, self))
 
     @classmethod
     def load(cls, text: str) -> CallPlace:
-        """Read what `dump` has written."""
+        """Parse the text of `dump`."""
         return cls(*map(int, text.split(",")))
 
 
@@ -73,9 +76,9 @@ class CallPlace(NamedTuple):
 class Place:
     """The place of one worker in its job, as its launcher gives it.
 
-    `hosts` and `host_rank` count what the launcher calls a node (`store.hosts` finds out who shares
-    a machine); `host_rank` is None where the launcher doesn't say. `meeting` is the (host, port) of
-    torch's store.
+    `hosts` and `host_rank` count nodes as the launcher does. `store.discover_hosts` finds out which
+    workers share a machine. `host_rank` is None if the launcher doesn't tell it. `meeting` is the
+    (host, port) of torch's store.
     """
 
     rank: int = 0
@@ -89,7 +92,7 @@ class Place:
     meeting: tuple[str, int] | None = None
     agent_store: bool = False  # a store is already served at the meeting point (torchrun)
     store_fd: int | None = None  # the listening socket that rank 0 inherits (paceline run)
-    # where a worker of `paceline run` says that it joined, closed or failed
+    # the pipe through which a worker of `paceline run` reports that it joined, closed or failed
     report_fd: int | None = None
     attempt: int = 0  # counts the restarts by a launcher that keeps its store
     one_machine: bool = False  # the launcher knows that all of its hosts are this machine
@@ -99,86 +102,88 @@ class Place:
     mesh: str | None = None  # the workers as a grid, in text
     cut: str | None = None  # cuts in text that replace the script's own
     shares: str | None = None  # shares in text that replace the script's own
-    # the folder for what each worker would hold, which is written instead of training
+    # folder for the parts of the model that each worker would hold, written instead of training
     layout: str | None = None
-    cluster: str | None = None  # the file of the measured cluster, in place of what the script says
-    # what is done about slow workers, in place of what the script says
+    cluster: str | None = None  # file of the measured cluster that replaces the script's own
+    # treatment of slow workers that replaces the script's own
     straggler: str | None = None
-    report_to: str | None = None  # where the run is reported to, in place of what the script says
-    folder: str | None = None  # where run folders go, in place of what the script says
-    most_steps: int | None = None  # after so many steps training stops
-    most_seconds: float | None = None  # and so long after its first step
-    # of a strategy that doesn't say how many it wants; None: one on each host
+    report_to: str | None = None  # trackers that replace the script's own
+    folder: str | None = None  # folder of run folders that replaces the script's own
+    most_steps: int | None = None  # number of steps after which training stops
+    most_seconds: float | None = None  # seconds from the first step, after which it stops
+    # number of servers, for a strategy that doesn't set it; None: one on each host
     servers: int | None = None
     interface: str | None = None  # override: a name or an IP address
     deadline: float | None = None  # seconds
     hostname: str = "localhost"
-    progress: str | None = None  # the page where this worker says how far it is (paceline run)
-    # its number, where losses are survived (`paceline run --min-workers`)
+    progress: str | None = None  # the page where this worker writes its progress (paceline run)
+    # its number, if the job survives losses (`paceline run --min-workers`)
     worker: int | None = None
     orders_fd: int | None = None  # the pipe through which views and questions come (paceline run)
-    joining: bool = False  # the others train already
-    min_workers: int = 1  # fewer don't train, where losses are survived
+    joining: bool = False  # whether the other workers train already
+    min_workers: int = 1  # workers that are needed to train, if the job survives losses
     run: tuple[str, int] | None = None  # the folder and the seed of the run that it joins
-    # where its stack is written when the launcher asks for it (paceline run)
+    # the file for its stack, which is written when the launcher asks for it (paceline run)
     stack_fd: int | None = None
-    job: str | None = None  # what tells its job from all others (paceline run)
-    job_start: JobStart | None = None  # where the job may start again (`paceline run --restarts`)
+    job: str | None = None  # id of its job, which no other job has (paceline run)
+    job_start: JobStart | None = None  # if the job may start again (`paceline run --restarts`)
     call: CallPlace | None = None  # of a worker that carries out a call (`pl.launch`)
     # whether a bar may be drawn: by its launcher (paceline run), or by a process that is alone
     bar: bool = False
     # seconds between two lines on the run's progress; infinite: none
     status_every: float | None = None
-    breaks: bool = True  # whether the terminal breaks lines anew when it becomes narrower
+    breaks: bool = True  # whether the terminal breaks lines again when it becomes narrower
     timings: Timings = DEFAULTS
 
 
 def environment() -> dict[str, str]:
-    """Return a copy of this process's environment."""
+    """Copy the environment of this process."""
     return dict(os.environ)
 
 
 def discover(environ: Environ | None = None) -> Place:
-    """Return the place of this process, from what its launcher left in the environment;
-    `PlaceError` where that makes no sense.
+    """Discover the place of this process from the variables that its launcher has set.
+
+    Raises `PlaceError` if they make no sense.
     """
-    surroundings = environment() if environ is None else environ
-    recognised = (recognise(surroundings) for recognise in _LAUNCHERS)
-    place = next((found for found in recognised if found is not None), None) or _alone(surroundings)
+    variables = environment() if environ is None else environ
+    places = (recognise(variables) for recognise in _LAUNCHERS)
+    place = next((place for place in places if place is not None), None) or _alone(variables)
     _check(place)
-    return _personal(place, surroundings)
+    return _personal(place, variables)
 
 
 def timings(environ: Environ | None = None) -> Timings:
-    """Get the timings of this process: the defaults, but for what PACELINE_TIMINGS holds, which
-    is there for tests.
-    """
+    """Read the timings of this process: the defaults, and changes for tests in PACELINE_TIMINGS."""
     text = (environment() if environ is None else environ).get("PACELINE_TIMINGS")
     try:
         return parse(text) if text else DEFAULTS
     except ValueError as error:
         raise PlaceError(
-            f"PACELINE_TIMINGS can't be used ({error}); it is there for tests: unset it"
+            f"PACELINE_TIMINGS can't be used ({error}); it is meant for tests: unset it"
         ) from error
 
 
 def fixed_port(*parts: object) -> int:
-    """Derive a port, the same for all that know the same parts."""
+    """Derive a port from values, so that processes with the same values get the same port."""
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
     return _FIRST_PORT + int.from_bytes(digest[:8], "big") % _PORTS
 
 
 def expand(nodelist: str) -> Iterator[str]:
-    """Expand the host names of a Slurm list: `a[01-03,7],b` is a01 a02 a03 a7 b."""
+    """Expand a Slurm list into host names: `a[01-03,7],b` into a01 a02 a03 a7 b."""
+    # Entries are divided at commas outside of brackets. An entry may have several brackets.
     for entry in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist):
-        parts = re.split(r"\[([^\]]*)\]", entry.strip())
+        # With a group in the pattern, `split` puts the contents of brackets at odd indices.
+        pieces = re.split(r"\[([^\]]*)\]", entry.strip())
         choices = [
-            list(_numbers(part)) if index % 2 else [part] for index, part in enumerate(parts)
+            list(_numbers(piece)) if index % 2 else [piece] for index, piece in enumerate(pieces)
         ]
-        yield from ("".join(pieces) for pieces in itertools.product(*choices))
+        yield from map("".join, itertools.product(*choices))
 
 
 def _numbers(ranges: str) -> Iterator[str]:
+    """Yield the numbers in brackets of a Slurm list, with their leading zeros."""
     for part in ranges.split(","):
         low, _, high = part.partition("-")
         if not low.isdigit() or (high and not high.isdigit()):
@@ -191,6 +196,7 @@ def _numbers(ranges: str) -> Iterator[str]:
 
 
 def _paceline(environ: Environ) -> Place | None:
+    """Recognise a worker of `paceline run`."""
     if "PACELINE_STORE" not in environ:
         return None
     place = _torch_variables(environ, "paceline")
@@ -220,7 +226,7 @@ def _paceline(environ: Environ) -> Place | None:
 
 
 def job_start(environ: Environ) -> JobStart | None:
-    """Number of this start of the job; None if the job never restarts."""
+    """Read which start of the job this is. None if the job never restarts."""
     return (
         JobStart.load(environ["PACELINE_JOB_START"]) if environ.get("PACELINE_JOB_START") else None
     )
@@ -234,6 +240,7 @@ def _run(environ: Environ) -> tuple[str, int] | None:
 
 
 def _torchrun(environ: Environ) -> Place | None:
+    """Recognise a worker of torchrun, or of a script that sets the same variables."""
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         return None
     return replace(
@@ -245,6 +252,7 @@ def _torchrun(environ: Environ) -> Place | None:
 
 
 def _torch_variables(environ: Environ, launcher: str) -> Place:
+    """Read the variables of torch.distributed into a place."""
     size = _integer(environ, "WORLD_SIZE")
     local_size = _integer(environ, "LOCAL_WORLD_SIZE", 1)
     rank = _integer(environ, "RANK")
@@ -260,8 +268,9 @@ def _torch_variables(environ: Environ, launcher: str) -> Place:
 
 
 def _slurm(environ: Environ) -> Place | None:
-    """Recognise tasks that srun started itself; not a batch script, and not what mpirun started
-    through srun.
+    """Recognise a task that srun itself started.
+
+    A batch script has no step. A process of mpirun has an Open MPI rank, or a PMI rank of its own.
     """
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
     if (
@@ -271,6 +280,7 @@ def _slurm(environ: Environ) -> Place | None:
     ):
         return None
     rank = _integer(environ, "SLURM_PROCID")
+    # An MPI that was started through srun numbers its processes itself.
     if environ.get("PMI_RANK", str(rank)) != str(rank):
         return None
     size = _integer(environ, "SLURM_STEP_NUM_TASKS", None) or _integer(environ, "SLURM_NTASKS")
@@ -278,9 +288,11 @@ def _slurm(environ: Environ) -> Place | None:
         environ, "SLURM_NNODES", None
     )
     host_rank = _integer(environ, "SLURM_NODEID", 0)
+    # The step may run on fewer nodes than the job. Older versions of Slurm have other names.
     nodes = environ.get(
         "SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
     )
+    # No more names than tasks: a hostile or broken list may expand to billions.
     names = list(itertools.islice(expand(nodes), size + 1))
     hosts = hosts or max(1, len(names))
     place = Place(
@@ -299,7 +311,7 @@ def _slurm(environ: Environ) -> Place | None:
 
 
 def _tasks(environ: Environ, host_rank: int, size: int, hosts: int) -> int:
-    """Return the number of tasks of this node, from `2(x3),1`."""
+    """Read the number of tasks of this node, from text such as `2(x3),1`."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
@@ -309,7 +321,7 @@ def _tasks(environ: Environ, host_rank: int, size: int, hosts: int) -> int:
     if size % hosts == 0:
         return size // hosts
     raise PlaceError(
-        f"Slurm says that {size} tasks run on {hosts} nodes, but not how many on which: "
+        f"Slurm says that {size} tasks run on {hosts} nodes, but not how many run on each: "
         "set SLURM_TASKS_PER_NODE, or start with torchrun"
     )
 
@@ -351,6 +363,14 @@ def _pmi(environ: Environ) -> Place | None:
 def _mpi(
     environ: Environ, launcher: str, names: tuple[str, str, str, str], jobs: tuple[str, ...]
 ) -> Place:
+    """Recognise a process of an MPI.
+
+    Args:
+        environ: The environment.
+        launcher: Name of the MPI.
+        names: Variables of its rank, size, local rank and local size.
+        jobs: Variables that may hold an id of the job, the best first.
+    """
     rank, size = _integer(environ, names[0]), _integer(environ, names[1])
     local_rank, local_size = _integer(environ, names[2], None), _integer(environ, names[3], None)
     if local_rank is None or local_size is None:
@@ -364,19 +384,21 @@ def _mpi(
     hosts = _integer(environ, "OMPI_MCA_orte_num_nodes", None) or math.ceil(
         size / max(1, local_size)
     )
-    # Open MPI counts the nodes of the allocation
+    # Open MPI counts the nodes of the allocation, which may be more than the job uses.
     hosts = 1 if local_size == size else max(2, hosts)
     place = Place(rank, size, local_rank, local_size, 0 if hosts == 1 else None, hosts, launcher)
     job = next((environ[name] for name in jobs if name in environ), None)
-    # All ranks of one host have the same parent: mpirun, or its deputy.
+    # Without an id of the job, the parent: all ranks of a host are started by mpirun or its agent.
     return replace(place, meeting=_meeting(environ, place, None, (launcher, job or os.getppid())))
 
 
 def _meeting(
     environ: Environ, place: Place, first: str | None, job: tuple[object, ...]
 ) -> tuple[str, int] | None:
-    """Return the meeting point: MASTER_ADDR and MASTER_PORT if set; else the first host (this
-    one if alone), and the job's own port.
+    """Choose the meeting point: MASTER_ADDR and MASTER_PORT, if they are set.
+
+    Otherwise it is the first host (or loopback if there is only one), and a port derived from the
+    job. None for a job of one worker.
     """
     if place.size == 1:
         return None
@@ -393,6 +415,7 @@ def _meeting(
             f"MASTER_ADDR is {host}, but MASTER_PORT isn't set: set it to a port that is free "
             "there, for every worker"
         )
+    # All workers derive the same port from the id of the job. Two jobs seldom get the same one.
     return host, _integer(environ, "MASTER_PORT", None) or fixed_port(*job)
 
 
@@ -409,6 +432,7 @@ def _master(environ: Environ) -> tuple[str, int] | None:
 
 
 def _alone(environ: Environ) -> Place:
+    """Make the place of a process without a launcher: a job of one worker."""
     for present, absent in (("WORLD_SIZE", "RANK"), ("RANK", "WORLD_SIZE")):
         if environ.get(present, "1") not in {"0", "1"} and absent not in environ:
             raise PlaceError(
@@ -419,7 +443,7 @@ def _alone(environ: Environ) -> Place:
 
 
 def _personal(place: Place, environ: Environ) -> Place:
-    """Add what a user can set under any launcher."""
+    """Add the settings that a user can make under any launcher."""
     text = environ.get("PACELINE_SECRET")
     deadline = environ.get("PACELINE_DEADLINE")
     return replace(
@@ -471,16 +495,14 @@ def seconds(text: str, name: str) -> float:
 
 
 def _pause(text: str | None) -> float | None:
-    return (
-        None
-        if not text
-        else math.inf
-        if text == str(math.inf)
-        else seconds(text, "PACELINE_STATUS_EVERY")
-    )
+    """Parse the seconds between two lines of progress. Infinity means no lines."""
+    if not text:
+        return None
+    return math.inf if text == str(math.inf) else seconds(text, "PACELINE_STATUS_EVERY")
 
 
 def _check(place: Place) -> None:
+    """Raise `PlaceError` if the numbers of a place are out of range."""
     for name, value, limit in (
         ("rank", place.rank, place.size),
         ("local rank", place.local_rank, place.local_size),
@@ -490,7 +512,7 @@ def _check(place: Place) -> None:
         if not 0 <= value < limit:
             raise PlaceError(
                 f"{place.launcher} says: {name} {value}, of {limit}; "
-                f"it has to be 0 to {limit - 1}. Look at what sets these variables"
+                f"it has to be 0 to {limit - 1}. Check the program that sets these variables"
             )
 
 
@@ -502,7 +524,7 @@ def _integer(environ: Environ, name: str, default: int | None = _NEEDED) -> int 
     if not environ.get(name):
         if default == _NEEDED:
             raise PlaceError(
-                f"{name} isn't set, though others of its launcher are: "
+                f"{name} isn't set, though other variables of its launcher are: "
                 "set it, or start the workers with torchrun or `paceline run`"
             )
         return default
@@ -512,6 +534,8 @@ def _integer(environ: Environ, name: str, default: int | None = _NEEDED) -> int 
         raise PlaceError(f"{name}={environ[name]} isn't a whole number") from None
 
 
+# The first one that recognises the process counts. `paceline run` sets torchrun's variables too,
+# and torchrun may run inside a Slurm job.
 _LAUNCHERS: tuple[Callable[[Environ], Place | None], ...] = (
     _paceline,
     _torchrun,

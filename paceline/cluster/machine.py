@@ -1,5 +1,7 @@
-"""Facts of this machine: the cores that this process may really use, its memory, and its
-fingerprint.
+"""Facts about this machine: cores and memory that this process may use, and its fingerprint.
+
+In a container, limits are those of control groups (cgroups), version 1 or 2: the smallest limit of
+the group of this process and of all groups that enclose it.
 """
 
 from __future__ import annotations
@@ -18,26 +20,23 @@ from paceline.errors import ResourceError
 
 _MOUNT = Path("/sys/fs/cgroup")
 _PROCESSORS = Path("/sys/devices/system/cpu")
-_UNLIMITED = 1 << 60  # bytes: control groups of version 1 say so much where nothing is limited
+# Bytes. Control groups of version 1 show more than this if there is no limit.
+_UNLIMITED = 1 << 60
 
 
 def cores(proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> int:
-    """Count the cores, at least 1: what the affinity mask and the CPU quotas of all enclosing
-    cgroups (v1 and v2) leave.
-    """
+    """Count the cores that the affinity mask and CPU quotas allow. At least 1."""
     share = quota(proc, mount)
     return max(1, allowed() if share is None else min(allowed(), math.ceil(share)))
 
 
 def allowed() -> int:
-    """Count the cores that the affinity mask leaves."""
+    """Count the cores in the affinity mask of this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def quota(proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> float | None:
-    """Return the smallest CPU quota that holds for this process, in cores; None where nothing
-    limits it.
-    """
+    """Find the smallest CPU quota of this process, in cores. None if there is none."""
     try:
         lines = proc.read_text().splitlines()
     except OSError:
@@ -45,6 +44,8 @@ def quota(proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> float
     quotas = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
+        # Version 2 has one line, without controllers. Version 1 has a line for each hierarchy,
+        # which is mounted under the names of all of its controllers, or of one.
         if not controllers:
             quotas += [_limit(folder / "cpu.max") for folder in _enclosing(mount, path)]
         elif "cpu" in controllers.split(","):
@@ -58,8 +59,9 @@ def quota(proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> float
 
 
 def memory(source: Path = Path("/proc/meminfo"), kind: str = "MemAvailable") -> int | None:
-    """Return the number of bytes available without swapping, or of another line; None where the
-    system doesn't say.
+    """Read the bytes of memory available without swapping, or another line of the same file.
+
+    None if the system doesn't tell.
     """
     try:
         lines = [
@@ -71,9 +73,7 @@ def memory(source: Path = Path("/proc/meminfo"), kind: str = "MemAvailable") -> 
 
 
 class MemorySize(NamedTuple):
-    """Bytes of memory that this process may have in all, and that are free; 0 where the system
-    doesn't say.
-    """
+    """Memory that this process may use in bytes: in total, and free now. 0 if unknown."""
 
     total: int
     free: int
@@ -84,21 +84,19 @@ def memory_size(
     proc: Path = Path("/proc/self/cgroup"),
     mount: Path = _MOUNT,
 ) -> MemorySize:
-    """Return the memory of this machine, or what the limits of all enclosing cgroups (v1 and v2)
-    leave of it.
+    """Measure the memory of this machine, within the limits of its control groups.
 
-    What a cgroup holds of files counts as free where the kernel would drop it before anything else.
+    Inactive file pages of a control group count as free, as the kernel drops them first.
     """
     total, free = memory(source, "MemTotal") or 0, memory(source) or 0
+    # A container shows the memory of the whole machine in /proc/meminfo.
     for limit, used in _memory_limits(proc, mount):
         total, free = min(total or limit, limit), min(free, max(0, limit - used))
     return MemorySize(total, free)
 
 
 class ProcessorClock(NamedTuple):
-    """How fast the clocks of the processor go now, and at most (hertz, 0 where the system
-    doesn't say), and what chooses that.
-    """
+    """Clock of the processor now and at most, in hertz (0 if unknown), and its governor."""
 
     now: float
     highest: float
@@ -106,7 +104,7 @@ class ProcessorClock(NamedTuple):
 
 
 def clock(folder: Path = _PROCESSORS) -> ProcessorClock:
-    """Return the clock of the fastest core now: the one that computes, where others rest."""
+    """Read the clock of the core that is fastest now. It is one that computes, if others rest."""
     cores = [
         path for path in folder.glob("cpu[0-9]*/cpufreq") if (path / "scaling_cur_freq").exists()
     ]
@@ -124,7 +122,7 @@ def clock(folder: Path = _PROCESSORS) -> ProcessorClock:
 
 
 def processor(source: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the name of the processor's model; empty where the system doesn't say."""
+    """Read the name of the processor's model. Empty if the system doesn't tell."""
     try:
         lines = [
             line.partition(":")[2].strip()
@@ -137,7 +135,7 @@ def processor(source: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def boot() -> str:
-    """Identity of this start of the machine, equal for all its processes, also in containers."""
+    """Identify this boot of the machine, the same for all its processes, also in containers."""
     try:
         mark = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -146,9 +144,11 @@ def boot() -> str:
 
 
 def fingerprint() -> str:
-    """Return the fingerprint of the machine, as far as sharing memory goes; equal for processes
-    of one user that see the same /dev/shm.
+    """Compute a fingerprint that is equal for processes which can share memory.
+
+    They run in the same boot and namespaces, by the same user, and see the same /dev/shm.
     """
+    # Containers of one boot differ in their namespaces, or in their mount of /dev/shm.
     parts = [str(os.geteuid())]
     if sys.platform.startswith("linux"):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -160,8 +160,9 @@ def fingerprint() -> str:
 
 
 def allow_descriptors(needed: int) -> None:
-    """Let this process, and those that it starts, have so many descriptors (open files,
-    sockets); `ResourceError` where that can't be.
+    """Raise the limit of descriptors (open files, sockets) for this process and its children.
+
+    Raises `ResourceError` if the system doesn't allow as many as needed.
     """
     soft, hard = (
         math.inf if limit == resource.RLIM_INFINITY else limit
@@ -170,7 +171,7 @@ def allow_descriptors(needed: int) -> None:
     if hard < needed:
         raise ResourceError(
             f"each process of this job may need {needed} descriptors (open files, sockets), and "
-            f"the limit is {hard}: say "
+            f"the limit is {hard}: run "
             f"`ulimit -n {needed}` before, or have the limit raised (LimitNOFILE= of systemd, "
             "--ulimit nofile= of docker, limits.conf)"
         )
@@ -181,27 +182,28 @@ def allow_descriptors(needed: int) -> None:
 
 
 def _enclosing(root: Path, path: str) -> list[Path]:
-    """Return the cgroup and all that enclose it.
+    """List the folder of a control group, and the folders of all groups that enclose it.
 
-    In a container the path may not exist below the mount: the root is looked at anyway.
+    In a container the path may not exist below the mount. The root is in the list anyway.
     """
     inner = Path(path.lstrip("/"))
     return [root / inner, *(root / parent for parent in inner.parents)]
 
 
 def _limit(*files: Path) -> float | None:
-    """Return quota over period: from one file (`max 100000`) or from two."""
+    """Read a quota and its period, from one file (`max 100000`) or two, and divide them."""
     try:
         words = [word for file in files for word in file.read_text().split()]
     except OSError:
         return None
+    # "max" (version 2) and "-1" (version 1) mean: no limit.
     if len(words) != 2 or words[0] in {"max", "-1"}:
         return None
     return int(words[0]) / int(words[1])
 
 
 def _memory_limits(proc: Path, mount: Path) -> Iterator[tuple[int, int]]:
-    """Yield the limit of each enclosing cgroup that has one, and what is used of it, in bytes."""
+    """Yield the memory limit of each enclosing control group that has one, and the bytes in use."""
     try:
         lines = [line.split(":", 2) for line in proc.read_text().splitlines()]
     except OSError:
@@ -217,6 +219,7 @@ def _memory_limits(proc: Path, mount: Path) -> Iterator[tuple[int, int]]:
         else:
             continue
         for folder in _enclosing(root, path):
+            # A group may have no limit, or not be visible from inside a container.
             try:
                 limit, used = ((folder / name).read_text().strip() for name in names[:2])
                 if limit != "max" and int(limit) < _UNLIMITED:
@@ -226,7 +229,7 @@ def _memory_limits(proc: Path, mount: Path) -> Iterator[tuple[int, int]]:
 
 
 def _counted(file: Path, name: str) -> int:
-    """Return the number beside a name in a file of such lines; 0 where it isn't there."""
+    """Read the number after a name, from a file with one name per line. 0 if it isn't there."""
     return next(
         (int(line.split()[1]) for line in file.read_text().splitlines() if line.split()[0] == name),
         0,

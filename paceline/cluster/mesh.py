@@ -3,8 +3,8 @@
 mesh "data=2, tensor=2" on two hosts of two workers
 
           tensor 0   tensor 1
-data 0    rank 0     rank 2       host a       workers that cut a layer between them exchange most,
-data 1    rank 1     rank 3       host b       so they share a host if they can
+data 0    rank 0     rank 2       host a       workers that share a layer exchange most,
+data 1    rank 1     rank 3       host b       so they are on one host if possible
 
 data      replicas: the same model, other samples
 shard     other samples, and each worker keeps a part of the state
@@ -23,18 +23,20 @@ from math import prod
 from paceline.cluster.topology import Topology
 from paceline.errors import UsageError
 
-# the last ones talk most, and are dealt inside a host first
+# Workers exchange most along the last axes. These are laid out inside a host first.
 AXES = ("data", "stage", "shard", "tensor")
-SAMPLED = ("data", "shard")  # workers that differ in these have other samples
-LONGEST_SUGGESTION = 6  # meshes that an error proposes
+# Axes along which workers have different samples.
+SAMPLED = ("data", "shard")
+LONGEST_SUGGESTION = 6  # number of meshes that an error proposes
 
 
 @dataclass(frozen=True)
 class Mesh:
     """Workers as a grid.
 
-    `axes`: name and size of each axis, in the order of `AXES`; `grid`: the ranks, the last axis
-    varying fastest.
+    Args:
+        axes: Name and size of each axis, in the order of `AXIS_NAMES`.
+        grid: The ranks. The last axis varies fastest.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -45,77 +47,89 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """The number of workers."""
+        """Number of workers."""
         return len(self.grid)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the axes."""
+        """Names of the axes."""
         return tuple(name for name, _ in self.axes)
 
     @property
     def cut(self) -> tuple[str, ...]:
-        """The axes, other than `data`, that have more than one worker: along them workers hold
-        different parts of a model.
+        """Axes along which workers hold different parts of a model.
+
+        These are all axes of more than one worker, except `data`.
         """
         return tuple(name for name, size in self.axes if name != "data" and size > 1)
 
     def extent(self, axis: str) -> int:
-        """Return the size of an axis; 1 for one that this mesh doesn't have."""
+        """Size of an axis. 1 if this mesh doesn't have it."""
         return dict(self.axes).get(axis, 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Coordinates of a rank, by axis."""
-        at, found = self.grid.index(rank), {}
+        # From the last axis, which varies fastest, to the first.
+        position, coordinates = self.grid.index(rank), {}
         for name, size in reversed(self.axes):
-            at, found[name] = divmod(at, size)
-        return {name: found[name] for name in self.names}
+            position, coordinates[name] = divmod(position, size)
+        return {name: coordinates[name] for name in self.names}
 
     def place(self, rank: int) -> str:
-        """Say where a rank is on the axes that have more than one worker: "data 0, tensor 1"."""
+        """Format the place of a rank on axes of more than one worker: "data 0, tensor 1"."""
         return ", ".join(
-            f"{name} {at}" for name, at in self.coordinates(rank).items() if self.extent(name) > 1
+            f"{name} {index}"
+            for name, index in self.coordinates(rank).items()
+            if self.extent(name) > 1
         )
 
     def index(self, rank: int, axes: Iterable[str]) -> int:
-        """Return the number of a rank among those along these axes: that of its part of the
-        samples along `SAMPLED`, for instance.
+        """Index of a rank among the ranks along these axes.
+
+        Along `SAMPLE_AXES`, for instance, it is the index of the rank's part of the samples.
         """
-        place, found = self.coordinates(rank), 0
+        coordinates, index = self.coordinates(rank), 0
         for name, size in self.axes:
             if name in axes:
-                found = found * size + place[name]
-        return found
+                index = index * size + coordinates[name]
+        return index
 
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` along these axes alone, in the order of
-        `index`; the rank itself is one of them.
+        """List the ranks that differ from `rank` along these axes only, in their order along them.
+
+        The rank itself is one of them.
         """
-        wanted, mine = frozenset(axes), self.coordinates(rank)
-        fixed = [(name, at) for name, at in mine.items() if name not in wanted]
-        others = [
+        varying, coordinates = frozenset(axes), self.coordinates(rank)
+        fixed = [(name, index) for name, index in coordinates.items() if name not in varying]
+        members = [
             other
             for other in self.grid
-            if all(self.coordinates(other)[name] == at for name, at in fixed)
+            if all(self.coordinates(other)[name] == index for name, index in fixed)
         ]
-        return tuple(sorted(others, key=lambda other: self.index(other, wanted)))
+        return tuple(sorted(members, key=lambda member: self.index(member, varying)))
 
     def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Return all groups along these axes, each once, ordered by their first rank."""
-        wanted = frozenset(axes)
-        return tuple(sorted({self.group(rank, wanted) for rank in self.grid}))
+        """List all groups along these axes, each once, ordered by their first rank."""
+        varying = frozenset(axes)
+        return tuple(sorted({self.group(rank, varying) for rank in self.grid}))
 
     def crosses_hosts(self, axis: str, topology: Topology) -> bool:
         """Whether a group along an axis has workers on several hosts."""
-        where = topology.where()
-        return any(len({where[rank] for rank in group}) > 1 for group in self.groups([axis]))
+        hosts = topology.where()
+        return any(len({hosts[rank] for rank in group}) > 1 for group in self.groups([axis]))
 
 
 def lay_out(sizes: Mapping[str, int | None], topology: Topology) -> Mesh:
-    """Deal the workers of a cluster to a mesh of these sizes; one may be None, and is what remains.
+    """Lay out the workers of a cluster as a mesh.
 
-    Workers of one host are neighbours along the axes that talk most. Raises `UsageError` where the
-    sizes don't fit the workers.
+    Workers of one host become neighbours along the axes that exchange most.
+
+    Args:
+        sizes: Number of workers along each axis. One may be None: it gets the workers that remain.
+        topology: Hosts of the workers.
+
+    Raises:
+        UsageError: The sizes don't fit the number of workers.
     """
     axes = _complete(sizes, topology.size)
     blocks = [
@@ -123,32 +137,37 @@ def lay_out(sizes: Mapping[str, int | None], topology: Topology) -> Mesh:
         for host, ranks in enumerate(topology.hosts)
         for rank in ranks.ranks
     ]
+    # From the axis that exchanges most outwards: blocks grow until one has all workers.
     for _, size in reversed(axes):
         blocks = _join(blocks, size)
     return Mesh(axes, blocks[0].ranks)
 
 
 def choose(asked: str, topology: Topology, *, survives: bool) -> Mesh:
-    """Deal the workers of a cluster to the mesh that a user asks for.
+    """Lay out the workers of a cluster as the mesh that a user asks for.
 
-    `survives`: the run goes on when workers are lost.
+    Args:
+        asked: The mesh as text.
+        topology: Hosts of the workers.
+        survives: Whether the run goes on when workers are lost.
 
-    Raises `UsageError` where it doesn't fit, or can't be had.
+    Raises:
+        UsageError: The mesh doesn't fit the workers, or can't survive losses.
     """
     mesh = lay_out(read(asked), topology)
     if survives and mesh.cut:
         raise UsageError(
             f"mesh={asked!r} with --min-workers: a worker of a cut model has parts that no other "
-            "of its replica has, and nobody goes on "
-            "without them; leave out --min-workers (then --restarts has the whole job start "
-            "again), or cut nothing (--mesh data)"
+            "worker of its replica has, and the others can't go on without them; leave out "
+            "--min-workers (--restarts can start the whole job again), or cut nothing (--mesh data)"
         )
     return mesh
 
 
 def read(text: str) -> dict[str, int | None]:
-    """Read a mesh as users write it: `data=2, tensor=2`, or `data, tensor=2`, where the size of
-    `data` is what remains.
+    """Parse a mesh as users write it: `data=2, tensor=2`, or `data, tensor=2`.
+
+    An axis without a size is None, and gets the workers that remain.
     """
     if not isinstance(text, str):
         example = (
@@ -159,7 +178,7 @@ def read(text: str) -> dict[str, int | None]:
         raise UsageError(
             f"mesh={text!r} is a {type(text).__name__}, and has to be text: mesh={example!r}"
         )
-    found: dict[str, int | None] = {}
+    sizes: dict[str, int | None] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = re.fullmatch(r"(\w+)\s*(?:=\s*(-?[0-9]{1,9}))?", part)
         if match is None:
@@ -167,60 +186,63 @@ def read(text: str) -> dict[str, int | None]:
                 f"mesh={text!r} can't be read at {part!r}; write names and sizes, e.g. "
                 "mesh='data=2, tensor=2'"
             )
-        if match[1] in found:
+        if match[1] in sizes:
             raise UsageError(f"mesh={text!r} has the axis {match[1]} twice; give each axis once")
-        found[match[1]] = None if match[2] is None else int(match[2])
-    return found
+        sizes[match[1]] = None if match[2] is None else int(match[2])
+    return sizes
 
 
 def workers(text: str) -> int:
-    """Return the number of workers of a mesh as users write it.
+    """Count the workers of a mesh as users write it.
 
-    Raises `UsageError` where it leaves a size open.
+    Raises `UsageError` if it leaves a size open.
     """
-    found = read(text)
-    for name, size in found.items():
+    sizes = read(text)
+    for name, size in sizes.items():
         if size is None:
             raise UsageError(
-                f"mesh={text!r} leaves the size of {name} open: say how many, "
+                f"mesh={text!r} leaves the size of {name} open: give it, such as "
                 f"{name}=2, or give --workers"
             )
-    return prod(size for size in found.values() if size is not None)
+    return prod(size for size in sizes.values() if size is not None)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Workers that are neighbours already, in their order, and the hosts that they are on."""
+    """Workers that are neighbours already, in their order, and their hosts."""
 
     ranks: tuple[int, ...]
     hosts: tuple[int, ...]
 
 
 def _join(blocks: Sequence[_Block], size: int) -> list[_Block]:
-    """Join blocks, so many at a time: those of one host while there are enough, then what is
-    left over, host after host.
+    """Join blocks, `size` at a time.
+
+    Blocks of one host are joined first. The blocks that remain are joined across hosts.
     """
+    # Blocks wait by the hosts that they are on, until there are enough.
     waiting: dict[tuple[int, ...], list[_Block]] = {}
     joined: list[_Block] = []
     for block in blocks:
-        row = waiting.setdefault(block.hosts, [])
-        row.append(block)
-        if len(row) == size:
-            joined.append(_joined(row))
+        neighbours = waiting.setdefault(block.hosts, [])
+        neighbours.append(block)
+        if len(neighbours) == size:
+            joined.append(_joined(neighbours))
             del waiting[block.hosts]
-    rest = [block for row in waiting.values() for block in row]
-    joined += [_joined(rest[at : at + size]) for at in range(0, len(rest), size)]
+    remaining = [block for neighbours in waiting.values() for block in neighbours]
+    joined += [_joined(remaining[start : start + size]) for start in range(0, len(remaining), size)]
     return sorted(joined, key=lambda block: (block.hosts, block.ranks))
 
 
 def _joined(blocks: Sequence[_Block]) -> _Block:
+    """Join blocks to one, ordered by their first rank."""
     hosts = sorted({host for block in blocks for host in block.hosts})
     ordered = sorted(blocks, key=lambda block: block.ranks[0])
     return _Block(tuple(rank for block in ordered for rank in block.ranks), tuple(hosts))
 
 
 def _complete(sizes: Mapping[str, int | None], workers: int) -> tuple[tuple[str, int], ...]:
-    """Fill in the size that was left out, and put the axes into their order."""
+    """Fill in the size that was left open, and put the axes into the order of `AXIS_NAMES`."""
     text = ", ".join(name if size is None else f"{name}={size}" for name, size in sizes.items())
     if unknown := [name for name in sizes if name not in AXES]:
         raise UsageError(
@@ -230,31 +252,34 @@ def _complete(sizes: Mapping[str, int | None], workers: int) -> tuple[tuple[str,
         raise UsageError(
             f"mesh={text!r}: {wrong[0]} is not a number of workers; sizes are 1 or more"
         )
-    left_out = [name for name, size in sizes.items() if size is None]
-    if len(left_out) > 1:
+    open_axes = [name for name, size in sizes.items() if size is None]
+    if len(open_axes) > 1:
         raise UsageError(
-            f"mesh={text!r} leaves the sizes of {' and '.join(left_out)} open; "
-            "at most one can be what remains"
+            f"mesh={text!r} leaves the sizes of {' and '.join(open_axes)} open; "
+            "leave out at most one"
         )
-    given = prod(size for size in sizes.values() if size is not None)
-    if (workers % given if left_out else given != workers) or not sizes:
+    # Without an open axis, the sizes have to give the number of workers. With one, they have to
+    # divide it.
+    fixed = prod(size for size in sizes.values() if size is not None)
+    if (workers % fixed if open_axes else fixed != workers) or not sizes:
         raise UsageError(
             f"mesh={text!r} doesn't fit {workers} workers; "
             f"{_fitting(list(sizes) or ['data'], workers)}"
         )
-    whole = {name: workers // given if size is None else size for name, size in sizes.items()}
-    return tuple((name, whole[name]) for name in AXES if name in whole)
+    complete = {name: workers // fixed if size is None else size for name, size in sizes.items()}
+    return tuple((name, complete[name]) for name in AXES if name in complete)
 
 
 def _fitting(names: Sequence[str], workers: int) -> str:
-    """Say which sizes of these axes would fit."""
+    """Format sizes of these axes that would fit."""
+    # All products of divisors. There are few, as jobs have few axes.
     divisors = [size for size in range(1, workers + 1) if workers % size == 0]
     fits = (
         sizes for sizes in itertools.product(divisors, repeat=len(names)) if prod(sizes) == workers
     )
     shown = itertools.islice(fits, LONGEST_SUGGESTION)
-    found = [
+    meshes = [
         ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
         for sizes in shown
     ]
-    return f"what fits is {' | '.join(found)}"
+    return f"these fit: {' | '.join(meshes)}"

@@ -1,5 +1,7 @@
-"""Addresses of this machine: found by asking the kernel for the route, never guessed from a name
-alone.
+"""Addresses and interfaces of this machine.
+
+The address at which others reach this machine comes from the kernel's route to them. It is never
+guessed from a host name.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import termios
 from paceline.cluster.topology import Interface
 from paceline.errors import PlaceError
 
-_SIOCGIFCONF, _SIOCGIFNETMASK, _SIOCETHTOOL = 0x8912, 0x891B, 0x8946  # linux/sockios.h
-# struct ethtool_cmd; the speed (Mbit/s) is in two halves
+# From linux/sockios.h. They are part of the kernel's interface to programs, and don't change.
+_SIOCGIFCONF, _SIOCGIFNETMASK, _SIOCETHTOOL = 0x8912, 0x891B, 0x8946
+# struct ethtool_cmd. The speed (Mbit/s) is in two halves.
 _SETTINGS = struct.Struct("=IIIHBBBBBBIIHBBIII")
 _GET_SETTINGS, _UNKNOWN_SPEED = 1, 0xFFFF_FFFF
 _IFREQ_BYTES = 40  # struct ifreq on 64-bit Linux: 16 of name, 24 of address
@@ -26,27 +29,29 @@ _MOST_INTERFACES = 256
 
 
 def interfaces() -> dict[str, str]:
-    """Return the IPv4 address of each interface of this machine that is up; empty where the
-    kernel can't be asked (not Linux).
+    """List the interfaces of this machine that are up, with their IPv4 addresses.
+
+    Empty if the system isn't Linux.
     """
     if not sys.platform.startswith("linux"):
         return {}
-    room = array.array("B", bytes(_MOST_INTERFACES * _IFREQ_BYTES))
-    address, length = room.buffer_info()
+    # The kernel fills a buffer with structs ifreq, and tells how many bytes it has used.
+    buffer = array.array("B", bytes(_MOST_INTERFACES * _IFREQ_BYTES))
+    address, length = buffer.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         answer = fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, struct.pack("iL", length, address))
-    used = struct.unpack("iL", answer)[0]
-    raw = room.tobytes()
+    used_bytes = struct.unpack("iL", answer)[0]
+    raw = buffer.tobytes()
     addresses: dict[str, str] = {}
-    for start in range(0, used, _IFREQ_BYTES):
+    for start in range(0, used_bytes, _IFREQ_BYTES):
         name = raw[start : start + 16].split(b"\0", 1)[0].decode()
         addresses.setdefault(name, socket.inet_ntoa(raw[start + 20 : start + 24]))
     return addresses
 
 
 def described() -> tuple[Interface, ...]:
-    """Return the interfaces of this machine that are up, loopback left out."""
-    found = []
+    """Describe the interfaces of this machine that are up, except loopback."""
+    descriptions = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for name, address in interfaces().items():
             if loopback(address):
@@ -55,17 +60,20 @@ def described() -> tuple[Interface, ...]:
                 answer = fcntl.ioctl(
                     probe.fileno(), _SIOCGIFNETMASK, struct.pack("16s24x", name.encode())
                 )
-            except OSError:  # it has gone since it was listed
+            except OSError:
+                # The interface has gone since it was listed.
                 continue
             network = ipaddress.ip_network(
                 f"{address}/{socket.inet_ntoa(answer[20:24])}", strict=False
             )
-            found.append(Interface(name, address, str(network), 1e6 * _megabits(probe, name)))
-    return tuple(found)
+            descriptions.append(
+                Interface(name, address, str(network), 1e6 * _megabits(probe, name))
+            )
+    return tuple(descriptions)
 
 
 def _megabits(probe: socket.socket, name: str) -> int:
-    """Ask the driver of an interface for its speed; 0 where it doesn't say."""
+    """Ask the driver of an interface for its speed in Mbit/s. 0 if it doesn't tell."""
     settings = array.array("B", _SETTINGS.pack(_GET_SETTINGS, *[0] * 17))
     try:
         fcntl.ioctl(
@@ -81,8 +89,9 @@ def _megabits(probe: socket.socket, name: str) -> int:
 
 
 def resolve(host: str) -> list[str]:
-    """Return the IP addresses of `host`, IPv4 first; raises `PlaceError` when the name means
-    nothing here.
+    """Resolve a host name to IP addresses, IPv4 first.
+
+    Raises `PlaceError` if this machine can't resolve it.
     """
     try:
         entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -91,18 +100,20 @@ def resolve(host: str) -> list[str]:
             f"the host name {host!r} can't be resolved on {socket.gethostname()} ({error}): "
             "use an IP address, or a name that every host knows"
         ) from error
+    # IPv4 first, and no address twice. The sort keeps the order of the resolver.
     addresses = sorted(entries, key=lambda entry: entry[0] != socket.AF_INET)
     return list(dict.fromkeys(str(entry[4][0]) for entry in addresses))
 
 
 def loopback(address: str) -> bool:
-    """Whether this IP address is reached from this machine only."""
+    """Whether an IP address can be reached from this machine only."""
     return ipaddress.ip_address(address.split("%", maxsplit=1)[0]).is_loopback
 
 
 def literal(host: str) -> bool:
-    """Whether `host` itself says that it means this machine only: localhost or a loopback
-    address.
+    """Whether a host is written as this machine: localhost, or a loopback address.
+
+    Other names may resolve to loopback too. They aren't resolved here.
     """
     if host == "localhost":
         return True
@@ -113,13 +124,14 @@ def literal(host: str) -> bool:
 
 
 def port(text: str) -> int | None:
-    """Return the number of a port that is written in digits; None for any other text."""
-    found = int(text) if re.fullmatch("[0-9]{1,5}", text) else 1 << 16
-    return found if found < 1 << 16 else None
+    """Parse a port written in digits. None for any other text."""
+    number = int(text) if re.fullmatch("[0-9]{1,5}", text) else 1 << 16
+    return number if number < 1 << 16 else None
 
 
 def local(address: str) -> bool:
-    """Whether this IP address belongs to this machine (to this network namespace)."""
+    """Whether an IP address belongs to this machine (to this network namespace)."""
+    # Only an address of this machine can be bound.
     with socket.socket(family(address), socket.SOCK_STREAM) as probe:
         try:
             probe.bind((address, 0))
@@ -131,13 +143,14 @@ def local(address: str) -> bool:
 
 
 def family(address: str) -> socket.AddressFamily:
-    """Return AF_INET or AF_INET6, as the IP address is written."""
+    """Address family of an IP address: AF_INET or AF_INET6."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def route(address: str) -> str:
-    """Return the local IP address that packets to this IP address would leave from; nothing is
-    sent.
+    """Find the local IP address from which packets to this IP address would leave.
+
+    Sends nothing: to connect a UDP socket only makes the kernel choose a route.
     """
     with socket.socket(family(address), socket.SOCK_DGRAM) as probe:
         try:
@@ -150,12 +163,10 @@ def route(address: str) -> str:
 
 
 def override(interface: str) -> str:
-    """Return the IP address that an override means: an interface's name, or an address of this
-    machine.
-    """
-    known = interfaces()
-    if interface in known:
-        return known[interface]
+    """Resolve PACELINE_INTERFACE, the name or an address of an interface, to an IP address."""
+    addresses = interfaces()
+    if interface in addresses:
+        return addresses[interface]
     try:
         ipaddress.ip_address(interface)
     except ValueError:
@@ -170,30 +181,36 @@ def override(interface: str) -> str:
 
 
 def carrier(address: str) -> str | None:
-    """Return the name of the interface that has this address, if known."""
+    """Find the name of the interface that has this address. None if there is none."""
     if loopback(address):
         address = "127.0.0.1"
-    return next((name for name, known in interfaces().items() if known == address), None)
+    return next((name for name, own in interfaces().items() if own == address), None)
 
 
 def advice() -> str:
-    """Return advice on the variable to set, with the interfaces that there are."""
-    known = ", ".join(
+    """Format the advice to set PACELINE_INTERFACE, with the interfaces of this machine."""
+    listed = ", ".join(
         f"{name} ({address})" for name, address in interfaces().items() if not loopback(address)
     )
     return (
         "set PACELINE_INTERFACE to the interface that reaches the other hosts; here: "
-        f"{known or 'only loopback'}"
+        f"{listed or 'only loopback'}"
     )
 
 
 def listen(address: str, port: int = 0, *, backlog: int = 512) -> socket.socket:
-    """Open a socket that listens on this address only (port 0: any free one).
+    """Open a socket that listens on this address only.
 
-    Not inherited by children unless made so.
+    Children don't inherit it unless it is made inheritable.
+
+    Args:
+        address: An IP address of this machine.
+        port: The port. Default: any free one.
+        backlog: Number of connections that may wait to be accepted.
     """
     server = socket.socket(family(address), socket.SOCK_STREAM)
     try:
+        # A port that an ended job has used can be bound again at once.
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind((address, port))
         server.listen(backlog)
@@ -204,8 +221,10 @@ def listen(address: str, port: int = 0, *, backlog: int = 512) -> socket.socket:
 
 
 def reserve(address: str) -> socket.socket:
-    """Reserve a port for MASTER_PORT that stays ours: bound but not listening, so that a worker
-    can still bind it (SO_REUSEADDR).
+    """Reserve a free port for MASTER_PORT.
+
+    The socket is bound, but doesn't listen. So no other program gets the port, and a worker can
+    still bind it (SO_REUSEADDR).
     """
     reserved = socket.socket(family(address), socket.SOCK_STREAM)
     try:
@@ -213,12 +232,12 @@ def reserve(address: str) -> socket.socket:
         reserved.bind((address, 0))
     except OSError as error:
         reserved.close()
-        raise PlaceError(f"no port can be had on {address} ({error.strerror})") from error
+        raise PlaceError(f"no port is free on {address} ({error.strerror})") from error
     return reserved
 
 
 def unacknowledged(connection: socket.socket) -> int:
-    """Number of bytes sent on a TCP connection that the other side has not acknowledged."""
+    """Count the bytes sent on a TCP connection that the other side has not acknowledged."""
     count = array.array("i", [0])
     fcntl.ioctl(connection, termios.TIOCOUTQ, count)
     return count[0]

@@ -1,4 +1,7 @@
-"""The secret of a job: where it comes from, how it travels to workers, and what it signs."""
+"""The secret of a job: reads it, passes it to workers, signs with it, derives keys from it.
+
+file (mode 0600) or PACELINE_SECRET --> launcher --> descriptor --> workers
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from pathlib import Path
 from paceline.errors import SecretError
 
 MAC_BYTES = 32
-_SHORTEST = 16
+_SHORTEST = 16  # characters
 _LONGEST = 4096
 COMMAND = (
     """(umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > paceline.secret)"""
@@ -30,14 +33,12 @@ def fresh() -> bytes:
 
 
 def missing(why: str) -> SecretError:
-    """Make the error for a secret that isn't there, with the command that makes one."""
+    """Make the error for a secret that isn't there, with the command that creates one."""
     return SecretError(f"{why}: {_ADVICE}")
 
 
 def parse(text: str, source: str) -> bytes:
-    """Parse the secret written in `text` (surrounding blanks don't count); `source` names it in
-    errors.
-    """
+    """Parse the secret in a text, without blanks around it. `source` names it in errors."""
     secret = text.strip().encode()
     if not _SHORTEST <= len(secret) <= _LONGEST:
         raise missing(
@@ -51,6 +52,7 @@ def read(path: str | Path) -> bytes:
     """Read the secret in a file that only its owner can read (mode 0600)."""
     try:
         with open(path, "rb") as file:
+            # Of the open file: the path may name another one in a moment.
             state = os.fstat(file.fileno())
             raw = file.read(_LONGEST + 1)
     except OSError as error:
@@ -62,8 +64,8 @@ def read(path: str | Path) -> bytes:
         )
     if state.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise SecretError(
-            f"the secret file {path} has mode {stat.S_IMODE(state.st_mode):04o}, so others can use "
-            f"it: run `chmod 600 {path}`"
+            f"the secret file {path} has mode {stat.S_IMODE(state.st_mode):04o}, so other users "
+            f"can use it: run `chmod 600 {path}`"
         )
     try:
         text = raw.decode()
@@ -73,8 +75,10 @@ def read(path: str | Path) -> bytes:
 
 
 def lend(secret: bytes) -> int:
-    """Make a descriptor that holds the secret, for children to inherit; it has no name in any
-    file system.
+    """Make a descriptor that holds the secret, for children to inherit.
+
+    It has no name in any file system, and the secret isn't in the environment, which other
+    processes may read.
     """
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("paceline-secret", os.MFD_CLOEXEC)
@@ -86,8 +90,9 @@ def lend(secret: bytes) -> int:
 
 
 def borrow(descriptor: int) -> bytes:
-    """Read the secret in an inherited descriptor; works any number of times."""
+    """Read the secret from an inherited descriptor. It can be read any number of times."""
     try:
+        # At an offset: workers share the position of the descriptor.
         return os.pread(descriptor, _LONGEST, 0)
     except OSError as error:
         raise SecretError(
@@ -98,8 +103,9 @@ def borrow(descriptor: int) -> bytes:
 
 
 def sign(secret: bytes, *parts: bytes) -> bytes:
-    """Compute HMAC-SHA256 over the parts, each with its length, so that no two lists of parts
-    look alike.
+    """Compute HMAC-SHA256 over the parts.
+
+    Each part goes in after its length, so that two different lists never give the same input.
     """
     mac = hmac.new(secret, digestmod=hashlib.sha256)
     for part in parts:
@@ -109,8 +115,9 @@ def sign(secret: bytes, *parts: bytes) -> bytes:
 
 
 def derive(secret: bytes, purpose: str, nbytes: int = 32) -> bytes:
-    """Derive a key for one purpose, which tells nothing of the secret or of other keys: HKDF
-    with SHA-256, without a salt (RFC 5869).
+    """Derive a key for one purpose. It reveals nothing about the secret or other keys.
+
+    HKDF with SHA-256, without a salt (RFC 5869).
     """
     extracted = hmac.digest(bytes(hashlib.sha256().digest_size), secret, "sha256")
     derived, block = b"", b""
@@ -121,5 +128,5 @@ def derive(secret: bytes, purpose: str, nbytes: int = 32) -> bytes:
 
 
 def verify(secret: bytes, mac: bytes, *parts: bytes) -> bool:
-    """Whether `mac` is what `sign` gives; takes the same time wherever they differ."""
+    """Whether `mac` is the signature of the parts. The comparison takes constant time."""
     return hmac.compare_digest(mac, sign(secret, *parts))

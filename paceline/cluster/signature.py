@@ -1,7 +1,9 @@
-"""Signed values in a store that anybody may write to: each proves that its writer knows the job's
-secret, and for which key of which start.
+"""Signs values for a store that any program may write to.
 
-"1" MAC(secret; start of the job, key, JSON) JSON        "0" JSON where the job has no secret
+The signature proves that the writer knows the job's secret, and that the value belongs to this key
+and this start of the job.
+
+    "1" MAC(secret; start of the job, key, JSON) JSON        "0" JSON if the job has no secret
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ _ADVICE = "Give every worker the same PACELINE_SECRET"
 class Signer:
     """Signs and verifies values under keys that begin with `path`.
 
-    `start` tells a start of a job from all others (empty: from none).
+    Args:
+        secret: The job's secret. None: values aren't signed.
+        path: Prefix of the keys, without its last slash.
+        start: Id of one start of the job. Values of other starts are refused. Empty: none are.
     """
 
     secret: bytes | None = None
@@ -29,17 +34,15 @@ class Signer:
     start: str = ""
 
     def sub(self, prefix: str) -> Signer:
-        """Return the signer of keys that begin with `prefix`, too."""
+        """Make a signer for keys that have one more prefix."""
         return replace(self, path=f"{self.path}/{prefix}" if self.path else prefix)
 
     def bound(self, start: str) -> Signer:
-        """Return the signer of one start of the job: it refuses values that were signed in
-        another.
-        """
+        """Make a signer for one start of the job. It refuses values of other starts."""
         return replace(self, start=start)
 
     def close(self, key: str, value: Any) -> str:
-        """Write a JSON value as signed text for this key."""
+        """Sign a JSON value for a key. Returns the text to store."""
         body = json.dumps(value)
         return (
             _PLAIN
@@ -48,23 +51,26 @@ class Signer:
         ) + body
 
     def open(self, key: str, raw: bytes) -> Any:
-        """Read a signed value.
+        """Verify a stored value of a key, and decode it.
 
-        Raises `SecretError` unless its writer knows the secret, for this key and this start of the
+        Raises `SecretError` if it wasn't signed with the secret, for this key and this start of the
         job.
         """
         try:
             text = raw.decode()
             return json.loads(self._verified(key, text))
         except (ValueError, RecursionError) as error:
+            # A `SecretError` is a `ValueError` too.
             if isinstance(error, SecretError):
                 raise
             raise SecretError(
-                f"{key} in the store is no value that a worker has put there: "
-                f"somebody else writes to it. {_ADVICE}"
+                f"{key} in the store has a value that no worker has put there: "
+                f"another program writes to the store. {_ADVICE}"
             ) from error
 
     def _verified(self, key: str, text: str) -> str:
+        """Check the signature, and cut it off. Returns the JSON text."""
+        # A plain value is refused if there is a secret: any program could have written it.
         if text[:1] == _PLAIN:
             if self.secret is not None:
                 raise SecretError(
@@ -86,4 +92,5 @@ class Signer:
         return body
 
     def _names(self, key: str) -> tuple[bytes, bytes]:
+        """Names that are signed together with a value: the start of the job, and the whole key."""
         return self.start.encode(), f"{self.path}/{key}".encode()

@@ -1,5 +1,10 @@
-"""The key-value store of all workers: torch's, signed with the job's secret, bound to one
-address only.
+"""The key-value store of all workers: torch's, with values signed with the job's secret.
+
+rank 0        serves at the meeting point --> starts/0 += 1 -----------> hosts/0 --> hosts/table
+other ranks   connect ----------------------> wait for starts/0 -------> hosts/r --> read the table
+
+The server listens on one address only. Every start of a job in the same processes has keys of its
+own, which begin with `paceline/<attempt>/<number of the start>`.
 """
 
 from __future__ import annotations
@@ -24,26 +29,32 @@ from paceline.cluster.signature import Signer
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.errors import DeadlineExceeded, Mismatch, PlaceError, SecretError, WorkerLost
 
-if TYPE_CHECKING:  # torch's stubs know these names only where they come from
+# torch's stubs have these names only in the private module that defines them.
+if TYPE_CHECKING:
     from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
     from torch._C._distributed_c10d import Store as TorchStore
 else:
     from torch.distributed import HashStore, PrefixStore, TCPStore
     from torch.distributed import Store as TorchStore
 
-_SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.02  # seconds between two looks at the store
-# by meeting point: the server that this process has joined there last
+_SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.02  # seconds between two checks of the store
+# Server that this process has joined last at each meeting point.
 _JOINED: Final[dict[tuple[str, int], store_client.EndOfServer]] = {}
 
 
 class Store:
-    """Keys that all workers see.
+    """A key-value store that all workers share.
 
-    `torch` is the torch.distributed store beneath, under this store's prefix.
+    Values are JSON. With a secret they are signed together with their key, so that no other program
+    can forge them or move them to another key. After `bind_to_start`, values of other starts of any
+    job with this secret are refused too.
 
-    Values put here are JSON; with a secret they are signed together with their key, so that neither
-    can be forged or moved. Once it is bound, values of another start of the job (of any job with
-    this secret) are refused, too.
+    Args:
+        store: The torch.distributed store beneath. `torch` is the same one with the prefix.
+        secret: The job's secret. None: values aren't signed.
+        path: Prefix of all keys.
+        deadline: Seconds that a wait may take by default.
+        start: Id of the start of the job, see `Signer`.
     """
 
     def __init__(
@@ -59,9 +70,9 @@ class Store:
         self._base, self._seal, self._deadline = store, Signer(secret, path, start), deadline
 
     def bind(self, start: str) -> None:
-        """Accept from now on only values of this start of the job.
+        """Refuse values of other starts of the job from now on.
 
-        On all workers at the same place.
+        All workers call it at the same point of the program.
         """
         self._seal = self._seal.bound(start)
 
@@ -73,19 +84,27 @@ class Store:
             raise _gone(error) from error
 
     def take(self, key: str, timeout: float | None = None) -> Any:
-        """Wait for the value of `key`, at most `timeout` seconds (None: the store's deadline).
+        """Wait for the value of `key`. The value stays in the store.
 
-        Raises `DeadlineExceeded` when it never comes, `SecretError` when it wasn't signed with this
-        job's secret, `WorkerLost` when the store is gone. The wait hears signals at once.
+        Args:
+            key: The key.
+            timeout: Seconds to wait. Default: the store's deadline.
+
+        Raises:
+            DeadlineExceeded: No worker has set the key in time.
+            SecretError: The value wasn't signed with this job's secret.
+            WorkerLost: The store is gone.
         """
         seconds = self._deadline if timeout is None else timeout
         end = time.monotonic() + seconds
         nap = _SHORTEST_NAP
         try:
+            # Polls, as torch's own wait can't be interrupted by a signal.
             while not self.torch.check([key]):
                 if time.monotonic() >= end:
                     raise DeadlineExceeded(
-                        f"nobody has set {self._seal.path}/{key} in the store within {seconds:g} s"
+                        f"no worker has set {self._seal.path}/{key} in the store "
+                        f"within {seconds:g} s"
                     )
                 time.sleep(nap)
                 nap = min(2 * nap, _LONGEST_NAP)
@@ -95,11 +114,9 @@ class Store:
         return self._seal.open(key, raw)
 
     def first(self, key: str, value: Any) -> Any:
-        """Set `key` to a JSON value unless it is set; return what it is then.
+        """Set `key` to a JSON value unless it is set already. Returns the value that it has then.
 
-        Of several workers that do so one wins.
-
-        Errors are those of `take`.
+        If several workers call it, the value of one of them is set. Raises as `take` does.
         """
         try:
             return self._seal.open(
@@ -109,9 +126,9 @@ class Store:
             raise _gone(error) from error
 
     def look(self, keys: list[str]) -> list[Any]:
-        """Read the values of keys that have all been set; None for one without a valid signature.
+        """Read the values of keys that are all set. A value is None if its signature is wrong.
 
-        Raises `WorkerLost` without a store.
+        Raises `WorkerLost` if the store is gone.
         """
         try:
             return [
@@ -128,49 +145,57 @@ class Store:
             return None
 
     def has(self, keys: list[str]) -> bool:
-        """Whether all of these have been set."""
+        """Whether all of these keys are set."""
         try:
             return bool(self.torch.check(keys))
         except DistError as error:
             raise _gone(error) from error
 
     def derive(self, purpose: str) -> bytes:
-        """Derive a key for one purpose of this part of the store: all who know the job's secret
-        can, and it tells nothing of that.
+        """Derive a cryptographic key for one purpose of this part of the store.
+
+        Every worker with the job's secret derives the same one. It reveals nothing of the secret.
         """
         return secrets.derive(
             self._seal.secret or b"", "/".join((self._seal.start, self._seal.path, purpose))
         )
 
     def sub(self, prefix: str) -> Store:
-        """Return the part of this store whose keys start with `prefix`."""
+        """Make the part of this store whose keys have one more prefix."""
         seal = self._seal.sub(prefix)
         return Store(
             self._base, seal.secret, path=seal.path, deadline=self._deadline, start=seal.start
         )
 
     def close(self) -> None:
-        """Close the store; where this process serves it, the server ends with its last user in
-        this process.
+        """Close the store.
+
+        If this process serves it, the server ends when no other object of the process uses it.
         """
+        # torch's stores have no `close`: the last reference ends the connection, and the server.
         del self.torch, self._base
 
 
 def over(store: TorchStore | Store) -> Store:
-    """Make a store of values that all see; a torch store by itself has no secret."""
+    """Wrap a torch store, without a secret. A `Store` is returned as it is."""
     return store if isinstance(store, Store) else Store(store)
 
 
 def memory(secret: bytes | None = None, *, deadline: float = 30.0) -> Store:
-    """Make a store inside this process: for one worker alone, and for threads in tests."""
+    """Make a store inside this process, for a job of one worker and for tests with threads."""
     return Store(HashStore(), secret, path="paceline", deadline=deadline)
 
 
 def connect(place: Place, *, deadline: float = 30.0) -> Store:
-    """Join the store at the meeting point, or serve it there (rank 0, unless its launcher does).
+    """Connect to the store at the meeting point. Rank 0 serves it, unless its launcher does.
 
-    Raises `PlaceError` where the address can't be bound, `DeadlineExceeded` when nobody serves it
-    within `deadline` seconds.
+    Args:
+        place: Place of this worker.
+        deadline: Seconds to wait for the server, and in later waits.
+
+    Raises:
+        PlaceError: The address can't be bound, or another job uses it.
+        DeadlineExceeded: No server has come in time.
     """
     if place.meeting is None or place.size == 1:
         return memory(place.secret, deadline=deadline)
@@ -192,8 +217,9 @@ def connect(place: Place, *, deadline: float = 30.0) -> Store:
 
 
 def address(place: Place) -> str:
-    """Return the IP address at which other workers reach this process: the local end of the
-    route to the meeting point.
+    """Find the IP address at which other workers reach this process.
+
+    It is the local end of the route to the meeting point, unless PACELINE_INTERFACE is set.
     """
     if place.interface is not None:
         return network.override(place.interface)
@@ -202,8 +228,8 @@ def address(place: Place) -> str:
     chosen = network.route(network.resolve(place.meeting[0])[0])
     if place.hosts > 1 and not place.one_machine and network.loopback(chosen):
         raise PlaceError(
-            f"{place.hosts} hosts are to meet at {place.meeting[0]}, which is the loopback of "
-            f"{place.hostname} and reaches no other host: "
+            f"{place.hosts} hosts should meet at {place.meeting[0]}, which is the loopback of "
+            f"{place.hostname}, so other hosts can't reach it: "
             "give the meeting point (MASTER_ADDR, --join) as an address that all hosts reach, or "
             f"{network.advice()} (PACELINE_INTERFACE=lo if all of them are this machine)"
         )
@@ -211,19 +237,28 @@ def address(place: Place) -> str:
 
 
 def hosts(store: Store, place: Place, measured: str = "") -> Topology:
-    """Find out which ranks share a machine: the same answer on every rank. All ranks call it.
+    """Find out which ranks share a machine. All ranks call it, and get the same answer.
 
-    Two ranks are on one host when they can share memory (same boot, same namespaces, same /dev/shm,
-    same user) and their launcher counts them as one host. Raises `DeadlineExceeded` naming the
-    ranks that never came, and `Mismatch` on all ranks where `measured`, the digest of the measured
-    cluster that a rank was given, isn't the same on all of them.
+    Two ranks are on one host if they can share memory (same boot, namespaces, /dev/shm and user),
+    and their launcher counts them as one host.
 
-    From then on the store is bound to this start of the job: each rank comes with a number that
-    nobody has seen before, all of them are in the table that rank 0 signs, and each sees its own
-    there.
+    The store is bound to this start of the job then. The id of the start is a hash of random
+    numbers, one from each rank. All are in the table that rank 0 signs, and each rank checks that
+    the table has its own.
+
+    Args:
+        store: The store of all workers.
+        place: Place of this worker.
+        measured: Digest of the measured cluster that this worker was given. Empty: none.
+
+    Raises:
+        DeadlineExceeded: Some ranks have not come in time. The message names them.
+        Mismatch: Ranks have different numbers of workers or measured clusters, or two jobs use one
+            meeting point.
+        SecretError: A worker has no secret, or another one.
     """
-    here = store.sub("hosts")
-    mine = {
+    meeting = store.sub("hosts")
+    entry = {
         "name": place.hostname,
         "machine": fingerprint(),
         "group": -1 if place.host_rank is None else place.host_rank,
@@ -233,66 +268,67 @@ def hosts(store: Store, place: Place, measured: str = "") -> Topology:
         "measured": measured,
         "nonce": random.token_hex(16),
     }
-    here.put(str(place.rank), mine)
+    meeting.put(str(place.rank), entry)
     if place.rank == 0:
-        _publish(here, place)
+        _publish(meeting, place)
+    # Rank 0 waits for `heard` if it fails: the store may end with it, and its reason too.
     try:
-        table = here.take("table")
+        table = meeting.take("table")
     except SecretError:
-        here.put(f"heard/{place.rank}", True)
+        meeting.put(f"heard/{place.rank}", True)
         raise
     if "error" in table:
-        here.put(f"heard/{place.rank}", True)
+        meeting.put(f"heard/{place.rank}", True)
         raise {"SecretError": SecretError, "DeadlineExceeded": DeadlineExceeded}.get(
             table["kind"], Mismatch
         )(table["error"])
-    if table["ranks"][place.rank] != mine:
+    if table["ranks"][place.rank] != entry:
         raise Mismatch(
-            f"rank {place.rank} is known to rank 0 as {table['ranks'][place.rank]}, and is {mine}: "
-            "two jobs use one meeting point"
+            f"rank {place.rank} is known to rank 0 as {table['ranks'][place.rank]}, and is "
+            f"{entry}: two jobs use one meeting point. Give each job its own"
         )
-    store.bind(
-        hashlib.sha256("".join(entry["nonce"] for entry in table["ranks"]).encode()).hexdigest()
-    )
+    nonces = "".join(rank_entry["nonce"] for rank_entry in table["ranks"])
+    store.bind(hashlib.sha256(nonces.encode()).hexdigest())
     return _cluster(table["ranks"])
 
 
-def _publish(here: Store, place: Place) -> None:
-    """Collect on rank 0 what all ranks say, and publish one table, or the reason why there is
-    none.
-    """
+def _publish(meeting: Store, place: Place) -> None:
+    """Collect the entries of all ranks on rank 0, and publish them as a table, or an error."""
     try:
-        ranks = _collect(here, place)
+        ranks = _collect(meeting, place)
     except (SecretError, DeadlineExceeded, Mismatch) as error:
-        here.put("table", {"error": str(error), "kind": type(error).__name__})
-        _await_readers(here, place)  # the store may end with this process
+        meeting.put("table", {"error": str(error), "kind": type(error).__name__})
+        # The store may end with this process.
+        _await_readers(meeting, place)
         raise
-    here.put("table", {"ranks": ranks})
+    meeting.put("table", {"ranks": ranks})
 
 
-def _await_readers(here: Store, place: Place) -> None:
-    """Stay until all ranks that have come have read why there is no table."""
+def _await_readers(meeting: Store, place: Place) -> None:
+    """Wait until all ranks that have come have read the error."""
     end = time.monotonic() + place.timings.store.heard
     while time.monotonic() < end and any(
-        here.has([str(rank)]) and not here.has([f"heard/{rank}"]) for rank in range(1, place.size)
+        meeting.has([str(rank)]) and not meeting.has([f"heard/{rank}"])
+        for rank in range(1, place.size)
     ):
         time.sleep(_LONGEST_NAP)
 
 
-def _collect(here: Store, place: Place) -> list[dict[str, Any]]:
-    # Rank 0 gives up first, so that the others hear its reason before their own deadline passes.
-    end = time.monotonic() + 0.9 * here._deadline
+def _collect(meeting: Store, place: Place) -> list[dict[str, Any]]:
+    """Collect the entries of all ranks, and check that they fit together."""
+    # Rank 0 gives up first, so that the others read its error before their own deadline passes.
+    end = time.monotonic() + 0.9 * meeting._deadline
     ranks: list[dict[str, Any]] = []
     for rank in range(place.size):
         try:
-            ranks.append(here.take(str(rank), max(0.0, end - time.monotonic())))
+            ranks.append(meeting.take(str(rank), max(0.0, end - time.monotonic())))
         except DeadlineExceeded:
-            missing = tuple(r for r in range(rank, place.size) if not here.torch.check([str(r)]))
+            missing = tuple(r for r in range(rank, place.size) if not meeting.torch.check([str(r)]))
             names = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
             raise DeadlineExceeded(
                 (
                     f"{names} of {place.size} never came to the meeting at the start within "
-                    f"{here._deadline:g} s: look at their output"
+                    f"{meeting._deadline:g} s: look at their output"
                 ),
                 missing,
             ) from None
@@ -301,29 +337,27 @@ def _collect(here: Store, place: Place) -> list[dict[str, Any]]:
     sizes = {entry["size"] for entry in ranks}
     if len(sizes) > 1:
         raise Mismatch(
-            f"workers disagree on how many they are: {sorted(sizes)}. Start all of them with the "
-            "same numbers"
+            f"workers disagree on their number: {sorted(sizes)}. Start all of them with the "
+            "same number of workers"
         )
     _compare_measured(ranks)
-    apart = {(entry["machine"], entry["group"]) for entry in ranks}
-    if len({machine for machine, _ in apart}) > 1:
-        lost = [
+    # With several machines, none of their addresses may be a loopback address.
+    if len({entry["machine"] for entry in ranks}) > 1:
+        unreachable = [
             f"rank {rank} on {entry['name']}"
             for rank, entry in enumerate(ranks)
             if network.loopback(entry["address"])
         ]
-        if lost:
+        if unreachable:
             raise Mismatch(
-                f"{lost[0]} is on a loopback address that other hosts can't reach: "
+                f"{unreachable[0]} is on a loopback address that other hosts can't reach: "
                 f"{network.advice()}"
             )
     return ranks
 
 
 def _compare_measured(ranks: list[dict[str, Any]]) -> None:
-    """Raise `Mismatch` where hosts were given different measured clusters, or some were given
-    none.
-    """
+    """Raise `Mismatch` if ranks were given different measured clusters, or only some have one."""
     by_digest: dict[str, list[str]] = {}
     for entry in ranks:
         by_digest.setdefault(entry["measured"], []).append(entry["name"])
@@ -334,12 +368,13 @@ def _compare_measured(ranks: list[dict[str, Any]]) -> None:
         ]
         raise Mismatch(
             f"workers were given different measured clusters ({'; '.join(sides)}): "
-            "give all hosts --cluster with the same file, a copy of "
-            "the one that `paceline probe` has written"
+            "give all hosts --cluster with the same file, "
+            "a copy of the file that `paceline probe` has written"
         )
 
 
 def _cluster(ranks: list[dict[str, Any]]) -> Topology:
+    """Group ranks into hosts. Hosts of the same name are numbered."""
     members: dict[tuple[str, int], list[int]] = {}
     for rank, entry in enumerate(ranks):
         members.setdefault((entry["machine"], entry["group"]), []).append(rank)
@@ -353,13 +388,14 @@ def _cluster(ranks: list[dict[str, Any]]) -> Topology:
 
 
 def _serve(place: Place, deadline: float) -> TorchStore:
+    """Serve the store on rank 0: on an inherited socket if there is one, or on a new one."""
     assert place.meeting is not None
     host, port = place.meeting
     timeout = timedelta(seconds=deadline)
     if place.store_fd is not None:
         # A copy: the descriptor stays open, so that a later start in this process can serve again.
-        # While an earlier one still serves, it is joined (multi_tenant): two servers on one socket
-        # would divide the workers between them.
+        # `multi_tenant` joins the server of an earlier start if it still serves. Two servers on one
+        # socket would divide the workers between them.
         descriptor = os.dup(place.store_fd)
         return TCPStore(
             host,
@@ -394,8 +430,9 @@ def _serve(place: Place, deadline: float) -> TorchStore:
 
 
 def _shared(chosen: str, port: int, timeout: timedelta) -> TorchStore:
-    """Find the store that this process already serves there (init_process_group came first), if
-    it does.
+    """Join a store that this process serves there already, after init_process_group.
+
+    Raises `PlaceError` if it is another process that uses the port.
     """
     try:
         return TCPStore(
@@ -409,27 +446,32 @@ def _shared(chosen: str, port: int, timeout: timedelta) -> TorchStore:
 
 
 def _bindable(place: Place) -> str:
-    """Return the address of this machine on which rank 0 serves the store."""
+    """Choose the address of this machine on which rank 0 serves the store."""
     assert place.meeting is not None
     host = place.meeting[0]
     addresses = network.resolve(host)
-    mine = [known for known in addresses if network.local(known)]
-    if not mine:
+    own = [candidate for candidate in addresses if network.local(candidate)]
+    if not own:
         raise PlaceError(
             f"rank 0 runs on {place.hostname}, but the meeting point {host} "
             f"({', '.join(addresses)}) isn't an address of it: "
             "set MASTER_ADDR to one"
         )
-    if network.loopback(mine[0]) and place.hosts > 1:
+    # The name of a host often means loopback on that host itself, which others can't reach.
+    if network.loopback(own[0]) and place.hosts > 1:
         return address(place)
-    return mine[0]
+    return own[0]
 
 
 def _join(place: Place, left: float, deadline: float | None = None) -> TCPStore:
-    """Try to connect until a server listens: torch's own wait for one can't be interrupted, and
-    names nobody.
+    """Try to connect until a server listens.
 
-    `left` seconds are left of `deadline` (None: all of them).
+    torch could wait by itself, but can't be interrupted then, and its error names no rank.
+
+    Args:
+        place: Place of this worker.
+        left: Seconds that remain for it.
+        deadline: Seconds for errors, and for later waits. Default: `left`.
     """
     assert place.meeting is not None
     host, port = place.meeting
@@ -454,11 +496,14 @@ def _join(place: Place, left: float, deadline: float | None = None) -> TCPStore:
 
 
 def _knock(place: Place, left: float, deadline: float) -> TCPStore | Exception:
-    """Try to connect once: a client of the store, or why there is none yet.
+    """Try to connect once. Returns a client, or the error.
 
-    Names may start to resolve, and servers to listen, after us.
+    An error may go away: names may resolve, and the server may listen, after this worker starts.
 
-    `left` seconds are left for that; the client waits for an answer for `deadline` seconds.
+    Args:
+        place: Place of this worker.
+        left: Seconds that remain for it.
+        deadline: Seconds that the client waits for an answer later.
     """
     assert place.meeting is not None
     host, port = place.meeting
@@ -467,9 +512,10 @@ def _knock(place: Place, left: float, deadline: float) -> TCPStore | Exception:
     except PlaceError as error:
         return error
     if network.loopback(target) and place.hosts > 1:
-        # among several hosts, a name that means loopback here means this host
+        # Among several hosts, a name that means loopback here means this host.
         target = address(place)
     try:
+        # A plain connection first: it fails at once if no server listens, unlike torch's.
         socket.create_connection(
             (target, port), timeout=max(0.1, min(place.timings.store.connect, left))
         ).close()
@@ -481,28 +527,31 @@ def _knock(place: Place, left: float, deadline: float) -> TCPStore | Exception:
 
 
 def _follow(place: Place, deadline: float) -> tuple[TCPStore, int]:
-    """Find the store to which rank 0 has come once more than this rank, and how often that is.
+    """Find the store in which rank 0 has started once more often than this rank.
 
-    Workers that start again in one process meet under new keys; the store of their last start may
-    be about to end, so no worker stays in it to wait. Its end is awaited a short while, as torch
-    writes pages about a store that ends under a call.
+    Returns the store and the number of this start. Workers that start again in one process meet
+    under new keys. The store of their last start may be about to end, so no worker stays in it to
+    wait for rank 0. A worker first waits a short while for that end, because torch prints long
+    errors if a store ends during a call.
     """
     assert place.meeting is not None
     end = time.monotonic() + deadline
     nap = place.timings.store.shortest_retry
     if (before := _JOINED.pop(place.meeting, None)) is not None:
         before.wait(min(deadline, place.timings.store.ending))
-        time.sleep(nap)  # it may take calls a moment longer
+        time.sleep(nap)  # the server may accept calls for another moment
     while True:
         store = _join(place, max(0.0, end - time.monotonic()), deadline)
         try:
             claims = _claim(store, place)
             if claims.add("starts/0", 0) > claims.add(f"starts/{place.rank}", 0):
-                if not place.agent_store:  # else it doesn't end between two starts
+                # A store of torchrun's agent doesn't end between two starts.
+                if not place.agent_store:
                     _JOINED[place.meeting] = store_client.EndOfServer(store)
                 return store, int(claims.add(f"starts/{place.rank}", 1))
         except DistError:
-            nap = place.timings.store.shortest_retry  # it has ended now, and the next one is near
+            # It has ended now, and the next one comes soon.
+            nap = place.timings.store.shortest_retry
         del store
         if time.monotonic() + nap >= end:
             raise DeadlineExceeded(
@@ -515,15 +564,16 @@ def _follow(place: Place, deadline: float) -> tuple[TCPStore, int]:
 
 
 def _claim(store: TorchStore, place: Place) -> TorchStore:
-    """Return the part of the store where ranks are claimed; raises if another process has
-    claimed this one.
+    """Claim this rank in the store for this process. Returns the part of the store with claims.
+
+    Raises `PlaceError` if another process has claimed the rank.
     """
-    me = f"{fingerprint()}:{os.getpid()}"
+    claim = f"{fingerprint()}:{os.getpid()}"
     claims = PrefixStore(f"paceline/{place.attempt}/claims", store)
-    owner = claims.compare_set(str(place.rank), "", me).decode(errors="replace")
-    if owner != me:
+    owner = claims.compare_set(str(place.rank), "", claim).decode(errors="replace")
+    if owner != claim:
         raise PlaceError(
-            f"another process already is rank {place.rank} at {place.meeting}: "
+            f"another process is already rank {place.rank} at {place.meeting}: "
             "two jobs share this meeting point, "
             "or two workers got the same RANK. Give each job its own MASTER_PORT"
         )
@@ -531,6 +581,7 @@ def _claim(store: TorchStore, place: Place) -> TorchStore:
 
 
 def _gone(error: Exception) -> WorkerLost:
+    """Make the error for a store that is gone."""
     return WorkerLost(
         (
             "the store at the meeting point is gone, and rank 0 with it "

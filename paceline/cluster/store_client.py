@@ -1,7 +1,7 @@
-"""Clients of torch's store that wait for an answer so many seconds at most.
+"""Clients of torch's store with a limit on the time that they wait for an answer.
 
-By themselves they wait for ever, and hear no signal, where the process that serves the store is
-stopped, or cut off from here.
+Without a limit, a client waits for ever if the process that serves the store is stopped or can't be
+reached any more. Signals don't interrupt such a wait.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch.distributed import DistError
 from paceline.cluster import network
 from paceline.errors import PlaceError
 
-if TYPE_CHECKING:  # torch's stubs know these names only where they come from
+# torch's stubs have these names only in the private module that defines them.
+if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore, TCPStore
     from torch._C._distributed_c10d import Store as TorchStore
 else:
@@ -32,51 +33,56 @@ else:
 
 
 def connect(host: str, port: int, seconds: float) -> TCPStore:
-    """Make a client within so many `seconds`. Raises `OSError`, or what torch raises."""
-    made: list[TCPStore | DistError] = []
+    """Make a client, within a number of seconds. Raises `OSError`, or the errors of torch."""
+    outcome: list[TCPStore | DistError] = []
 
     def make() -> None:
         try:
-            made.append(
+            outcome.append(
                 TCPStore(
                     host, port, None, False, timedelta(seconds=seconds), wait_for_workers=False
                 )
             )
         except DistError as error:
-            made.append(error)
+            outcome.append(error)
 
-    # it stays in torch where nobody answers
+    # torch's constructor can't be interrupted. If no answer comes, the thread stays in it, and as a
+    # daemon it doesn't keep the process from ending.
     thread = threading.Thread(target=make, name="paceline store", daemon=True)
     thread.start()
     thread.join(seconds)
-    if not made:
-        raise TimeoutError(errno.ETIMEDOUT, "what listens there doesn't answer")
-    if isinstance(made[0], DistError):
-        raise made[0]
-    return made[0]
+    if not outcome:
+        raise TimeoutError(errno.ETIMEDOUT, "the program that listens there doesn't answer")
+    if isinstance(outcome[0], DistError):
+        raise outcome[0]
+    return outcome[0]
 
 
 def limit(store: TorchStore, seconds: float) -> None:
-    """Have this process's clients of a store that is served over TCP wait so many seconds for an
-    answer, and then raise `DistError`.
+    """Limit the seconds that clients in this process wait for an answer of a store.
+
+    After that they raise `DistError`. Stores that aren't served over TCP stay as they are.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if not isinstance(store, TCPStore):
         return
-    whole, rest = divmod(seconds, 1)
+    whole_seconds, fraction = divmod(seconds, 1)
+    # torch has no such option, so it is set on the sockets. A copy of a descriptor is the same
+    # socket: an option set on it holds for torch's too.
     for connection in _connections_to(store):
         with connection:
             connection.setsockopt(
                 socket.SOL_SOCKET,
                 socket.SO_RCVTIMEO,
-                struct.pack("@ll", int(whole), int(1e6 * rest)),
+                struct.pack("@ll", int(whole_seconds), int(1e6 * fraction)),
             )
 
 
 class EndOfServer:
-    """Sees when the server of a store ends, by a copy of a client's connection, which outlives
-    the client.
+    """Waits for the end of the server of a store.
+
+    It has a copy of a client's connection, which stays open when the client is closed.
     """
 
     def __init__(self, store: TCPStore) -> None:
@@ -86,16 +92,16 @@ class EndOfServer:
             other.close()
 
     def wait(self, seconds: float) -> None:
-        """Return when the server has ended, and after so many seconds in any case.
+        """Wait until the server has ended, or a number of seconds has passed.
 
-        It can be called once.
+        Only the first call waits.
         """
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
             return
         try:
             poll = select.poll()
-            # nobody reads from it any more, so that what comes is its end
+            # No client sends requests on it any more, so the only event is its end.
             poll.register(descriptor, select.POLLIN)
             poll.poll(1e3 * seconds)
         finally:
@@ -106,32 +112,33 @@ def _connections_to(store: TCPStore) -> Iterator[socket.socket]:
     """Yield copies of this process's connections to the server of a store."""
     try:
         addresses = {*network.resolve(store.host)}
-    except PlaceError:  # a name that means nothing any more
+    except PlaceError:
+        # The name can't be resolved any more.
         return
     for connection in _connections():
-        found = False
-        with contextlib.suppress(OSError):  # one that is not connected, or is closed meanwhile
+        matches = False
+        # It may not be connected, or be closed meanwhile.
+        with contextlib.suppress(OSError):
             if connection.family in (socket.AF_INET, socket.AF_INET6):
                 address, port, *_ = connection.getpeername()
-                # torch has sockets for both versions of IP
-                found = port == store.port and address.removeprefix("::ffff:") in addresses
-        if found:
+                # torch's sockets are for both versions of IP, and show IPv4 addresses as IPv6 ones.
+                matches = port == store.port and address.removeprefix("::ffff:") in addresses
+        if matches:
             yield connection
         else:
             connection.close()
 
 
 def _connections() -> Iterator[socket.socket]:
-    """Yield copies of all sockets of this process; of none where the system doesn't list them
-    (not Linux).
-    """
+    """Yield copies of all sockets of this process. None if the system isn't Linux."""
     folder = "/proc/self/fd"
     for descriptor in os.listdir(folder) if os.path.isdir(folder) else ():
-        with contextlib.suppress(OSError):  # closed meanwhile
+        # Other threads open and close descriptors meanwhile, so the copy is checked again.
+        with contextlib.suppress(OSError):
             if not stat.S_ISSOCK(os.stat(int(descriptor)).st_mode):
                 continue
             copy = os.dup(int(descriptor))
             if stat.S_ISSOCK(os.fstat(copy).st_mode):
                 yield socket.socket(fileno=copy)
-            else:  # another descriptor got its number meanwhile
+            else:
                 os.close(copy)

@@ -1,6 +1,4 @@
-"""The topology of a cluster, as frozen data: devices in hosts, links between them, and the host
-of each rank.
-"""
+"""The topology of a cluster, as frozen data: hosts with their ranks and devices, and links."""
 
 from __future__ import annotations
 
@@ -10,10 +8,12 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """The operations (two for each multiplication and addition) that products of matrices of one
-    dtype reach in a second.
+    """Speed of matrix products in one dtype.
 
-    `spread`: how far the middle half of the products lies apart, as a part of their median time.
+    Args:
+        dtype: Name of the dtype.
+        flops: Operations per second, two for each multiplication and addition.
+        spread: Range of times of the middle half of the products, as a part of the median time.
     """
 
     dtype: str
@@ -23,16 +23,25 @@ class DeviceSpeed:
 
 @dataclass(frozen=True)
 class Device:
-    """A processor or an accelerator, as one worker has it. What is 0 or empty isn't known.
+    """A processor or an accelerator, as one worker has it. Values of 0 or "" are unknown.
 
-    `memory_bytes` is what it has in all, `free_bytes` what was free. `threads` is how many of them
-    compute for the worker, `attended` the part of their time for which they had a core, measured
-    while all workers of the host computed. The rate of copies counts bytes that are read and
-    written. Clocks are those of its processor while it computed, and at most; `governor` is what
-    chooses them.
+    Args:
+        kind: Type of the device: "cpu", "cuda", ...
+        index: Index among devices of this type.
+        name: Name of the model.
+        memory_bytes: Memory in total.
+        free_bytes: Memory that was free.
+        threads: Threads that compute for the worker.
+        speeds: Speed in each measured dtype.
+        copied_bytes_per_second: Rate of copies. Bytes read and bytes written both count.
+        attended: Part of the threads' time for which they had a core, measured while all workers of
+            the host computed.
+        clock_hz: Clock of the processor while it computed.
+        highest_clock_hz: Highest clock of the processor.
+        governor: Policy of the system that chooses the clock.
     """
 
-    kind: str  # "cpu" | "cuda" | ...
+    kind: str
     index: int = 0
     name: str = ""
     memory_bytes: int = 0
@@ -46,16 +55,19 @@ class Device:
     governor: str = ""
 
     def flops(self, dtype: str) -> float:
-        """Floating-point operations per second of matrix products in this dtype; 0 if not
-        measured.
-        """
+        """Operations per second of matrix products in this dtype. 0 if not measured."""
         return next((speed.flops for speed in self.speeds if speed.dtype == dtype), 0.0)
 
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface of a host: its IPv4 address, the network that it is in
-    ("10.0.0.0/24"), and what it could send (0: unknown).
+    """A network interface of a host.
+
+    Args:
+        name: Name of the interface.
+        address: Its IPv4 address.
+        network: Its network, such as "10.0.0.0/24".
+        bits_per_second: Speed of the interface. 0: unknown.
     """
 
     name: str
@@ -66,13 +78,18 @@ class Interface:
 
 @dataclass(frozen=True)
 class HostRanks:
-    """Workers that can share memory.
+    """A host: workers that can share memory.
 
-    `ranks` ascend; `address` is the IP address its workers are reached at.
-
-    `devices` has the device of each worker, in the order of `ranks`, where it was measured. `quota`
-    is how many cores a control group leaves (None: all). Hosts with the same `machine` are one
-    machine, which has `machine_cores`.
+    Args:
+        name: Name of the host.
+        ranks: Ranks of its workers, in ascending order.
+        address: IP address at which other hosts reach its workers.
+        cores: Cores that its workers may use.
+        devices: Device of each worker, in the order of `ranks`. Empty if not measured.
+        quota: Cores that a control group allows. None: all.
+        machine: Id of the machine. Several hosts may be on one machine.
+        machine_cores: Cores of the machine.
+        interfaces: Network interfaces of the host.
     """
 
     name: str
@@ -88,12 +105,14 @@ class HostRanks:
 
 @dataclass(frozen=True)
 class HostLink:
-    """The link from one host to another (indices into `Topology.hosts`), or between the workers of
-    one, as measured.
+    """A measured link from one host to another, or between the workers of one host.
 
-    `latency_seconds` is half of what a small message takes there and back, `bytes_per_second` what
-    one worker sends while the others rest, and `crowded_bytes_per_second` while each host sends to
-    another (0: not measured).
+    Args:
+        source: Index of the sending host in `Topology.hosts`.
+        target: Index of the receiving host.
+        latency_seconds: Half of the time that a small message takes there and back.
+        bytes_per_second: Rate of one worker while other workers are idle.
+        crowded_bytes_per_second: Rate while each host sends to another. 0: not measured.
     """
 
     source: int
@@ -112,54 +131,53 @@ class Topology:
 
     @property
     def size(self) -> int:
-        """The number of workers."""
+        """Number of workers."""
         return sum(len(host.ranks) for host in self.hosts)
 
     def where(self) -> tuple[int, ...]:
-        """Return the index of the host of each rank."""
-        placed = {rank: index for index, host in enumerate(self.hosts) for rank in host.ranks}
-        return tuple(placed[rank] for rank in range(len(placed)))
+        """Index of the host of each rank."""
+        host_by_rank = {rank: index for index, host in enumerate(self.hosts) for rank in host.ranks}
+        return tuple(host_by_rank[rank] for rank in range(len(host_by_rank)))
 
     def names(self) -> tuple[str, ...]:
-        """Return the name of the host of each rank, for messages."""
+        """Name of the host of each rank, for messages."""
         return tuple(self.hosts[index].name for index in self.where())
 
     def part(self, ranks: Sequence[int]) -> Topology:
-        """Return the hosts of these workers alone, which are numbered anew, in this order.
+        """Make the topology of some of the workers, without measured links.
 
-        Measured links are left out.
+        Their new ranks are 0, 1, ... in the order of `ranks`.
         """
-        where, found = self.where(), dict[int, list[int]]()
-        for number, rank in enumerate(ranks):
-            found.setdefault(where[rank], []).append(number)
+        hosts, new_ranks_by_host = self.where(), dict[int, list[int]]()
+        for new_rank, rank in enumerate(ranks):
+            new_ranks_by_host.setdefault(hosts[rank], []).append(new_rank)
         return Topology(
             tuple(
-                replace(self.hosts[host], ranks=tuple(numbers)) for host, numbers in found.items()
+                replace(self.hosts[host], ranks=tuple(new_ranks))
+                for host, new_ranks in new_ranks_by_host.items()
             )
         )
 
     def of(self, rank: int) -> HostRanks:
-        """Return the host that `rank` runs on."""
+        """Host on which a worker runs."""
         return self.hosts[self.where()[rank]]
 
     def device(self, rank: int) -> Device | None:
-        """Return the device of a worker; None where it wasn't measured."""
+        """Device of a worker. None if it wasn't measured."""
         host = self.of(rank)
         return host.devices[host.ranks.index(rank)] if host.devices else None
 
     def speeds(self, dtype: str = "float32") -> tuple[float, ...]:
-        """Speed of matrix products of each worker in this dtype, as a part of the fastest one's.
+        """Speed of each worker in matrix products of a dtype. The fastest worker has 1.
 
         Empty if it wasn't measured.
         """
         devices = [self.device(rank) for rank in range(self.size)]
-        found = [0.0 if device is None else device.flops(dtype) for device in devices]
-        return tuple(each / max(found) for each in found) if found and min(found) > 0 else ()
+        flops = [0.0 if device is None else device.flops(dtype) for device in devices]
+        return tuple(each / max(flops) for each in flops) if flops and min(flops) > 0 else ()
 
     def link(self, source: int, target: int) -> HostLink | None:
-        """Return the link from one host to another, or inside of one; None where it wasn't
-        measured.
-        """
+        """Find the link from one host to another, or inside one. None if it wasn't measured."""
         return next(
             (link for link in self.links if (link.source, link.target) == (source, target)), None
         )

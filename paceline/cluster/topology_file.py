@@ -1,6 +1,4 @@
-"""The file of a measured cluster, `cluster.json`: a `Topology` as JSON, with the version of its
-form.
-"""
+"""The file of a measured cluster, `cluster.json`: a `Topology` as JSON, with a version."""
 
 from __future__ import annotations
 
@@ -15,12 +13,12 @@ from paceline.errors import UsageError
 
 FORM: Final = "paceline cluster"
 VERSION: Final = 1
-LARGEST: Final = 1e30  # of numbers
+LARGEST: Final = 1e30  # numbers have to be smaller
 T = TypeVar("T")
 
 
 def dump(topology: Topology) -> str:
-    """Write a topology as text for `load`."""
+    """Format a topology as JSON, which `parse_topology` reads."""
     return (
         json.dumps(
             {"form": FORM, "version": VERSION, **asdict(topology)}, indent=1, allow_nan=False
@@ -30,40 +28,41 @@ def dump(topology: Topology) -> str:
 
 
 def load(text: str, source: str = "the text") -> Topology:
-    """Read what `dump` has written. Raises `UsageError` for anything else."""
+    """Parse JSON of `format_topology`. Raises `UsageError` for anything else."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(
-            f"{source} is no JSON ({error}): measure the cluster with `paceline probe`, which "
+            f"{source} isn't JSON ({error}): measure the cluster with `paceline probe`, which "
             "writes such a file"
         ) from error
     if not isinstance(content, dict) or content.get("form") != FORM:
-        raise UsageError(f"{source} is no measured cluster: `paceline probe` writes one")
+        raise UsageError(f"{source} isn't a measured cluster: `paceline probe` writes one")
     if content.get("version") != VERSION:
         raise UsageError(
-            f"{source} has the form of version {content.get('version')!r}, and this paceline reads "
+            f"{source} has version {content.get('version')!r}, and this paceline reads version "
             f"{VERSION}: measure again with `paceline probe`"
         )
     try:
         hosts = tuple(_host(each) for each in content["hosts"])
         topology = Topology(hosts, tuple(_made(HostLink, each) for each in content["links"]))
+        # A user may edit the file: all that the rest of the package relies on is checked.
         if sorted(rank for host in hosts for rank in host.ranks) != [
             *range(topology.size)
         ] or not all(host.ranks for host in hosts):
-            raise ValueError("its ranks are not those of a job")
+            raise ValueError("its ranks are not 0, 1, ... without a gap")
         if any(len(host.devices) not in (0, len(host.ranks)) for host in hosts):
-            raise ValueError("its workers have other devices")
+            raise ValueError("a host has more or fewer devices than workers")
         return topology
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(
-            f"{source} isn't whole ({type(error).__name__}: {error}): "
+            f"{source} is incomplete or damaged ({type(error).__name__}: {error}): "
             "measure again with `paceline probe`"
         ) from error
 
 
 def write(path: Path, topology: Topology) -> None:
-    """Write the file. Raises `UsageError` where it can't be written."""
+    """Write the file. Raises `UsageError` if it can't be written."""
     try:
         path.write_text(dump(topology), encoding="utf-8")
     except OSError as error:
@@ -73,7 +72,7 @@ def write(path: Path, topology: Topology) -> None:
 
 
 def read(path: Path) -> Topology:
-    """Read the file. Raises `UsageError` where that can't be."""
+    """Read the file. Raises `UsageError` if it can't be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -85,8 +84,9 @@ def read(path: Path) -> Topology:
 
 
 def check_target(path: Path) -> None:
-    """Raise `UsageError` for a file that a measurement shouldn't be written to: before anything
-    is measured.
+    """Raise `UsageError` if a measurement shouldn't be written to this file.
+
+    Called before anything is measured.
     """
     if not path.parent.is_dir():
         raise UsageError(
@@ -106,37 +106,38 @@ def check_target(path: Path) -> None:
             ) from error
 
 
-def _host(given: Mapping[str, Any]) -> HostRanks:
+def _host(entry: Mapping[str, Any]) -> HostRanks:
+    """Make a host from its JSON object."""
     devices = tuple(
         _made(Device, each | {"speeds": tuple(_made(DeviceSpeed, one) for one in each["speeds"])})
-        for each in given["devices"]
+        for each in entry["devices"]
     )
-    interfaces = tuple(_made(Interface, each) for each in given["interfaces"])
+    interfaces = tuple(_made(Interface, each) for each in entry["interfaces"])
+    # JSON has lists in place of tuples.
     return _made(
         HostRanks,
-        {**given, "ranks": tuple(given["ranks"]), "devices": devices, "interfaces": interfaces},
+        {**entry, "ranks": tuple(entry["ranks"]), "devices": devices, "interfaces": interfaces},
     )
 
 
-def _made(kind: type[T], given: Mapping[str, Any]) -> T:
-    """Make a dataclass of all of its fields, and no others."""
+def _made(kind: type[T], entry: Mapping[str, Any]) -> T:
+    """Make a dataclass from a JSON object that has exactly its fields."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    if set(given) != names:
-        raise KeyError(*sorted(set(given) ^ names))
+    if set(entry) != names:
+        raise KeyError(*sorted(set(entry) ^ names))
     for name, wanted in get_type_hints(kind).items():
-        if not _suits(given[name], wanted):
-            raise TypeError(f"{name} can't be {repr(given[name])[:40]}")
-    return kind(**given)
+        if not _suits(entry[name], wanted):
+            raise TypeError(f"{name} can't be {repr(entry[name])[:40]}")
+    return kind(**entry)
 
 
 def _suits(value: Any, wanted: Any) -> bool:
-    """Whether a value is of the kind that a field is annotated with, and, if it is a number, one
-    that may be measured.
-    """
+    """Whether a value fits the annotation of a field. Numbers are 0 or more, and not huge."""
     if get_origin(wanted) is tuple:
         return all(_suits(each, get_args(wanted)[0]) for each in value)
     if get_args(wanted):
         return any(_suits(value, part) for part in get_args(wanted))
+    # `type`, as a bool is an int. A JSON int fits a float field.
     if type(value) in (int, float):
         return (
             wanted in (int, float)

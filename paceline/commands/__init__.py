@@ -1,1 +1,1 @@
-"""The commands of `paceline` that need more than a few lines, a module for each."""
+"""Commands of `paceline` that need more than a few lines, with a module for each."""

@@ -1,4 +1,4 @@
-"""`paceline lab`: a cluster on this machine, what runs on it, and what is left of it."""
+"""`paceline lab`: clusters on this machine, for runs with slow links and faults."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-# for what measures a cluster: that may be another one than that of a file
+# Variables for a measurement. It must not use the file of a measured cluster, perhaps another one.
 UNMEASURED: Final = {"PACELINE_CLUSTER": ""}
 PROBE: Final = Path(__file__).parents[1] / "bench" / "probe.py"
 
 
 def probing(dtypes: str, out: Path, *, here: bool) -> tuple[str, ...]:
-    """Return the arguments of the script that measures a cluster; `here` says that the file will
-    be written on this host.
+    """Make the arguments of the script that measures a cluster, and check them.
+
+    Args:
+        dtypes: Names of dtypes, with commas between them.
+        out: The file to write.
+        here: Whether this host writes the file, so that it can be checked now.
     """
     check_dtypes(dtypes.split(","))
     if here:
@@ -38,17 +42,22 @@ def probing(dtypes: str, out: Path, *, here: bool) -> tuple[str, ...]:
 
 
 class ScriptLast(TyperCommand):
-    """A command whose options may come before and after its first argument, but not after its
-    second, the script.
+    """A command whose options may come before and after its first argument.
+
+    Options after its second argument, the script, are those of the script:
+
+        paceline lab run [OPTIONS] CLUSTER [OPTIONS] SCRIPT [OPTIONS OF THE SCRIPT]
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # click stops at the first argument. So options are collected in two rounds, and moved in
+        # front of it.
         before, positional = self._options(ctx, args)
         between, rest = self._options(ctx, positional[1:])
         return super().parse_args(ctx, [*before, *between, *positional[:1], *rest])
 
     def _options(self, ctx: Any, args: list[str]) -> tuple[list[str], list[str]]:
-        """Split `args` into the options at its beginning, and the rest."""
+        """Split arguments into the options at their beginning, and the rest."""
         parser = type(self.make_parser(ctx))(ctx)
         for parameter in self.get_params(ctx):
             if parameter.param_type_name == "option":
@@ -65,7 +74,7 @@ def run_in_lab(
     *,
     fault: Annotated[
         list[str] | None,
-        typer.Option(help="What is to go wrong, such as 'kill(rank=2, step=5)'; may be repeated."),
+        typer.Option(help="A fault, such as 'kill(rank=2, step=5)'; may be repeated."),
     ] = None,
     sync: options.Sync = None,
     mesh: options.Mesh = None,
@@ -74,7 +83,7 @@ def run_in_lab(
     name: options.Name = None,
     placement: Annotated[
         str | None,
-        typer.Option(help="How ranks are dealt to hosts; default: what the cluster says."),
+        typer.Option(help="Order of ranks over hosts; default: the order that the cluster sets."),
     ] = None,
     min_workers: options.MinWorkers = None,
     restarts: options.Restarts = 0,
@@ -88,7 +97,7 @@ def run_in_lab(
 
     if measured is not None:
         check_cluster(measured, min_workers)
-    start = LabRequest(
+    request = LabRequest(
         str(script),
         tuple(args or ()),
         fault or (),
@@ -104,10 +113,11 @@ def run_in_lab(
         show=True,
     )
     if watch is None:
-        raise typer.Exit(terminal.run(cluster, placement, start))
+        raise typer.Exit(terminal.run(cluster, placement, request))
     with watched(watch, secret.fresh()) as watcher:
-        watcher.begin_serving()  # on this machine, from which all hosts are seen
-        code = terminal.run(cluster, placement, replace(start, watcher=watcher))
+        # On this machine, not inside the lab: from here all of its hosts can be reached.
+        watcher.begin_serving()
+        code = terminal.run(cluster, placement, replace(request, watcher=watcher))
     raise typer.Exit(code)
 
 
@@ -125,10 +135,10 @@ def probe_in_lab(
 
     args = probing(dtypes, out, here=True)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        start = LabRequest(
+        request = LabRequest(
             str(PROBE), (*args, "--quiet", "--folder", folder), environ=UNMEASURED, show=True
         )
-        code = terminal.run(cluster, None, start, kept=False)
+        code = terminal.run(cluster, None, request, kept=False)
     if code == 0:
         typer.echo(describe_cluster(topology_file.read(out)))
     raise typer.Exit(code)
@@ -136,7 +146,7 @@ def probe_in_lab(
 
 @app.command("check")
 def check_lab() -> None:
-    """Say what this machine can do for a lab, and what is missing, and why."""
+    """Check what a lab can do on this machine, and why some of it is missing."""
     from paceline.lab import terminal
 
     raise typer.Exit(terminal.check())
@@ -146,19 +156,19 @@ def check_lab() -> None:
     "shell", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True}
 )
 def shell_in_lab(
-    host: Annotated[str, typer.Argument(help="Name or number of a host of the lab that runs.")],
+    host: Annotated[str, typer.Argument(help="Name or number of a host of the running lab.")],
     command: Annotated[
         list[str] | None,
         typer.Argument(
-            help="A command for a shell there, quoted as for ssh; default: the shell itself."
+            help="A command to run there, quoted as for ssh; default: an interactive shell."
         ),
     ] = None,
     *,
     identity: Annotated[
-        str | None, typer.Option("--lab", help="Which lab, if several run.")
+        str | None, typer.Option("--lab", help="Name of the lab, if several run.")
     ] = None,
 ) -> None:
-    """Open a shell in a host of a lab that runs, or run a command there."""
+    """Open a shell in a host of a running lab, or run a command there."""
     from paceline.lab import terminal
 
     terminal.shell(host, command or [], identity)
@@ -166,7 +176,7 @@ def shell_in_lab(
 
 @app.command("clean")
 def clean_lab() -> None:
-    """Remove what labs have left that were killed."""
+    """Remove the remains of killed labs."""
     from paceline.lab import terminal
 
     raise typer.Exit(terminal.clean())

@@ -25,12 +25,12 @@ def watch(
         str,
         typer.Option(
             metavar="[HOST:]PORT",
-            help="Where the page is served; default: a free port of loopback.",
+            help="Address of the page; default: a free port of loopback.",
         ),
     ] = "0",
     secret_file: options.SecretFile = None,
 ) -> None:
-    """Serve a page that shows a run while it trains, from any machine that sees its folder."""
+    """Serve a page that shows a run while it trains, on any machine that can read its folder."""
     from paceline.observe.choosing import choose_run
     from paceline.observe.watch.command import serve_run as serve
 
@@ -40,7 +40,13 @@ def watch(
 
 
 def watched(asked: str, key: bytes, *, elsewhere: bool = False) -> WatchedJob:
-    """Make a server that shows a job to readers at an address, [HOST:]PORT."""
+    """Make the server of a page that shows a job, to use as a context manager.
+
+    Args:
+        asked: Address of the page, [HOST:]PORT.
+        key: Secret that readers need.
+        elsewhere: Whether the job has workers on other hosts.
+    """
     return WatchedJob(
         WatchAddress.parse_address(asked, "--watch"), key, elsewhere=elsewhere, say=_say
     )

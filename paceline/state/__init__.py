@@ -1,1 +1,1 @@
-"""The state of a training: snapshots of it, their versions and checksums."""
+"""The state of a training run: snapshots, versions, blocks and checksums."""

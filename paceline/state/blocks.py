@@ -1,6 +1,6 @@
-"""Blocks of tensors: the file and place of each rectangle of a logical tensor, as plain data.
+"""Blocks of tensors: the file and position of each rectangle of a logical tensor, as plain data.
 
-A logical tensor is the tensor that one process would have. Workers that cut it keep rectangles of
+A logical tensor is the tensor that one process would have. Workers that cut it hold rectangles of
 it, and each rectangle is stored once. A box is the begin and end of a rectangle along each dim:
 
       0     4     8      columns
@@ -24,11 +24,11 @@ import torch
 from paceline.errors import CheckpointError
 from paceline.state.snapshot import DTYPES, Json
 
-MOST_BLOCKS: Final = 1 << 15  # of a tensor
-MOST_DIMS: Final = 64  # as torch has
-# dtypes of whole bytes that memory can be made of
+MOST_BLOCKS: Final = 1 << 15  # of one tensor
+MOST_DIMS: Final = 64  # as in torch
+# Dtypes whose elements are whole bytes. Others, such as quantized ones, can't be stored.
 _DENSE: Final = re.compile(r"b?(float|complex|int|uint)(8|16|32|64|128)(_\w+)?|bool")
-Box = tuple[tuple[int, int], ...]  # where a rectangle begins and ends along each dim
+Box = tuple[tuple[int, int], ...]  # begin and end of a rectangle along each dim
 
 
 @dataclass(frozen=True)
@@ -42,90 +42,92 @@ class StoredBlock:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A logical tensor on the disk, in blocks that lie beside each other and cover it."""
+    """A logical tensor on disk, in blocks that cover it without overlap."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     blocks: tuple[StoredBlock, ...]
 
     def overlapping(self, box: Box) -> Iterator[tuple[StoredBlock, Box]]:
-        """Yield the blocks that have a part of `box`, each with that part."""
+        """Yield the blocks that overlap a box, each with the box of the overlap."""
         for block in self.blocks:
             common = overlap(block.box, box)
             if common is not None:
                 yield block, common
 
 
-BlockIndex = dict[str, StoredTensor]  # by the path that a snapshot's tree refers to
+# Stored tensors by the paths that the tree of a snapshot refers to.
+BlockIndex = dict[str, StoredTensor]
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Return the box of all of a tensor."""
+    """Box of a whole tensor."""
     return tuple((0, size) for size in shape)
 
 
 def sizes(box: Box) -> tuple[int, ...]:
-    """Return the shape of what is in a box."""
+    """Shape of the rectangle with this box."""
     return tuple(end - begin for begin, end in box)
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """Intersection of two boxes, or None; a tensor without dims is in all of its boxes."""
+    """Intersect two boxes. None if they share no element. Boxes without dims share one element."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(begin < end for begin, end in common) else None
 
 
 def within(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """Index of `inner` in a tensor that has the box `outer`."""
+    """Slices that select the box `inner` from a tensor with the box `outer`."""
     return tuple(
-        slice(begin - at, end - at) for (begin, end), (at, _) in zip(inner, outer, strict=True)
+        slice(begin - low, end - low) for (begin, end), (low, _) in zip(inner, outer, strict=True)
     )
 
 
 def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
-    """Reason why boxes don't cover each element of this shape exactly once; empty if they do."""
-    kept = sorted(box for box in boxes if prod(sizes(box)))
+    """Describe why boxes don't cover each element of a shape exactly once. Empty if they do."""
+    nonempty = sorted(box for box in boxes if prod(sizes(box)))
     frame = whole(shape)
-    outside = [box for box in kept if overlap(box, frame) != box]
+    outside = [box for box in nonempty if overlap(box, frame) != box]
     if outside:
         return f"the block {outside[0]} is outside of {list(shape)}"
-    edges = np.array(kept, dtype=np.int64).reshape(len(kept), len(frame), 2)
-    first = [box[0][0] for box in kept if box]
-    for place, box in enumerate(kept):
-        # they are in the order of their first dim: no later one begins inside
-        stop = bisect_left(first, box[0][1]) if box else len(kept)
-        if len(later := edges[place + 1 : stop]):
-            crossing = (later[..., 0] < edges[place, :, 1]) & (edges[place, :, 0] < later[..., 1])
-            if len(found := np.flatnonzero(crossing.all(axis=1))):
-                return f"the blocks {box} and {kept[place + 1 + int(found[0])]} overlap"
-    there = sum(prod(sizes(box)) for box in kept)
-    return "" if there == prod(shape) else f"its blocks have {there} of {prod(shape)} elements"
+    # Boxes inside the shape that don't overlap cover it if they have as many elements. Each box is
+    # compared with later ones in the order of first dims, up to the first that begins behind it.
+    edges = np.array(nonempty, dtype=np.int64).reshape(len(nonempty), len(frame), 2)
+    first_begins = [box[0][0] for box in nonempty if box]
+    for index, box in enumerate(nonempty):
+        stop = bisect_left(first_begins, box[0][1]) if box else len(nonempty)
+        if len(later := edges[index + 1 : stop]):
+            crossing = (later[..., 0] < edges[index, :, 1]) & (edges[index, :, 0] < later[..., 1])
+            if len(overlapping := np.flatnonzero(crossing.all(axis=1))):
+                return f"the blocks {box} and {nonempty[index + 1 + int(overlapping[0])]} overlap"
+    covered = sum(prod(sizes(box)) for box in nonempty)
+    return "" if covered == prod(shape) else f"its blocks have {covered} of {prod(shape)} elements"
 
 
 def merge(indexes: Iterable[Mapping[str, StoredTensor]]) -> BlockIndex:
-    """Join the blocks that several workers have written of the same logical tensors.
+    """Merge the indexes of several workers, which have blocks of the same logical tensors.
 
     Raises `CheckpointError` if an element is missing or written twice.
     """
-    parts: dict[str, list[StoredTensor]] = {}
+    entries_by_path: dict[str, list[StoredTensor]] = {}
     for index in indexes:
-        for path, part in index.items():
-            parts.setdefault(path, []).append(part)
+        for path, entry in index.items():
+            entries_by_path.setdefault(path, []).append(entry)
     merged: BlockIndex = {}
-    for path, same in parts.items():
-        blocks = tuple(block for part in same for block in part.blocks)
-        forms = {(part.dtype, part.shape) for part in same}
+    for path, entries in entries_by_path.items():
+        blocks = tuple(block for entry in entries for block in entry.blocks)
+        forms = {(entry.dtype, entry.shape) for entry in entries}
         why = (
             "workers have it in different shapes or dtypes"
             if len(forms) > 1
-            else uncovered(same[0].shape, (b.box for b in blocks))
+            else uncovered(entries[0].shape, (block.box for block in blocks))
         )
         if why:
             raise CheckpointError(
                 f"{path} can't be saved in blocks: {why}; please report it, "
                 "with the mesh and the cuts"
             )
-        merged[path] = StoredTensor(same[0].dtype, same[0].shape, blocks)
+        merged[path] = StoredTensor(entries[0].dtype, entries[0].shape, blocks)
     return merged
 
 
@@ -141,7 +143,7 @@ def stored_bytes(index: Mapping[str, StoredTensor]) -> dict[str, int]:
 
 
 def to_json(index: Mapping[str, StoredTensor]) -> Json:
-    """Write an index as JSON, for `from_json`."""
+    """Convert an index to JSON, for `index_from_json`."""
     return {
         path: {
             "dtype": str(tensor.dtype).removeprefix("torch."),
@@ -159,19 +161,20 @@ def to_json(index: Mapping[str, StoredTensor]) -> Json:
     }
 
 
-def from_json(found: Json, *, partial: bool = False) -> BlockIndex:
-    """Read an index that `to_json` wrote.
+def from_json(content: Json, *, partial: bool = False) -> BlockIndex:
+    """Read an index from the JSON of `index_to_json`.
 
-    Raises CheckpointError for anything else: nothing in a file is believed.
-
-    With `partial` it may be that of one worker, in which tensors are not whole.
+    The JSON may come from a damaged or hostile file, so that everything in it is checked. Raises
+    `CheckpointError` if anything is wrong. With `partial` it may be the index of one worker, whose
+    blocks don't cover their tensors.
     """
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise CheckpointError("an index of blocks is an object")
     index: BlockIndex = {}
-    for path, entry in found.items():
+    for path, entry in content.items():
         try:
             dtype, shape = form(entry["dtype"], entry["shape"])
+            # Before blocks are compared, which could take hours for a hostile file.
             if len(entry["blocks"]) > MOST_BLOCKS:
                 raise ValueError(
                     f"it is in {len(entry['blocks'])} blocks, and {MOST_BLOCKS} are possible"
@@ -184,10 +187,10 @@ def from_json(found: Json, *, partial: bool = False) -> BlockIndex:
             why = "" if partial else uncovered(shape, (block.box for block in blocks))
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"what it says of {path} can't be read ({type(error).__name__}: {error})"
+                f"its entry for {path} can't be read ({type(error).__name__}: {error})"
             ) from error
         if why:
-            raise CheckpointError(f"{path} isn't there as a whole: {why}")
+            raise CheckpointError(f"{path} isn't complete: {why}")
         index[path] = tensor
     return index
 
@@ -197,24 +200,24 @@ def form(dtype: Any, shape: Any) -> tuple[torch.dtype, tuple[int, ...]]:
 
     Raises ValueError, TypeError or LookupError.
     """
-    found = tuple(map(_count, shape))
-    # torch counts strides of what is empty, too
-    if len(found) > MOST_DIMS or prod(max(1, size) for size in found) >= 1 << 60:
-        raise ValueError(f"no tensor has the shape {str(found)[:80]}")
+    checked_shape = tuple(map(_count, shape))
+    # `max`: torch computes strides of empty tensors too, and they may overflow as well.
+    if len(checked_shape) > MOST_DIMS or prod(max(1, size) for size in checked_shape) >= 1 << 60:
+        raise ValueError(f"no tensor has the shape {str(checked_shape)[:80]}")
     if not _DENSE.fullmatch(dtype):
-        raise ValueError(f"no tensor that is kept is {dtype[:40]!r}")
-    return DTYPES[dtype], found
+        raise ValueError(f"tensors of {dtype[:40]!r} can't be stored")
+    return DTYPES[dtype], checked_shape
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 60:
-        raise ValueError(f"{repr(value)[:40]} is no size")
+        raise ValueError(f"{repr(value)[:40]} is not a size")
     return value
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise ValueError(f"{value!r} is no name")
+        raise ValueError(f"{value!r} is not a name")
     return value
 
 

@@ -1,19 +1,17 @@
-"""Checksums of tensors: a 64-bit number in which any flipped bit shows, at a few times the cost of
-reading the memory.
+"""Checksums of tensors: 64-bit numbers that change with any flipped bit.
 
-    words    x0 x1 x2 ... x2047 | x2048 ...    the bytes in order, eight to a word, with zeros at
-                                               the end
-    mixed    y = x ^ (x >>> 32)                so that the upper bits count twice: alone they would
-                                               fall out of a sum modulo 2**64
-    rows     sum of w y modulo 2**64           each place in a row has an odd weight of its own
-    again    over the rows, with other weights, until one number is left
+    words    x0 x1 x2 ... x2047 | x2048 ...    the bytes in order, eight per word, padded with zeros
+    mixed    y = x ^ (x >>> 32)                upper bits count twice: a product modulo 2**64 would
+                                               push them out
+    rows     sum of w y modulo 2**64           each column has an odd weight of its own
+    again    over the sums of rows, with other weights, until one number remains
 
-Each line is one-to-one in each single word (an odd number can be divided by modulo 2**64), so a
-change of one word shows for certain; any other change, such as two blocks that have changed places,
-goes unnoticed once in about 2**33 cases at worst, in 2**64 mostly.
+Each step is one-to-one in each single word, as odd numbers have an inverse modulo 2**64. So a
+change of one word always shows. Any other change, such as two blocks that are swapped, goes
+unnoticed in one of about 2**33 cases at worst, and of 2**64 mostly.
 
-On one core of a Xeon 400 microseconds per MB, from memory (250 from the cache), where SHA-256 takes
-700; and 30 microseconds per tensor, 3 for those of less than 16 KB.
+On one core of a Xeon it takes 400 microseconds per MB from memory (250 from the cache), while
+SHA-256 takes 700; and 30 microseconds per tensor, or 3 for tensors of less than 16 KB.
 """
 
 from __future__ import annotations
@@ -27,30 +25,30 @@ import torch
 from torch import Tensor, nn
 
 ROW: Final = 2048  # words
-# rows at once: what is mixed stays in a core's cache, or takes 16 MB of a GPU's memory
+# Rows at a time: mixed words stay in a core's cache, or take 16 MB of a GPU's memory.
 PIECE, PIECE_ON_GPU = 32, 1024
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Compute the number of each tensor: equal where all bits are, whatever the strides and the
-    device; dtype and shape are not part of it.
+    """Compute the checksum of each tensor. Tensors are dense, and may have any dtype.
 
-    Dense tensors of any dtype. What is on a device comes to the host in one copy. Small ones that
-    are alike are summed up together.
+    It depends on the bytes in the order of elements, not on strides, device, dtype or shape.
     """
+    # Small tensors of one dtype and shape are summed together. All checksums of a device come to
+    # the host in one copy.
     by_device: dict[torch.device, dict[Any, list[int]]] = {}
     for place, tensor in enumerate(tensors):
         alike = (tensor.dtype, tensor.shape) if 0 < tensor.nbytes <= 8 * ROW else place
         by_device.setdefault(tensor.device, {}).setdefault(alike, []).append(place)
     sums = [0] * len(tensors)
     for device, groups in by_device.items():
-        most = max(tensors[places[0]].nbytes * len(places) for places in groups.values())
-        rows = min(PIECE if device.type == "cpu" else PIECE_ON_GPU, 1 + most // (8 * ROW))
-        room = torch.empty(rows * ROW, dtype=torch.int64, device=device)
+        largest = max(tensors[places[0]].nbytes * len(places) for places in groups.values())
+        rows = min(PIECE if device.type == "cpu" else PIECE_ON_GPU, 1 + largest // (8 * ROW))
+        buffer = torch.empty(rows * ROW, dtype=torch.int64, device=device)
         numbers = [
-            _together([tensors[place] for place in places], room)
+            _together([tensors[place] for place in places], buffer)
             if isinstance(alike, tuple)
-            else _number(tensors[alike], room)
+            else _number(tensors[alike], buffer)
             for alike, places in groups.items()
         ]
         order = [place for places in groups.values() for place in places]
@@ -60,91 +58,101 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def flat(x: Tensor) -> Tensor:
-    """Return the bytes of a dense tensor in order, 1-D uint8, on its device; not copied if they
-    lie so already.
+    """View the bytes of a dense tensor in the order of its elements, as 1-D uint8.
+
+    They are copied, on the same device, if the tensor isn't contiguous.
     """
     x = x.detach().resolve_conj().resolve_neg().contiguous()
-    # a view keeps the stride of a single element, whatever it is
+    # Not `view(-1)`: the stride of a dim of one element may be anything, and `view` would keep it.
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
-def _together(tensors: Sequence[Tensor], room: Tensor) -> Tensor:
-    """Sum up tensors of one dtype and shape, none of more than a row: one int64 of each on their
-    device; `room` is for mixed words.
+def _together(tensors: Sequence[Tensor], buffer: Tensor) -> Tensor:
+    """Compute checksums of tensors of one dtype and shape, with at most one row of words each.
+
+    Returns one int64 per tensor, on their device. `buffer` is memory for mixed words.
     """
     width, sums = -(-tensors[0].nbytes // 8), []
-    for start in range(0, len(tensors), room.numel() // width):
-        some = torch.stack(
-            [tensor.detach() for tensor in tensors[start : start + room.numel() // width]]
+    for start in range(0, len(tensors), buffer.numel() // width):
+        stacked = torch.stack(
+            [tensor.detach() for tensor in tensors[start : start + buffer.numel() // width]]
         )
-        data = flat(some).view(len(some), -1)
+        data = flat(stacked).view(len(stacked), -1)
         rows = nn.functional.pad(data, (0, 8 * width - data.shape[1])).view(torch.int64)
         sums.append(
             weighted(
-                _mixed(rows, room[: rows.numel()].view(rows.shape)),
+                _mixed(rows, buffer[: rows.numel()].view(rows.shape)),
                 _weights(0, rows.device)[:width],
             )
         )
     return torch.cat(sums)
 
 
-def _number(x: Tensor, room: Tensor) -> Tensor:
-    """Sum up one large tensor, or an empty one."""
+def _number(x: Tensor, buffer: Tensor) -> Tensor:
+    """Compute the checksum of one large tensor, or an empty one."""
     data = flat(x)
-    whole = data.numel() // 8 * 8
-    head, rest = data[:whole], data[whole:]
+    word_bytes = data.numel() // 8 * 8
+    head, rest = data[:word_bytes], data[word_bytes:]
+    # torch views bytes as words only if their offset is a multiple of a word.
     if head.storage_offset() % 8:
-        head = head.clone()  # torch views words where they are aligned only
+        head = head.clone()
     words, last = head.view(torch.int64), head.new_empty(0, dtype=torch.int64)
     if rest.numel():
         last = torch.cat([rest, rest.new_zeros(8 - rest.numel())]).view(torch.int64)
     level = 0
-    rows = _rows(words, last, level, room)
+    rows = _rows(words, last, level, buffer)
     while rows.numel() > 1:
         level += 1
-        rows = _rows(rows, rows[:0], level, room)
+        rows = _rows(rows, rows[:0], level, buffer)
     return rows if rows.numel() else rows.new_zeros(1)
 
 
-def _rows(words: Tensor, last: Tensor, level: int, room: Tensor) -> Tensor:
-    """Compute the weighted sum of each row; `last` are words behind the others."""
-    weights, step = _weights(level, words.device), room.numel()
-    whole = words.numel() // ROW * ROW
+def _rows(words: Tensor, last: Tensor, level: int, buffer: Tensor) -> Tensor:
+    """Compute the weighted sum of each row of words. `last` holds further words after them."""
+    weights, step = _weights(level, words.device), buffer.numel()
+    # `full` is the number of words in full rows. The rest makes a shorter row together with `last`:
+    # to add `last` to `words` first would copy all of them.
+    full = words.numel() // ROW * ROW
     pieces = [
-        words[start : min(start + step, whole)].view(-1, ROW) for start in range(0, whole, step)
+        words[start : min(start + step, full)].view(-1, ROW) for start in range(0, full, step)
     ]
-    rest = words[whole:]
+    rest = words[full:]
     if last.numel():
         rest = torch.cat([rest, last])
     if rest.numel():
         pieces.append(rest.view(1, -1))
     sums = [
-        weighted(_mixed(piece, room[: piece.numel()].view(piece.shape)), weights[: piece.shape[1]])
+        weighted(
+            _mixed(piece, buffer[: piece.numel()].view(piece.shape)), weights[: piece.shape[1]]
+        )
         for piece in pieces
     ]
     return torch.cat(sums) if sums else words
 
 
-def _mixed(words: Tensor, room: Tensor) -> Tensor:
-    """Compute x ^ (x >>> 32), into `room`; torch shifts the sign in, which is masked."""
-    torch.bitwise_right_shift(words, 32, out=room)
-    return room.bitwise_and_(0xFFFFFFFF).bitwise_xor_(words)
+def _mixed(words: Tensor, buffer: Tensor) -> Tensor:
+    """Compute x ^ (x >>> 32) of each word, into `buffer`."""
+    # torch's shift of signed numbers copies the sign into the upper bits, so they are masked.
+    torch.bitwise_right_shift(words, 32, out=buffer)
+    return buffer.bitwise_and_(0xFFFFFFFF).bitwise_xor_(words)
 
 
 def weighted(rows: Tensor, weights: Tensor) -> Tensor:
-    """Multiply a matrix with a vector, modulo 2**64; CUDA has no such product for integers."""
+    """Multiply a matrix by a vector, modulo 2**64."""
+    # CUDA has no matrix-vector product for integers.
     return torch.mv(rows, weights) if rows.device.type == "cpu" else elementwise(rows, weights)
 
 
 def elementwise(rows: Tensor, weights: Tensor) -> Tensor:
-    """Multiply a matrix with a vector element by element, on any device; slower on processors."""
+    """Multiply a matrix by a vector element by element, on any device. Slower on CPUs."""
     return (rows * weights).sum(1)
 
 
 @lru_cache(maxsize=64)
 def _weights(level: int, device: torch.device) -> Tensor:
-    """Make odd numbers by SplitMix64 (Steele, Lea, Flood 2014), the same on all machines and for
-    all time.
+    """Generate the odd weights of a level with SplitMix64 (Steele, Lea, Flood 2014).
+
+    They are the same on all machines, and must never change.
     """
     z = (np.arange(1, ROW + 1, dtype=np.uint64) + np.uint64(level * ROW)) * np.uint64(
         0x9E3779B97F4A7C15

@@ -1,6 +1,6 @@
-"""Snapshots: any nested state becomes a map of tensors and a tree of JSON, and comes back exactly.
+"""Snapshots: convert nested state to a map of tensors and a tree of JSON, and back, exactly.
 
-Plain JSON stands for itself. Everything else is an object with the key "$" that says what it is:
+Plain JSON stands for itself. Any other value is an object with its kind under the key "$":
 
     {"$": "tensor", "path": "model/weight", "stride": [1, 2]}     {"$": "float", "value": "nan"}
     {"$": "dict", "items": [[0, ...], ...]}                       {"$": "tuple", "items": [...]}
@@ -25,17 +25,20 @@ from torch import Tensor, nn
 from paceline.errors import CheckpointError
 from paceline.state.checksum import flat
 
-Json = Any  # what json.dumps takes: dict, list, str, int, finite float, bool, None
+Json = Any  # values of json.dumps: dict, list, str, int, finite float, bool, None
 
-DTYPES: Final[dict[str, torch.dtype]] = {  # by the name that they are written as
+# Dtypes by the names under which they are written.
+DTYPES: Final[dict[str, torch.dtype]] = {
     str(kind).removeprefix("torch."): kind
     for kind in vars(torch).values()
     if isinstance(kind, torch.dtype)
 }
 WORD: Final = 8  # bytes
-# in the metadata of a module: which parts of its parameters a worker has, which isn't kept
+# Entry in the metadata of a module with the parts of its parameters that a worker has. It differs
+# between workers, and isn't saved.
 MARK: Final = "paceline.parts"
-_RESERVED: Final = "__metadata__"  # a name that safetensors keeps for itself
+_RESERVED: Final = "__metadata__"  # a name that safetensors uses itself
+# Dtypes that every version of safetensors can store.
 SAFE: Final = frozenset(
     {
         "float64",
@@ -60,7 +63,7 @@ _MAPPINGS: Final[dict[type, str]] = {dict: "dict", OrderedDict: "ordered", Count
 _REBUILD: Final[dict[str, Callable[[Any], Any]]] = {
     name: kind for kind, name in (_SEQUENCES | _MAPPINGS).items()
 } | {"counter": lambda items: Counter(dict(items))}
-# what comes of a tree that is none
+# Errors that decoding may raise for JSON that isn't a valid tree.
 UNREADABLE: Final = (
     LookupError,
     TypeError,
@@ -73,9 +76,7 @@ UNREADABLE: Final = (
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State at one version: `tensors` on the CPU or where they were, `tree` is JSON that refers
-    to them by path.
-    """
+    """State at one version, as tensors by path, and a tree of JSON that refers to the paths."""
 
     version: int
     tree: Json
@@ -87,17 +88,19 @@ class Snapshot:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def unpack(self) -> Any:
-        """Make the state of new objects: tensors are copies, those that were one tensor are one
-        again.
+        """Make the state, of new objects.
+
+        Tensors are copies. A tensor that was in several places of the state is one object again.
         """
         return _Decoder(self.tensors).decode(self.tree)
 
     def check(self) -> None:
-        """Raise CheckpointError for a snapshot that `unpack` can't read: another version of
-        paceline may have written it, or a stranger.
+        """Raise `CheckpointError` if `unpack_state` couldn't read this snapshot.
+
+        It may come from another version of paceline, or from another program.
         """
         if type(self.version) is not int:
-            raise CheckpointError(f"the version of a state is a number, and not {self.version!r}")
+            raise CheckpointError(f"the version of a state must be a number, not {self.version!r}")
         try:
             _Trial(self.tensors).decode(self.tree)
         except UNREADABLE as error:
@@ -107,8 +110,9 @@ class Snapshot:
             ) from error
 
     def sha256(self) -> str:
-        """Hash the content, bit for bit; not the version, the order of dicts, strides or
-        devices.
+        """Hash the content, bit for bit.
+
+        The version, the order of dicts, strides and devices are left out.
         """
         digest = hashlib.sha256(json.dumps(_canonical(self.tree), sort_keys=True).encode())
         for path in sorted(self.tensors):
@@ -118,14 +122,17 @@ class Snapshot:
         return digest.hexdigest()
 
     def dumps(self) -> bytes:
-        """Write as one block of bytes that `loads` reads, to be sent to another worker."""
-        kept, notes = lower(self.tensors)
+        """Convert to bytes that can be sent to another worker. `snapshot_from_bytes` reads them."""
+        stored, notes = lower(self.tensors)
         head = json.dumps({"version": self.version, "tree": self.tree, "notes": notes}).encode()
-        return struct.pack("<Q", len(head)) + head + safetensors.torch.save(kept)
+        return struct.pack("<Q", len(head)) + head + safetensors.torch.save(stored)
 
 
 def loads(data: bytes) -> Snapshot:
-    """Read a snapshot from `Snapshot.dumps`; other bytes raise CheckpointError."""
+    """Read a snapshot from the bytes of `Snapshot.to_bytes`.
+
+    Raises `CheckpointError` for other bytes.
+    """
     try:
         (length,) = struct.unpack_from("<Q", data)
         head = json.loads(data[8 : 8 + length])
@@ -137,18 +144,23 @@ def loads(data: bytes) -> Snapshot:
         snapshot.check()
     except (struct.error, *UNREADABLE, safetensors.SafetensorError, CheckpointError) as error:
         raise CheckpointError(
-            f"{len(data)} bytes are no snapshot ({error}); give what Snapshot.dumps gave"
+            f"{len(data)} bytes are not a snapshot ({error}); give the bytes of Snapshot.to_bytes"
         ) from error
     return snapshot
 
 
 def pack(value: Any, version: int = 0, *, copy: bool = True) -> Snapshot:
-    """Make a snapshot of nested state: dicts with any plain keys, lists, tuples, sets, tensors,
-    numpy arrays, numbers, text, None.
+    """Make a snapshot of nested state.
 
-    With `copy` the tensors are clones on their own device; without it they are the caller's, who
-    must not change them while the snapshot is used. A tensor that is in two places is kept once.
-    What can't be kept exactly raises CheckpointError with its path.
+    Args:
+        value: Nested dicts with any plain keys, lists, tuples, sets, tensors, numpy arrays,
+            numbers, text and None. A tensor that is in several places is stored once.
+        version: Version of the state.
+        copy: Whether tensors are cloned, on their devices. Without it, the caller must not change
+            them while the snapshot is used.
+
+    Raises:
+        CheckpointError: A value can't be stored exactly. The message has its path.
     """
     encoder = _Encoder(copy=copy)
     tree = encoder.encode(value, ())
@@ -156,14 +168,15 @@ def pack(value: Any, version: int = 0, *, copy: bool = True) -> Snapshot:
 
 
 def decode(tree: Json, tensors: Mapping[str, Tensor]) -> Any:
-    """Make the state that a part of a snapshot's tree stands for; each tensor that it refers to
-    is asked for once, and copied.
+    """Make the state of a part of a snapshot's tree.
+
+    Each tensor that it refers to is read from `tensors` once, and copied.
     """
     return _Decoder(tensors).decode(tree)
 
 
 def entries(tree: Json) -> dict[Any, Json]:
-    """Return the trees of what a dict holds, by its keys; nothing for a tree of anything else."""
+    """Subtrees of the items of a dict, by key. Empty if the tree isn't a dict."""
     if not isinstance(tree, dict):
         return {}
     if "$" not in tree:
@@ -172,12 +185,12 @@ def entries(tree: Json) -> dict[Any, Json]:
 
 
 def path_of(tree: Json) -> str | None:
-    """Return the path of the tensor that a tree stands for; None for a tree of anything else."""
+    """Path of a tensor. None if the tree isn't a tensor."""
     return tree["path"] if isinstance(tree, dict) and tree.get("$") == "tensor" else None
 
 
 def contiguous(tree: Json, paths: Container[str]) -> Json:
-    """Make the same tree, in which these tensors have the strides of new ones."""
+    """Copy a tree without the strides of some tensors, so that these become contiguous."""
     if isinstance(tree, list):
         return [contiguous(item, paths) for item in tree]
     if not isinstance(tree, dict):
@@ -188,12 +201,12 @@ def contiguous(tree: Json, paths: Container[str]) -> Json:
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """Return the bytes of any dense tensor, as a 1-D uint8 tensor on the CPU."""
+    """View the bytes of a dense tensor as 1-D uint8 on the CPU."""
     return flat(tensor.detach().cpu())
 
 
 def byte_tensor(body: bytes) -> Tensor:
-    """Copy bytes into a tensor that can be sent."""
+    """Copy bytes into a 1-D uint8 tensor, which groups can send."""
     return (
         torch.frombuffer(bytearray(body), dtype=torch.uint8)
         if body
@@ -202,68 +215,76 @@ def byte_tensor(body: bytes) -> Tensor:
 
 
 def shaped(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """Make the tensor whose bytes are `data` (1-D uint8): a view, or a copy where they begin at
-    an address that doesn't suit its dtype.
-    """
-    # vector instructions on complex128 end the process there
+    """View bytes (1-D uint8) as a tensor. They are copied if their address isn't aligned."""
+    # Vector instructions crash the process on complex128 at an unaligned address.
     if data.data_ptr() % max(dtype.itemsize, WORD):
         data = data.clone()
     return data.view(dtype).view(shape)
 
 
 def plain(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
-    """Convert tensors to dtypes that any version of safetensors can keep, with notes (dtype, shape)
-    on those that were changed for it.
+    """Convert tensors to dtypes that every version of safetensors can store.
 
-    Complex becomes a last dim of two reals, other dtypes become their bytes. All others are left as
-    they are.
+    Complex tensors get a last dim of two reals. Tensors of other unsafe dtypes become bytes. All
+    others stay as they are.
+
+    Returns:
+        The tensors, and notes on the converted ones: dtype and shape by path.
     """
-    kept: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     notes: dict[str, list[Any]] = {}
     for path, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype in SAFE:
-            kept[path] = tensor.detach()
+            stored[path] = tensor.detach()
         else:
             notes[path] = [dtype, list(tensor.shape)]
-            real = tensor.is_complex() and tensor.dtype is not torch.complex32
-            kept[path] = (
+            # torch can't view complex32 as reals.
+            has_real_view = tensor.is_complex() and tensor.dtype is not torch.complex32
+            stored[path] = (
                 torch.view_as_real(tensor.detach().resolve_conj().resolve_neg())
-                if real
+                if has_real_view
                 else raw(tensor)
             )
-    return kept, notes
+    return stored, notes
 
 
 def lower(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
-    """Convert as `plain` does, as safetensors wants them: contiguous, on the CPU, each with its
-    storage to itself.
+    """Convert tensors as `convert_dtypes` does, and to the CPU, in the form for safetensors.
+
+    safetensors needs contiguous tensors that don't share their storage with others.
     """
-    kept, notes = plain(tensors)
-    for path, tensor in kept.items():
-        here = tensor.cpu().resolve_neg().contiguous()
-        kept[path] = here if here.untyped_storage().nbytes() == here.nbytes else here.clone()
-    return kept, notes
+    stored, notes = plain(tensors)
+    for path, tensor in stored.items():
+        dense = tensor.cpu().resolve_neg().contiguous()
+        stored[path] = dense if dense.untyped_storage().nbytes() == dense.nbytes else dense.clone()
+    return stored, notes
 
 
-def lift(kept: Mapping[str, Tensor], notes: Mapping[str, list[Any]]) -> dict[str, Tensor]:
-    """Restore the tensors that `plain` or `lower` was given."""
-    tensors = dict(kept)
+def lift(stored: Mapping[str, Tensor], notes: Mapping[str, list[Any]]) -> dict[str, Tensor]:
+    """Convert tensors of `convert_dtypes` or `convert_for_safetensors` back, with their notes."""
+    tensors = dict(stored)
     for path, (dtype, shape) in notes.items():
-        tensors[path] = shaped(kept[path].reshape(-1).view(torch.uint8), DTYPES[dtype], shape)
+        tensors[path] = shaped(stored[path].reshape(-1).view(torch.uint8), DTYPES[dtype], shape)
     return tensors
 
 
 class _Encoder:
+    """Converts a state to a tree, and collects its tensors."""
+
     def __init__(self, *, copy: bool) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._copy = copy
         self._seen: dict[tuple[Any, ...], dict[str, Json]] = {}
-        # a tensor that is freed in between would give its address to another
+        # Tensors are identified by their addresses. If one were freed in between, another could get
+        # its address.
         self._alive: list[Tensor] = []
-        self._open: set[int] = set()  # containers being encoded, to find those that hold themselves
+        # Ids of containers that are being encoded, to find containers that contain themselves.
+        self._open: set[int] = set()
 
     def encode(self, value: Any, path: tuple[str, ...]) -> Json:
+        """Convert a value at a path to a tree."""
+        # The exact type: a subclass may have more state than its base.
         kind = type(value)
         if kind in (str, int, bool, type(None)):
             return value
@@ -288,15 +309,16 @@ class _Encoder:
 
     def _container(self, value: Any, path: tuple[str, ...]) -> Json:
         if id(value) in self._open:
-            raise CheckpointError(f"state {_where(path)} holds itself; state must be a tree")
+            raise CheckpointError(f"state {_where(path)} contains itself; state must be a tree")
         self._open.add(id(value))
         kind = type(value)
         tree: Json
         if kind in _MAPPINGS:
             tree = self._mapping(value, path)
         else:
-            parts = sorted(value, key=repr) if kind in (set, frozenset) else value
-            items = [self.encode(item, (*path, str(index))) for index, item in enumerate(parts)]
+            # Sets have no order of their own, and equal states have to give equal trees.
+            elements = sorted(value, key=repr) if kind in (set, frozenset) else value
+            items = [self.encode(item, (*path, str(index))) for index, item in enumerate(elements)]
             tree = items if kind is list else {"$": _SEQUENCES[kind], "items": items}
         self._open.remove(id(value))
         return tree
@@ -310,12 +332,15 @@ class _Encoder:
             for key, item in value.items()
         ]
         tree = {"$": _MAPPINGS[kind], "items": items}
-        if kind is OrderedDict and hasattr(value, "_metadata"):  # the versions of a model's modules
-            kept = {
-                name: {key: item for key, item in known.items() if key != MARK}
-                for name, known in value._metadata.items()
+        # `nn.Module.state_dict` puts the versions of modules into this private attribute, and
+        # `load_state_dict` reads it to convert states of older versions. If torch renamed it, such
+        # states would be loaded as if they were new.
+        if kind is OrderedDict and hasattr(value, "_metadata"):
+            metadata = {
+                name: {key: item for key, item in entry.items() if key != MARK}
+                for name, entry in value._metadata.items()
             }
-            tree["metadata"] = self.encode(OrderedDict(kept), (*path, "_metadata"))
+            tree["metadata"] = self.encode(OrderedDict(metadata), (*path, "_metadata"))
         return tree
 
     def _tensor(self, tensor: Tensor, path: tuple[str, ...]) -> dict[str, Json]:
@@ -327,10 +352,11 @@ class _Encoder:
         ):
             raise self._refused(tensor, path)
         tensor = tensor.detach()
-        place = tensor.data_ptr() if tensor.numel() else id(tensor)
+        # Tensors with the same memory and form are one tensor. Empty ones have no address.
+        identity = tensor.data_ptr() if tensor.numel() else id(tensor)
         key = (
             tensor.device,
-            place,
+            identity,
             tensor.dtype,
             tensor.shape,
             tensor.stride(),
@@ -341,45 +367,49 @@ class _Encoder:
             return self._seen[key]
         self._alive.append(tensor)
         name = _unique(path, self.tensors)
-        self.tensors[name] = kept = tensor.clone() if self._copy else tensor
+        self.tensors[name] = stored = tensor.clone() if self._copy else tensor
         tree: dict[str, Json] = {"$": "tensor", "path": name}
         self._seen[key] = tree
-        if not kept.is_contiguous():
-            # a dense one like it, if its own memory has holes
-            stride = torch.empty_like(kept).stride()
-            if stride != torch.empty(kept.shape).stride():
+        if not stored.is_contiguous():
+            # `empty_like` has the order of the dims, but no gaps, which the tensor may have.
+            stride = torch.empty_like(stored).stride()
+            if stride != torch.empty(stored.shape).stride():
                 tree["stride"] = list(stride)
         return tree
 
     def _numpy(self, value: Any, path: tuple[str, ...]) -> Tensor:
         try:
             return torch.from_numpy(np.array(value))
-        except TypeError:  # text, objects, dates: torch has no such dtype
+        except TypeError:
+            # Text, objects and dates: torch has no such dtypes.
             raise self._refused(value, path) from None
 
     @staticmethod
     def _refused(value: Any, path: tuple[str, ...]) -> CheckpointError:
-        what = type(value).__qualname__
+        description = type(value).__qualname__
         if isinstance(value, Tensor):
-            what += (
+            description += (
                 f" (layout {value.layout}{', quantized' if value.is_quantized else ''}, device "
                 f"{value.device})"
             )
         elif isinstance(value, np.ndarray | np.generic):
-            what += f" of {value.dtype}"
+            description += f" of {value.dtype}"
         return CheckpointError(
-            f"state {_where(path)} is a {what}, which can't be kept: "
+            f"state {_where(path)} is a {description}, which can't be saved: "
             "state is made of dense tensors, numpy arrays, numbers, text, None, "
-            f"and dicts, lists, tuples and sets of these; have state_dict() give it as those"
+            f"and dicts, lists, tuples and sets of these; let state_dict() convert it to these"
         )
 
 
 class _Decoder:
+    """Makes a state from a tree and tensors."""
+
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
         self._made: dict[str, Tensor] = {}
 
     def decode(self, tree: Json) -> Any:
+        """Make the value of a tree."""
         if isinstance(tree, list):
             return [self.decode(item) for item in tree]
         if not isinstance(tree, dict):
@@ -438,51 +468,47 @@ class _Decoder:
 
 
 class _Trial(_Decoder):
-    """Decodes without copying tensors, with small objects in their place, to see whether that
-    can be done.
-    """
+    """Decodes without copying tensors, only to see errors. Tiny tensors stand for real ones."""
 
     def _tensor(self, tree: Json) -> Tensor:
         source, stride = self._source(tree["path"]), tree.get("stride")
         if stride is not None and not _dense(source.shape, stride):
             raise CheckpointError(
-                f"the tensor {tree['path']!r} of shape {list(source.shape)} is said to lie with "
+                f"the tensor {tree['path']!r} of shape {list(source.shape)} can't have the "
                 f"strides {stride}"
             )
         return torch.empty((1,) * bool(source.dim()), dtype=source.dtype).clone()
 
 
 def _dense(shape: Sequence[int], stride: Any) -> bool:
-    """Whether the elements lie one beside the other with these strides, in whatever order."""
+    """Whether a tensor with these strides has no gaps and no overlaps, in any order of its dims."""
     if (
         not isinstance(stride, list)
         or len(stride) != len(shape)
         or any(type(step) is not int for step in stride)
     ):
         return False
-    after = 1
+    expected_step = 1
     for step, length in sorted(zip(stride, shape, strict=True)):
-        if length > 1 and step != after:
+        if length > 1 and step != expected_step:
             return False
-        after *= length if length > 1 else 1
+        expected_step *= length if length > 1 else 1
     return all(0 <= step < 1 << 62 for step in stride)
 
 
 def _foreign(kind: Json) -> str:
     return (
-        f"state holds {kind!r}, which this version of paceline doesn't know; "
-        "load it with the one that wrote it"
+        f"state has {kind!r}, which this version of paceline doesn't know; "
+        "load it with the version that wrote it"
     )
 
 
 def _absent(path: str, tensors: Mapping[str, Tensor]) -> str:
-    return f"state refers to the tensor {path!r}, which is not there; it has {len(tensors)} others"
+    return f"state refers to the tensor {path!r}, which is missing; it has {len(tensors)} others"
 
 
 def _canonical(tree: Json) -> Json:
-    """Make the same tree of dicts that differ in their order only, and of tensors that differ in
-    their strides only.
-    """
+    """Copy a tree without the order of dicts and the strides of tensors."""
     if isinstance(tree, list):
         return [_canonical(item) for item in tree]
     if not isinstance(tree, dict):
@@ -498,8 +524,9 @@ def _canonical(tree: Json) -> Json:
 
 
 def _unique(path: tuple[str, ...], taken: Iterable[str]) -> str:
-    """Write a path as text; keys that only differ in their type (1 and "1") are told apart by a
-    number.
+    """Format a path as text that isn't taken yet.
+
+    Paths whose keys differ only in their type, such as 1 and "1", get different suffixes.
     """
     name = "/".join(key.replace("~", "~0").replace("/", "~1") for key in path)
     candidate, suffix = name, 1

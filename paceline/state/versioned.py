@@ -1,6 +1,4 @@
-"""Versioned state: named objects with state_dict and load_state_dict, one version for all of
-them.
-"""
+"""Versioned state: named objects with state_dict and load_state_dict, under one version."""
 
 from __future__ import annotations
 
@@ -19,32 +17,35 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.errors import CheckpointError, UsageError
 from paceline.state.snapshot import UNREADABLE, Snapshot, pack
 
-SHOWN = 5  # differences that a message lists
-UNOWNED = "parameters of no model"  # the name of a part
-CLASSES = "classes"  # of optimizers and schedulers, by name, beside the parts of a state
+SHOWN = 5  # number of differences that a message lists
+UNOWNED = "parameters of no model"  # name of a part
+# Entry of a state, beside its parts, with the class of each optimizer and scheduler by name.
+CLASSES = "classes"
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Any object that can give its state, and take it back."""
+    """Any object with a state that can be saved and restored."""
 
     def state_dict(self) -> Any:
-        """Return the whole state, as nested dicts, lists, tensors, numbers and text."""
+        """Copy the whole state out, as nested dicts, lists, tensors, numbers and text."""
         ...
 
     def load_state_dict(self, state: Any, /) -> Any:
-        """Restore the state that `state_dict` gave."""
+        """Restore a state from `state_dict`."""
         ...
 
 
 class Versioned:
-    """The whole state of a run, under names, with the number of the version that it is at.
+    """The whole state of a run as named parts, with a version.
 
-    The version moves when the state does: `advance` after each committed step. Two workers with the
-    same version have the same state, which `hash` proves.
+    The version changes together with the state: `advance_version` is called after each committed
+    step. Two workers with the same version have the same state, which `compute_hash` can prove.
 
-    Example: `state = Versioned(model=model, optimizer=optimizer)`; `before = state.snapshot()`;
-    later `state.restore(before)`.
+    Example:
+        >>> state = Versioned(model=model, optimizer=optimizer)
+        >>> before = state.take_snapshot()
+        >>> state.restore_snapshot(before)
     """
 
     def __init__(self, **parts: Stateful) -> None:
@@ -55,14 +56,18 @@ class Versioned:
             self.add(name, part)
 
     def add(self, name: str, part: Stateful, *, later: bool = False) -> None:
-        """Add `part` under a new name.
+        """Add a part.
 
-        `later`: earlier versions of paceline have not saved it, so that a state may lack it.
+        Args:
+            name: A new name.
+            part: The part.
+            later: Whether earlier versions of paceline have not saved it, so that a state may lack
+                it.
         """
         if not isinstance(part, Stateful):
             raise UsageError(
                 f"{name} is a {type(part).__qualname__} without state_dict and load_state_dict; "
-                "give it both to have it kept"
+                "add both methods to have it saved"
             )
         if name in self._parts or name == CLASSES:
             raise UsageError(f"there is a {name!r} already; names in use: {', '.join(self._parts)}")
@@ -72,29 +77,33 @@ class Versioned:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the parts, in the order they were added."""
+        """Names of the parts, in the order in which they were added."""
         return tuple(self._parts)
 
     @property
     def parts(self) -> tuple[Stateful, ...]:
-        """The parts themselves, in the order they were added."""
+        """The parts, in the order in which they were added."""
         return tuple(self._parts.values())
 
     def advance(self) -> int:
-        """Count a change of the whole state; return the new version."""
+        """Increase the version after a change of the state. Returns the new version."""
         self.version += 1
         return self.version
 
     def snapshot(self, *, copy: bool = True) -> Snapshot:
-        """Take a snapshot of the state; without `copy` its tensors are the live ones, to be
-        written out before they change.
+        """Take a snapshot of the state.
+
+        Without `copy` it has the tensors of the run themselves, and must be used before they
+        change.
         """
         state = {name: part.state_dict() for name, part in self._parts.items()}
         return pack({**state, CLASSES: self._classes()}, self.version, copy=copy)
 
     def _classes(self) -> dict[str, str]:
-        """Return the classes of optimizers and schedulers: torch loads the state of another one,
-        and goes on with what fits.
+        """Names of the classes of optimizers and schedulers.
+
+        They are saved because torch accepts the state of another class, and uses the entries that
+        fit.
         """
         return {
             name: type(part).__qualname__
@@ -103,37 +112,44 @@ class Versioned:
         }
 
     def hash(self) -> str:
-        """Return the SHA-256 of the state, equal where every bit is equal."""
+        """Compute the SHA-256 of the state. It is equal only if every bit is."""
         return self.snapshot(copy=False).sha256()
 
     def restore(self, snapshot: Snapshot) -> tuple[str, ...]:
-        """Restore what the snapshot holds, and take its version; the snapshot stays usable.
+        """Restore a snapshot, and take over its version. The snapshot can be used again.
 
-        Returns the names of parts that earlier versions of paceline have not saved, and that it
-        lacks; they are left as they are.
+        Args:
+            snapshot: The snapshot.
 
-        A snapshot of something else (other parts, parameters or shapes) raises CheckpointError with
-        the first differences, before anything is changed.
+        Returns:
+            The names of parts that the snapshot lacks, because earlier versions of paceline have
+            not saved them. They stay as they are.
+
+        Raises:
+            CheckpointError: The snapshot has other parts, parameters or shapes. Nothing is changed
+                then, and the message has the first differences. Or a part has refused its state.
         """
         state = snapshot.unpack()
+        # Everything that can be compared is compared before any part changes.
         try:
             lines = self.differences(state)
         except UNREADABLE as error:
             raise CheckpointError(
-                f"this state is not what a run saves ({type(error).__name__}: {error}); "
+                f"this state wasn't saved by a run ({type(error).__name__}: {error}); "
                 "use another one"
             ) from error
         if lines:
             more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
             raise CheckpointError(
-                f"this state is not of what it is loaded into: {'; '.join(lines[:SHOWN])}{more}. "
+                f"this state belongs to other objects: {'; '.join(lines[:SHOWN])}{more}. "
                 "Build the same model and optimizers as "
                 f"in the run that saved it, or start from the beginning"
             )
-        done: list[str] = []
+        loaded: list[str] = []
         for name, part in self._parts.items():
             if name not in state:
                 continue
+            # Parts may be a user's objects. An error of theirs names the part.
             try:
                 part.load_state_dict(state[name])
                 _check_settings(part)
@@ -145,17 +161,19 @@ class Versioned:
                 AttributeError,
                 IndexError,
             ) as error:
-                after = f" ({', '.join(done)} had been loaded before it)" if done else ""
+                after = f" ({', '.join(loaded)} had been loaded before it)" if loaded else ""
                 raise CheckpointError(
                     f"{name} ({type(part).__qualname__}) refused its state{after}: {error}"
                 ) from error
-            done.append(name)
+            loaded.append(name)
         self.version = snapshot.version
         return tuple(name for name in self._parts if name not in state)
 
     def differences(self, state: Mapping[str, Any]) -> list[str]:
-        """List why the unpacked `state` can't be loaded here, one sentence each; empty if it
-        can, as far as can be known beforehand.
+        """List the differences of an unpacked state that keep it from being loaded here.
+
+        Each is one sentence. Some parts can't be compared, so that loading may fail even if there
+        is no difference.
         """
         lines = [
             f"it lacks {name}, which is here"
@@ -167,11 +185,12 @@ class Versioned:
             for name in state
             if name not in self._parts and name != CLASSES
         ]
-        known = state.get(CLASSES, {})  # nothing in what older versions have saved
+        # States of older versions have no classes.
+        saved_classes = state.get(CLASSES, {})
         lines += [
-            f"{name} is a {known[name]} in it, a {kind} here"
+            f"{name} is a {saved_classes[name]} in it, a {kind} here"
             for name, kind in self._classes().items()
-            if known.get(name, kind) != kind
+            if saved_classes.get(name, kind) != kind
         ]
         for name, part in self._parts.items():
             if name not in state:
@@ -184,65 +203,68 @@ class Versioned:
 
 
 class UnownedParameters:
-    """Parameters that optimizers have and no model, such as learned weights of losses, as state.
+    """State of parameters that only optimizers have, such as learned weights of losses.
 
-    They are told by their order.
+    No model has names for them, so they are identified by their order.
     """
 
     def __init__(self) -> None:
         self._all: list[Parameter] = []
 
     def add(self, parameters: Iterable[Parameter], state: Versioned) -> None:
-        """Count these in, too; with the first of them become a part of `state`."""
+        """Add parameters. With the first ones, this object becomes a part of `state`."""
         self._all += parameters
         if self._all and UNOWNED not in state.names:
             state.add(UNOWNED, self, later=True)
 
     def state_dict(self) -> list[Tensor]:
-        """Return the value of each parameter."""
+        """Values of all parameters."""
         return [parameter.detach() for parameter in self._all]
 
     def load_state_dict(self, state: Sequence[Tensor]) -> None:
-        """Give the parameters these values. Raises `ValueError` where they are of others."""
-        there, here = (
+        """Restore the values. Raises `ValueError` if the number, dtypes or shapes differ."""
+        saved_forms, own_forms = (
             [_form(value) for value in state],
             [_form(parameter.detach()) for parameter in self._all],
         )
-        if there != here:
+        if saved_forms != own_forms:
             raise ValueError(
-                f"it has {', '.join(there) or 'none'}, and here optimizers have {', '.join(here)} "
-                "that are in no model"
+                f"it has {', '.join(saved_forms) or 'none'}, and here optimizers have "
+                f"{', '.join(own_forms)} that are in no model"
             )
+        # In place: optimizers hold these very tensors.
         with torch.no_grad():
             for parameter, value in zip(self._all, state, strict=True):
                 parameter.copy_(value)
 
 
 class WorkerGenerator:
-    """A generator with numbers of its own for the worker at `place`, as state that no other
-    takes.
+    """A random generator that draws other numbers on each worker, as state.
+
+    `place` identifies the worker. Workers at other places don't take over the state.
     """
 
     def __init__(self, seed: int, place: int, device: torch.device) -> None:
         self.generator, self._place = torch.Generator(device), place
+        # A hash, as neighbouring seeds can give similar numbers. Seeds have 63 bits.
         digest = hashlib.blake2b(f"{seed} {place}".encode(), digest_size=8).digest()
         self.generator.manual_seed(int.from_bytes(digest, "little") >> 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the generator, and whose it is."""
+        """State of the generator, with the place of its worker."""
         return {"place": self._place, "state": self.generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called, at this place; the state of another changes
-        nothing.
-        """
+        """Restore the state of this place. The state of another place is ignored."""
         if state["place"] == self._place:
             self.generator.set_state(state["state"].cpu())
 
 
 class Randomness:
-    """The random generators of this process, as state: torch's (CPU, and the given CUDA device),
-    Python's, numpy's, and `more`.
+    """State of the random generators of this process.
+
+    They are those of torch (for the CPU, and for `device` if it is a CUDA device), Python and
+    numpy, and `more` by their names.
     """
 
     def __init__(self, device: torch.device | None = None, **more: Stateful) -> None:
@@ -250,7 +272,7 @@ class Randomness:
         self._more = more
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each generator."""
+        """State of each generator."""
         state: dict[str, Any] = {
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
@@ -264,8 +286,10 @@ class Randomness:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on drawing where `state_dict` was called; a CUDA state is left out where there is
-        no such device, and kept where it lacks.
+        """Restore the state of each generator.
+
+        A CUDA state is ignored without a CUDA device. A CUDA generator without a state stays as it
+        is.
         """
         torch.set_rng_state(state["torch"])
         random.setstate(state["python"])
@@ -277,42 +301,46 @@ class Randomness:
             torch.cuda.set_rng_state(state["cuda"].cpu(), self._device)
 
 
-def _model_differences(name: str, mine: Mapping[str, Any], theirs: Any) -> list[str]:
-    if not isinstance(theirs, Mapping):
-        return [f"{name} is a {type(theirs).__qualname__} in it, a model here"]
-    lines = [f"{name}.{key} {_form(mine[key])} is not in it" for key in mine if key not in theirs]
-    lines += [f"{name}.{key} {_form(theirs[key])} is not here" for key in theirs if key not in mine]
-    both = [key for key in mine if key in theirs and _form(mine[key]) != _form(theirs[key])]
+def _model_differences(name: str, own: Mapping[str, Any], saved: Any) -> list[str]:
+    """List differences in names, dtypes and shapes between a model's state and a saved one."""
+    if not isinstance(saved, Mapping):
+        return [f"{name} is a {type(saved).__qualname__} in it, a model here"]
+    lines = [f"{name}.{key} {_form(own[key])} is not in it" for key in own if key not in saved]
+    lines += [f"{name}.{key} {_form(saved[key])} is not here" for key in saved if key not in own]
+    changed = [key for key in own if key in saved and _form(own[key]) != _form(saved[key])]
     return lines + [
-        f"{name}.{key} is {_form(theirs[key])} in it, {_form(mine[key])} here" for key in both
+        f"{name}.{key} is {_form(saved[key])} in it, {_form(own[key])} here" for key in changed
     ]
 
 
-def _optimizer_differences(name: str, optimizer: Optimizer, theirs: Any) -> list[str]:
-    if not isinstance(theirs, Mapping) or "param_groups" not in theirs:
+def _optimizer_differences(name: str, optimizer: Optimizer, saved: Any) -> list[str]:
+    """List differences between the sizes of an optimizer's groups and saved ones."""
+    if not isinstance(saved, Mapping) or "param_groups" not in saved:
         return [f"{name} is no optimizer in it, a {type(optimizer).__qualname__} here"]
-    mine, others = (
+    own_sizes, saved_sizes = (
         [len(group["params"]) for group in groups]
-        for groups in (optimizer.param_groups, theirs["param_groups"])
+        for groups in (optimizer.param_groups, saved["param_groups"])
     )
-    if mine == others:
+    if own_sizes == saved_sizes:
         return []
-    return [f"{name} has groups of {others} parameters in it, of {mine} here"]
+    return [f"{name} has groups of {saved_sizes} parameters in it, of {own_sizes} here"]
 
 
 def _check_settings(part: Stateful) -> None:
-    """Raise ValueError if the state was another optimizer's, which torch takes and fails of in
-    its next step.
+    """Raise `ValueError` if an optimizer has loaded the state of another class.
+
+    torch accepts such a state, and fails in the next step.
     """
     groups = part.param_groups if isinstance(part, Optimizer) else []
+    # SparseAdam has the default "differentiable" only after it has loaded a state.
     defaults = [name for name in part.defaults if name != "differentiable"] if groups else []  # type: ignore[attr-defined]
-    # torch adds that one to SparseAdam when it loads
     lacking = [name for group in groups for name in defaults if name not in group]
     if lacking:
         raise ValueError(f"it is of another optimizer, without {', '.join(dict.fromkeys(lacking))}")
 
 
 def _form(value: Any) -> str:
+    """Format the dtype and shape of a tensor, or the class of any other value."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return type(value).__qualname__

@@ -1,1 +1,1 @@
-"""How far a run is: as plain data, as a line of text, and as a bar at the bottom of a terminal."""
+"""The status of a run: as plain data, as a line of text, and as a bar on a terminal."""

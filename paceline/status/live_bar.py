@@ -1,11 +1,12 @@
-"""A bar at the bottom of a terminal: what draws it, and what takes it away for as long as other
-text is written.
+"""A bar at the bottom of a terminal. It is erased while other text is written, and drawn again.
 
-    [1] loaded 3 files                                  what scripts print goes up
+    [1] loaded 3 files                                  text of scripts scrolls up
     epoch 2/3  ━━━━━━━━━━╸━━━━━━━━━  step 361/800  loss 2.346 █▆▅▄▃▂▁▁  0:12 left
     1,234 samples/s  compute 60% exchange 20% wait 10% data 10%  rank 2 on c late 41%: data loading
 
-Nothing here writes: it gives characters to those that do.
+Nothing in this module writes to the terminal: its functions return characters for the caller.
+
+    erase_bar() --> "up, erase"      the caller's text      draw_bar() --> "the bar"
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from paceline.status.run_status import RunStatus, shares, sparkline
 if TYPE_CHECKING:
     from rich.text import Text
 
-Size = Callable[[], tuple[int, int]]  # columns and lines of the terminal, as it is now
-SIZE: Final = (80, 24)  # of a terminal that doesn't say
+Size = Callable[[], tuple[int, int]]  # gives the columns and lines of the terminal now
+SIZE: Final = (80, 24)  # size of a terminal that doesn't tell
 _GAP: Final = "  "
-_LINES: Final = 5  # at most
+_LINES: Final = 5  # lines of the bar at most
 _COLOURS: Final = ("green", "cyan", "yellow", "magenta")  # of the parts of a step, in their order
-_BESIDE: Final = 8  # signs of a curve on a line of its own
-# of the line with the bar: whether it has the loss (1), and the time left too (2); the width of the
-# bar, from and to; that of the curve
+_BESIDE: Final = 8  # characters of a curve that isn't on the line with the bar
+# Layouts of the line with the bar, from wide to narrow. Number of values on it (1: the loss, 2: the
+# time left too), smallest and largest width of the bar, and width of the curve.
 _CHOICES: Final = (
     *((2, 20, 60, 16), (2, 12, 20, 12), (2, 8, 12, 8), (2, 6, 10, 0)),
     *((1, 8, 12, 8), (1, 6, 10, 0), (0, 6, 20, 0)),
@@ -37,28 +38,28 @@ _CHOICES: Final = (
 
 
 def capable(environ: Mapping[str, str]) -> bool:
-    """Whether a terminal in these surroundings can have a bar: not a dumb one, nor one whose
-    output a CI keeps.
-    """
+    """Whether the terminal can show a bar. A dumb terminal can't, and a CI keeps all output."""
     return environ.get("TERM", "dumb") not in ("", "dumb", "unknown") and not environ.get("CI")
 
 
 def reflows(environ: Mapping[str, str]) -> bool:
-    """Whether the terminal breaks lines anew when it becomes narrower; all do but xterm and
-    screen.
+    """Whether the terminal breaks lines again when it becomes narrower.
+
+    All terminals do, except xterm and screen.
     """
     return "XTERM_VERSION" not in environ and "STY" not in environ
 
 
 def bar_on(stream: TextIO, *, breaks: bool = True) -> LiveBar:
-    """Make the bar of the terminal that `stream` writes to. `breaks`: as for `LiveBar`."""
+    """Make the bar of the terminal to which a stream writes. `breaks` is that of `LiveBar`."""
 
     def size() -> tuple[int, int]:
         try:
-            found = os.get_terminal_size(stream.fileno())
-        except (OSError, ValueError):  # it is none that the system knows, or was closed
+            terminal = os.get_terminal_size(stream.fileno())
+        except (OSError, ValueError):
+            # The stream isn't a terminal for the system, or is closed.
             return SIZE
-        return found.columns or SIZE[0], found.lines or SIZE[1]
+        return terminal.columns or SIZE[0], terminal.lines or SIZE[1]
 
     return LiveBar(
         size,
@@ -68,56 +69,66 @@ def bar_on(stream: TextIO, *, breaks: bool = True) -> LiveBar:
 
 
 class LiveBar:
-    """What is drawn at the bottom of one terminal.
+    """The bar at the bottom of one terminal.
 
-    `size`: of the terminal; `plain`: its encoding has ASCII alone.
+    It is on the screen if `_drawn_widths` isn't empty, and only then. It is never there while
+    another line of text is unfinished.
+
+    Args:
+        size: Function that gives the size of the terminal.
+        breaks: Whether the terminal breaks lines again when it becomes narrower.
+        plain: Whether its encoding has only ASCII.
     """
 
     def __init__(self, size: Size, *, breaks: bool = True, plain: bool = False) -> None:
         self._size, self._breaks, self._plain = size, breaks, plain
         self._status: RunStatus | None = None
-        # how it looks on a terminal of this size
+        # Lines of the bar for the current status, and the size of the terminal for which they are.
         self._made: tuple[tuple[int, int], list[tuple[int, str]]] | None = None
-        self._drawn: list[int] = []  # how wide each line is that is there
-        # a line of other text is under way; and it went back to its own start
+        # Width of each line that is on the screen.
+        self._drawn: list[int] = []
+        # Whether a line of other text is unfinished, and whether it has gone back to its start.
         self._open = self._returned = False
 
     def follow(self, status: RunStatus) -> None:
-        """Show this status from the next drawing on."""
+        """Show a status from the next drawing on."""
         self._status, self._made = status, None
 
     def wrote(self, data: bytes) -> None:
-        """Note that other text was written."""
+        """Note other text that was written."""
         if b"\n" in data:
             self._open = self._returned = False
         rest = data.rpartition(b"\n")[2]
+        # A carriage return moves to the start of the line, to draw it again.
         self._open |= bool(rest)
         self._returned |= b"\r" in rest
 
     def away(self) -> str:
-        """Take the bar away, so that other text can be written."""
+        """Erase the bar, so that other text can be written."""
         if not self._drawn:
             return ""
         columns = max(self._size()[0], 1)
+        # If the terminal has become narrower since, a line may take several rows now.
         rows = (
             sum(max(1, math.ceil(cells / columns)) for cells in self._drawn)
             if self._breaks
             else len(self._drawn)
         )
         self._drawn = []
+        # To the start of the first row, then erase to the end of the screen.
         return "\r" + (f"\x1b[{rows - 1}A" if rows > 1 else "") + "\x1b[J"
 
     def back(self, *, insist: bool = False) -> str:
-        """Draw the bar where there is something to draw, and no line of other text is under way.
+        """Draw the bar, unless a line of other text is unfinished.
 
-        `insist`: end such a line, unless it is one that its own program draws again and again (as a
-        bar of the script's own).
+        With `insist` such a line is ended, unless its program redraws it again and again, as a
+        progress bar of the script does.
         """
         if self._status is None or self._drawn or (self._open and (self._returned or not insist)):
             return ""
         begin, self._open = "\n" if self._open else "", False
         size = self._size()
-        # once for each status, however much is written above it
+        # Laid out once for each status, however much text is written above it.
         if self._made is None or self._made[0] != size:
             self._made = (
                 size,
@@ -125,28 +136,36 @@ class LiveBar:
                     self._status, size[0] - 1, max(1, min(_LINES, size[1] - 1)), plain=self._plain
                 ),
             )
-        found = self._made[1]
-        self._drawn = [cells for cells, _ in found]
-        return begin + "\n".join(text for _, text in found)
+        lines = self._made[1]
+        self._drawn = [cells for cells, _ in lines]
+        return begin + "\n".join(text for _, text in lines)
 
     def again(self) -> str:
-        """Draw the bar anew."""
+        """Erase the bar, and draw it again."""
         return self.away() + self.back(insist=True)
 
     def leave(self) -> str:
-        """Leave the bar where it is, as text above all that comes."""
-        last = self.again() if self._status is not None else self.away()
-        left, self._drawn, self._status = bool(self._drawn), [], None
-        return f"{last}\n" if left else last
+        """Leave the bar on the screen, as text above later text."""
+        last_drawing = self.again() if self._status is not None else self.away()
+        stays, self._drawn, self._status = bool(self._drawn), [], None
+        return f"{last_drawing}\n" if stays else last_drawing
 
 
 def draw(
     status: RunStatus, columns: int, lines: int, *, plain: bool = False
 ) -> list[tuple[int, str]]:
-    """Draw a status in at most so many lines, none wider than `columns`: how wide each is, and
-    its characters.
+    """Draw a status as lines of text.
+
+    Args:
+        status: The status.
+        columns: Largest width of a line.
+        lines: Largest number of lines.
+        plain: Whether to use only ASCII.
+
+    Returns:
+        Width and characters of each line.
     """
-    # here: it takes as long to import as all of paceline, and only a terminal needs it
+    # Not at the top: it takes as long to import as all of paceline, and only a terminal needs it.
     from rich.console import Console
 
     console = Console(
@@ -156,29 +175,27 @@ def draw(
         highlight=False,
         legacy_windows=False,
     )
-    found = []
+    drawing = []
     for text in list(_laid_out(status, columns, plain=plain))[:lines]:
         text.truncate(columns, overflow="ellipsis" if not plain else "crop")
         with console.capture() as capture:
             console.print(text, end="", no_wrap=True, crop=False)
-        found.append((text.cell_len, capture.get()))
-    return found
+        drawing.append((text.cell_len, capture.get()))
+    return drawing
 
 
 def _laid_out(status: RunStatus, columns: int, *, plain: bool) -> Iterator[Text]:
-    """Lay a status out: first the line with the bar, then what found no room there, and the
-    rest.
-    """
+    """Lay out a status: the line with the bar, then pieces that didn't fit there, and the rest."""
     from rich.text import Text
 
     values = [
         Text.assemble(name, " ", (f"{value:.4g}", "bold")) for name, value in status.values.items()
     ]
-    left = [] if status.left is None else [Text(f"{spoken(status.left)} left")]
-    first, there = _first_line(status, values[:1], left, columns, plain=plain)
+    time_left = [] if status.left is None else [Text(f"{spoken(status.left)} left")]
+    first, shown = _first_line(status, values[:1], time_left, columns, plain=plain)
     yield first
-    rest = _with_curve(values[:1], status, 0 if plain else _BESIDE) if there < 1 else []
-    rest += left if there < 2 else []
+    rest = _with_curve(values[:1], status, 0 if plain else _BESIDE) if shown < 1 else []
+    rest += time_left if shown < 2 else []
     rest += [] if status.rate is None else [Text(f"{status.rate:,.0f} samples/s")]
     rest += [_shares(status.parts, columns)] if status.parts else []
     rest += [Text(text, "yellow") for text in (status.late, status.remark) if text]
@@ -186,10 +203,19 @@ def _laid_out(status: RunStatus, columns: int, *, plain: bool) -> Iterator[Text]
 
 
 def _first_line(
-    status: RunStatus, value: list[Text], left: list[Text], columns: int, *, plain: bool
+    status: RunStatus, value: list[Text], time_left: list[Text], columns: int, *, plain: bool
 ) -> tuple[Text, int]:
-    """Write the line with the bar, and say how many of `value` and `left` are in it: as many as
-    leave room for a bar.
+    """Lay out the line with the bar, with as many values as leave room for a bar.
+
+    Args:
+        status: The status.
+        value: The loss, or nothing.
+        time_left: The time left, or nothing.
+        columns: Width of the line.
+        plain: Whether to use only ASCII.
+
+    Returns:
+        The line, and the number of values in it: 1 for the loss, 2 for the time left too.
     """
     from rich.text import Text
 
@@ -200,59 +226,62 @@ def _first_line(
         f"step {status.step}" if status.steps is None else f"step {status.step}/{status.steps}"
     )
     done = min(max(status.step / status.steps, 0.0), 1.0) if status.steps else None
-    for there, least, most, curve in _CHOICES:
+    # The first layout that fits. Without a number of steps there is no bar.
+    for shown, least, most, curve in _CHOICES:
         tail = [
-            *(_with_curve(value, status, 0 if plain else curve) if there > 0 else []),
-            *(left if there > 1 else []),
+            *(_with_curve(value, status, 0 if plain else curve) if shown > 0 else []),
+            *(time_left if shown > 1 else []),
         ]
-        whole = [*head, step, *tail]
-        room = columns - sum(text.cell_len + len(_GAP) for text in whole)
+        pieces = [*head, step, *tail]
+        room = columns - sum(text.cell_len + len(_GAP) for text in pieces)
         if done is None and room >= -len(_GAP):
-            return _joined(whole), there
+            return _joined(pieces), shown
         if done is not None and room >= least:
-            return _joined([*head, _bar(done, min(room, most), plain=plain), step, *tail]), there
-    both = _joined([*head, step])
-    return both if both.cell_len <= columns else step, 0
+            return _joined([*head, _bar(done, min(room, most), plain=plain), step, *tail]), shown
+    without_bar = _joined([*head, step])
+    return without_bar if without_bar.cell_len <= columns else step, 0
 
 
 def _with_curve(value: list[Text], status: RunStatus, width: int) -> list[Text]:
-    """Put the curve beside its value, where there is one."""
+    """Put the curve next to its value, if there is one."""
     from rich.text import Text
 
-    signs = sparkline(status.curve, width) if width and value else ""
-    return [Text.assemble(value[0], " ", (signs, "cyan"))] if signs else value
+    curve = sparkline(status.curve, width) if width and value else ""
+    return [Text.assemble(value[0], " ", (curve, "cyan"))] if curve else value
 
 
 def _bar(done: float, width: int, *, plain: bool) -> Text:
     from rich.text import Text
 
+    # In Unicode the bar grows by half a character.
     halves = round(2 * width * done)
-    whole, half = ("#", "") if plain else ("━", "╸" * (halves % 2))
-    full = whole * (halves // 2) + half
+    cell, half_cell = ("#", "") if plain else ("━", "╸" * (halves % 2))
+    full = cell * (halves // 2) + half_cell
     return Text.assemble((full, "cyan"), (("-" if plain else "━") * (width - len(full)), "dim"))
 
 
 def _shares(parts: Mapping[str, float], columns: int) -> Text:
     from rich.text import Text
 
-    long = len(shares(parts)) <= columns
+    # Names of parts become one letter if there is no room.
+    fits = len(shares(parts)) <= columns
     pieces = [
-        (f"{part if long else part[0]} {share:.0%}", _COLOURS[at % len(_COLOURS)])
-        for at, (part, share) in enumerate(parts.items())
+        (f"{part if fits else part[0]} {share:.0%}", _COLOURS[index % len(_COLOURS)])
+        for index, (part, share) in enumerate(parts.items())
     ]
     return Text(" ").join(Text(text, colour) for text, colour in pieces)
 
 
 def _flow(pieces: list[Text], columns: int) -> Iterator[Text]:
-    """Put pieces beside each other, as many as there is room for in a line."""
-    held: list[Text] = []
+    """Fill lines with pieces, as many as fit into each."""
+    line: list[Text] = []
     for piece in pieces:
-        if held and _joined([*held, piece]).cell_len > columns:
-            yield _joined(held)
-            held = []
-        held.append(piece)
-    if held:
-        yield _joined(held)
+        if line and _joined([*line, piece]).cell_len > columns:
+            yield _joined(line)
+            line = []
+        line.append(piece)
+    if line:
+        yield _joined(line)
 
 
 def _joined(pieces: list[Text]) -> Text:

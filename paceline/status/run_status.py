@@ -1,5 +1,6 @@
-"""How far a run is, as plain data: it travels from the first worker to what shows it, as a line
-of text or as a bar.
+"""The status of a run, as plain data and as a line of text.
+
+It travels from the first worker to the launcher, which shows it as a line or as a bar.
 """
 
 from __future__ import annotations
@@ -12,45 +13,60 @@ from typing import Any, Final
 
 from paceline.formatting import spoken
 
-_BUCKETS: Final = 64  # of a curve: even, as two become one
+_BUCKETS: Final = 64  # points of a curve; an even number, as two become one
 SIGNS: Final = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How far a run is, and what the steps since the last status were like."""
+    """Progress of a run, and facts about the steps since the last status.
+
+    Args:
+        step: Number of steps taken.
+        steps: Number of steps in total. None: unknown.
+        epoch: Epoch of the loop over `run.epochs`, from 1 on.
+        epochs: Number of epochs.
+        values: Logged values by name, the loss first.
+        curve: Course of the first value since the start of the run.
+        rate: Samples per second, inside steps.
+        parts: Share of each part of a step in its time.
+        left: Estimated seconds to the end.
+        late: Name of the slowest worker, and the cause.
+        remark: Another line for the user.
+    """
 
     step: int
-    steps: int | None = None  # in all, where that is known
-    epoch: int | None = None  # of the loop over `run.epochs`, from 1 on
+    steps: int | None = None
+    epoch: int | None = None
     epochs: int | None = None
-    values: dict[str, float] = field(default_factory=dict)  # that were logged, the loss first
-    curve: tuple[float, ...] = ()  # of the first of them, from the start to now
-    rate: float | None = None  # samples a second, inside steps
-    # the share of a step that each part takes
+    values: dict[str, float] = field(default_factory=dict)
+    curve: tuple[float, ...] = ()
+    rate: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
-    left: float | None = None  # seconds
-    late: str = ""  # who is, and why
+    left: float | None = None
+    late: str = ""
     remark: str = ""
 
     @property
     def name(self) -> str:
-        """The name of the value that has a curve; empty without one."""
+        """Name of the value that has a curve. Empty without values."""
         return next(iter(self.values), "")
 
     def fields(self) -> dict[str, Any]:
-        """Return the status for `read`."""
+        """Convert to a dict, for `from_fields`."""
         return asdict(self)
 
     @staticmethod
     def read(fields: Mapping[str, Any]) -> RunStatus:
-        """Make a status of its `fields`, which may have travelled as JSON."""
+        """Make a status from the dict of `to_fields`, which may have travelled as JSON."""
         return RunStatus(**{**fields, "curve": tuple(fields.get("curve", ()))})
 
 
 class ValueCurve:
-    """A curve of any number of values, in at most 64 points: each the mean of as many values,
-    but for the last.
+    """A curve of any number of values, as at most 64 points.
+
+    Each point is the mean of the same number of values, except the last, which may have fewer. When
+    there are 64, neighbours are merged, and each later point has twice as many values.
     """
 
     def __init__(self) -> None:
@@ -58,13 +74,14 @@ class ValueCurve:
         self._sum, self._count, self._each = 0.0, 0, 1
 
     def add(self, value: float) -> None:
-        """Add the next value; one that isn't finite is left out."""
+        """Add the next value. A value that isn't finite is left out."""
         if not math.isfinite(value):
             return
         self._sum, self._count = self._sum + value, self._count + 1
         if self._count == self._each:
             self._whole.append(self._sum / self._count)
             self._sum, self._count = 0.0, 0
+        # The curve is full: two neighbours become one point.
         if len(self._whole) == _BUCKETS:
             self._whole = [
                 (one + other) / 2
@@ -73,36 +90,41 @@ class ValueCurve:
             self._each *= 2
 
     def points(self) -> tuple[float, ...]:
-        """Return the points so far."""
+        """Points so far."""
         return (*self._whole, *([self._sum / self._count] if self._count else []))
 
 
 def line(status: RunStatus) -> str:
-    """Write a status as a line of text."""
-    parts = [] if status.epoch is None else [f"epoch {status.epoch}/{status.epochs}"]
-    parts += [
+    """Format a status as a line of text."""
+    pieces = [] if status.epoch is None else [f"epoch {status.epoch}/{status.epochs}"]
+    pieces += [
         f"step {status.step}" if status.steps is None else f"step {status.step}/{status.steps}"
     ]
-    parts += [f"{name} {value:.4g}" for name, value in status.values.items()]
-    parts += [] if status.rate is None else [f"{status.rate:,.0f} samples/s"]
-    parts += [shares(status.parts)] if status.parts else []
-    parts += [] if status.left is None else [f"{spoken(status.left)} left"]
-    return "  ".join(filter(None, (*parts, status.late, status.remark)))
+    pieces += [f"{name} {value:.4g}" for name, value in status.values.items()]
+    pieces += [] if status.rate is None else [f"{status.rate:,.0f} samples/s"]
+    pieces += [shares(status.parts)] if status.parts else []
+    pieces += [] if status.left is None else [f"{spoken(status.left)} left"]
+    return "  ".join(filter(None, (*pieces, status.late, status.remark)))
 
 
 def shares(parts: Mapping[str, float]) -> str:
-    """Write the share of each part of a step."""
+    """Format the share of each part of a step."""
     return " ".join(f"{part} {share:.0%}" for part, share in parts.items())
 
 
 def sparkline(points: Iterable[float], width: int) -> str:
-    """Draw a curve in one line of so many signs, lowest to highest."""
-    found = list(points)
-    if len(found) < 2:
+    """Draw a curve as a line of at most `width` characters, from ▁ (lowest) to █ (highest).
+
+    Empty for fewer than two points.
+    """
+    values = list(points)
+    if len(values) < 2:
         return ""
-    width = min(width, len(found))
-    edges = [at * len(found) // width for at in range(width + 1)]
-    means = [sum(found[begin:end]) / (end - begin) for begin, end in itertools.pairwise(edges)]
+    width = min(width, len(values))
+    # Each character shows the mean of about as many points as any other.
+    edges = [column * len(values) // width for column in range(width + 1)]
+    means = [sum(values[begin:end]) / (end - begin) for begin, end in itertools.pairwise(edges)]
     low, high = min(means), max(means)
+    # A flat curve is drawn with the lowest character.
     steps = (len(SIGNS) - 1) / (high - low) if high > low else 0.0
     return "".join(SIGNS[round((mean - low) * steps)] for mean in means)

@@ -1,1 +1,1 @@
-"""Who takes part: groups and axes."""
+"""The workers of a run: their groups, and the axes of their mesh."""

@@ -1,14 +1,14 @@
-"""The groups in which workers do things together, by the axes of the mesh.
+"""The groups in which workers of a run act together, by the axes of the mesh.
 
 mesh "data=2, shard=2, tensor=2"
 
-everyone     all 8 workers: the seed, the run's folder, what is written, when to stop
-slice        my coordinate of `tensor`, 4 workers: batches are dealt to them; each slice does all of
-             it by itself, on the same samples
-replicas     my coordinates of `shard` and `tensor`, 2 workers: they train the same parameters, and
-             a strategy keeps those alike
+everyone     all 8 workers: they agree on the seed, the run's folder, its files, and when to stop
+slice        4 workers with the same coordinate of `tensor`: batches are dealt to them; each slice
+             does everything by itself, on the same samples
+replicas     2 workers with the same coordinates of `shard` and `tensor`: they train the same
+             parameters, and a strategy keeps them equal
 
-Without a mesh these are the same group and the same agreement.
+Without a mesh all three are the same group, with the same agreement.
 """
 
 from __future__ import annotations
@@ -32,19 +32,25 @@ from paceline.sync.context import SyncContext
 class RunAxes:
     """The groups of a run's workers.
 
-    `everyone` is the group of all of them, `slice` the group of workers that batches are dealt to.
+    Args:
+        mesh: Grid of the workers.
+        groups: Groups along axes of the mesh.
+        everyone: Agreement of all workers.
+        slice: Context of the workers to which batches are dealt.
+        replicas: Context of the workers with the same parameters, for strategies.
+        cluster: Function that gives the hosts of all workers, which may change.
     """
 
     mesh: Mesh
     groups: AxisGroups
     everyone: Agreement
     slice: SyncContext
-    replicas: SyncContext  # what strategies work with
-    cluster: Callable[[], Topology]  # of all workers
+    replicas: SyncContext
+    cluster: Callable[[], Topology]
 
     @classmethod
     def plain(cls, context: SyncContext, cluster: Callable[[], Topology]) -> RunAxes:
-        """Return the axes of a run whose workers are all replicas of each other."""
+        """Make the axes of a run whose workers are all replicas of each other."""
         size = context.group.size
         mesh = Mesh((("data", size),), tuple(range(size)))
         return cls(
@@ -53,13 +59,20 @@ class RunAxes:
 
     @classmethod
     def of(cls, mesh: Mesh, context: SyncContext, cluster: Topology) -> RunAxes:
-        """Divide the workers of `context`, which has all of them, by a mesh. Collective.
+        """Divide all workers by a mesh. Collective.
 
-        Raises `UsageError` where workers were given different meshes.
+        Args:
+            mesh: The mesh.
+            context: Context of all workers.
+            cluster: Hosts of all workers.
+
+        Raises:
+            UsageError: Workers were given different meshes.
         """
         if not mesh.cut:
             return dataclasses.replace(cls.plain(context, lambda: cluster), mesh=mesh)
         everyone, group = context.agreement, context.group
+        # Different meshes would hang or mix up samples later, so they are compared first.
         meshes = [body.decode() for body in everyone.meet("mesh", str(mesh).encode())]
         if len(set(meshes)) > 1:
             sides = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(meshes))
@@ -67,28 +80,36 @@ class RunAxes:
                 f"workers were given different meshes ({sides}); "
                 "call start(mesh=...) alike on all of them"
             )
-        made = context.extra_groups
-        groups = AxisGroups(mesh, group, made.append, context.trace)
+        extra_groups = context.extra_groups
+        groups = AxisGroups(mesh, group, extra_groups.append, context.trace)
         context = dataclasses.replace(context, meters=groups.meters)
-        divided = _Division(context, groups, cluster)
-        part, replicas = groups.group_along(*SAMPLED), groups.group_along("data")
-        dealt = (
-            divided.context(part, SAMPLED, lambda: _slice_agreement(part, context, cluster))
-            if part is not group
+        division = _Division(context, groups, cluster)
+        # Groups along several axes may be the same group. Then they share a context too.
+        slice_group, replica_group = groups.group_along(*SAMPLED), groups.group_along("data")
+        slice_context = (
+            division.context(
+                slice_group, SAMPLED, lambda: _slice_agreement(slice_group, context, cluster)
+            )
+            if slice_group is not group
             else context
         )
-        trained = (
-            divided.context(replicas, ("data",), lambda: _agreement(replicas, context, cluster))
-            if replicas is not part
-            else dealt
+        replica_context = (
+            division.context(
+                replica_group, ("data",), lambda: _agreement(replica_group, context, cluster)
+            )
+            if replica_group is not slice_group
+            else slice_context
         )
         sharers = groups.group_along("shard") if mesh.extent("shard") > 1 else None
-        trained = dataclasses.replace(trained, cut_axes=mesh.cut, sharers=sharers)
-        if part is not group:
-            made.append(group)  # it is closed with the others, and what it sends counts
-            _leave_out(made, part)
-        dealt = trained if trained.group is dealt.group else dealt
-        return cls(mesh, groups, everyone, dealt, trained, lambda: cluster)
+        replica_context = dataclasses.replace(replica_context, cut_axes=mesh.cut, sharers=sharers)
+        # A context's own group is closed with the context, and its traffic counted. All others are
+        # extra groups: now the group of all workers, in place of the group of the slice.
+        if slice_group is not group:
+            extra_groups.append(group)
+            _leave_out(extra_groups, slice_group)
+        if replica_context.group is slice_context.group:
+            slice_context = replica_context
+        return cls(mesh, groups, everyone, slice_context, replica_context, lambda: cluster)
 
     @property
     def cut(self) -> tuple[str, ...]:
@@ -97,7 +118,7 @@ class RunAxes:
 
     @property
     def waits(self) -> tuple[AxisMeter | Agreement, ...]:
-        """Where a worker may wait for others, beside the calls of its slice."""
+        """Meters and agreements in which a worker may wait, besides the agreement of its slice."""
         if not self.cut:
             return ()
         agreements = {
@@ -116,7 +137,8 @@ class RunAxes:
         return self.mesh.index(self.groups.everyone.rank, set(self.mesh.names) - set(SAMPLED)) == 0
 
     def hosts_of(self, context: SyncContext) -> Topology:
-        """Return the hosts of the workers of one of the contexts, in the ranks of its group."""
+        """Topology of the workers of one context, with the ranks of its group."""
+        # A context of all workers has the cluster itself, with its measured links.
         return (
             self.cluster()
             if context.group.size == self.cluster().size
@@ -124,24 +146,27 @@ class RunAxes:
         )
 
     def twin(self, rank: int) -> int:
-        """Return the first worker that has the same part of the model as `rank`."""
+        """First worker with the same part of the model as `rank`."""
         return self.mesh.group(rank, ["data"])[0] if self.cut else 0
 
     def refuse(self, what: str, instead: str, *, beside: Sequence[str] = ()) -> None:
         """Raise `UsageError` for a feature that can't be used while workers hold parts of a model.
 
-        Axes in `beside` don't matter to it.
+        Args:
+            what: The feature.
+            instead: What to do instead.
+            beside: Axes with which the feature can be used.
         """
         if axes := [axis for axis in self.cut if axis not in beside]:
             raise UsageError(
-                f"{what} can't be had yet where the mesh ({self.mesh}) "
+                f"{what} can't be used yet if the mesh ({self.mesh}) "
                 f"has {' and '.join(axes)}: {instead}"
             )
 
 
 @dataclass(frozen=True)
 class _Division:
-    """Makes contexts for some of the workers of `whole`."""
+    """Makes contexts for some of the workers of the context `whole`."""
 
     whole: SyncContext
     groups: AxisGroups
@@ -150,13 +175,19 @@ class _Division:
     def context(
         self, group: Group, axes: Sequence[str], agreement: Callable[[], Agreement]
     ) -> SyncContext:
-        """Return the context of `group`, whose workers lie along these axes."""
-        where = self.cluster.where()
+        """Make the context of a group along some axes.
+
+        Args:
+            group: The group.
+            axes: Its axes.
+            agreement: Function that makes its agreement.
+        """
+        hosts = self.cluster.where()
         return dataclasses.replace(
             self.whole,
             group=group,
             agreement=agreement(),
-            hosts=tuple(where[rank] for rank in members(group)),
+            hosts=tuple(hosts[rank] for rank in members(group)),
             native=None if self.whole.native is None else lambda: self._native(axes),
             local=None,
         )
@@ -170,12 +201,12 @@ class _Division:
 
 
 def members(group: Group) -> list[int]:
-    """Return the numbers, among all workers, of the workers of a group."""
+    """List the ranks, among all workers, of the workers of a group."""
     return [group.global_rank(rank) for rank in range(group.size)]
 
 
 def describe(mesh: Mesh, cluster: Topology) -> str:
-    """Say in words how workers are dealt to the axes of a mesh."""
+    """Format a mesh, with the axes that lie inside hosts and between hosts."""
     several = [name for name, size in mesh.axes if size > 1]
     if len(cluster.hosts) == 1 or not several:
         return f"mesh {mesh}"
@@ -198,9 +229,10 @@ def _agreement(group: Group, whole: SyncContext, cluster: Topology) -> Agreement
 
 
 def _names(group: Group, cluster: Topology) -> tuple[str, ...]:
+    """List the names of the hosts of a group's workers."""
     return tuple(cluster.names()[rank] for rank in members(group))
 
 
 def _leave_out(groups: list[Sender], group: Group) -> None:
-    """Take a group out of a list by identity."""
+    """Remove a group from a list, by identity."""
     groups[:] = [other for other in groups if other is not group]

@@ -1,4 +1,11 @@
-"""Builds the group of all workers: shared memory inside a host, TCP between hosts, NCCL on GPUs."""
+"""Builds the group of all workers: shared memory inside a host, TCP between hosts, NCCL on GPUs.
+
+one worker                       SoloGroup
+GPUs                             TorchGroup: NCCL if each worker has one, else Gloo
+one host                         SharedGroup, or TorchGroup (Gloo) if memory can't be shared
+hosts of one worker each         TorchGroup (Gloo)
+hosts of several workers         HostsGroup: SharedGroup in each host, TorchGroup between them
+"""
 
 from __future__ import annotations
 
@@ -32,7 +39,7 @@ from paceline.workers.replicate import Replicate
 
 @dataclass
 class WorkerContext:
-    """Place of this worker, and its means to meet the others."""
+    """Place of this worker, and everything that it needs to build groups with others."""
 
     place: Place
     store: Store
@@ -41,23 +48,23 @@ class WorkerContext:
     deadline: float
     say: Callable[[str], None]
     trace: Trace = field(default_factory=Trace)
-    natives: int = 0
-    replicate: Replicate = "auto"  # how often buddies get copies of what only one worker has
+    natives: int = 0  # number of groups that `make_native_group` has made
+    replicate: Replicate = "auto"  # how often buddies get copies of state that only one worker has
     page: Page | None = None
     # cancels waits of all groups made with this context
     cancel_scope: CancelScope = field(default_factory=CancelScope)
-    links: RouteFacts | None = None  # what a measured cluster says of the links between hosts
-    # the ranks of these workers in a larger job, by which errors name them (None: they are all)
+    links: RouteFacts | None = None  # facts of a measured cluster about links between hosts
+    # ranks of these workers in a larger job, for error messages (None: they are all workers)
     names: tuple[int, ...] | None = None
 
     @property
     def local(self) -> int:
-        """Number of this worker among those of its machine."""
+        """Index of this worker among the workers of its host."""
         return self.cluster.of(self.place.rank).ranks.index(self.place.rank)
 
     @property
     def home(self) -> str:
-        """Unique name of this worker's launcher; what the launcher has started ends with it."""
+        """Unique name of this worker's launcher. Workers of one launcher end together."""
         return f"{self.place.hostname}/{os.getppid()}"
 
     def native(self) -> Group:
@@ -70,7 +77,7 @@ class WorkerContext:
 class CurrentView:
     """The place of this worker among the workers that take part now.
 
-    `waits`: it has just joined, and isn't let in yet.
+    `waits_for_admission`: whether it has just joined, and hasn't been admitted yet.
     """
 
     def __init__(self, worker: WorkerContext) -> None:
@@ -78,26 +85,26 @@ class CurrentView:
 
     @property
     def rank(self) -> int:
-        """The rank of this worker."""
+        """Rank of this worker."""
         return self.worker.place.rank
 
     @property
     def size(self) -> int:
-        """The number of workers."""
+        """Number of workers."""
         return self.worker.place.size
 
     @property
     def cluster(self) -> Topology:
-        """The hosts of all workers."""
+        """Hosts of all workers."""
         return self.worker.cluster
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first of all workers."""
+        """Whether this is the first worker."""
         return self.rank == 0 and not self.waits
 
     def move(self, worker: WorkerContext) -> None:
-        """Take the place that this worker has in a new view."""
+        """Take this worker's place in a new view."""
         self.worker = worker
 
     def enter(self) -> None:
@@ -106,16 +113,20 @@ class CurrentView:
 
 
 def first_members(worker_context: WorkerContext) -> tuple[int, ...]:
-    """Return the numbers of the workers that this one meets at the start, by rank. Collective."""
-    here, place = worker_context.store.sub("workers"), worker_context.place
-    here.put(str(place.rank), place.worker)
-    return tuple(here.take(str(rank)) for rank in range(place.size))
+    """Gather the numbers of the workers that meet at the start, by rank. Collective."""
+    meeting, place = worker_context.store.sub("workers"), worker_context.place
+    meeting.put(str(place.rank), place.worker)
+    return tuple(meeting.take(str(rank)) for rank in range(place.size))
 
 
 def choose_device(asked: str | None, local: int) -> torch.device:
-    """Choose the device of a worker: the requested one, else a GPU, else the processor.
+    """Choose the device of a worker: the requested one, or a GPU if there is one, or the CPU.
 
-    GPUs are shared if there are fewer than workers.
+    If there are fewer GPUs than workers on the host, workers share them.
+
+    Args:
+        asked: Device that the user asks for. None: none.
+        local: Index of the worker on its host.
     """
     if asked is not None:
         if re.fullmatch(r"cpu|cuda(:\d+)?", str(asked)) is None:
@@ -127,19 +138,21 @@ def choose_device(asked: str | None, local: int) -> torch.device:
         if device.type == "cuda" and not count:
             raise UsageError(
                 f"device={asked!r} was asked for, but this machine has no CUDA device; "
-                "leave device out, or say device='cpu'"
+                "leave device out, or give device='cpu'"
             )
+        # "cuda" alone: workers of a host take its GPUs in turn.
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", local % count)
         if device.type == "cuda" and device.index >= count:
             raise UsageError(
-                f"device={asked!r} was asked for, but this machine has {count} of them, from "
-                "cuda:0 on; leave device out"
+                f"device={asked!r} was asked for, but this machine has {count} CUDA devices, "
+                f"cuda:0 to cuda:{count - 1}; give one of these, or leave device out"
             )
     elif torch.cuda.is_available():
         device = torch.device("cuda", local % torch.cuda.device_count())
     else:
         device = torch.device("cpu")
+    # NCCL, and code of users that says "cuda", use the current device.
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
@@ -154,10 +167,11 @@ def everyone(worker_context: WorkerContext) -> Group:
             worker_context, "flat", backend="nccl" if _own_devices(worker_context) else "gloo"
         )
     hosts = worker_context.cluster.hosts
+    # Shared memory relies on the order of stores, which Python can't enforce by fences.
     if platform.machine() not in ORDERED_STORES:
         worker_context.say(
             f"on {platform.machine()} workers of one host exchange through the network stack, "
-            "slower than shared memory by far"
+            "much more slowly than through shared memory"
         )
         return network(worker_context, "flat")
     if len(hosts) == 1:
@@ -181,9 +195,9 @@ def everyone(worker_context: WorkerContext) -> Group:
 
 
 class Subgroups:
-    """Groups that only some runs need beside that of all workers.
+    """Groups that only some runs need, besides the group of all workers.
 
-    Each is made on first use, and again when the workers change.
+    Each is made on its first use, and again after the workers have changed.
     """
 
     def __init__(self, context: SyncContext, hosts: Callable[[], Topology]) -> None:
@@ -193,9 +207,9 @@ class Subgroups:
         context.local = self.within_host
 
     def everyone(self) -> Group:
-        """Second group of all workers, for exchanges of layers while buckets are under way.
+        """Get a second group of all workers. The first call is collective.
 
-        The first use is collective.
+        Layers exchange in it while buckets are under way in the first group.
         """
         if self.norms is None:
             self.norms = self._context.group.make_subgroup(range(self._context.group.size))
@@ -204,7 +218,7 @@ class Subgroups:
         return self.norms
 
     def within_host(self) -> Group:
-        """Return the group of the workers of this host. Collective at first."""
+        """Get the group of the workers of this host. The first call is collective."""
         if self.host is None:
             self.host = within_host(self._context.group, self._hosts())
             self._context.extra_groups.append(self.host)
@@ -216,23 +230,27 @@ class Subgroups:
 
 
 def within_host(group: Group, cluster: Topology) -> Group:
-    """Make a group of the workers of this host alone, through shared memory where `group` has that.
+    """Make a group of the workers of this host. Collective.
 
-    Collective.
+    It uses shared memory if `group` does.
     """
     if isinstance(group, HostsGroup):
-        found = group.inner.make_subgroup(range(group.inner.size))
+        host_group = group.inner.make_subgroup(range(group.inner.size))
     else:
-        subs = [group.make_subgroup(host.ranks) for host in cluster.hosts]
-        found = next(sub for sub in subs if sub is not None)
-    assert found is not None
-    return found
+        # All workers call `make_subgroup` for every host, and get None for other hosts.
+        subgroups = [group.make_subgroup(host.ranks) for host in cluster.hosts]
+        host_group = next(subgroup for subgroup in subgroups if subgroup is not None)
+    assert host_group is not None
+    return host_group
 
 
 def network(worker_context: WorkerContext, name: str, *, backend: str = "gloo") -> TorchGroup:
-    """Make a group of all workers over torch.distributed, under a `name` that no other group has.
+    """Make a group of all workers on torch.distributed. Collective.
 
-    Collective.
+    Args:
+        worker_context: Context of this worker.
+        name: Name that no other group has.
+        backend: "gloo" or "nccl".
     """
     group = TorchGroup.from_store(
         worker_context.store.sub(name),
@@ -250,16 +268,18 @@ def network(worker_context: WorkerContext, name: str, *, backend: str = "gloo") 
 
 
 def _own_devices(worker_context: WorkerContext) -> bool:
-    """Whether every worker has a GPU of its own: NCCL refuses two on one."""
-    me = worker_context.place.rank
+    """Whether every worker has a GPU of its own. Collective."""
+    # NCCL refuses two workers on one GPU.
+    own_rank = worker_context.place.rank
     worker_context.store.put(
-        f"device/{me}", [worker_context.cluster.where()[me], worker_context.device.index]
+        f"device/{own_rank}",
+        [worker_context.cluster.where()[own_rank], worker_context.device.index],
     )
-    found = [
+    devices = [
         tuple(worker_context.store.take(f"device/{rank}", worker_context.deadline))
         for rank in range(worker_context.place.size)
     ]
-    if len(set(found)) == len(found):
+    if len(set(devices)) == len(devices):
         return True
     worker_context.say(
         "several workers share a GPU: gradients travel by Gloo through the processor's memory, "
@@ -269,30 +289,33 @@ def _own_devices(worker_context: WorkerContext) -> bool:
 
 
 def _over_hosts(worker_context: WorkerContext) -> Group:
-    """Make a group over several hosts.
+    """Make a group over several hosts. Collective.
 
-    It has a group inside each host, one of the hosts' first workers, and one of all.
+    It has a group inside each host, a group of the first workers of all hosts, and a group of all
+    workers.
     """
     place, cluster = worker_context.place, worker_context.cluster
     flat = network(worker_context, "flat")
+    # With one worker on each host, there is nothing to share inside a host.
     if all(len(host.ranks) == 1 for host in cluster.hosts):
         return flat
-    mine = cluster.of(place.rank)
+    own_host = cluster.of(place.rank)
     inner: Group = SoloGroup(rank=place.rank)
     error = ""
-    if len(mine.ranks) > 1:
+    if len(own_host.ranks) > 1:
         name = f"host{cluster.where()[place.rank]}"
         try:
             inner = SharedGroup.from_store(
                 worker_context.store.sub(name),
-                mine.ranks.index(place.rank),
-                len(mine.ranks),
+                own_host.ranks.index(place.rank),
+                len(own_host.ranks),
                 deadline=worker_context.deadline,
-                ranks=[flat.global_rank(rank) for rank in mine.ranks],
+                ranks=[flat.global_rank(rank) for rank in own_host.ranks],
                 cancel_scope=worker_context.cancel_scope,
             )
         except ResourceError as caught:
             error = str(caught)
+    # All workers have to decide alike, so that one host without shared memory decides for all.
     errors = [
         text for text in flat.gather_objects(error, name="shared memory of the hosts") if text
     ]
@@ -303,6 +326,7 @@ def _over_hosts(worker_context: WorkerContext) -> Group:
             f"shared memory: {errors[0]}"
         )
         return flat
+    # Between hosts, only the first worker of each host exchanges.
     leaders = [host.ranks[0] for host in cluster.hosts]
     outer = flat.make_subgroup(leaders)
     return HostsGroup(
@@ -316,7 +340,7 @@ def _over_hosts(worker_context: WorkerContext) -> Group:
 
 
 def reap(groups: list[Any]) -> None:
-    """Close groups that have broken in a thread, so that no caller waits for it."""
+    """Close broken groups in a thread of their own, so that the caller doesn't wait for it."""
 
     def close() -> None:
         for group in groups:

@@ -1,8 +1,9 @@
-"""How often state that one worker alone has is copied to another."""
+"""How often the state that only one worker has is copied to another worker."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-# every so many steps; as often as it costs little, where there are several hosts; never
+# A number of steps between two copies; "auto": with several hosts, as often as it costs little;
+# "off": never.
 Replicate = int | Literal["auto", "off"]

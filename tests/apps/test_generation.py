@@ -225,17 +225,17 @@ def test_the_command(job: Jobs, written: Path) -> None:
         (
             ("nowhere",),
             (
-                "there is no folder runs/nowhere; give that of a run, such as runs/NAME, or of one "
-                "of its checkpoints"
+                "there is no folder runs/nowhere; give the folder of a run, such as runs/NAME, or "
+                "of one of its checkpoints"
             ),
         ),
         (
             ("runs/test", "--mesh", "data=2"),
-            "--mesh 'data=2' has replicas, which would all write the same; leave out `data`",
+            "--mesh 'data=2' has replicas, which would all write the same text; leave out `data`",
         ),
         (
             ("runs/test", "--mesh", "data, tensor=2"),
-            "mesh='data, tensor=2' leaves the size of data open: say how many, data=2",
+            "mesh='data, tensor=2' leaves the size of data open: give it, such as data=2",
         ),
         (
             ("runs/test", "--mesh", "tensor=3"),

@@ -34,7 +34,7 @@ def test_too_few_descriptors_are_said_in_a_line(job, command, needed):
     assert ended.code in {1, 2} and ended.out == "" and len(ended.err.splitlines()) == 1
     assert (
         f"need {needed} descriptors (open files, sockets), and the limit is 24: "
-        f"say `ulimit -n {needed}` before" in ended.err
+        f"run `ulimit -n {needed}` before" in ended.err
     )
 
 

@@ -105,7 +105,7 @@ class TestGarbage:
         with pytest.raises(PlaceError, match="another program has written there"):
             stores.connect(place, deadline=60)
         other.set("paceline/0/claims/0", "\x00\xff")
-        with pytest.raises(PlaceError, match="another process already is rank 0"):
+        with pytest.raises(PlaceError, match="another process is already rank 0"):
             stores.connect(place, deadline=60)
 
 

@@ -196,7 +196,7 @@ def test_two_processes_with_one_rank(claims):
     assert (
         len(failures) == 1
         and isinstance(failures[0], PlaceError)
-        and "already is rank 1" in str(failures[0])
+        and "is already rank 1" in str(failures[0])
     )
 
 
@@ -361,7 +361,7 @@ class TestHosts:
     def test_different_sizes(self, claims):
         zero, one = places(2)
         for future in self.meet([zero, replace(one, size=3)]):
-            assert isinstance(future.exception(), Mismatch) and "disagree on how many" in str(
+            assert isinstance(future.exception(), Mismatch) and "disagree on their number" in str(
                 future.exception()
             )
 

@@ -47,7 +47,7 @@ def test_a_worker_that_finds_such_a_store_names_the_first() -> None:
         )
         with pytest.raises(
             DeadlineExceeded,
-            match=r"rank 1 on here found no store .*what listens there doesn't answer",
+            match=r"rank 1 on here found no store .*the program that listens there doesn't answer",
         ) as raised:
             store._join(place, 0.05)
         assert raised.value.missing == (0,)

@@ -60,15 +60,15 @@ def changed(**fields: object) -> str:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[", "is no JSON"),
-        ("[]", "is no measured cluster"),
-        ("{}", "is no measured cluster"),
-        (changed(version=2), "the form of version 2, and this paceline reads 1: measure again"),
-        (changed(hosts=None), "isn't whole"),
-        (changed(links=[{"source": 0}]), "isn't whole .*bytes_per_second"),
+        ("[", "isn't JSON"),
+        ("[]", "isn't a measured cluster"),
+        ("{}", "isn't a measured cluster"),
+        (changed(version=2), "has version 2, and this paceline reads version 1: measure again"),
+        (changed(hosts=None), "is incomplete or damaged"),
+        (changed(links=[{"source": 0}]), "is incomplete or damaged .*bytes_per_second"),
         (
             changed(links=[{**json.loads(dump(MEASURED))["links"][0], "color": 1}]),
-            "isn't whole .*color",
+            "is incomplete or damaged .*color",
         ),
     ],
 )

@@ -91,7 +91,7 @@ def test_workers_with_the_same_samples_are_refused() -> None:
     """They would give each row its gradient twice."""
     with pytest.raises(
         UsageError,
-        match=r"sparse table first can't be had yet where the mesh \(tensor=2\) has tensor: use shard",  # noqa: E501
+        match=r"sparse table first can't be used yet if the mesh \(tensor=2\) has tensor: use shard",  # noqa: E501
     ):
         workers(
             2,

@@ -317,7 +317,7 @@ REFUSED: list[tuple[str, Callable[[Run], Any], Any, str]] = [
         "data=2, tensor=2",
         prepared(),
         None,
-        r"doesn't fit 2 workers; what fits is data=1, tensor=2 \| data=2, tensor=1",
+        r"doesn't fit 2 workers; these fit: data=1, tensor=2 \| data=2, tensor=1",
     ),
 ]
 

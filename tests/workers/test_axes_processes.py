@@ -77,7 +77,7 @@ def test_cuts_of_the_command_line_are_those_of_the_run(job: Jobs, tmp_path: Path
         (
             ("--mesh", "data=2, tensor=3"),
             (
-                "mesh='data=2, tensor=3' doesn't fit 2 workers; what fits is data=1, tensor=2 | "
+                "mesh='data=2, tensor=3' doesn't fit 2 workers; these fit: data=1, tensor=2 | "
                 "data=2, tensor=1"
             ),
         ),

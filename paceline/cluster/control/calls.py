@@ -32,7 +32,7 @@ _LONGEST = 1 << 16  # bytes of a message without its file
 class CallMessage(NamedTuple):
     """A message of a call.
 
-    `body` is an open file, at its beginning, where the message has one; who reads it closes it.
+    `body` is an open file, at its beginning, or None. The reader closes it.
     """
 
     kind: str
@@ -48,16 +48,16 @@ class CallChannel:
 
     @classmethod
     def inherited(cls, descriptor: int) -> CallChannel:
-        """Return the end that this process has inherited; programs that it starts don't get it."""
+        """Open the end that this process has inherited. Its own children don't inherit it."""
         os.set_inheritable(descriptor, False)
         return cls(socket.fromfd(descriptor, *_KIND))
 
     def fileno(self) -> int:
-        """Return the descriptor, to be waited for."""
+        """Descriptor of the socket, for `select` and `poll`."""
         return self._wire.fileno()
 
     def close(self) -> None:
-        """Close this end. Twice is harmless."""
+        """Close this end. A second call does nothing."""
         self._wire.close()
 
     def send(
@@ -68,13 +68,22 @@ class CallChannel:
         *,
         waits: bool = True,
     ) -> bool:
-        """Send a message; `write` is called with the file that goes with it.
+        """Send a message.
 
-        Returns whether it is on its way.
+        Nothing is sent to a caller that has ended.
 
-        Without `waits` a message is dropped where the other end has not read for long. Nothing is
-        sent to a caller that has ended.
+        Args:
+            kind: Kind of the message.
+            fields: Its fields, as JSON.
+            write: Function that writes the file of the message. Default: it has no file.
+            waits: Whether to wait if the other end has not read for long. Otherwise the message is
+                dropped.
+
+        Returns:
+            Whether the message was sent.
         """
+        # The file has no name. It exists until the receiver, which gets a copy of the descriptor,
+        # closes it too.
         descriptor = None if write is None else os.memfd_create("paceline-call", os.MFD_CLOEXEC)
         try:
             ancillary = []
@@ -92,8 +101,9 @@ class CallChannel:
                 os.close(descriptor)
 
     def receive(self) -> CallMessage | None:
-        """Take the next message that has come; None while there is none, and when all other ends
-        are closed.
+        """Receive the next message that has come, without waiting.
+
+        None if there is no message, or all other ends are closed.
         """
         try:
             data, ancillary, _, _ = self._wire.recvmsg(
@@ -101,26 +111,28 @@ class CallChannel:
             )
         except (BlockingIOError, ConnectionResetError):
             return None
-        given = array.array("i")
-        for _, _, descriptor in ancillary:
-            given.frombytes(descriptor)
-        body = os.fdopen(given[0], "rb") if given else None
+        # The descriptor becomes a file before anything can fail: otherwise it would stay open.
+        descriptors = array.array("i")
+        for _, _, data_of_descriptor in ancillary:
+            descriptors.frombytes(data_of_descriptor)
+        body = os.fdopen(descriptors[0], "rb") if descriptors else None
         if not data:
             return None
         if body is not None:
-            body.seek(0)  # where it was written last
+            # Sender and receiver share the position, which is at the end after writing.
+            body.seek(0)
         kind, fields = json.loads(data)
         return CallMessage(kind, fields, body)
 
 
 def channel() -> tuple[CallChannel, socket.socket]:
-    """Make a channel: the end of the caller, and the one that others inherit."""
-    mine, theirs = socket.socketpair(*_KIND)
-    return CallChannel(mine), theirs
+    """Make a channel. Returns the end of the caller, and the end that other processes inherit."""
+    caller_end, inherited_end = socket.socketpair(*_KIND)
+    return CallChannel(caller_end), inherited_end
 
 
 def judge(call: tuple[int, int] | None) -> Callable[[Failure], None] | None:
-    """Function that tells the caller which worker failed first; None without a call.
+    """Make the function that tells the caller which worker has failed first. None without a call.
 
     `call` has the descriptors of a `LaunchRequest`.
     """
@@ -128,5 +140,6 @@ def judge(call: tuple[int, int] | None) -> Callable[[Failure], None] | None:
 
 
 def _tell(channel: CallChannel, failure: Failure) -> None:
+    """Send the verdict: the failed worker, a line about it, and the end of its output."""
     fields = {"number": failure.rank, "line": failure.line().removeprefix("paceline: ")}
     channel.send("verdict", fields, lambda file: file.write(failure.tail.encode(errors="replace")))

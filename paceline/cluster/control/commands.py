@@ -1,6 +1,6 @@
-"""Commands from a launcher to its running workers: above all the view, each time that it changes.
+"""Commands from a launcher to its running workers, above all each new view.
 
-They are lines of JSON through a pipe.
+They are lines of JSON in a pipe.
 
     launcher   {"number": 3, "members": [[worker, host, name, address], ...], "broken": false}
                                        --->  thread of the worker
@@ -8,8 +8,8 @@ They are lines of JSON through a pipe.
                {"leave": true}         --->  (it leaves after its turn)
                STACK, a signal         --->  (it writes its stacks)
 
-A worker that is missing in the new view won't answer any more, so the thread at once ends the waits
-of this worker.
+A worker that is missing in a new view won't answer any more, so the thread at once ends all waits
+of its own worker.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from typing import NamedTuple
 
 PORTS = 1 << 16
 ASK = b'{"ask": true}\n'
-# Scripts have handlers of their own for SIGUSR1 and SIGUSR2 (Slurm sends them, too); nobody uses
-# this one. Only a worker that has said that it shows its stack may be sent it: it ends any other.
+# SIGUSR1 and SIGUSR2 may have handlers of scripts (Slurm sends them too), but this signal is free.
+# It may only be sent to a worker that has reported `shows`: it would end any other process.
 STACK = signal.SIGRTMAX - 1 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR1
 
 
 def named(serial: int, port: int) -> int:
-    """Make the number of a worker, never used twice in a job; it contains the port of its store."""
+    """Make the number of a worker, unique in its job. It contains the port of its store."""
     return serial * PORTS + port
 
 
 class Member(NamedTuple):
-    """A worker of a view, and where it serves a store."""
+    """A worker of a view, and the address at which it serves a store."""
 
     worker: int
-    host: int  # the number of its host in the job
-    name: str  # of that host
+    host: int  # number of its host in the job
+    name: str  # name of its host
     address: str
 
     @property
     def port(self) -> int:
-        """The port on which the worker serves its store."""
+        """Port on which the worker serves its store."""
         return self.worker % PORTS
 
 
 @dataclass(frozen=True)
 class Roster:
-    """A view as workers get it.
+    """A view, as workers get it.
 
-    `broken`: groups of an earlier view can't be used, though the members may be the same.
+    `broken`: groups of earlier views can't be used any more, even if the members are the same.
     """
 
     number: int
@@ -64,18 +64,19 @@ class Roster:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """The numbers of the workers."""
+        """Numbers of the workers."""
         return tuple(member.worker for member in self.members)
 
     @property
     def mark(self) -> str:
-        """A mark that tells this view of this start of the job from all others: half of a
-        worker's number is drawn by chance.
+        """Text that no other view has, of this or another start of the job.
+
+        It is unique because half of each worker's number is random.
         """
         return f"view {self.number} of {' '.join(map(str, self.workers))}"
 
     def dump(self) -> bytes:
-        """Write as a line."""
+        """Format the view as a line of JSON."""
         return (
             json.dumps(
                 {"number": self.number, "members": self.members, "broken": self.broken}
@@ -85,7 +86,7 @@ class Roster:
 
     @classmethod
     def load(cls, line: bytes) -> Roster:
-        """Read from a line."""
+        """Parse a line of JSON."""
         fields = json.loads(line)
         return cls(
             int(fields["number"]),
@@ -95,8 +96,9 @@ class Roster:
 
 
 def asked(descriptor: int, seconds: float) -> bool:
-    """Whether the launcher asks within so many seconds where this worker is; for workers that
-    get no other commands.
+    """Wait up to some seconds for the launcher to ask for this worker's position.
+
+    For workers that get no other commands. Returns whether it has asked.
     """
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
@@ -104,14 +106,17 @@ def asked(descriptor: int, seconds: float) -> bool:
         return False
     data = os.read(descriptor, 1 << 16)
     if not data:
-        time.sleep(seconds)  # the launcher is gone, and this worker soon
+        # The launcher is gone, and this worker will be soon. A closed pipe is always readable, so
+        # the caller would poll it without a pause.
+        time.sleep(seconds)
     return ASK in data
 
 
 class CommandPipe:
-    """The worker's end of the pipe.
+    """The worker's end of the pipe, and the thread that reads it.
 
-    `latest` is the last view that came; `answer` says where this worker is when its launcher asks.
+    `answer` is called when the launcher asks for this worker's position. It runs in the thread, as
+    `trip` of `watch_breaking_views` does.
     """
 
     def __init__(self, descriptor: int, answer: Callable[[], None] = lambda: None) -> None:
@@ -120,25 +125,31 @@ class CommandPipe:
         self._rosters: dict[int, Roster] = {}
         self._needed: frozenset[int] = frozenset()
         self._since = 0
-        self.leaving = False  # whether this worker has been asked to go
+        self.leaving = False  # whether the launcher has asked this worker to leave
         self._trip: Callable[[], None] = lambda: None
         threading.Thread(target=self._listen, name="paceline orders", daemon=True).start()
 
     @property
     def latest(self) -> int:
-        """The number of the newest view."""
+        """Number of the newest view."""
         return max(self._rosters, default=0)
 
     def roster(self, number: int) -> Roster:
-        """Return the view with this number, which has come before."""
+        """View with this number, which has come before."""
         return self._rosters[number]
 
     def arm(self, number: int, needed: frozenset[int], trip: Callable[[], None]) -> None:
-        """Call `trip`, once, when a view later than `number` leaves out one of those that are
-        `needed`, or says that groups are broken.
+        """Watch for a view that breaks the groups of this worker.
+
+        Args:
+            number: Number of the current view. Only later views count.
+            needed: Workers of the groups. A view without one of them breaks the groups, and so does
+                a view that is marked as broken.
+            trip: Function to call once, in the thread or at once.
         """
         with self._changed:
             self._needed, self._since, self._trip = needed, number, trip
+            # Such a view may have come before this call.
             late = any(self._breaks(roster) for roster in self._rosters.values())
         if late:
             trip()
@@ -149,18 +160,20 @@ class CommandPipe:
         )
 
     def newer(self, number: int, seconds: float) -> Roster | None:
-        """Return the newest view, once there is one after `number`; None when none has come in
-        time.
-        """
+        """Wait for a view after `number`, and return the newest one. None if none comes in time."""
         with self._changed:
             self._changed.wait_for(lambda: self.latest > number, seconds)
             return self._rosters[self.latest] if self.latest > number else None
 
     def breaking(self, seconds: float, known: float = math.inf) -> Roster | None:
-        """Return the newest view, once one has come since `arm` that breaks the groups; None when
-        none has come in time.
+        """Wait for a view that breaks the groups given to `watch_breaking_views`.
 
-        `known`: None also once any view has come after that one.
+        Args:
+            seconds: Time to wait at most.
+            known: Number of a view. The wait ends too when any later view has come.
+
+        Returns:
+            The newest view. None if no view has broken the groups.
         """
 
         def breaks() -> bool:
@@ -171,6 +184,7 @@ class CommandPipe:
             return self._rosters[self.latest] if breaks() else None
 
     def _listen(self) -> None:
+        """Carry out commands until the launcher closes the pipe. Runs in the thread."""
         rest = b""
         while data := os.read(self._descriptor, 1 << 16):
             *lines, rest = (rest + data).split(b"\n")
@@ -184,12 +198,13 @@ class CommandPipe:
                 with self._changed:
                     trip = self._trip if self._breaks(roster) else None
                 if trip is not None:
-                    # first: a worker that sees the new view makes new connections, which have to
-                    # stay
+                    # Before the view is published: a worker that sees it makes new connections,
+                    # which must not be ended.
                     trip()
                 with self._changed:
                     self._rosters[roster.number] = roster
                     self._changed.notify_all()
                     later = self._trip if self._breaks(roster) else None
+                # `watch_breaking_views` may have been called between the two blocks.
                 if later is not None and later is not trip:
                     later()

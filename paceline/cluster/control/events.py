@@ -1,5 +1,7 @@
-"""Events that a worker reports to its launcher: that it joined, that it closed in good order, or
-what it failed of.
+"""Events that a worker reports to its launcher, as lines of JSON in a pipe.
+
+joined ... closed            the worker took part, and ended in good order
+joined ... failed            it ended with an error, whose type and message it reports
 """
 
 from __future__ import annotations
@@ -24,17 +26,19 @@ from paceline.errors import (
 )
 from paceline.formatting import message
 
-# What a worker raises because another one failed: never the cause while something else could be.
+# Errors that follow from the failure of another worker. They count as the cause only if there is no
+# other error.
 ECHOES = (Mismatch, WorkerLost, DeadlineExceeded, ViewChanged)
-# what another start of the job would come to again, or would hide
+# Errors that another start of the job would meet again, or would hide.
 FINAL = (UsageError, Mismatch, ReplicasDiffer)
-# characters of a message: a record stays below PIPE_BUF, so that it is written whole
+# Characters of a message. A record stays below PIPE_BUF, so that the kernel writes it in one piece.
 _LONGEST = 300
 
 
 def joined(place: Place) -> None:
-    """Report that this worker takes part from now on: leaving before `closed` is a failure, with
-    exit code 0 too.
+    """Report that this worker takes part from now on.
+
+    If it ends without `report_closed`, it has failed, even with exit code 0.
     """
     _tell(place, {"event": "joined"})
 
@@ -45,9 +49,7 @@ def closed(place: Place) -> None:
 
 
 def opened(place: Place, folder: str, seed: int, began: float) -> None:
-    """Report the run's folder, its seed and when it began, for workers that come later and for
-    another start of the job.
-    """
+    """Report the run's folder, seed and begin, for later workers and other starts of the job."""
     if place.worker is not None or place.job_start is not None:
         _tell(place, {"event": "opened", "folder": folder, "seed": seed, "began": began})
 
@@ -58,37 +60,36 @@ def writes(place: Place, folder: str) -> None:
 
 
 def surviving(place: Place) -> None:
-    """Report that from now on the others can go on without this worker."""
+    """Report that the other workers can go on without this one from now on."""
     _tell(place, {"event": "surviving"})
 
 
 def ready(place: Place) -> None:
-    """Report that this worker has everything that it needs to take part, and waits for being let
-    in.
-    """
+    """Report that this worker is ready to take part, and waits to be admitted."""
     _tell(place, {"event": "ready"})
 
 
 def broken(place: Place, view: int) -> None:
-    """Report that connections broke in a view whose members live, as far as this worker knows:
-    another view is needed.
+    """Report that connections broke, so that another view is needed.
+
+    As far as this worker can tell, all members of the view are alive.
     """
     _tell(place, {"event": "broken", "view": view})
 
 
 def left(place: Place) -> None:
-    """Report that this worker leaves between two turns, as its launcher has asked; the others go
-    on without it.
+    """Report that this worker leaves between two turns, as its launcher has asked.
+
+    The other workers go on without it.
     """
     _tell(place, {"event": "left"})
 
 
 def show(place: Place) -> None:
-    """Let this worker write what its main thread does when asked to (`commands.STACK`), wherever it
-    hangs; and report that it can.
+    """Write the stack of the main thread whenever `commands.STACK_SIGNAL` comes, and report so.
 
-    A script's own handler of that signal stays. Only the main thread: of many threads faulthandler
-    leaves out the oldest.
+    It works wherever the worker hangs. A script's own handler of that signal stays. Other threads
+    are left out: if there are many, faulthandler omits the oldest ones, and so the main thread.
     """
     if place.stack_fd is not None and signal.getsignal(STACK) is signal.SIG_DFL:
         faulthandler.register(STACK, file=place.stack_fd, all_threads=False, chain=False)
@@ -96,25 +97,35 @@ def show(place: Place) -> None:
 
 
 def late(place: Place, call: int, what: str, *, given_up: bool) -> None:
-    """Report that this worker waits for others, in the call after `call`, far longer than ever;
-    or so long that they are given up.
+    """Report that this worker waits for others far longer than usual.
+
+    Args:
+        place: Place of this worker.
+        call: Number of calls that it has completed. It waits in the next one.
+        what: Description of the wait.
+        given_up: Whether its deadline is about to pass.
     """
     _tell(place, {"event": "late", "call": call, "what": what, "given_up": given_up})
 
 
 def where(place: Place, call: int, what: str, seconds: float, *, waits: bool) -> None:
-    """Report how many calls this worker has completed, the last of them how long ago, and
-    whether it waits in the next one.
+    """Report the position of this worker in its calls.
+
+    Args:
+        place: Place of this worker.
+        call: Number of calls that it has completed.
+        what: Description of the current wait, or of the last one.
+        seconds: Time since the last call ended.
+        waits: Whether it waits in the next call.
     """
     _tell(place, {"event": "where", "call": call, "what": what, "seconds": seconds, "waits": waits})
 
 
 def progress(place: Place, status: dict[str, Any] | None) -> None:
-    """Report how far the run is, as fields of `paceline.status.run_status.RunStatus`, or None after
-    the last time. Never waits.
+    """Report the progress of the run, as fields of `RunStatus`. None: there is no more.
 
-    It is left out where the launcher doesn't read, as one that was stopped at a terminal, and where
-    it is too long to be written whole.
+    Never waits. The report is dropped if the launcher doesn't read, for instance because it was
+    stopped at a terminal, or if it is too long to be written in one piece.
     """
     _tell(place, {"event": "progress", "status": status}, waits=False)
 
@@ -122,8 +133,9 @@ def progress(place: Place, status: dict[str, Any] | None) -> None:
 def report_failure(
     place: Place, kind: type[BaseException], error: BaseException | None = None
 ) -> None:
-    """Report the uncaught exception that ends this worker; call it as soon as the error is
-    known, before peers can notice.
+    """Report the uncaught exception that ends this worker.
+
+    Called as soon as the error is known, before other workers can notice that this one is gone.
     """
     if issubclass(kind, KeyboardInterrupt) or leaves_well(error):
         return
@@ -142,11 +154,12 @@ def report_failure(
 
 
 def leaves_well(error: BaseException | None) -> bool:
-    """Whether this is how a script ends early without a failure: `sys.exit()`, `sys.exit(0)`."""
+    """Whether an error ends a script early without a failure: `sys.exit()`, `sys.exit(0)`."""
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def _tell(place: Place, record: dict[str, object], *, waits: bool = True) -> None:
+    """Write a record to the launcher. Without `waits` it is dropped if the pipe is full."""
     if place.report_fd is None:
         return
     line = (json.dumps({"rank": place.rank, "time": time.time(), **record}) + "\n").encode()
@@ -154,8 +167,7 @@ def _tell(place: Place, record: dict[str, object], *, waits: bool = True) -> Non
         if waits or (len(line) <= select.PIPE_BUF and _has_room(place.report_fd)):
             os.write(place.report_fd, line)
     except OSError:
-        # The launcher is gone, or this is a child of a worker, without its descriptors: nobody is
-        # left to report to.
+        # The launcher is gone, or this is a child of a worker, without its descriptors.
         return
 
 
@@ -163,4 +175,4 @@ def _has_room(descriptor: int) -> bool:
     """Whether a record can be written to a pipe at once."""
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
-    return any(found & select.POLLOUT for _, found in poll.poll(0))
+    return any(events & select.POLLOUT for _, events in poll.poll(0))

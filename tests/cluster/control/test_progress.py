@@ -109,7 +109,7 @@ def test_nobody_is_held_for_ever(
     page.hold(0)
     with pytest.raises(
         DeadlineExceeded,
-        match=r"rank 4 was held before step 3 for 1.2 s by .*page, and nobody let it go on",
+        match=r"rank 4 was held before step 3 for 1.2 s by .*page, and wasn't released",
     ):
         page.reach(3)
     assert not page.holding

@@ -30,7 +30,7 @@ from tests.harness.clusters import measured
             {"cluster": "absent.json"},
             r"absent.json can't be read .* measure the cluster with `paceline probe",
         ),
-        ({"cluster": __file__}, "test_request.py is no JSON"),
+        ({"cluster": __file__}, "test_request.py isn't JSON"),
         (
             {"placement": "blocks"},
             "--placement is blocks; possible: block, round-robin; did you mean block?",
