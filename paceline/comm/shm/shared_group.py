@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Sequence
-from ctypes import memmove
 from math import prod
 from typing import Any
 
@@ -33,10 +32,9 @@ from paceline.comm.fingerprint import (
     subgroup_call,
 )
 from paceline.comm.group_protocol import Group, Op, Traffic, Work
-from paceline.comm.reduction_rules import overlaps_partly
 from paceline.comm.shm import shared_reductions
-from paceline.comm.shm.moving import MovedMemory, is_movable
-from paceline.comm.shm.registered import MemoryRegistry, RegisteredMemory
+from paceline.comm.shm.all_reduce_paths import AllReducePaths
+from paceline.comm.shm.registered import MemoryRegistry
 from paceline.comm.shm.segment import SMALL, ControlSegment, Steps
 from paceline.comm.shm.shared_segment import PAGE, empty_on_cpu
 from paceline.comm.shm.window_messages import (
@@ -48,7 +46,7 @@ from paceline.comm.shm.window_messages import (
     is_plain,
 )
 from paceline.comm.shm.work_queue import WorkQueue
-from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged
+from paceline.errors import PacelineError, ViewChanged
 
 
 class SharedGroup:
@@ -80,8 +78,8 @@ class SharedGroup:
         self.traffic = Traffic()
         self._queue = WorkQueue(segment, relatives if relatives is not None else [])
         self._shares_registered = registered is not None  # another group of the same ranks owns it
-        self._registered = MemoryRegistry() if registered is None else registered
-        self._moved = MovedMemory()
+        self._paths = AllReducePaths(segment, registered)
+        self._registered = self._paths.registered
 
     @classmethod
     def from_store(
@@ -128,7 +126,7 @@ class SharedGroup:
     ) -> Work[Tensor]:
         call = _check_device(reduction_call("all_reduce", x, op, name, out), x)
         nbytes = x.numel() * x.element_size()
-        self._count_all_reduce(nbytes)
+        self.traffic.within += 2 * nbytes * (self.size - 1) // self.size
         if (
             out is not None
             and not call.flaw
@@ -147,63 +145,12 @@ class SharedGroup:
                 )
                 return self._queue.start_work(
                     call,
-                    self._reduce_in_place(x, out, place, op, call._replace(place=where)),
+                    self._paths.reduce_in_place(x, out, place, op, call._replace(place=where)),
                     [out],
                 )
         return self._queue.start_work(
-            call, self._reduce_through_stages(x, out, op, call), () if out is None else [out]
+            call, self._paths.reduce_through_stages(x, out, op, call), () if out is None else [out]
         )
-
-    def _count_all_reduce(self, nbytes: int) -> None:
-        self.traffic.within += 2 * nbytes * (self.size - 1) // self.size
-
-    def _reduce_through_stages(
-        self,
-        x: Tensor,
-        out: Tensor | None,
-        op: Op,
-        call: CallFingerprint,
-        meeting: Steps | None = None,
-    ) -> Steps:
-        """Reduce through stages.
-
-        `meeting`: steps in which ranks meet for it. Default: they compare the call.
-        """
-        meeting = self.segment.meet(call) if meeting is None else meeting
-        if call.flaw:
-            yield from meeting  # raises the flaw on all ranks
-        result = empty_on_cpu(x.shape, x.dtype) if out is None else out
-        source = flatten_values(x)
-        # Sum right into the result if its elements are in order and it holds no unread part of `x`.
-        direct = is_plain(result) and not overlaps_partly(source, result)
-        target = result.detach().view(-1) if direct else empty_on_cpu(source.shape, source.dtype)
-        reduce = (
-            shared_reductions.all_reduce_small
-            if x.numel() * x.element_size() <= SMALL
-            else shared_reductions.all_reduce_staged
-        )
-        yield from reduce(self.segment, source, target, op, meeting)
-        if not direct:
-            result.detach().copy_(target.view(result.shape))
-        return result
-
-    def _reduce_in_place(
-        self, x: Tensor, out: Tensor, place: RegisteredMemory | None, op: Op, call: CallFingerprint
-    ) -> Steps:
-        # Where calls differ in the place alone, meeting returns the places: then use stages.
-        elsewhere = yield from self.segment.meet(call)
-        if elsewhere or place is None:
-            return (yield from self._reduce_through_stages(x, out, op, call._replace(place="")))
-        key, plans = (x.data_ptr(), x.numel(), x.dtype), self._registered.plans
-        plan = plans.get(key)
-        if plan is None:
-            if len(plans) >= 256:
-                plans.clear()
-            plan = plans[key] = shared_reductions.plan_registered(
-                x.detach().view(-1), place, self.rank
-            )
-        yield from shared_reductions.all_reduce_registered(self.segment, x, plan, op)
-        return out
 
     def all_reduce_moving(
         self, x: Tensor, *, op: Op = "sum", may_move: bool, whole: Tensor | None = None
@@ -220,82 +167,25 @@ class SharedGroup:
         if nbytes <= SMALL:
             return self.all_reduce(x, op=op, out=x)
         call = _check_device(reduction_call("all_reduce", x, op, None, x), x)._replace(place=MOVING)
-        self._count_all_reduce(nbytes)
+        self.traffic.within += 2 * nbytes * (self.size - 1) // self.size
+        to_move = (x if whole is None else whole) if may_move else None
         return self._queue.start_work(
             call,
-            self._reduce_moving(x, op, call, (x if whole is None else whole) if may_move else None),
+            self._paths.reduce_moving(x, op, call, to_move),
             [x],
         )
 
-    def _reduce_moving(
-        self, x: Tensor, op: Op, call: CallFingerprint, whole: Tensor | None
-    ) -> Steps:
-        try:
-            return (yield from self._reduce_where_moved(x, op, call, whole))
-        except (Mismatch, UsageError):  # raised by all ranks at the same place: none of them writes
-            raise
-        # Anything else, the end of the group as well: other ranks may be writing to `x`, or about
-        # to. It gets its old memory back, which they don't reach.
-        except BaseException:
-            self._moved.move_back(x)
-            raise
-
-    def _reduce_where_moved(
-        self, x: Tensor, op: Op, call: CallFingerprint, whole: Tensor | None
-    ) -> Steps:
-        # `own_place` says where `x` is if it was moved before; `may_move` whether it may move now.
-        moved = None if call.flaw or not is_plain(x) else self._moved.find_moved(x)
-        own_place = (
-            None
-            if moved is None or moved.place is None
-            else [moved.place.number, x.data_ptr() - moved.place.start]
-        )
-        is_free_to_move = (
-            not call.flaw and moved is None and not self._moved.refused and not self.segment.named
-        )
-        may_move = whole is not None and is_free_to_move and is_movable(whole)
-        # A rank that neither moved `x` nor may move it meets in `_meet_moving`, which has the same
-        # meetings as the lines below have for the others.
-        if moved is None and not may_move:
-            return (yield from self._reduce_through_stages(x, x, op, call, self._meet_moving(call)))
-        sides = yield from self.segment.meet(call, [own_place, may_move])
-        if whole is not None and all(other for _, other in sides):
-            moved = yield from self._moved.move_storage(self.segment, whole, call)
-        elif any(other != own_place for other, _ in sides):
-            moved = None
-        if moved is None:
-            return (yield from self._reduce_through_stages(x, x, op, call))
-        yield from shared_reductions.all_reduce_registered(
-            self.segment, x, moved.plan_reduction(x, self.rank), op
-        )
-        return x
-
-    def _meet_moving(self, call: CallFingerprint) -> Steps:
-        """Meet for a tensor in memory of its own, which stays there.
-
-        If another rank's tensor was moved, or may move, that rank meets a second time.
-        """
-        own_side = [None, False]
-        sides = yield from self.segment.meet(call, own_side)
-        if any(side != own_side for side in sides):
-            yield from self.segment.meet(call)
-
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
-        return self._reduce_scatter(
-            x, op, _check_device(reduction_call("reduce_scatter", x, op, name), x), None
-        )
+        return self.reduce_scatter_into(x, None, op=op, name=name)
 
     def reduce_scatter_into(
-        self, x: Tensor, out: Tensor, *, op: Op = "sum", name: str | None = None
+        self, x: Tensor, out: Tensor | None, *, op: Op = "sum", name: str | None = None
     ) -> Work[Tensor]:
-        """Reduce `x` and write piece `rank` to `out`, as `WritesResults` describes."""
-        return self._reduce_scatter(
-            x, op, _check_device(reduction_call("reduce_scatter", x, op, name), x), out
-        )
+        """Reduce `x` and write piece `rank` to `out`, as `WritesResults` describes.
 
-    def _reduce_scatter(
-        self, x: Tensor, op: Op, call: CallFingerprint, out: Tensor | None
-    ) -> Work[Tensor]:
+        `out`: None for a new tensor.
+        """
+        call = _check_device(reduction_call("reduce_scatter", x, op, name), x)
         self.traffic.within += x.numel() * x.element_size() * (self.size - 1) // self.size
 
         def steps() -> Steps:
@@ -344,92 +234,37 @@ class SharedGroup:
         return self._queue.start_work(call, steps(), [x for _, x in recvs])
 
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
-        return self._all_gather(x, _check_device(rows_call("all_gather", x, name), x), [])
+        return self.all_gather_into(x, None, name=name)
 
     def all_gather_into(
-        self, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None
+        self, x: Tensor, outs: Sequence[Tensor] | None, *, name: str | None = None
     ) -> Work[list[Tensor]]:
-        """Gather every rank's `x` into `outs`: contiguous tensors of the shape and dtype of `x`."""
-        call = _check_device(rows_call("all_gather", x, name), x)
-        return self._all_gather(x, call._replace(shape=tuple(x.shape)), list(outs))
+        """Gather every rank's `x` into `outs`: contiguous tensors of the shape and dtype of `x`.
 
-    def _all_gather(
-        self, x: Tensor, call: CallFingerprint, outs: list[Tensor]
-    ) -> Work[list[Tensor]]:
-        outgoing = self._prepare_messages(call, [(ALL, x)])
+        `outs`: None for new tensors, each of the number of rows that its rank has.
+        """
+        call = _check_device(rows_call("all_gather", x, name), x)
+        if outs is not None:
+            call = call._replace(shape=tuple(x.shape))
+        outgoing, gathered = self._prepare_messages(call, [(ALL, x)]), list(outs or ())
 
         def land(shapes: list[Any]) -> Landing:
-            if not outs:
-                outs.extend(empty_on_cpu(shape, x.dtype) for shape in shapes)
-            if outs[self.rank].data_ptr() != x.data_ptr():
-                outs[self.rank].copy_(x.detach())
-            return [(r, out) for r, out in enumerate(outs) if r != self.rank]
+            if outs is None:
+                gathered.extend(empty_on_cpu(shape, x.dtype) for shape in shapes)
+            if gathered[self.rank].data_ptr() != x.data_ptr():
+                gathered[self.rank].copy_(x.detach())
+            return [(r, out) for r, out in enumerate(gathered) if r != self.rank]
 
         def steps() -> Steps:
             yield from deliver_messages(self.segment, outgoing, call, list(x.shape), land)
-            return outs
+            return gathered
 
-        return self._queue.start_work(call, steps(), tuple(outs))
+        return self._queue.start_work(call, steps(), tuple(gathered))
 
     def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
         call = _check_device(broadcast_call(x, root, self.size, name), x)
         outgoing = self._prepare_messages(call, [(ALL, x)] if self.rank == root else [])
-        nbytes = x.numel() * x.element_size()
-        place, own_place = (
-            self._find_place(x)
-            if nbytes > SMALL and is_plain(x) and not call.flaw
-            else (None, None)
-        )
-        landing = x.detach() if call.flaw or is_plain(x) else empty_on_cpu(x.shape, x.dtype)
-        places: list[Any] = []  # the place of every rank's tensor, if all ranks reach it
-
-        def land(metas: list[Any]) -> Landing:
-            places[:] = metas
-            return [] if self.rank == root or metas[root] is not None else [(root, landing)]
-
-        def steps() -> Steps:
-            yield from deliver_messages(
-                self.segment, outgoing if place is None else [], call, own_place, land
-            )
-            # The root's tensor is in memory that all reach: copy from there, without its help. The
-            # post tells it when all have done so.
-            if (
-                places[root] is not None
-                and place is not None
-                and all(other == own_place for other in places)
-            ):
-                if self.rank != root:
-                    memmove(
-                        landing.data_ptr(),
-                        place.regions[root].data_ptr() + landing.data_ptr() - place.start,
-                        nbytes,
-                    )
-                self.segment.post()
-                yield self.segment.posted
-            # The root has sent nothing, but places differ: it sends now.
-            elif places[root] is not None:
-                yield from deliver_messages(
-                    self.segment,
-                    outgoing,
-                    call,
-                    None,
-                    lambda _: [] if self.rank == root else [(root, landing)],
-                )
-            if self.rank != root and not is_plain(x):
-                x.detach().copy_(landing)
-            return x
-
-        return self._queue.start_work(call, steps(), [x])
-
-    def _find_place(self, x: Tensor) -> tuple[RegisteredMemory | None, list[int | bool] | None]:
-        """Find the memory of `x` if all ranks reach it, and name the place for a comparison."""
-        registered, moved = self._registered.find_place(x), self._moved.find_moved(x)
-        place = registered if registered is not None or moved is None else moved.place
-        return place, None if place is None else [
-            registered is None,
-            place.number,
-            x.data_ptr() - place.start,
-        ]
+        return self._queue.start_work(call, self._paths.broadcast(x, root, call, outgoing), [x])
 
     def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
         call = _check_device(all_to_all_call(xs, self.size, name), *xs)
@@ -470,21 +305,19 @@ class SharedGroup:
 
     # ---- the control channel, groups within, memory
 
-    def gather_bytes(self, payload: bytes) -> list[bytes]:
-        return self._gather_payloads(payload, CallFingerprint("agree"))
-
-    def _gather_payloads(self, payload: bytes, call: CallFingerprint) -> list[bytes]:
+    def gather_bytes(self, payload: bytes, *, call: CallFingerprint | None = None) -> list[bytes]:
+        """Gather a short message of each rank, if all of them make the same call."""
         if self.segment.watch.broken is not None:
             raise self.segment.watch.broken
-        return self.segment.gather_bytes(payload, call)
+        return self.segment.gather_bytes(payload, call or CallFingerprint("agree"))
 
     def gather_objects(self, obj: Any, *, name: str | None = None) -> list[Any]:
         text, call = objects_call(obj, name)
-        return [json.loads(answer) for answer in self._gather_payloads(text.encode(), call)]
+        return [json.loads(answer) for answer in self.gather_bytes(text.encode(), call=call)]
 
     def make_subgroup(self, ranks: Sequence[int]) -> Group | None:
         call = subgroup_call(ranks, self.size)
-        self._gather_payloads(b"", call)
+        self.gather_bytes(b"", call=call)
         segment = self.segment.make_subsegment(list(ranks), call)
         if segment is None:
             return None
@@ -496,7 +329,7 @@ class SharedGroup:
 
     def share_moved_memory(self, other: SharedGroup) -> None:
         """Use memory that `other`, a group of the same ranks, has moved; move nothing here."""
-        self._moved = other._moved
+        self._paths.share_moved_memory(other._paths)
 
     def global_rank(self, rank: int) -> int:
         return self.segment.names[rank]
@@ -507,7 +340,7 @@ class SharedGroup:
         `ResourceError` on all ranks if the host has no room. Collective.
         """
         call = CallFingerprint("empty", None, tuple(shape), dtype)
-        self._gather_payloads(b"", call)
+        self.gather_bytes(b"", call=call)
         length = max(-(-prod(shape) * dtype.itemsize // PAGE) * PAGE, PAGE)
         segment = self.segment.allocate_segment(length * self.size, call)
         regions = [
@@ -529,7 +362,8 @@ class SharedGroup:
 
     def close(self) -> None:
         self.segment.watch.close(ViewChanged("this group has been closed"))
-        self._cancel_all()
+        self._queue.cancel_all()
+        self._paths.clear(registered=not self._shares_registered)
 
     def abort(self) -> None:
         """End every pending Work with an error. Other ranks notice when they wait."""
@@ -543,14 +377,9 @@ class SharedGroup:
         It is `error`, or the error of the rank that ended the group first.
         """
         ended = self.segment.watch.end_everywhere(error)
-        self._cancel_all()
-        return ended
-
-    def _cancel_all(self) -> None:
         self._queue.cancel_all()
-        self._moved.clear()
-        if not self._shares_registered:
-            self._registered.clear()
+        self._paths.clear(registered=not self._shares_registered)
+        return ended
 
 
 Relatives = list[weakref.ref[WorkQueue]]

@@ -60,7 +60,7 @@ def total(size: int, seed: int) -> Tensor:
 def reduce(group: SharedGroup, x: Tensor, *, may_move: bool = True) -> MovedStorage | None:
     """Reduce, and return where `x` lies then."""
     assert group.all_reduce_moving(x, may_move=may_move).wait() is x
-    return group._moved.find_moved(x)
+    return group._paths.moved.find_moved(x)
 
 
 @pytest.mark.each_choice
@@ -83,7 +83,7 @@ def test_a_tensor_and_its_views_go_to_memory_that_all_ranks_reach(size: int, sta
         assert x[1500] == 7
         part = x[5000:205_000].fill_(group.rank + 1)  # reduced where it lies
         assert (
-            reduce(group, part) is group._moved.find_moved(x)
+            reduce(group, part) is group._paths.moved.find_moved(x)
             and bool((part == size * (size + 1) / 2).all())
             and x[1500] == 7
         )
@@ -263,7 +263,7 @@ def test_calls_that_differ_are_a_mismatch_and_move_nothing() -> None:
         x = mine(group.rank, COUNT + group.rank)
         with pytest.raises(Mismatch):
             group.all_reduce_moving(x, may_move=True).wait()
-        assert group._moved.find_moved(x) is None
+        assert group._paths.moved.find_moved(x) is None
         y = mine(group.rank, COUNT)
         assert reduce(group, y) is not None and torch.equal(y, total(2, 0))
 
@@ -285,11 +285,11 @@ def test_the_memory_of_a_storage_goes_with_it_everywhere() -> None:
                 "a storage that is new has not moved yet"
             )
             addresses.add(x.data_ptr())
-            assert mapped() == before + 3 and len(group._moved._storages) == 1, (
+            assert mapped() == before + 3 and len(group._paths.moved._storages) == 1, (
                 "its memory twice, and that of the other"
             )
             del x
-            assert mapped() == before and len(group._moved._storages) == 0
+            assert mapped() == before and len(group._paths.moved._storages) == 0
         assert len(addresses) < 12, "no address was used again: this test shows nothing"
         group.close()
 
@@ -321,7 +321,7 @@ def test_memory_that_a_storage_gets_later_is_not_taken_for_that_which_it_was_mov
         if rank == 0:
             storages: Any = [each.untyped_storage() for each in (x, y, z)]
             storages[0]._swap_data_ptr_(storages[1])
-            assert group._moved.find_moved(x) is group._moved.find_moved(y) is None
+            assert group._paths.moved.find_moved(x) is group._paths.moved.find_moved(y) is None
             address, own, segment = (
                 z.data_ptr(),
                 torch.zeros(COUNT),
@@ -330,7 +330,7 @@ def test_memory_that_a_storage_gets_later_is_not_taken_for_that_which_it_was_mov
             filled = fill_above(address, 4 * COUNT)
             others: Any = own.untyped_storage()
             storages[2]._swap_data_ptr_(others)
-            assert group._moved.find_moved(z) is None
+            assert group._paths.moved.find_moved(z) is None
             del own, others
             gc.collect()  # what z was moved to is not mapped any more
             kept: list[Any] = [segment.map_again() for _ in range(20)]
@@ -341,7 +341,7 @@ def test_memory_that_a_storage_gets_later_is_not_taken_for_that_which_it_was_mov
             assert (
                 z.data_ptr() == address
                 and storages[2].is_shared()
-                and group._moved.find_moved(z) is None
+                and group._paths.moved.find_moved(z) is None
             )
         for seed, each in enumerate((x, y, z)):
             each.copy_(mine(rank, COUNT, seed=seed + 5))
@@ -360,9 +360,12 @@ def test_tensors_outlive_their_group_and_two_groups_move_their_own() -> None:
         x, y = mine(group.rank, COUNT), mine(group.rank, COUNT, seed=1)
         work = group.all_reduce_moving(x, may_move=True), other.all_reduce_moving(y, may_move=True)  # type: ignore[attr-defined]
         assert torch.equal(work[1].wait(), total(2, 1)) and torch.equal(work[0].wait(), total(2, 0))
-        assert group._moved.find_moved(y) is None and other._moved.find_moved(y) is not None  # type: ignore[attr-defined]
+        assert (
+            group._paths.moved.find_moved(y) is None
+            and other._paths.moved.find_moved(y) is not None
+        )  # type: ignore[attr-defined]
         other.all_reduce_moving(x.copy_(mine(group.rank, COUNT, seed=2)), may_move=True).wait()  # type: ignore[attr-defined]
-        assert torch.equal(x, total(2, 2)) and group._moved.find_moved(x) is not None
+        assert torch.equal(x, total(2, 2)) and group._paths.moved.find_moved(x) is not None
         other.close()
         assert torch.equal(y, total(2, 1)) and y.untyped_storage().is_shared()
         return x, y
