@@ -17,10 +17,8 @@ number of workers.
 from __future__ import annotations
 
 import struct
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from functools import partial
-from typing import Any, Protocol, cast, runtime_checkable
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -28,36 +26,30 @@ from torch import Tensor
 from paceline.at_exit import at_exit
 from paceline.comm import fingerprint, reduction_rules
 from paceline.comm.collectives import (
-    TAG,
     GeneratorWork,
     UncheckedExchange,
     all_gather_by_exchange,
-    all_reduce_by_schedule_agreed,
 )
 from paceline.comm.group_protocol import (
     Group,
     Op,
     Traffic,
-    UncheckedAllReduce,
     UncheckedReduceScatter,
     Work,
     piece_bounds,
 )
-from paceline.comm.hierarchy.chunks import WIDTH, cut_chunks
+from paceline.comm.hierarchy.chunks import WIDTH
 from paceline.comm.hierarchy.rails import SMALL, Rails, is_even
-from paceline.comm.hierarchy.staged_executor import Flow, StagedExecutor, StagedJob, Steps
+from paceline.comm.hierarchy.staged_executor import Flow, StagedExecutor, StagedJob
+from paceline.comm.hierarchy.staged_reduction import CROSSINGS, ReductionStages, StagedReduction
 from paceline.comm.schedule import Schedule
 from paceline.comm.shm.shared_group import SharedGroup
 from paceline.comm.shm.shared_segment import empty_on_cpu
-from paceline.comm.shm.window_messages import is_plain
 from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged
 from paceline.trace import Trace
 
 SHORT = WIDTH  # elements up to which the waiting thread may take a tensor through all stages itself
-CROSSINGS = 1 << 12  # exchanges between leaders that may be under way at a time
 GATHERS = 1 << 21  # first tag of gathers over all ranks; the network's own calls have smaller tags
-# Starts the sum of one tensor from each rank of a host: (own part, where the sum goes, operation).
-HostSum = Callable[[Tensor, Tensor, Op], Work[Tensor]]
 
 
 @runtime_checkable
@@ -115,14 +107,14 @@ class HostsGroup:
                 "give the host of each rank"
             )
         self.trace, self.deadline = Trace(0) if trace is None else trace, deadline
-        # Numbers that give exchanges and gathers under way at the same time tags of their own.
-        self._crossings = self._gathers = 0
+        self._gathers = 0  # gives gathers under way at the same time tags of their own
         self._deadline = 2 * deadline  # of jobs; the groups beneath find the missing ranks earlier
         # Sums are handed out in a second group of this host: the thread that does it must not
         # depend on the order of the thread that sums.
         self._handout_group = inner.make_subgroup(range(inner.size)) if inner.size > 1 else None
         if isinstance(inner, SharedGroup) and isinstance(self._handout_group, SharedGroup):
             self._handout_group.share_moved_memory(inner)
+        self._stages = ReductionStages(inner, outer, self._handout_group, self.size, self.trace)
         self._rails: Rails | None = None  # all ranks have them, or none
         self._executor = StagedExecutor("hosts", 2, self._spread_error)
         # A thread that is inside torch while Python ends takes the process down with it.
@@ -220,111 +212,11 @@ class HostsGroup:
         `may_move`: whether the memory of `x` may move; None if this is not a moving call. Either
         all ranks of a host make a moving call, or none.
         """
-        reduction_rules.check_operation(op, x.dtype)
-        x = x.detach().resolve_conj().resolve_neg()
-        target = empty_on_cpu(x.shape, x.dtype) if out is None else out.detach()
-        # `flat` is where the result is put together: `target` itself, if its elements are in order.
-        in_order = is_plain(target)
-        flat = target.view(-1) if in_order else empty_on_cpu((x.numel(),), x.dtype)
-        held, added = (
-            reduction_rules.accumulation_dtype(x.dtype, op),
-            cast("Op", "sum" if op == "mean" else op),
-        )
-
-        def flows() -> Iterator[Flow]:
-            source = x.reshape(-1)
-            if reduction_rules.overlaps_partly(source, flat):
-                source = source.clone()  # else a chunk would overwrite what a later one reads
-            moving = (
-                may_move is not None and held == x.dtype and isinstance(self.inner, SharedGroup)
-            )
-            for start, stop in cut_chunks(flat.numel()):
-                # The first chunk moves the whole tensor, so all later ones are there already.
-                to_move = flat if may_move and in_order and not start else None
-                inside = partial(self._sum_in_place, to_move) if moving else self._sum_in_host
-                chunk = self._reduce_chunk(
-                    source[start:stop], flat[start:stop], (held, op, added), inside, across
-                )
-                yield Flow(chunk, stop - start)
-
-        def conclude() -> Tensor:
-            if not in_order:
-                target.copy_(flat.view(x.shape))
-            return target if out is None else out
-
+        reduction = StagedReduction(self._stages, x, op, out, across=across, may_move=may_move)
         what = f"all_reduce of {x.numel()} elements over {len(set(self.hosts))} hosts"
-        return self._executor.start_job(
-            StagedJob(flows, conclude, what, self._deadline, () if out is None else [out]),
-            soon=soon and flat.numel() <= SHORT,
-        )
-
-    def _reduce_chunk(
-        self,
-        own: Tensor,
-        out: Tensor,
-        how: tuple[torch.dtype, Op, Op],
-        inside: HostSum,
-        across: Schedule | None,
-    ) -> Steps:
-        """Take one chunk through the stages: from this rank's part `own` to the result in `out`.
-
-        `how`: the dtype that sums are held in (and travel in), the operation, and the operation
-        without the division of a mean.
-        """
-        held, op, added = how
-        total = out if held == out.dtype else torch.empty(out.numel(), dtype=held)
-        # Stage 1: sum inside the host.
-        if self.inner.size > 1:
-            with self.trace.span("sum", "within"):
-                inside(total.copy_(own) if own.dtype != total.dtype else own, total, added).wait()
-        elif own.data_ptr() != total.data_ptr():
-            total.copy_(own)
-        # Stage 2: leaders exchange. What follows the yield runs in the next thread.
-        begun, crossing = time.perf_counter_ns(), self._exchange_leaders(total, added, across)
-        yield crossing
-        if crossing is not None:
-            self.trace.record("all-reduce", "between", begun, time.perf_counter_ns())
-        # Stage 3: the leader hands the result out. Each rank divides a mean and rounds by itself.
-        if self._handout_group is not None:
-            with self.trace.span("hand out", "within"):
-                self._handout_group.broadcast(total, root=0).wait()
-        reduction_rules.finish_reduction(op, total, self.size)
-        if total is not out:
-            out.copy_(total)
-
-    def _sum_in_host(self, own: Tensor, total: Tensor, op: Op) -> Work[Tensor]:
-        """Sum the parts of this host's ranks into `total`, on each of them."""
-        return self.inner.all_reduce(own, op=op, out=total)
-
-    def _sum_in_place(
-        self, to_move: Tensor | None, own: Tensor, total: Tensor, op: Op
-    ) -> Work[Tensor]:
-        """Sum the parts of this host's ranks in place.
-
-        `to_move`: the tensor whose memory moves first, and which `own` is the first chunk of; None
-        if nothing may move.
-        """
-        assert isinstance(self.inner, SharedGroup)
-        if own.data_ptr() != total.data_ptr():
-            total.copy_(own)
-        return self.inner.all_reduce_moving(
-            total, op=op, may_move=to_move is not None, whole=to_move
-        )
-
-    def _exchange_leaders(
-        self, chunk: Tensor, op: Op, across: Schedule | None
-    ) -> Work[Tensor] | None:
-        """Start the leaders' exchange of a chunk; None on workers that don't lead."""
-        if self.outer is None:
-            return None
-        if across is not None:
-            # Several chunks are under way at a time, so each has tags of its own.
-            self._crossings = (self._crossings + 1) % CROSSINGS
-            tag = TAG + self._crossings * len(across.rounds)
-            return all_reduce_by_schedule_agreed(self.outer, chunk, across, op, out=chunk, tag=tag)
-        if isinstance(self.outer, UncheckedAllReduce):
-            return self.outer.all_reduce_agreed(chunk, op=op, out=chunk)
-        return self.outer.all_reduce(chunk, op=op, out=chunk)
+        outputs = () if out is None else [out]
+        job = StagedJob(reduction.flows, reduction.conclude, what, self._deadline, outputs)
+        return self._executor.start_job(job, soon=soon and x.numel() <= SHORT)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate memory that is registered with this host's group."""
@@ -377,13 +269,15 @@ class HostsGroup:
         return self._rails
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
-        self._compare_call(fingerprint.reduction_call("reduce_scatter", x, op, name))
-        return self._reduce_scatter(x, op, None, compared=True)
+        return self.reduce_scatter_into(x, None, op=op, name=name)
 
     def reduce_scatter_into(
-        self, x: Tensor, out: Tensor, *, op: Op = "sum", name: str | None = None
+        self, x: Tensor, out: Tensor | None, *, op: Op = "sum", name: str | None = None
     ) -> Work[Tensor]:
-        """Reduce `x`, and write piece `rank` to `out`, as `WritesResults` describes."""
+        """Reduce `x`, and write piece `rank` to `out`, as `WritesResults` describes.
+
+        `out`: None for a new tensor.
+        """
         self._compare_call(fingerprint.reduction_call("reduce_scatter", x, op, name))
         return self._reduce_scatter(x, op, out, compared=True)
 
@@ -418,17 +312,15 @@ class HostsGroup:
         )
 
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
-        return self._all_gather(x, None, name)
+        return self.all_gather_into(x, None, name=name)
 
     def all_gather_into(
-        self, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None
+        self, x: Tensor, outs: Sequence[Tensor] | None, *, name: str | None = None
     ) -> Work[list[Tensor]]:
-        """Gather every rank's `x` into `outs`: contiguous tensors of the shape and dtype of `x`."""
-        return self._all_gather(x, list(outs), name)
+        """Gather every rank's `x` into `outs`: contiguous tensors of the shape and dtype of `x`.
 
-    def _all_gather(
-        self, x: Tensor, outs: list[Tensor] | None, name: str | None
-    ) -> Work[list[Tensor]]:
+        `outs`: None for new tensors, each of the number of rows that its rank has.
+        """
         call = fingerprint.rows_call("all_gather", x, name)
         rows = self._compare_call(call, x.shape[0] if x.dim() else 0)
         same_rows = len(set(rows)) == 1
@@ -444,9 +336,11 @@ class HostsGroup:
         )
         if rails is None:
             return self._gather_flat(
-                x, [(count, *x.shape[1:]) if x.dim() else () for count in rows], outs
+                x,
+                [(count, *x.shape[1:]) if x.dim() else () for count in rows],
+                None if outs is None else list(outs),
             )
-        gathered = [empty_on_cpu(x.shape, x.dtype) for _ in rows] if outs is None else outs
+        gathered = [empty_on_cpu(x.shape, x.dtype) for _ in rows] if outs is None else list(outs)
         what = f"all_gather of {x.numel()} elements over {len(set(self.hosts))} hosts"
         job = StagedJob(
             lambda: rails.gather_flows(x, gathered),

@@ -17,14 +17,12 @@ from __future__ import annotations
 import json
 import struct
 import time
-from collections.abc import Callable, Generator, Sequence
-from datetime import timedelta
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgpack
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from paceline import callsite
 from paceline.cluster.store import Store, over
@@ -39,15 +37,12 @@ from paceline.comm.group_protocol import (
     needs_inference_mode,
     resume_mode,
 )
+from paceline.comm.native.native_calls import NativeCalls, make_nccl, stage_input
 from paceline.comm.native.transport import (
     MESSAGES,
     SMALL_MESSAGE,
     GlooTransport,
-    GlooWait,
-    StreamWait,
-    TransportWork,
 )
-from paceline.comm.shm.window_messages import is_plain
 from paceline.comm.traffic_meter import TrafficMeter
 from paceline.errors import PacelineError, UsageError, ViewChanged
 from paceline.trace import Trace
@@ -62,13 +57,6 @@ RECENT = 1024  # last collectives whose names are kept for messages
 SMALL = 16 << 10  # bytes of all ranks together that every rank sends to every rank
 # Dtypes that Gloo reduces.
 NATIVE = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
-OPERATIONS = {
-    "sum": ReduceOp.SUM,
-    "mean": ReduceOp.SUM,
-    "min": ReduceOp.MIN,
-    "max": ReduceOp.MAX,
-    "product": ReduceOp.PRODUCT,
-}
 BACKENDS = ("gloo", "nccl")
 
 
@@ -90,7 +78,9 @@ class TorchGroup:
         self.rank, self.size, self.view = fabric.rank, fabric.size, view
         self.backend = backend
         self._transport, self._store, self._meter = fabric, store, meter
-        self._nccl: Any = _make_nccl(store, fabric) if backend == "nccl" else None
+        self._native = NativeCalls(
+            fabric, meter, make_nccl(store, fabric) if backend == "nccl" else None
+        )
         self.traffic: Traffic = meter.traffic
         self._reserved_parts = self._tags = 0  # subgroups and reservations made; tags given
         self._tag_names: dict[int, str] = {}  # names of the last calls, by tag
@@ -234,7 +224,7 @@ class TorchGroup:
         reduction_rules.check_operation(op, x.dtype)
         x = x.detach().resolve_conj().resolve_neg()
         out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-        on_nccl = self._nccl is not None and x.is_cuda
+        on_nccl = self._native.uses_nccl(x)
         if x.device.type != "cpu" and not on_nccl:
             return _CopiedWork(self.all_reduce_agreed(x.cpu(), op=op), out)
         # See the table at the top of the file for the ways.
@@ -247,8 +237,8 @@ class TorchGroup:
         if small or (held not in NATIVE and not additive):
             return self._reduce_by_schedule(x, schedule.build_owners(self.size), op, out)
         with resume_mode(needs_inference_mode(out)):
-            staged = _stage_input(x, out, held)
-        return self._reduce_natively(x, op, out, staged)
+            staged = stage_input(x, out, held)
+        return self._native.reduce(x, op, out, staged, self._record_span)
 
     def _reduce_by_schedule(
         self, x: Tensor, plan: schedule.Schedule, op: Op, out: Tensor
@@ -272,51 +262,6 @@ class TorchGroup:
             began,
             time.perf_counter_ns(),
         )
-
-    def _reduce_natively(self, x: Tensor, op: Op, out: Tensor, held: Tensor) -> Work[Tensor]:
-        """Begin the all-reduce of Gloo or NCCL itself, in `held`, which has the values of `x`."""
-        real = torch.view_as_real(held) if held.is_complex() else held
-        began = time.perf_counter_ns()
-        # Both go round a ring: 2(n-1)/n of the tensor from each rank.
-        self._meter.count_ring(held.numel() * held.element_size())
-
-        def finish() -> Tensor:
-            self._record_span(began)
-            reduction_rules.finish_reduction(op, held, self.size)
-            if held.data_ptr() != out.data_ptr():
-                out.detach().copy_(held)
-            return out
-
-        options: Any = torch.distributed.AllreduceOptions()
-        options.reduceOp = OPERATIONS[op]
-        return self._launch_collective(
-            "all_reduce", lambda on: on.allreduce([real], options), finish, out
-        )
-
-    def _launch_collective(
-        self, text: str, start: Callable[[Any], Any], finish: Callable[[], Any], out: Tensor
-    ) -> Work[Any]:
-        """Begin a collective of NCCL if `out` is on a GPU, else of Gloo.
-
-        All ranks begin these in the same order.
-
-        Args:
-            text: Name of the call, for errors.
-            start: Begins it on a process group of torch.
-            finish: Writes the result to `out`, and returns it.
-            out: Where the result goes.
-        """
-        on_gpu = self._nccl is not None and out.is_cuda
-        call_number = self._transport.count_call("data")
-        try:
-            awaited = (
-                StreamWait(start(self._nccl))
-                if on_gpu
-                else self._transport.track_wait(GlooWait(start(self._transport.data)))
-            )
-        except RuntimeError as error:
-            raise self._transport.handle_failure(text, error) from error
-        return TransportWork(self._transport, awaited, ("data", call_number, text), finish, [out])
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
         self.check_call(fingerprint.reduction_call("reduce_scatter", x, op, name))
@@ -357,65 +302,8 @@ class TorchGroup:
         """Exchange without comparing first."""
         for to, x in sends:
             self._meter.count_sent(to, x.numel() * x.element_size())
-        if self._nccl is not None and any(x.is_cuda for _, x in (*sends, *recvs)):
-            return self._exchange_nccl(sends, recvs)
-        call_number = self._transport.count_call("exchange")
-        # Messages to this rank itself are copied; the others go through the CPU's memory.
-        to_self = [x.detach().clone() for to, x in sends if to == self.rank]
-        landings = [(source, x, _make_landing(x)) for source, x in recvs if source != self.rank]
-        out = [
-            (to, _contiguous_values(x.detach().to("cpu")))
-            for to, x in sends
-            if to != self.rank and x.numel()
-        ]
-        into = [(source, landing) for source, _, landing in landings if landing.numel()]
-
-        def finish() -> None:
-            for _, x, landing in landings:
-                if landing is not x:
-                    x.detach().copy_(landing)
-            for (_, x), sent in zip(
-                [pair for pair in recvs if pair[0] == self.rank], to_self, strict=True
-            ):
-                x.detach().copy_(sent.view(x.shape))
-
-        ticket = self._transport.start_messages(out, into, MESSAGES + tag)
         what = self._tag_names.get((tag - TAGS) // 4 * 4, f"exchange, tag {tag}")
-        return TransportWork(
-            self._transport, ticket, ("exchange", call_number, what), finish, [x for _, x in recvs]
-        )
-
-    def _exchange_nccl(
-        self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]
-    ) -> Work[None]:
-        """Exchange all messages as one NCCL group; matched by their order, as NCCL has no tags."""
-        device = torch.device("cuda", torch.cuda.current_device())
-        out = [(to, _contiguous_values(x.detach())) for to, x in sends if x.numel()]
-        landings = [
-            (source, x, x if is_plain(x) else torch.empty(x.shape, dtype=x.dtype, device=device))
-            for source, x in recvs
-        ]
-        call_number = self._transport.count_call("exchange")
-        self._nccl._start_coalescing(device)
-        for to, x in out:
-            self._nccl.send([x], to, 0)
-        for source, x, landing in landings:
-            if x.numel():
-                self._nccl.recv([landing], source, 0)
-        work = self._nccl._end_coalescing(device)
-
-        def finish() -> None:
-            for _, x, landing in landings:
-                if landing is not x:
-                    x.detach().copy_(landing)
-
-        return TransportWork(
-            self._transport,
-            StreamWait(work),
-            ("exchange", call_number, "exchange"),
-            finish,
-            [x for _, x in recvs],
-        )
+        return self._native.exchange(sends, recvs, MESSAGES + tag, what)
 
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
         rows = self.check_call(
@@ -438,22 +326,7 @@ class TorchGroup:
 
     def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
         self.check_call(fingerprint.broadcast_call(x, root, self.size, name))
-        if not x.numel() or self.size == 1:
-            return FinishedWork(x)
-        values = x.detach()
-        children = _broadcast_children((self.rank - root) % self.size, self.size)
-        for child in children:
-            self._meter.count_sent((child + root) % self.size, x.numel() * x.element_size())
-        options = torch.distributed.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
-        on_gpu = self._nccl is not None and x.is_cuda
-        flat = _contiguous_values(values if on_gpu else values.to("cpu"))
-        return self._launch_collective(
-            "broadcast",
-            lambda on: on.broadcast([_view_bytes(flat)], options),
-            lambda: _fill_from(x, flat),
-            x,
-        )
+        return self._native.broadcast(x, root)
 
     def barrier(self, *, name: str | None = None) -> Work[None]:
         """Wait for all ranks. The comparison is the barrier, so it is over when this returns."""
@@ -498,12 +371,12 @@ class TorchGroup:
         # It may outlive the evaluation in which it is first used.
         with torch.inference_mode(False):
             return torch.empty(
-                tuple(shape), dtype=dtype, device="cuda" if self._nccl is not None else "cpu"
+                tuple(shape), dtype=dtype, device="cuda" if self.backend == "nccl" else "cpu"
             )
 
     def close(self) -> None:
         """Leave without waiting for others. Ranks that still need this one get an error."""
-        self._nccl = None
+        self._native.close()
         self._transport.close()
 
     def abort(self) -> None:
@@ -518,63 +391,8 @@ class TorchGroup:
         It is `error`, or the error of the rank that ended the group first.
         """
         ended = self._transport.end_everywhere(error)
-        if self._nccl is not None:
-            self._nccl.abort()
+        self._native.abort()
         return ended
-
-
-def _make_nccl(store: Store, fabric: GlooTransport) -> Any:
-    """Make a NCCL group beside the transport, for tensors on the current CUDA device."""
-    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
-        raise UsageError(
-            "backend='nccl' needs a CUDA device and a torch built with NCCL; "
-            "use backend='gloo' on this machine"
-        )
-    nccl: Any = torch.distributed.ProcessGroupNCCL
-    options = nccl.Options()
-    # Private to torch, which sets it in the same way.
-    options._timeout = timedelta(seconds=fabric.deadline)
-    return nccl(store.sub("nccl").torch, fabric.rank, fabric.size, options)
-
-
-def _stage_input(x: Tensor, out: Tensor, held: torch.dtype) -> Tensor:
-    """Copy `x` to a contiguous tensor that can be reduced in place: `out` if possible."""
-    direct = held == out.dtype and is_plain(out) and not reduction_rules.overlaps_partly(x, out)
-    staged = out.detach() if direct else torch.empty(x.shape, dtype=held, device=x.device)
-    return staged if staged.data_ptr() == x.data_ptr() and x.is_contiguous() else staged.copy_(x)
-
-
-def _make_landing(x: Tensor) -> Tensor:
-    """Choose the tensor that a message for `x` is received in: `x` itself if possible."""
-    return x if x.device.type == "cpu" and is_plain(x) else torch.empty(x.shape, dtype=x.dtype)
-
-
-def _contiguous_values(x: Tensor) -> Tensor:
-    """Make a contiguous tensor of the values of `x`.
-
-    Complex numbers may be marked as conjugate, and their parts as negative.
-    """
-    return x.resolve_conj().resolve_neg().contiguous()
-
-
-def _view_bytes(x: Tensor) -> Tensor:
-    return x.detach().view(-1).view(torch.uint8)
-
-
-def _fill_from(x: Tensor, flat: Tensor) -> Tensor:
-    if flat.data_ptr() != x.data_ptr() or flat.device != x.device or not is_plain(x):
-        x.detach().copy_(flat)
-    return x
-
-
-def _broadcast_children(place: int, size: int) -> list[int]:
-    """List the ranks that `place` sends to in a binomial tree with root 0.
-
-    That is how Gloo broadcasts, and about what NCCL sends.
-    """
-    bits = range((size - 1).bit_length())
-    free = [bit for bit in bits if place & ((1 << (bit + 1)) - 1) == 0]
-    return [place | 1 << bit for bit in free if place | 1 << bit < size]
 
 
 class _CopiedWork:
