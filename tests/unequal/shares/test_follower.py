@@ -173,7 +173,8 @@ def test_units_of_a_sample_are_as_they_were_until_there_are_steps_that_all_took(
         origins=(0, 1), hosts=("here", "here"), group=SimpleNamespace(size=2)
     )
     terms = SimpleNamespace(speeds=speeds, alone=False, by_cost=True, agreement=agreement)
-    loop: Any = SimpleNamespace(leader=SimpleNamespace(loader=SimpleNamespace(terms=terms)))
+    leader = SimpleNamespace(loader=SimpleNamespace(terms=terms))
+    loop: Any = SimpleNamespace(turns=SimpleNamespace(leader=leader))
     history: Any = None
     ShareFollower(loop, [], history).take([[], []])
     assert speeds.per_sample == 100.0
