@@ -10,11 +10,15 @@ from paceline.comm.group_protocol import Group
 from paceline.comm.hierarchy.hosts_group import HostsGroup
 from paceline.comm.native.torch_group import TorchGroup
 from paceline.comm.shm.shared_group import SharedGroup
+from paceline.trace import Trace
 from tests.harness.thread_groups import ThreadGroup
 
 
 def made(
-    group: ThreadGroup, hosts: tuple[int, ...], wrap: Callable[[Group], Any] = lambda outer: outer
+    group: ThreadGroup,
+    hosts: tuple[int, ...],
+    wrap: Callable[[Group], Any] = lambda outer: outer,
+    trace: Trace | None = None,
 ) -> HostsGroup:
     """A HostsGroup whose three groups are threads; `wrap` is put around that of the leaders."""
     mine, inner = hosts[group.rank], None
@@ -25,7 +29,8 @@ def made(
     leaders = sorted(hosts.index(host) for host in set(hosts))
     outer = group.make_subgroup(leaders)
     assert inner is not None
-    return HostsGroup(inner, None if outer is None else wrap(outer), group, hosts, deadline=60)
+    outer = None if outer is None else wrap(outer)
+    return HostsGroup(inner, outer, group, hosts, deadline=60, trace=trace)
 
 
 def networked(

@@ -126,7 +126,7 @@ class SharedGroup:
     ) -> Work[Tensor]:
         call = _check_device(reduction_call("all_reduce", x, op, name, out), x)
         nbytes = x.numel() * x.element_size()
-        self.traffic.within += 2 * nbytes * (self.size - 1) // self.size
+        _count_all_reduce(self.traffic, nbytes, self.size)
         if (
             out is not None
             and not call.flaw
@@ -167,7 +167,7 @@ class SharedGroup:
         if nbytes <= SMALL:
             return self.all_reduce(x, op=op, out=x)
         call = _check_device(reduction_call("all_reduce", x, op, None, x), x)._replace(place=MOVING)
-        self.traffic.within += 2 * nbytes * (self.size - 1) // self.size
+        _count_all_reduce(self.traffic, nbytes, self.size)
         to_move = (x if whole is None else whole) if may_move else None
         return self._queue.start_work(
             call,
@@ -383,6 +383,11 @@ class SharedGroup:
 
 
 Relatives = list[weakref.ref[WorkQueue]]
+
+
+def _count_all_reduce(traffic: Traffic, nbytes: int, size: int) -> None:
+    """Count what one rank sends of a tensor: its pieces to the others, and its sum to them."""
+    traffic.within += 2 * nbytes * (size - 1) // size
 
 
 def _check_device(call: CallFingerprint, *xs: Tensor) -> CallFingerprint:

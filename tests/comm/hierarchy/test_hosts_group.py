@@ -346,8 +346,7 @@ def test_the_trace_tells_the_phases_within_and_between_hosts(
     monkeypatch.setattr(chunks, "WIDTH", 1000)
 
     def body(group: ThreadGroup) -> Counter[str]:
-        whole = made(group, (0, 0, 1, 1))
-        whole.trace = Trace()
+        whole = made(group, (0, 0, 1, 1), trace=Trace())
         whole.all_reduce(torch.ones(3000)).wait()
         whole.close()
         return Counter(span.kind for span in whole.trace.spans())

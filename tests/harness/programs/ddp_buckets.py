@@ -86,7 +86,9 @@ def moves(group: Any) -> int:
     """How many storages a group of the backend has moved."""
     group = dist.group.WORLD if group is None else group
     return (
-        int(group._issuer._met.group._moved._made) if dist.get_backend(group) == "paceline" else 0
+        int(group._issuer._met.group._paths.moved._made)
+        if dist.get_backend(group) == "paceline"
+        else 0
     )
 
 
