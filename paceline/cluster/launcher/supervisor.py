@@ -130,7 +130,7 @@ class Supervisor:
         wake_fd, waker_fd = os.pipe()
         for descriptor in (wake_fd, waker_fd):
             os.set_blocking(descriptor, False)
-        # Signals only write to the pipe `wake_fd`: they are handled in the loop, between two events.
+        # Signals only write to the pipe `wake_fd`. The loop handles them, between two events.
         old_handlers = {
             signum: signal.signal(signum, self._note)
             for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
@@ -199,8 +199,9 @@ class Supervisor:
             return self._settled()
         if self._leaving:
             return self._mending is not None and self._mending.parted()
-        # The other hosts may be gone, so this one doesn't wait for a verdict forever. But if the job
-        # may start again, no host goes by itself: a silent host counts as lost, which is a verdict.
+        # The other hosts may be gone, so this one doesn't wait for a verdict forever. But if the
+        # job may start again, no host goes by itself: a silent host counts as lost, and that is a
+        # verdict.
         return (
             self._restarts is None
             and self._failure is not None

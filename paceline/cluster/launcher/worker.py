@@ -53,8 +53,8 @@ class WorkerCommand:
 class WorkerProcess:
     """A worker that was started.
 
-    It has `ended` when it is a zombie. It is `reaped` after its process group was cleaned up: until
-    then no other process can get its number.
+    It has ended (`ended_at`) when it is a zombie. It is reaped (`is_reaped`) after its process
+    group was cleaned up: until then no other process can get its number.
     """
 
     rank: int
@@ -123,7 +123,7 @@ class WorkerProcess:
                 self.status, self.told_all = record["status"], False
 
     def take_status(self) -> dict[str, Any] | None:
-        """Take out the latest progress of the run that the worker has reported; None if there is none."""
+        """Take out the latest progress of the run that the worker has reported, if there is any."""
         status, self.status = self.status, None
         return status
 
