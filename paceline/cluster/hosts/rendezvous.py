@@ -469,7 +469,8 @@ class _Listener:
         missing = counted(self._meeting.hosts - 1 - len(self._newcomers), "host")
         return (
             f"waits at {self._meeting.where} for {missing} more, "
-            f"{self._end - time.monotonic():.0f} s at most (here: {present}); there, run: {self._meeting.command}"
+            f"{self._end - time.monotonic():.0f} s at most (here: {present}); "
+            f"there, run: {self._meeting.command}"
         )
 
     def _receive(self, channel: Channel, message: dict[str, Any]) -> None:
