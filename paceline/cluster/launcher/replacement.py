@@ -263,7 +263,7 @@ class Replacement:
         """Start another worker in place of this one, if restarts are left."""
         starts_again = self.restarts > 0 and not (worker.joining and failure.is_echo)
         self.say(
-            f"{failure.line()}; {'it is started starts_again' if starts_again else 'the others go on'}"
+            f"{failure.line()}; {'it is started again' if starts_again else 'the others go on'}"
         )
         if starts_again:
             self.restarts -= 1
@@ -305,8 +305,8 @@ class Replacement:
         if members and time.monotonic() - self._short_since < self.patience:
             return None
         if not members and (self._due or any(worker.ended is None for worker in workers)):
-            # New workers notice themselves that no others are left, and then fail. And a worker that
-            # is failing hasn't reported its error yet.
+            # New workers notice themselves that no others are left, and then fail. And a worker
+            # that is failing may not have reported its error yet.
             return None
         # The last failure that is no echo: the job survived all earlier ones.
         return max(self._failures, key=lambda dated: (not dated[1].is_echo, dated[0]))[1]

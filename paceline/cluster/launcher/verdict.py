@@ -1,6 +1,6 @@
 """The verdict on a host: which of its workers failed first.
 
-    record "failed"         an exception, with its time; an *echo* if the exception itself tells that
+    record "failed"         an exception, with its time; an *echo* if the exception says itself that
                             another worker is to blame
     exit code, signal       of a worker that has ended
     left without a word     it joined the run, never closed it, and ended with exit code 0 while
