@@ -1,4 +1,4 @@
-"""The janitor of a launcher: a process that outlives it briefly, and removes what the job left behind.
+"""The janitor of a launcher: a process that outlives it and removes what the job left behind.
 
     launcher --- pipe: "+N", "-N", "done" ---> janitor
        killed: the pipe ends without "done"      kills the process groups N and all other processes
