@@ -305,22 +305,13 @@ def _placed(meeting: Meeting, channel: Channel, answer: dict[str, Any]) -> Fixed
     if answer.get("kind") == "stopped":
         raise JobStopped(*said_stopped(answer))
     if answer.get("kind") == "begin":
-        offers, host_rank, server = (
-            tuple(Offer.load(offer) for offer in answer["table"]),
-            answer["host_rank"],
-            answer["server"],
-        )
+        offers = tuple(Offer.load(offer) for offer in answer["table"])
+        host_rank, server = answer["host_rank"], answer["server"]
         if {host_rank, server} - {*range(len(offers))} or offers[host_rank] != meeting.offer:
             raise ValueError("this host is not in the table")
         state = None if answer.get("restarts") is None else RestartState.load(answer["restarts"])
-        return FixedPeers(
-            offers,
-            host_rank,
-            {server: channel},
-            server=server,
-            state=state,
-            timings=meeting.timings,
-        )
+        places = (offers, host_rank, {server: channel})
+        return FixedPeers(*places, server=server, state=state, timings=meeting.timings)
     channel.close()
     if answer.get("kind") == "invitation":
         return seek(_points(answer), meeting)
@@ -429,9 +420,9 @@ class _Listener:
         for descriptor in descriptors & {*self._handshakes.descriptors()}:
             if (first_message := self._handshakes.hear(descriptor)) is not None:
                 self._receive(*first_message)
-        for newcomer in [
-            newcomer for newcomer in self._newcomers if newcomer.channel.fileno() in descriptors
-        ]:
+        for newcomer in [*self._newcomers]:
+            if newcomer.channel.fileno() not in descriptors:
+                continue
             if (messages := _heard(newcomer.channel)) is None:  # it gave up, and may come back
                 newcomer.channel.close()
                 self._newcomers.remove(newcomer)
@@ -477,17 +468,10 @@ class _Listener:
         """Handle a message of a launcher that knows the secret. Hang up if it is malformed."""
         try:
             if message.get("kind") == "offer":
-                restarts = (
-                    None
-                    if message.get("restarts") is None
-                    else RestartState.load(message["restarts"])
-                )
-                self._take(
-                    _Newcomer(
-                        channel, Offer.load(message["offer"]), message["host_rank"], restarts
-                    ),
-                    message["hosts"],
-                )
+                dumped = message.get("restarts")
+                restarts = None if dumped is None else RestartState.load(dumped)
+                offer, wish = Offer.load(message["offer"]), message["host_rank"]
+                self._take(_Newcomer(channel, offer, wish, restarts), message["hosts"])
                 return
             if message.get("kind") == "invitation" and self._meeting.offer.numbers:
                 self._invited = _points(message)
@@ -535,10 +519,8 @@ class _Listener:
         Wishes come first. The other hosts get the free numbers in the order of arrival, this host
         before the others.
         """
-        hosts = [
-            (None, self._meeting.offer, self._meeting.host_rank),
-            *(newcomer[:3] for newcomer in self._newcomers),
-        ]
+        own_place = (None, self._meeting.offer, self._meeting.host_rank)
+        hosts = [own_place, *(newcomer[:3] for newcomer in self._newcomers)]
         wishes = [wish for _, _, wish in hosts if wish is not None]
         if len(set(wishes)) < len(wishes):
             contested = next(wish for wish in wishes if wishes.count(wish) > 1)
@@ -546,55 +528,30 @@ class _Listener:
             raise Mismatch(
                 f"{names} both say --host-rank {contested}: give each host its own, or leave it out"
             )
-        free_numbers = iter(
-            [host_rank for host_rank in range(len(hosts)) if host_rank not in wishes]
-        )
+        free_numbers = iter([number for number in range(len(hosts)) if number not in wishes])
         numbers = [next(free_numbers) if wish is None else wish for _, _, wish in hosts]
         seats = sorted(zip(numbers, hosts, strict=True), key=lambda seat: seat[0])
         offers = tuple(offer for _, (_, offer, _) in seats)
-        if len({offer.machine for offer in offers}) > 1:
-            unreachable = [offer.name for offer in offers if network.loopback(offer.address)]
-            if unreachable:
-                raise PlaceError(
-                    f"{unreachable[0]} comes from a loopback address, which other hosts can't "
-                    f"reach: {network.advice()}"
-                )
+        _check_reachable(offers)
         channels = {
             host_rank: channel for host_rank, (channel, _, _) in seats if channel is not None
         }
-        states = [
-            state
-            for state in (
-                self._meeting.restarts,
-                *(newcomer.restarts for newcomer in self._newcomers),
-            )
-            if state is not None
-        ]
+        known_states = [newcomer.restarts for newcomer in self._newcomers]
+        states = [state for state in (self._meeting.restarts, *known_states) if state is not None]
         # A host that joined later knows less of earlier restarts, so the furthest state counts.
         latest = max(states, key=lambda state: state.progress, default=None)
         begin = {
             "kind": "begin",
             "table": [asdict(offer) for offer in offers],
             "server": numbers[0],
+            "restarts": None if latest is None else latest.dump(),
         }
         for host_rank, channel in channels.items():
-            channel.send(
-                {
-                    **begin,
-                    "host_rank": host_rank,
-                    "restarts": None if latest is None else latest.dump(),
-                }
-            )
+            channel.send({**begin, "host_rank": host_rank})
         for channel in self._known:
             channel.close()  # other hosts have come in the place of these
-        return FixedPeers(
-            offers,
-            numbers[0],
-            channels,
-            server=numbers[0],
-            state=latest,
-            timings=self._meeting.timings,
-        )
+        places = (offers, numbers[0], channels)
+        return FixedPeers(*places, server=numbers[0], state=latest, timings=self._meeting.timings)
 
     def _incomplete(self) -> DeadlineExceeded:
         """The error for hosts that haven't come in time."""
@@ -612,6 +569,18 @@ class _Listener:
             f"{1 + len(self._newcomers)} of {meeting.hosts} hosts came to {meeting.where} within "
             f"{meeting.deadline:g} s ({present}): "
             f"start the same command on the others, or look at their output{hint}"
+        )
+
+
+def _check_reachable(offers: Sequence[Offer]) -> None:
+    """Raise `PlaceError` if hosts of several machines have met, and one has a loopback address."""
+    if len({offer.machine for offer in offers}) == 1:
+        return
+    unreachable = [offer.name for offer in offers if network.loopback(offer.address)]
+    if unreachable:
+        raise PlaceError(
+            f"{unreachable[0]} comes from a loopback address, which other hosts can't "
+            f"reach: {network.advice()}"
         )
 
 

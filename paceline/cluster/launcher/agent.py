@@ -1,4 +1,4 @@
-"""A launcher in a process of its own, for a caller that has other work, such as a notebook's kernel.
+"""A launcher in a process of its own, for callers that have other work, such as a notebook.
 
     kernel --- a request as JSON, descriptors ---> agent --- `launch.run_job` ---> workers
            --- SIGHUP when the kernel ends ------>

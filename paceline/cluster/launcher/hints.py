@@ -119,8 +119,8 @@ def crowded(workers: int, cores: int, host: str) -> str | None:
         return None
     core_text = "1 core" if cores == 1 else f"{cores} cores"
     return (
-        f"{workers} workers take turns on the {core_text} of {host}: more workers than cores make no "
-        "step faster (GPUs aside)"
+        f"{workers} workers take turns on the {core_text} of {host}: more workers than cores make "
+        "no step faster (GPUs aside)"
     )
 
 

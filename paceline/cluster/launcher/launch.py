@@ -56,20 +56,8 @@ from paceline.timings import Timings
 _LATER = 1000
 # Options that must be the same on all hosts.
 _ALIKE = (
-    *(
-        "hosts",
-        "join",
-        "secret_file",
-        "workers",
-        "sync",
-        "mesh",
-        "cut",
-        "shares",
-        "placement",
-        "min_workers",
-        "servers",
-    ),
-    *("straggler", "cluster", "report_to", "backend", "name"),
+    *("hosts", "join", "secret_file", "workers", "sync", "mesh", "cut", "shares", "placement"),
+    *("min_workers", "servers", "straggler", "cluster", "report_to", "backend", "name"),
 )
 # Open files of any process of a job. Each worker of the job adds more, those of its host most.
 _DESCRIPTORS = 64
@@ -216,15 +204,10 @@ def _start(
         restarts.begin(peers)
         surroundings["PACELINE_JOB_START"] = restarts.start.dump()
         worker_commands = _first_parts(job, surroundings, resources, peers).tasks
-        mark, output_screens, report_failure = (
-            surroundings["PACELINE_JOB"],
-            bar.screens(surroundings, bare=job.bare),
-            calls.judge(job.call),
-        )
         supervisor = Supervisor(
-            *(resources.offer.name, mark, peers),
-            shown=output_screens,
-            told=report_failure,
+            *(resources.offer.name, surroundings["PACELINE_JOB"], peers),
+            shown=bar.screens(surroundings, bare=job.bare),
+            told=calls.judge(job.call),
             restarts=restarts,
             watcher=watcher,
             finished=_finished(job),
@@ -266,37 +249,24 @@ def _work(
             resources = _bring(job, surroundings, until_job_ends, until_workers_start)
             parts = _prepare(job, surroundings, resources, points, ranks)
         elastic_peers = parts.peers if isinstance(parts.peers, ElasticPeers) else None
-        make_replacement = (
-            None
-            if elastic_peers is None
-            else partial(_mending, job, elastic_peers, parts.again, resources.timings)
-        )
-        output_screens, report_failure = (
-            bar.screens(surroundings, bare=job.bare),
-            calls.judge(job.call),
-        )
-        mark = surroundings["PACELINE_JOB"]
+        make_replacement = None
+        if elastic_peers is not None:
+            make_replacement = partial(_mending, job, elastic_peers, parts.again, resources.timings)
         supervisor = Supervisor(
-            *(parts.host, mark, parts.peers, make_replacement),
-            shown=output_screens,
-            told=report_failure,
+            *(parts.host, surroundings["PACELINE_JOB"], parts.peers, make_replacement),
+            shown=bar.screens(surroundings, bare=job.bare),
+            told=calls.judge(job.call),
             watcher=watcher,
             finished=_finished(job),
             timings=resources.timings,
         )
         # The launcher closes its copies of what workers inherit as soon as all have started.
         code = supervisor.run(parts.tasks, started=until_workers_start.close)
-        comes_back = (
-            elastic_peers is not None
-            and elastic_peers.cut_off
-            and not supervisor.asked
-            and job.patience > 0
-        )
-        return (
-            code,
-            elastic_peers.points if comes_back and elastic_peers is not None else [],
-            [task.rank for task in parts.tasks],
-        )
+        own_ranks = [task.rank for task in parts.tasks]
+        # A host that was cut off tries to come back, unless somebody asked it to end.
+        if elastic_peers is None or not elastic_peers.cut_off or supervisor.asked:
+            return code, [], own_ranks
+        return code, elastic_peers.points if job.patience > 0 else [], own_ranks
 
 
 def _mending(
@@ -401,26 +371,10 @@ def _bring(
     ports = (stores[0].getsockname()[1], master_port_holder.getsockname()[1])
     agent = held.enter_context(network.listen(address)) if survives else None
     agent_port = 0 if agent is None else agent.getsockname()[1]
-    offer = Offer(
-        socket.gethostname(),
-        job.workers,
-        address,
-        machine.fingerprint(),
-        *ports,
-        job.placement,
-        worker_numbers,
-        agent_port,
-    )
-    return _HostOffer(
-        key,
-        offer,
-        stores,
-        agent,
-        environ.get("PACELINE_PROGRESS"),
-        timings(environ),
-        held,
-        inherited,
-    )
+    own_address = (socket.gethostname(), job.workers, address, machine.fingerprint())
+    offer = Offer(*own_address, *ports, job.placement, worker_numbers, agent_port)
+    progress_folder = environ.get("PACELINE_PROGRESS")
+    return _HostOffer(key, offer, stores, agent, progress_folder, timings(environ), held, inherited)
 
 
 def _prepare(
@@ -443,15 +397,9 @@ def _prepare(
     join_point = None if job.join is None else meeting_point(job.join)
     if join_point is not None:
         deadline = job.patience if points else meeting_deadline
+        terms = (job.hosts, job.host_rank, deadline, _line(job))
         meeting = Meeting(
-            join_point,
-            resources.key,
-            resources.offer,
-            job.hosts,
-            job.host_rank,
-            deadline,
-            _line(job),
-            timings=resources.timings,
+            *(join_point, resources.key, resources.offer, *terms), timings=resources.timings
         )
         joined = seek(points, meeting) if points else assemble(meeting)
         if isinstance(joined, Admission):
@@ -463,18 +411,11 @@ def _prepare(
     if resources.agent is None:
         return parts
     offers, host_rank = _seats(resources, peers)
-    channels = connect_all(
-        offers,
-        host_rank,
-        resources.agent,
-        resources.key,
-        meeting_deadline,
-        timings=resources.timings.channel,
-    )
+    call_terms = (resources.agent, resources.key, meeting_deadline)
+    channels = connect_all(offers, host_rank, *call_terms, timings=resources.timings.channel)
     peers.close()
-    return replace(
-        parts, peers=_elastic(resources, host_rank, _first_view(offers), channels, join_point)
-    )
+    elastic_peers = _elastic(resources, host_rank, _first_view(offers), channels, join_point)
+    return replace(parts, peers=elastic_peers)
 
 
 def _meet_again(
@@ -495,18 +436,14 @@ def _meet_again(
     if links is not None:
         deadline = job.patience if links.lost else max(job.patience, deadline)
         wished_host_rank = links.host if wished_host_rank is None else wished_host_rank
-    terms = (
-        meeting_point(job.join),
-        resources.key,
-        resources.offer,
-        job.hosts,
-        wished_host_rank,
-        deadline,
-        _line(job),
+    terms = (job.hosts, wished_host_rank, deadline, _line(job))
+    meeting = Meeting(
+        *(meeting_point(job.join), resources.key, resources.offer, *terms),
+        timings=resources.timings,
+        restarts=restarts.state,
+        links=links,
     )
-    fixed_peers = assemble(
-        Meeting(*terms, timings=resources.timings, restarts=restarts.state, links=links)
-    )
+    fixed_peers = assemble(meeting)
     assert isinstance(fixed_peers, FixedPeers), (
         "a job that survives losses takes in no host of one that doesn't"
     )
@@ -532,9 +469,9 @@ def _deadline(job: LaunchRequest, environ: Mapping[str, str]) -> float:
 
 def _seats(resources: _HostOffer, peers: NoPeers | FixedPeers) -> tuple[tuple[Offer, ...], int]:
     """Offers of all hosts, and the number of this host among them."""
-    return (
-        (peers.table, peers.host_rank) if isinstance(peers, FixedPeers) else ((resources.offer,), 0)
-    )
+    if isinstance(peers, FixedPeers):
+        return peers.table, peers.host_rank
+    return (resources.offer,), 0
 
 
 def _first_parts(
@@ -608,25 +545,13 @@ def _enter(
     This launcher calls its workers by `ranks`, or by new ranks if there are none.
     """
     assert job.join is not None
-    _tell(
-        job,
-        (
-            f"joined the job at {job.join}, which is under way: the workers of this host come in "
-            "once they have started"
-        ),
-    )
+    message = f"joined the job at {job.join}, which is under way: the workers of this host come in "
+    _tell(job, message + "once they have started")
     channels = enter(admission.view, admission.host, resources.key, timings=resources.timings)
-    elastic_peers = _elastic(
-        resources,
-        admission.host,
-        admission.view,
-        channels,
-        meeting_point(job.join),
-        run=admission.run,
-    )
-    make_worker = partial(
-        _another, job, _shared_variables(job, environ, (resources.offer,), 0), resources
-    )
+    seat = (admission.host, admission.view, channels)
+    elastic_peers = _elastic(resources, *seat, meeting_point(job.join), run=admission.run)
+    shared_variables = _shared_variables(job, environ, (resources.offer,), 0)
+    make_worker = partial(_another, job, shared_variables, resources)
     ranks = ranks or [_LATER * admission.host + local_rank for local_rank in range(job.workers)]
     worker_commands = [
         resources.inherited.enter_context(make_worker(admission.run, rank)) for rank in ranks
@@ -687,12 +612,8 @@ def _another(
             "PACELINE_STORE": f"{address}:{port}",
             "PACELINE_STORE_FD": str(store.fileno()),
         }
-        environ = {
-            **shared_variables,
-            **own_variables,
-            "PACELINE_JOINING": "1",
-            "PACELINE_RUN": run,
-        }
+        own_variables |= {"PACELINE_JOINING": "1", "PACELINE_RUN": run}
+        environ = {**shared_variables, **own_variables}
         page = _page(resources.progress, rank, shared_variables)
         environ |= _own(job, rank, page)
         worker_number = commands.named(random.randbits(32), port)
@@ -705,11 +626,9 @@ def _another(
 def _own(job: LaunchRequest, rank: int, page: Page | None) -> dict[str, str]:
     """Environment variables of one worker alone: its progress page, and its place in a call."""
     variables = {} if page is None else {"PACELINE_PROGRESS_PAGE": str(page.file)}
-    return (
-        variables
-        if job.call is None
-        else variables | {"PACELINE_CALL": CallPlace(*job.call, rank).dump()}
-    )
+    if job.call is not None:
+        variables["PACELINE_CALL"] = CallPlace(*job.call, rank).dump()
+    return variables
 
 
 def _page(folder: str | None, rank: int, shared_variables: Mapping[str, str]) -> Page | None:
@@ -719,9 +638,8 @@ def _page(folder: str | None, rank: int, shared_variables: Mapping[str, str]) ->
     page = Page(progress.path(Path(folder).absolute(), rank))
     # OMP_NUM_THREADS may be a list, one number for each level of nested teams.
     threads = shared_variables["OMP_NUM_THREADS"].partition(",")[0]
-    page.describe(
-        rank, int(shared_variables["GROUP_RANK"]), int(threads) if threads.isdigit() else 1
-    )
+    host_rank = int(shared_variables["GROUP_RANK"])
+    page.describe(rank, host_rank, int(threads) if threads.isdigit() else 1)
     return page
 
 
@@ -730,9 +648,8 @@ def _shared_variables(
 ) -> dict[str, str]:
     """Environment that all workers of this host have in common."""
     own_offer, first_offer = offers[host_rank], offers[0]
-    variables = {
-        name: value for name, value in environ.items() if not name.startswith(_NOT_INHERITED)
-    }
+    inherited = (name for name in environ if not name.startswith(_NOT_INHERITED))
+    variables = {name: environ[name] for name in inherited}
     workers_here = sum(offer.workers for offer in offers if offer.machine == own_offer.machine)
     start = job_start(environ)
     is_first_start = start is None or not start.events
@@ -764,6 +681,11 @@ def _shared_variables(
         # from the host's name.
         variables.setdefault("GLOO_SOCKET_IFNAME", interface)
         variables.setdefault("NCCL_SOCKET_IFNAME", interface)
+    return variables | _option_variables(job)
+
+
+def _option_variables(job: LaunchRequest) -> dict[str, str]:
+    """Environment variables by which options of the launcher reach `start()`."""
     options = {
         "SYNC": job.sync,
         "MESH": job.mesh,
@@ -771,14 +693,10 @@ def _shared_variables(
         "SHARES": job.shares,
         "NAME": job.name,
         "SERVERS": job.servers,
-    }
-    options |= {
         "STRAGGLER": job.straggler,
         "REPORT_TO": job.report_to,
-        "STATUS_EVERY": None if job.progress is None else str(job.progress),
+        "STATUS_EVERY": job.progress,
+        # Workers may change their folder, so they get the whole path.
+        "CLUSTER": None if job.cluster is None else Path(job.cluster).absolute(),
     }
-    # Workers may change their folder, so they get the whole path.
-    options["CLUSTER"] = None if job.cluster is None else str(Path(job.cluster).absolute())
-    return variables | {
-        f"PACELINE_{name}": str(value) for name, value in options.items() if value is not None
-    }
+    return {f"PACELINE_{name}": str(value) for name, value in options.items() if value is not None}
