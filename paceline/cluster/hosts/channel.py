@@ -150,6 +150,7 @@ class Channel:
             return None
         line = self._lines.pop(0)
         self.heard = time.monotonic()
+        # Each line begins with its signature, in hexadecimal digits.
         if self._session is not None:
             mac, line = line[: 2 * secrets.MAC_BYTES], line[2 * secrets.MAC_BYTES :]
             if not secrets.verify(
@@ -194,6 +195,7 @@ class Channel:
             has hung up.
         """
         self.flush()
+        # Unread bytes would make the system reset the connection when it is closed.
         try:
             while self.connection.recv(1 << 16):
                 pass
@@ -214,6 +216,7 @@ class Channel:
             raise HungUp("it hung up")
         *lines, self._in = (self._in + data).split(b"\n")
         self._lines += lines
+        # A stranger must not be able to fill the memory with a line that never ends.
         longest = _LONGEST_HELLO if self._session is None else _LONGEST
         if any(len(line) > longest for line in (*lines, self._in)):
             raise ChannelBroken("a line is too long")
@@ -301,6 +304,7 @@ def call(connection: socket.socket, secret: bytes, point: str, seconds: float) -
         answer = channel.wait(deadline)
     except ChannelBroken as error:
         channel.close()
+        # The network's error, so that callers try again as if nothing listened there.
         if isinstance(error, HungUp):
             raise ConnectionResetError(errno.ECONNRESET, "it hangs up at once") from error
         raise PlaceError(
@@ -349,6 +353,7 @@ class Introduction:
             raise ChannelBroken("it isn't a launcher")
         other_nonce = _nonce(message)
         if not self.channel.trust(self._secret, other_nonce, str(message.get("proof"))):
+            # The caller gets this instead of a proof, so it reports another secret, too.
             self.channel.send({"refused": "secret"})
             raise SecretError(
                 f"a launcher at {self.address} came with another secret: "

@@ -374,6 +374,7 @@ class ElasticPeers:
             self._newcomers.refuse()
         for word, facts in self._newcomers.take() if self.run is not None else ():
             self.membership.joining(word, (), facts, now)
+        # New members call the others. One that doesn't counts as silent after a while.
         absent = {*self.view.hosts} - {self.host, *self._channels}
         self._awaited = {host: self._awaited.get(host, now) for host in absent}
         for host, since in self._awaited.items():

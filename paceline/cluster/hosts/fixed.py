@@ -189,7 +189,7 @@ class FixedPeers:
             channel.send(message)
 
     def _report(self, failure: Failure) -> None:
-        """Add a failure to those of which the first will be the verdict."""
+        """Add a failure. The first one by time becomes the verdict."""
         now = time.monotonic()
         self._reported_at = self._reported_at if self._reports else now
         self._reports.append((now - failure.age, failure))

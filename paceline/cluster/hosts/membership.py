@@ -130,6 +130,7 @@ class PendingChanges:
 
     def forget(self, view: View) -> None:
         """Drop the changes that this view shows, or that can't happen any more."""
+        # A lost worker stays noted while it is in the view, or may still be admitted.
         self.lost &= set(view.workers) | {
             worker for worker in self.come if view.seat(self.come[worker]) is not None
         }
@@ -140,10 +141,8 @@ class PendingChanges:
             for worker, host in self.come.items()
             if worker not in view.workers and view.seat(host) and worker not in self.lost
         }
-        present_words = {seat.facts.get("word") for seat in view.seats}
-        self.joining = {
-            word: seat for word, seat in self.joining.items() if word not in present_words
-        }
+        admitted = {seat.facts.get("word") for seat in view.seats}
+        self.joining = {word: seat for word, seat in self.joining.items() if word not in admitted}
 
     def __bool__(self) -> bool:
         return bool(self.lost or self.gone or self.left or self.come or self.joining or self.broken)
@@ -163,15 +162,9 @@ def follow(view: View, wishes: PendingChanges) -> View:
             for worker, host in wishes.come.items()
             if host == seat.host and worker not in seat.workers
         ]
-        seats.append(
-            HostSeat(
-                seat.host,
-                tuple(
-                    worker for worker in (*seat.workers, *new_workers) if worker not in wishes.lost
-                ),
-                seat.facts,
-            )
-        )
+        workers = (*seat.workers, *new_workers)
+        live_workers = tuple(worker for worker in workers if worker not in wishes.lost)
+        seats.append(HostSeat(seat.host, live_workers, seat.facts))
     fresh = view.fresh
     for word, seat in sorted(wishes.joining.items()):
         seats.append(HostSeat(fresh, seat.workers, {**seat.facts, "word": word}))
@@ -219,8 +212,8 @@ class Membership:
 
     def _open(self, now: float) -> None:
         """Forget all ballots, and begin with those for the next view."""
-        # Everyone has promised round 0 to the first host of the view: it can do without the first
-        # phase of Paxos, unless it has failed.
+        # All hosts count as having promised round 0 to the first host of the view, so that host can
+        # skip the first phase of Paxos.
         first: Ballot = (0, self.view.hosts[0]) if self.view.seats else LOWEST
         self._promised, self._accepted, self._value = first, LOWEST, dict[str, Any]()
         self._mine: Ballot | None = None
@@ -400,15 +393,9 @@ class Membership:
             return
         self._promised = ballot
         if message["kind"] == "prepare":
-            self._send(
-                sender,
-                {
-                    **answer,
-                    "kind": "promise",
-                    "accepted": list(self._accepted),
-                    "value": self._value,
-                },
-            )
+            # The leader must know what this host has voted for, as that may have been decided.
+            vote = {"accepted": list(self._accepted), "value": self._value}
+            self._send(sender, {**answer, "kind": "promise", **vote})
         else:
             self._accepted, self._value = ballot, message["value"]
             self._send(sender, {**answer, "kind": "accepted"})
@@ -428,6 +415,8 @@ class Membership:
             return
         self.view = view
         self.expelled = view.seat(self.host) is None
+        # Silent hosts are still to be left out. Broken connections don't matter any more, as a new
+        # view makes all its groups anew.
         self._silent &= set(view.hosts)
         self._wishes.gone = set(self._silent)
         self._wishes.broken = False

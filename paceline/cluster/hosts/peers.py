@@ -47,6 +47,7 @@ class Offer:
     def load(cls, value: dict[str, Any]) -> Offer:
         """Read an offer from a message. Raises one of `channel.MALFORMED` if it is malformed."""
         offer = cls(**{**value, "numbers": tuple(value.get("numbers", ()))})
+        # JSON doesn't check types, and `bool` is an `int`, so types are compared exactly.
         ports = offer.store_port, offer.master_port, offer.agent_port
         has_integers = all(
             type(number) is int for number in (offer.workers, *ports, *offer.numbers)

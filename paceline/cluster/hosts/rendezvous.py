@@ -258,6 +258,7 @@ def _call(point: tuple[str, int], meeting: Meeting, end: float) -> Channel | OSE
 
 def _attend(meeting: Meeting, channel: Channel, end: float) -> FixedPeers | Admission:
     """Send this host's offer to the launcher that listens, and wait for its answer."""
+    # Hosts may come minutes apart, so the user is reminded of the wait.
     reminder, answer_deadline = meeting.reminder(), end + meeting.timings.rendezvous.verdict
     restarts = None if meeting.restarts is None else meeting.restarts.dump()
     terms = {
@@ -305,6 +306,7 @@ def _placed(meeting: Meeting, channel: Channel, answer: dict[str, Any]) -> Fixed
     if answer.get("kind") == "stopped":
         raise JobStopped(*said_stopped(answer))
     if answer.get("kind") == "begin":
+        # The table must have this host's own offer at its number, else the answer isn't for it.
         offers = tuple(Offer.load(offer) for offer in answer["table"])
         host_rank, server = answer["host_rank"], answer["server"]
         if {host_rank, server} - {*range(len(offers))} or offers[host_rank] != meeting.offer:
@@ -420,10 +422,12 @@ class _Listener:
         for descriptor in descriptors & {*self._handshakes.descriptors()}:
             if (first_message := self._handshakes.hear(descriptor)) is not None:
                 self._receive(*first_message)
+        # A newcomer has nothing more to say, unless it gives up or was asked to end the job.
         for newcomer in [*self._newcomers]:
             if newcomer.channel.fileno() not in descriptors:
                 continue
-            if (messages := _heard(newcomer.channel)) is None:  # it gave up, and may come back
+            messages = _heard(newcomer.channel)
+            if messages is None:  # it gave up, and may come back
                 newcomer.channel.close()
                 self._newcomers.remove(newcomer)
             for message in messages or ():
@@ -521,6 +525,7 @@ class _Listener:
         """
         own_place = (None, self._meeting.offer, self._meeting.host_rank)
         hosts = [own_place, *(newcomer[:3] for newcomer in self._newcomers)]
+        # Two hosts can't have the same number.
         wishes = [wish for _, _, wish in hosts if wish is not None]
         if len(set(wishes)) < len(wishes):
             contested = next(wish for wish in wishes if wishes.count(wish) > 1)

@@ -46,6 +46,7 @@ def misplaced(script: str, args: Sequence[str]) -> str | None:
     None if there are none, or if the script has these options itself.
     """
     for index, argument in enumerate(args):
+        # Arguments after `--` can't be meant for paceline.
         if argument == "--":
             break
         option = next(

@@ -58,6 +58,7 @@ class JobEnd:
         cause = words(self._signum)
         if not self._workers:
             return f"paceline: {cause} before its workers started"
+        # The line tells how many workers didn't end by themselves.
         killed = sum(signal.SIGKILL in worker.was_sent for worker in self._workers)
         by_force = f" ({killed} by SIGKILL)" if killed else ""
         ended_workers = f"{counted(len(self._workers), 'worker')} ended{by_force}"
@@ -135,6 +136,7 @@ def _note(folder: Path, reason: str) -> None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         content["live"] |= {"state": "failed", "why": reason[:_LONGEST]}
+        # Readers see the old file or the new one, never a part.
         temporary = path.with_name(f".{_LIVE}.{os.getpid()}")
         with temporary.open("x", encoding="utf-8") as file:
             file.write(json.dumps(content) + "\n")

@@ -156,12 +156,14 @@ def check(job: LaunchRequest) -> None:
             f"--backend is {job.backend}; {choices(job.backend, BACKENDS)}, which scripts get that "
             "ask torch.distributed for Gloo"
         )
+    # A process group of torch.distributed has a fixed size.
     if job.backend is not None and job.min_workers is not None:
         raise UsageError(
             "--backend is for scripts that use torch.distributed, which survives no losses: "
             "leave out --min-workers"
         )
     _check_restarts(job)
+    # Only an elastic job can begin on one host and take in others later.
     if job.hosts == 1 and job.join is not None and job.min_workers is None:
         raise UsageError(
             f"--join {job.join} needs --hosts N: how many hosts are to meet there (with "
@@ -214,6 +216,7 @@ def deal(worker_counts: Sequence[int], placement: str) -> list[list[int]]:
         for host, count in enumerate(worker_counts)
         for local_rank in range(count)
     ]
+    # Sorted by local rank first: the first workers of all hosts, then the second ones, and so on.
     if placement == "round-robin":
         places.sort(key=lambda seat: (seat[1], seat[0]))
     dealt: list[list[int]] = [[] for _ in worker_counts]

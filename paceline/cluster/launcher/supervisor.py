@@ -145,6 +145,7 @@ class Supervisor:
                 self._turn(wake_fd)
             self._conclude(wake_fd)
         finally:
+            # Also after an error of the launcher itself no worker may stay behind.
             self._cleanup.sweep(
                 [worker.process for worker in self._workers if worker.ended is None]
             )
@@ -193,6 +194,7 @@ class Supervisor:
             and self._verdict() is None
         ):
             return False
+        # All workers of this host have ended. The job may go on elsewhere.
         if self._asked is not None or self._peers.all_finished:
             return True
         if self._peers.verdict is not None:
