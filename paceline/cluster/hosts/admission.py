@@ -1,15 +1,16 @@
-"""Admits a host to a running job: any launcher of the job takes it in, once all have agreed on a
-view that includes it.
+"""Admits new hosts to a running job.
 
-newcomer               a launcher of the job
-  offer        ->        waits until the run can be joined, and a view with the newcomer is decided
-               <-        running: that view, its number there, and the run
-  host n       ->        this one and all others, as at the start
+Any launcher of the job takes a host in, once all have agreed on a view that includes it:
 
-Launchers listen at a port of their own and, where its address is theirs, at the job's meeting
-point: the command that started the job joins it later. When the host of the meeting point is gone,
-newcomers may be waiting there for others: the launcher that leads looks now and then, and invites
-them.
+    new host               a launcher of the job
+      offer        ->        waits until the run can be joined, and a view with the host is decided
+                   <-        running: that view, the host's number in it, and the run
+      host n       ->        this launcher and all others, as at the start of a job
+
+Each launcher listens at a port of its own. It also listens at the job's meeting point if that
+address is its own, so the command that started the job can also join it later. If the host of the
+meeting point is gone, new hosts may wait there for each other: the launcher that leads looks there
+now and then, and invites them.
 """
 
 from __future__ import annotations
@@ -28,13 +29,17 @@ from paceline.cluster.hosts.membership import View
 from paceline.errors import PacelineError
 from paceline.timings import DEFAULTS, ChannelTimings, MembershipTimings, Timings
 
-Point = tuple[str, int]
+Point = tuple[str, int]  # address and port
 
 
 class MeetingPoint:
     """The sockets on which a launcher accepts calls.
 
-    `listening`: its own port; `point`: the job's meeting point.
+    Args:
+        listening: Socket of its own port.
+        secret: Secret of the job.
+        point: The job's meeting point. Default: none, so only this launcher's own port is open.
+        timings: Waits of channels and of membership.
     """
 
     def __init__(
@@ -46,13 +51,13 @@ class MeetingPoint:
         timings: Timings = DEFAULTS,
     ) -> None:
         self._sockets, self._point = [listening], point
-        mine = (
+        own_addresses = (
             []
             if point is None
             else [*filter(network.local, network.resolve(point[0])), listening.getsockname()[0]]
         )
-        # names are looked up once: that may take long when a network is cut
-        self._addresses = list(dict.fromkeys(mine))
+        # Names are looked up once, as that may take long when a network is cut.
+        self._addresses = list(dict.fromkeys(own_addresses))
         self._handshakes = Handshakes(secret, timings=timings.channel)
         self._timings = timings.membership
         self._tried_at = 0.0
@@ -65,8 +70,10 @@ class MeetingPoint:
         return [*(each.fileno() for each in self._sockets), *self._handshakes.descriptors()]
 
     def hear(self, descriptor: int) -> tuple[Channel, dict[str, Any]] | None:
-        """Accept a connection, or read a caller's first message, once the caller has proved to
-        know the secret.
+        """Accept a connection, or read on from a caller.
+
+        Returns:
+            A channel and its first message, once its caller has proved that it knows the secret.
         """
         for listening in self._sockets:
             if listening.fileno() == descriptor:
@@ -74,7 +81,7 @@ class MeetingPoint:
         return self._handshakes.hear(descriptor)
 
     def tick(self, now: float) -> None:
-        """Drop silent callers, and listen at the meeting point as soon as that is possible."""
+        """Drop slow callers, and listen at the meeting point as soon as that is possible."""
         self._handshakes.tick(now)
         if (
             self._point is None
@@ -84,24 +91,22 @@ class MeetingPoint:
             return
         self._tried_at = now
         for address in self._addresses:
-            # a stranger's, or another launcher of this machine listens there
+            # The address isn't on this machine any more, or another process listens there.
             with contextlib.suppress(OSError):
                 self._sockets.append(network.listen(address, self._point[1]))
                 self._sockets[-1].setblocking(False)
                 return
 
     def invite(self, view: View, now: float) -> None:
-        """Look for newcomers that wait at the meeting point, unless a host of the job listens
-        there.
-        """
-        mine = [listening.getsockname()[0] for listening in self._sockets[1:]]
-        others = [
+        """Invite hosts that wait at the meeting point, unless a host of the job listens there."""
+        own_addresses = [listening.getsockname()[0] for listening in self._sockets[1:]]
+        other_addresses = [
             seat.facts["address"]
             for seat in view.seats
             if seat.facts["address"] not in self._addresses
         ]
         if self._inviting is not None:
-            self._inviting.tick(view, now, taken=[*mine, *others])
+            self._inviting.tick(view, now, taken=[*own_addresses, *other_addresses])
 
     def close(self) -> None:
         """Stop accepting calls."""
@@ -113,7 +118,7 @@ class MeetingPoint:
 
 @dataclass
 class _JoiningHost:
-    """A host that wants to take part, and is no member yet."""
+    """A host that wants to take part, and isn't a member yet."""
 
     channel: Channel
     facts: dict[str, Any]
@@ -121,8 +126,9 @@ class _JoiningHost:
 
 
 class JoiningHosts:
-    """The hosts that wait here to be taken in, each with a word of its own by which a view names
-    it.
+    """The hosts that wait here to be taken in.
+
+    Each has a random word, by which a view names it before it has a number.
     """
 
     def __init__(self, *, timings: ChannelTimings = DEFAULTS.channel) -> None:
@@ -138,7 +144,7 @@ class JoiningHosts:
         self._hosts[random.token_hex(8)] = _JoiningHost(channel, facts)
 
     def hear(self, descriptor: int) -> None:
-        """Notice that one of them has hung up; it has nothing more to say."""
+        """Drop the host of this descriptor if it has hung up. It has nothing else to say."""
         word = next(
             word for word, host in self._hosts.items() if host.channel.fileno() == descriptor
         )
@@ -148,16 +154,17 @@ class JoiningHosts:
             self._hosts.pop(word).channel.close()
 
     def take(self) -> list[tuple[str, dict[str, Any]]]:
-        """Take the words and facts of those that have not been proposed to the others, once
-        each.
-        """
-        found = [(word, host) for word, host in self._hosts.items() if not host.proposed]
-        for _, host in found:
+        """Take the words and facts of the hosts that have not been proposed yet, once each."""
+        unproposed = [(word, host) for word, host in self._hosts.items() if not host.proposed]
+        for _, host in unproposed:
             host.proposed = True
-        return [(word, host.facts) for word, host in found]
+        return [(word, host.facts) for word, host in unproposed]
 
     def admit(self, view: View, run: str | None) -> None:
-        """Tell those that a view has taken in; they call again, as they call the others."""
+        """Tell the hosts that this view has taken in.
+
+        They hang up, and call all launchers as members.
+        """
         for seat in view.seats:
             if (host := self._hosts.pop(seat.facts.get("word", ""), None)) is not None:
                 host.channel.send(
@@ -173,17 +180,18 @@ class JoiningHosts:
         self._hosts.clear()
 
 
-def refuse(channel: Channel, why: str, seconds: float) -> None:
-    """Tell a launcher why it can't take part, for at most so many `seconds`, and hang up."""
-    channel.send({"kind": "refused", "error": "PlaceError", "why": why})
+def refuse(channel: Channel, reason: str, seconds: float) -> None:
+    """Tell a launcher why it can't take part, for at most `seconds`, and hang up."""
+    channel.send({"kind": "refused", "error": "PlaceError", "why": reason})
     channel.flush(seconds)
     channel.close()
 
 
 class Inviter:
-    """Tells newcomers at the meeting point where the launchers of the job are.
+    """Tells new hosts at the meeting point where the launchers of the job are.
 
-    Never blocks for longer than a second.
+    It connects in one turn and looks at the outcome in a later one, so it never blocks for longer
+    than a second.
     """
 
     def __init__(self, point: Point, secret: bytes, *, timings: MembershipTimings) -> None:
@@ -193,7 +201,7 @@ class Inviter:
         self._at = 0.0
 
     def tick(self, view: View, now: float, *, taken: Sequence[str]) -> None:
-        """Look for a newcomer at the meeting point, unless the point is one of these addresses."""
+        """Look for a new host at the meeting point, unless that is one of the `taken` addresses."""
         if now - self._at < self._timings.visit:
             return
         self._at = now
@@ -206,16 +214,17 @@ class Inviter:
         elif self._address not in taken:
             self._connection = socket.socket(network.family(self._address), socket.SOCK_STREAM)
             self._connection.setblocking(False)
-            self._connection.connect_ex((self._address, self._point[1]))  # seen at the next look
+            # The outcome is looked at in the next turn.
+            self._connection.connect_ex((self._address, self._point[1]))
 
     def _invite(self, connection: socket.socket, points: Sequence[Point]) -> None:
         with connection:
-            there = bool(
+            is_connected = bool(
                 ready((), 0.0, writing=[connection.fileno()])
             ) and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            # it isn't a launcher that waits, or isn't of this job
+            # The other side may be no launcher, or one of another job.
             with contextlib.suppress(PacelineError, OSError):
-                if there:
+                if is_connected:
                     channel = call(
                         connection,
                         self._secret,

@@ -1,12 +1,12 @@
-"""The authenticated channel between two launchers: JSON lines of bounded size, each signed; both
-ends prove that they know the secret.
+"""The authenticated channel between two launchers: signed JSON lines of bounded size.
 
-server                               client
-  hello, nonce_s              ->
-                              <-      hello, nonce_c, MAC(secret; client, nonce_s, nonce_c)
-  MAC(secret; server, ...)    ->
-from then on: MAC(session; side, number of the line, line), line; session = MAC(secret; session,
-nonce_s, nonce_c)
+    server                               client
+      hello, nonce_s              ->
+                                  <-      hello, nonce_c, MAC(secret; client, nonce_s, nonce_c)
+      MAC(secret; server, ...)    ->
+
+Both ends have then proved that they know the secret. From then on each line is preceded by
+MAC(session; side, number of the line, line), with session = MAC(secret; session, nonce_s, nonce_c).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from paceline.errors import PacelineError, PlaceError, SecretError
 
 PROTOCOL = 1
 _LONGEST_HELLO = 1 << 12  # bytes of a line before the other side has proved anything
-_LONGEST = 1 << 17
+_LONGEST = 1 << 17  # bytes of a line after that
 _NONCE = re.compile(r"[0-9a-f]{32}")
-# what comes of a message that makes no sense
+# Errors that reading a malformed message may raise
 SENSELESS = LookupError, TypeError, ValueError, ArithmeticError, AttributeError
 
 
@@ -42,9 +42,9 @@ class HungUp(ChannelBroken):
 
 
 def ready(reading: Iterable[int], seconds: float, *, writing: Iterable[int] = ()) -> set[int]:
-    """Wait at most so long until some of the descriptors are ready; return those.
+    """Wait for at most `seconds` until some of the descriptors are ready, and return these.
 
-    Unlike with `select`, their numbers may be any.
+    Unlike with `select.select`, descriptors may have numbers above 1023.
     """
     poll = select.poll()
     for descriptor in reading:
@@ -55,10 +55,14 @@ def ready(reading: Iterable[int], seconds: float, *, writing: Iterable[int] = ()
 
 
 class Channel:
-    """A connection that never blocks.
+    """A connection of two launchers that never blocks, except in `wait`.
 
-    `hear` gives the messages that have come; `send` writes what the network takes, `flush` the
-    rest.
+    `hear` gives the messages that have come. `send` writes as much as the network takes, and
+    `flush` the rest.
+
+    Args:
+        connection: Connected socket.
+        side: "server" or "client", which differ in the introduction.
     """
 
     def __init__(self, connection: socket.socket, side: str) -> None:
@@ -66,26 +70,27 @@ class Channel:
         self.connection, self.side = connection, side
         self.heard = time.monotonic()
         self.nonce = random.token_hex(16)
-        self._session: bytes | None = None
+        self._session: bytes | None = None  # key of the signatures, once both sides are proved
         self._in, self._out = b"", b""
-        self._sent, self._received = 0, 0
+        self._sent, self._received = 0, 0  # signed lines
         self._lines: list[bytes] = []
 
     def count_silence(self) -> None:
-        """Count from now on for how long nothing is heard of the other side."""
+        """Count from now on how long nothing is heard of the other side."""
         self.heard = time.monotonic()
 
     def fileno(self) -> int:
         return self.connection.fileno()
 
     def prove(self, secret: bytes, other: str) -> str:
-        """Make the proof that this side knows the secret; `other` is the other side's nonce."""
+        """Make the proof that this side knows the secret. `other` is the other side's nonce."""
         return secrets.sign(secret, self.side.encode(), *self._nonces(other)).hex()
 
     def trust(self, secret: bytes, other: str, proof: str) -> bool:
-        """Whether the other side knows the secret; from then on lines are signed.
+        """Whether the other side has proved that it knows the secret.
 
-        A server answers with its own proof, still unsigned.
+        If so, lines are signed from now on. A server answers with its own proof, which is still
+        unsigned.
         """
         if not secrets.verify(secret, _unhex(proof), self._opposite(), *self._nonces(other)):
             return False
@@ -95,9 +100,9 @@ class Channel:
         return True
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send one message, as soon as the network takes it.
+        """Send a message, as soon as the network takes it.
 
-        Raises `PlaceError` for one that tells of too many hosts.
+        Raises `PlaceError` if it is too long, which happens with too many hosts.
         """
         line = json.dumps(message).encode()
         if self._session is not None:
@@ -113,30 +118,31 @@ class Channel:
                 "the most: the job has too many hosts "
                 "(some 500 can take part) or workers; start fewer hosts with more workers each"
             )
+        # The number of a line is signed too, so that none can be left out or sent twice.
         self._sent += self._session is not None
         self._out += line + b"\n"
         self.flush()
 
     def flush(self, seconds: float = 0.0) -> None:
-        """Write what is left, waiting at most so long.
+        """Write what is left, for at most `seconds`.
 
-        A broken connection shows itself in `hear`.
+        A broken connection shows in `hear`.
         """
-        end = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while self._out:
             try:
                 self._out = self._out[self.connection.send(self._out) :]
             except BlockingIOError:
-                left = end - time.monotonic()
-                if left <= 0 or not ready((), left, writing=[self.fileno()]):
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or not ready((), remaining, writing=[self.fileno()]):
                     return
             except OSError:
                 self._out = b""
 
     def hear(self) -> dict[str, Any] | None:
-        """Return the next message, if it has come whole.
+        """The next message, or None if it isn't complete yet.
 
-        Raises `ChannelBroken` when there won't be any.
+        Raises `ChannelBroken` if there won't be any.
         """
         if not self._lines:
             self._read()
@@ -144,6 +150,7 @@ class Channel:
             return None
         line = self._lines.pop(0)
         self.heard = time.monotonic()
+        # Each line begins with its signature, in hexadecimal digits.
         if self._session is not None:
             mac, line = line[: 2 * secrets.MAC_BYTES], line[2 * secrets.MAC_BYTES :]
             if not secrets.verify(
@@ -164,27 +171,31 @@ class Channel:
         return message
 
     def wait(self, end: float, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """Wait for the next message; `ChannelBroken` if none has come by `end` (time.monotonic()).
+        """Wait for the next message, and call `meanwhile` twice a second.
 
-        `meanwhile` is called twice a second.
+        Raises `ChannelBroken` if none has come by `end` (time.monotonic()).
         """
         while (message := self.hear()) is None:
-            left = end - time.monotonic()
-            if left <= 0:
+            remaining = end - time.monotonic()
+            if remaining <= 0:
                 raise ChannelBroken("it doesn't say anything")
             meanwhile()
-            ready([self.fileno()], min(left, 0.5))
+            ready([self.fileno()], min(remaining, 0.5))
         return message
 
     def close(self) -> None:
-        """Close the connection at once: what the other side has not got by now may be lost."""
+        """Close the connection at once. What the other side has not received yet may be lost."""
         self.connection.close()
 
     def drain(self) -> bool:
-        """Drop what has come; return whether the other side's system has all that was sent from
-        here, or has hung up.
+        """Drop what has come in, and write what is left.
+
+        Returns:
+            Whether nothing is on its way any more: the other system has acknowledged all bytes, or
+            has hung up.
         """
         self.flush()
+        # Unread bytes would make the system reset the connection when it is closed.
         try:
             while self.connection.recv(1 << 16):
                 pass
@@ -205,6 +216,7 @@ class Channel:
             raise HungUp("it hung up")
         *lines, self._in = (self._in + data).split(b"\n")
         self._lines += lines
+        # A stranger must not be able to fill the memory with a line that never ends.
         longest = _LONGEST_HELLO if self._session is None else _LONGEST
         if any(len(line) > longest for line in (*lines, self._in)):
             raise ChannelBroken("a line is too long")
@@ -213,15 +225,18 @@ class Channel:
         return b"client" if self.side == "server" else b"server"
 
     def _nonces(self, other: str) -> tuple[bytes, bytes]:
-        mine, its = self.nonce.encode(), other.encode()
-        return (mine, its) if self.side == "server" else (its, mine)
+        own_nonce, other_nonce = self.nonce.encode(), other.encode()
+        return (own_nonce, other_nonce) if self.side == "server" else (other_nonce, own_nonce)
 
 
 def hear_from(
     channels: dict[int, Channel], descriptor: int, take: Callable[[int, dict[str, Any]], None]
 ) -> tuple[int, ChannelBroken] | None:
-    """Hand on messages from the channel with this descriptor; return the host at its other end,
-    and why, if that one has hung up.
+    """Pass the messages of the channel with this descriptor to `take`, with the number of the host.
+
+    Returns:
+        The host and the reason if the other side has hung up, or sends malformed messages; else
+        None.
     """
     for host, channel in list(channels.items()):
         if channel.fileno() != descriptor:
@@ -239,52 +254,64 @@ def hear_from(
 
 
 def hang_up(channels: Iterable[Channel], seconds: float) -> None:
-    """Close channels as soon as the other sides have what was sent last, and after so many seconds
-    in any case.
+    """Close channels once the other sides have received everything, or after `seconds`.
 
-    A system that closes a connection with unread bytes resets it, and drops what is still on its
-    way to the other side.
+    If a system closes a connection with unread bytes, it resets it, and drops what is still on its
+    way to the other side. So incoming bytes are read and dropped until then.
     """
-    end, left = time.monotonic() + seconds, [*channels]
-    while left:
-        for channel in [*left]:
-            if channel.drain() or time.monotonic() > end:
+    deadline, open_channels = time.monotonic() + seconds, [*channels]
+    while open_channels:
+        for channel in [*open_channels]:
+            if channel.drain() or time.monotonic() > deadline:
                 channel.close()
-                left.remove(channel)
-        time.sleep(0.005 if left else 0.0)  # no poll tells of an acknowledgement
+                open_channels.remove(channel)
+        # `poll` doesn't report acknowledgements, so this asks again and again.
+        time.sleep(0.005 if open_channels else 0.0)
 
 
 def call(connection: socket.socket, secret: bytes, point: str, seconds: float) -> Channel:
-    """Connect to a launcher: the client's side of the introduction, which may take so many
-    `seconds`.
+    """Introduce this launcher to another one that it has connected to, and return the channel.
 
-    `PlaceError` if what answers there isn't a launcher, `SecretError` if it has another secret,
-    `ConnectionResetError` if it hangs up without a word, as forwarders of ports do before a server
-    listens behind them, and launchers with too many callers at a time.
+    Args:
+        connection: Connected socket.
+        secret: Secret of the job.
+        point: HOST:PORT of the other launcher, for messages.
+        seconds: Longest time that the introduction may take.
+
+    Raises:
+        PlaceError: The other side isn't a launcher that waits for hosts.
+        SecretError: It has another secret.
+        ConnectionResetError: It hangs up at once. Forwarders of ports do so before a server listens
+            behind them, and launchers that have too many callers.
     """
     channel = Channel(connection, "client")
-    end = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     greeting: dict[str, Any] = {}
     try:
-        greeting = channel.wait(end)
+        greeting = channel.wait(deadline)
         if greeting.get("paceline") != PROTOCOL:
             raise ChannelBroken(
                 f"it speaks version {str(greeting.get('paceline'))[:20]!r} and we {PROTOCOL}"
             )
-        other = _nonce(greeting)
+        other_nonce = _nonce(greeting)
         channel.send(
-            {"paceline": PROTOCOL, "nonce": channel.nonce, "proof": channel.prove(secret, other)}
+            {
+                "paceline": PROTOCOL,
+                "nonce": channel.nonce,
+                "proof": channel.prove(secret, other_nonce),
+            }
         )
-        answer = channel.wait(end)
+        answer = channel.wait(deadline)
     except ChannelBroken as error:
         channel.close()
+        # The network's error, so that callers try again as if nothing listened there.
         if isinstance(error, HungUp):
             raise ConnectionResetError(errno.ECONNRESET, "it hangs up at once") from error
         raise PlaceError(
             f"what answers at {point} isn't a launcher of paceline that waits for hosts ({error}): "
             "is the port in use?"
         ) from error
-    if not channel.trust(secret, other, str(answer.get("proof"))):
+    if not channel.trust(secret, other_nonce, str(answer.get("proof"))):
         channel.close()
         raise SecretError(
             f"the launcher at {point} has another secret than this host: "
@@ -294,8 +321,9 @@ def call(connection: socket.socket, secret: bytes, point: str, seconds: float) -
 
 
 class Introduction:
-    """The server's side of the introduction of a caller, which may take so many `seconds`;
-    `step` goes on with what has come.
+    """The server's side of the introduction of a caller.
+
+    `late` is the time (monotonic) after which the caller is to be dropped.
     """
 
     def __init__(
@@ -309,17 +337,23 @@ class Introduction:
         self.channel.send({"paceline": PROTOCOL, "nonce": self.channel.nonce})
 
     def step(self) -> dict[str, Any] | None:
-        """Read on; give the first message of a caller that has proved itself.
+        """Go on with the bytes that have come.
 
-        Raises `ChannelBroken`; `SecretError` for another secret.
+        Returns:
+            The first message after the caller has proved itself; None before it has come.
+
+        Raises:
+            ChannelBroken: The caller has hung up, or isn't a launcher.
+            SecretError: It has another secret.
         """
         message = self.channel.hear()
         if message is None or self.trusted:
             return message
         if message.get("paceline") != PROTOCOL:
             raise ChannelBroken("it isn't a launcher")
-        other = _nonce(message)
-        if not self.channel.trust(self._secret, other, str(message.get("proof"))):
+        other_nonce = _nonce(message)
+        if not self.channel.trust(self._secret, other_nonce, str(message.get("proof"))):
+            # The caller gets this instead of a proof, so it reports another secret, too.
             self.channel.send({"refused": "secret"})
             raise SecretError(
                 f"a launcher at {self.address} came with another secret: "
@@ -330,7 +364,7 @@ class Introduction:
 
 
 def _nonce(message: dict[str, Any]) -> str:
-    """Read the other side's nonce. Raises `ChannelBroken` if it is none."""
+    """Read the other side's nonce. Raises `ChannelBroken` if it is malformed."""
     nonce = message.get("nonce")
     if not isinstance(nonce, str) or not _NONCE.fullmatch(nonce):
         raise ChannelBroken("it isn't a launcher")

@@ -1,10 +1,11 @@
-r"""The launchers of an elastic job, which survives losses: they agree on the members of a view.
+r"""The launchers of an elastic job, which survives losses and takes in new hosts.
 
-launcher 0 ------ launcher 1      each is connected with all others; `membership` decides over
-     \              /             these connections, by majorities
-      launcher 2 --
+    launcher 0 ------ launcher 1      each is connected with all others; `membership` decides over
+         \            /               these connections, by majorities
+           launcher 2
 
-Each hears of its own workers at once, and of other workers when their launcher falls silent.
+Each launcher reports the deaths of its own workers at once. The workers of another launcher count
+as lost when that launcher falls silent.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from paceline.errors import DeadlineExceeded, PacelineError
 from paceline.timings import DEFAULTS, ChannelTimings, Timings
 
 _LONGEST_TAIL = 8_000  # characters
+# The refusal of a host that was started without --min-workers
 _OTHERWISE = (
     "a job that survives losses runs there: join it with the command that it was started with "
     "(--min-workers)"
@@ -43,19 +45,32 @@ def connect_all(
     *,
     timings: ChannelTimings = DEFAULTS.channel,
 ) -> dict[int, Channel]:
-    """Connect to the launchers of all hosts: each calls those before it, and is called by those
-    after it.
+    """Connect to the launchers of all hosts, before the job starts.
 
-    Raises `DeadlineExceeded` naming the missing hosts.
+    Each launcher calls those before it in the table, and is called by those after it.
+
+    Args:
+        table: Offers of all hosts.
+        host: Number of this host among them.
+        listening: Socket on which this launcher is called.
+        secret: Secret of the job.
+        deadline: Seconds until all must be connected.
+        timings: Waits of a channel.
+
+    Returns:
+        The channels, by host number.
+
+    Raises:
+        DeadlineExceeded: It names the hosts that are missing.
     """
     end = time.monotonic() + deadline
     channels: dict[int, Channel] = {}
-    for other, offer in enumerate(table[:host]):
+    for other_host, offer in enumerate(table[:host]):
         try:
             connection = socket.create_connection(
                 (offer.address, offer.agent_port), timeout=max(0.1, end - time.monotonic())
             )
-            channels[other] = call(
+            channels[other_host] = call(
                 connection, secret, f"{offer.address}:{offer.agent_port}", timings.hello
             )
         except OSError as error:
@@ -63,7 +78,8 @@ def connect_all(
                 f"the launcher on {offer.name} can't be reached at "
                 f"{offer.address}:{offer.agent_port}: {error}"
             ) from error
-        channels[other].send({"kind": "host", "host": host})
+        channels[other_host].send({"kind": "host", "host": host})
+    # The hosts after this one call it. Strangers may call too: they are dropped.
     listening.setblocking(False)
     with contextlib.closing(Handshakes(secret, timings=timings)) as handshakes:
         while len(channels) < len(table) - 1:
@@ -74,26 +90,26 @@ def connect_all(
             if time.monotonic() > end:
                 absent = ", ".join(
                     offer.name
-                    for other, offer in enumerate(table)
-                    if other not in {*channels, host}
+                    for other_host, offer in enumerate(table)
+                    if other_host not in {*channels, host}
                 )
                 raise DeadlineExceeded(
                     f"{absent} did not call {table[host].name} within {deadline:g} s: "
                     "is a firewall between them?"
                 )
             for channel, message in [
-                came
+                first_message
                 for descriptor in descriptors
-                if (came := handshakes.hear(descriptor)) is not None
+                if (first_message := handshakes.hear(descriptor)) is not None
             ]:
-                later = message.get("host")
+                calling_host = message.get("host")
                 if (
                     message.get("kind") == "host"
-                    and type(later) is int
-                    and host < later < len(table)
-                    and later not in channels
+                    and type(calling_host) is int
+                    and host < calling_host < len(table)
+                    and calling_host not in channels
                 ):
-                    channels[later] = channel
+                    channels[calling_host] = channel
                 else:
                     channel.close()
             if listening.fileno() in descriptors:
@@ -107,7 +123,7 @@ def enter(
 ) -> dict[int, Channel]:
     """Connect to the launchers of a view in which this host is new.
 
-    An unreachable one is noticed later, as silent.
+    A launcher that can't be reached is noticed later, as a silent one.
     """
     channels: dict[int, Channel] = {}
     for seat in view.seats:
@@ -126,9 +142,22 @@ def enter(
 class ElasticPeers:
     """One launcher's part in an elastic job: `Peers` that go on when hosts are lost.
 
-    `channels`: the connections to the other launchers, by host number. `rosters` are the views as
-    workers are to get them. `run` is what the workers have said of it, as JSON, once it can be
-    joined; `cut_off` whether this host stopped as it reached too few others.
+    `rosters` are the views in the form that workers get. `is_cut_off` tells that this host stopped
+    because it reached too few others.
+
+    Invariants: every member of the view but this host has a channel in `_channels`, or is in
+    `_uncalled_hosts` and counts as silent after a while. A joining host is in `_joining_hosts`
+    until a view has it. Then it calls again, and gets a channel. `is_closing` stays true once it is
+    set.
+
+    Args:
+        host: Number of this host.
+        view: The present view. Its number is 1 at the start of a job.
+        channels: Connections to the other launchers, by host number.
+        point: Where this launcher is called. Default: nowhere, so no host can join.
+        run: Facts of the run, as workers have reported them (JSON). Default: not known yet. No host
+            is taken in before.
+        timings: Waits and deadlines.
     """
 
     def __init__(
@@ -144,8 +173,8 @@ class ElasticPeers:
         self.host, self.run = host, run
         self.closing = False  # workers have ended their run: no host is let in any more
         self.cut_off = False
-        self.leaving = False  # this host goes
-        self.joined = view.number > 1  # this host has come later
+        self.leaving = False  # this host leaves
+        self.joined = view.number > 1  # this host joined a running job
         self.verdict: Failure | None = None
         self.stopped: tuple[int, str] | None = None
         self.all_finished = False
@@ -159,21 +188,22 @@ class ElasticPeers:
         )
         self._channels, self._point = channels, point
         for channel in channels.values():
-            channel.count_silence()  # nobody has sent anything while the last hosts were waited for
+            # Nothing was sent while all waited for the last host, so silence counts from now on.
+            channel.count_silence()
         self._newcomers = JoiningHosts(timings=timings.channel)
-        self._awaited: dict[int, float] = {}  # hosts that have not called, and since when
+        self._awaited: dict[int, float] = {}  # hosts that must call this one, and since when
         self._finished: set[int] = set()
-        self._leavers: set[int] = set()  # hosts that have said that they go
-        # those of the others that know that this one has left: what it says last may be lost
+        self._leavers: set[int] = set()  # hosts that have announced that they leave
+        # Hosts that have confirmed that they go on without this one, which leaves
         self._excused: set[int] = set()
         self._beat_at = 0.0
 
     @property
     def view(self) -> View:
-        """The present view."""
+        """The present view of the job."""
         return self.membership.view
 
-    # ---- what this launcher has seen
+    # ---- events on this host
 
     def lost(self, workers: list[int]) -> None:
         """Report that workers of this host are dead."""
@@ -186,12 +216,12 @@ class ElasticPeers:
         self._send()
 
     def renew(self, number: int) -> None:
-        """Ask for a new view: groups have broken in this one, though all live."""
+        """Ask for a new view: connections have broken in this one, though all workers are alive."""
         self.membership.renew(number, time.monotonic())
         self._send()
 
     def leave(self) -> None:
-        """Report that this host goes; none of its workers is left."""
+        """Report that this host leaves. None of its workers is left."""
         self.leaving = True
         self._tell_all({"kind": "leaving"})
         self.membership.leave(time.monotonic())
@@ -199,14 +229,17 @@ class ElasticPeers:
 
     @property
     def parted(self) -> bool:
-        """Whether the others do without this host, as each of them has said that can be asked."""
+        """Whether this host can go, as the others do without it.
+
+        Each host that can still be reached must have confirmed that.
+        """
         if self.membership.expelled:
             return {*self.view.hosts} & {*self._channels} <= self._excused
         return self.membership.stranded or self.view.hosts == (self.host,)
 
     @property
     def points(self) -> list[Point]:
-        """The points where the launchers of the other hosts accept calls."""
+        """Addresses at which the launchers of the other hosts are called."""
         return [
             (str(seat.facts["address"]), int(seat.facts["port"]))
             for seat in self.view.seats
@@ -235,24 +268,24 @@ class ElasticPeers:
         ]
 
     def hear(self, descriptor: int) -> None:
-        """Read the messages of one of the others."""
+        """Read the messages that have come on a descriptor."""
         if self._point is not None and descriptor in self._point.descriptors():
-            if (came := self._point.hear(descriptor)) is not None:
-                self._receive(*came)
+            if (first_message := self._point.hear(descriptor)) is not None:
+                self._receive(*first_message)
         elif descriptor in self._newcomers.descriptors():
             self._newcomers.hear(descriptor)
-        elif (gone := hear_from(self._channels, descriptor, self._take)) is not None:
-            self._channels.pop(gone[0]).close()
-            self.membership.silent(gone[0], time.monotonic())
+        elif (hung_up := hear_from(self._channels, descriptor, self._take)) is not None:
+            self._channels.pop(hung_up[0]).close()
+            self.membership.silent(hung_up[0], time.monotonic())
         self._send()
 
     def tick(self) -> None:
-        """Send heartbeats, notice silent hosts, and repeat messages that have had no answer."""
+        """Send heartbeats, notice silent hosts, and repeat unanswered messages."""
         now = time.monotonic()
-        beat = now - self._beat_at > self._timings.beat
-        self._beat_at = now if beat else self._beat_at
+        is_beat_due = now - self._beat_at > self._timings.beat
+        self._beat_at = now if is_beat_due else self._beat_at
         for host, channel in list(self._channels.items()):
-            if beat:
+            if is_beat_due:
                 channel.send({"kind": "beat"})
             channel.flush()
             if now - channel.heard > self._timings.silence:
@@ -262,6 +295,7 @@ class ElasticPeers:
         self._admit(now)
         self.membership.tick(now)
         self._send()
+        # Hosts in the minority must stop, as the others go on without them.
         if (
             self.membership.stranded
             and not self.all_finished
@@ -271,17 +305,17 @@ class ElasticPeers:
             seat = self.view.seat(self.host)
             name = "this host" if seat is None else seat.facts["name"]
             self.cut_off = True
-            why = (
+            reason = (
                 "the others went on without it"
                 if self.membership.expelled
                 else "fewer than half of the hosts are within reach"
             )
             self.verdict = Failure(
-                None, name, 1, f"was cut off from the other hosts: {why}, so it stops here"
+                None, name, 1, f"was cut off from the other hosts: {reason}, so it stops here"
             )
 
     def _send(self) -> None:
-        """Send the outbox of membership, and take out the views that it has decided."""
+        """Send the messages of `membership`, and take out the views that it has decided."""
         outbox, self.membership.outbox = self.membership.outbox, []
         for host, message in outbox:
             if host in self._channels:
@@ -293,22 +327,23 @@ class ElasticPeers:
         self.membership.decided.clear()
 
     def _excuse(self) -> None:
-        """Tell leaving hosts that the others do without them by now."""
+        """Confirm to hosts that leave that they aren't in the view any more."""
         for host in self._leavers - {*self.view.hosts}:
             if host in self._channels:
                 self._channels[host].send({"kind": "parted"})
             self._leavers.discard(host)
 
-    # ---- hosts that come
+    # ---- hosts that join
 
     def _receive(self, channel: Channel, message: dict[str, Any]) -> None:
-        """Read the first message of a launcher that has called."""
+        """Read the first message of a launcher that has called. Hang up if it is malformed."""
         try:
             self._welcome(channel, message)
         except SENSELESS:
             channel.close()
 
     def _welcome(self, channel: Channel, message: dict[str, Any]) -> None:
+        """Add the channel of a member, or let a new host wait for its admission."""
         if message.get("kind") == "host":
             host = message["host"]
             if type(host) is not int or host < 0 or host == self.host:
@@ -317,6 +352,7 @@ class ElasticPeers:
                 self._channels.pop(host).close()
             self._channels[host] = channel
             self._awaited.pop(host, None)
+            # It may have missed these two messages.
             if self.host in self._finished:
                 channel.send({"kind": "finished"})
             if self.closing:
@@ -329,7 +365,7 @@ class ElasticPeers:
             ) == "offer" else channel.close()
 
     def _admit(self, now: float) -> None:
-        """Have joining hosts taken into the view, and notice members that don't call."""
+        """Propose joining hosts for the next view, and notice members that don't call."""
         if self._point is not None:
             self._point.tick(now)
             if self.run is not None and self.membership.leader == self.host:
@@ -338,6 +374,7 @@ class ElasticPeers:
             self._newcomers.refuse()
         for word, facts in self._newcomers.take() if self.run is not None else ():
             self.membership.joining(word, (), facts, now)
+        # New members call the others. One that doesn't counts as silent after a while.
         absent = {*self.view.hosts} - {self.host, *self._channels}
         self._awaited = {host: self._awaited.get(host, now) for host in absent}
         for host, since in self._awaited.items():
@@ -345,6 +382,7 @@ class ElasticPeers:
                 self.membership.silent(host, now)
 
     def _take(self, host: int, message: dict[str, Any]) -> None:
+        """Handle a message of another launcher."""
         kind = message.get("kind")
         if kind == "membership":
             self.membership.hear(host, _sound(message["message"]), time.monotonic())
@@ -370,7 +408,7 @@ class ElasticPeers:
         for channel in self._channels.values():
             channel.send(message)
 
-    # ---- how the job ends
+    # ---- the end of the job
 
     def tell_failed(self, failure: Failure) -> None:
         """Tell the others that the job can't go on."""
@@ -397,6 +435,7 @@ class ElasticPeers:
             self._finish()
 
     def _finish(self) -> None:
+        """Note whether all hosts of the view have finished."""
         self.all_finished = {*self.view.hosts} <= self._finished
 
     def close(self) -> None:
@@ -409,7 +448,7 @@ class ElasticPeers:
 
 
 def _roster(view: View) -> Roster:
-    """Write a view as workers get it."""
+    """Make the roster of a view, which workers get."""
     members = [
         Member(worker, seat.host, seat.facts["name"], seat.facts["address"])
         for seat in view.seats
@@ -419,16 +458,20 @@ def _roster(view: View) -> Roster:
 
 
 def _sound(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message if what it says of hosts can be used, perhaps much later; else raise
-    one of `channel.SENSELESS`.
+    """Check that the facts about hosts in a message are usable, as they may be used much later.
+
+    Returns the message. Raises one of `channel.MALFORMED` if they aren't.
     """
     views = [View.load(value) for value in (message.get("view"), message.get("value")) if value]
-    facts = [seat.facts for view in views for seat in view.seats]
-    facts += [found for _, found in message.get("wishes", {}).get("joining", {}).values()]
-    for each in facts:
-        ipaddress.ip_address(str(each["address"]).partition("%")[0])
+    all_facts = [seat.facts for view in views for seat in view.seats]
+    all_facts += [
+        joining_facts for _, joining_facts in message.get("wishes", {}).get("joining", {}).values()
+    ]
+    for seat_facts in all_facts:
+        ipaddress.ip_address(str(seat_facts["address"]).partition("%")[0])
         if not (
-            type(each["name"]) is type(each.get("word", "")) is str and type(each["port"]) is int
+            type(seat_facts["name"]) is type(seat_facts.get("word", "")) is str
+            and type(seat_facts["port"]) is int
         ):
             raise TypeError("a host has a name, an address and a port")
     return message

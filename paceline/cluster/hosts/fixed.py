@@ -1,5 +1,10 @@
-"""The launchers of a job of fixed size while it runs: each knows when another fails, ends or is
-gone, and all end together.
+"""The launchers of a job of fixed size while it runs: they all end together.
+
+      launcher 1 ----+
+      launcher 2 ----+---- launcher 0, the server of the rendezvous: it passes messages on, decides
+      launcher 3 ----+                 which failure was first, and whether the job starts again
+
+A host that falls silent counts as a failure.
 """
 
 from __future__ import annotations
@@ -18,12 +23,19 @@ _LONGEST_TAIL = 8_000  # characters
 
 
 class FixedPeers:
-    """The launchers of a job of fixed size while it runs.
+    """One launcher's part in a job of fixed size: `RestartPeers` over a star of connections.
 
-    The one that listened decides which failure was first; the others ask it.
+    The launcher that served the rendezvous is in the middle, as the server. It decides which
+    failure was first. Once all have ended their workers, it also decides whether the job starts
+    again. If it is gone, each of the others decides for itself.
 
-    It also decides, once all have ended their workers, whether the job starts again; if it is gone,
-    each decides for itself.
+    Args:
+        table: Offers of all hosts.
+        host_rank: Number of this host among them.
+        channels: Connections by host number: to all others on the server, else to the server alone.
+        server: Number of the server.
+        state: How far the restarts of the job have come. Default: it has none.
+        timings: Waits and deadlines.
     """
 
     def __init__(
@@ -45,13 +57,15 @@ class FixedPeers:
         self.sequel: Sequel | None = None
         self._channels = channels  # by host rank
         for channel in channels.values():
-            channel.count_silence()  # nobody has sent anything while the last hosts were waited for
+            # Nothing was sent while all waited for the last host, so silence counts from now on.
+            channel.count_silence()
         self._timings, self._linger = timings.rendezvous, timings.channel.linger
         self._server = server
         self._finished: set[int] = set()
         self._ended: dict[int, HostReport] = {}
         self._stops = False
-        self._reports: list[tuple[float, Failure]] = []  # when it happened, on this clock
+        # Failures, and when they happened on the clock of this host
+        self._reports: list[tuple[float, Failure]] = []
         self._reported_at = 0.0
         self._beat_at = 0.0
 
@@ -59,18 +73,18 @@ class FixedPeers:
         return [channel.fileno() for channel in self._channels.values()]
 
     def hear(self, descriptor: int) -> None:
-        """Read the messages of one of the others."""
-        if (gone := hear_from(self._channels, descriptor, self._take)) is not None:
-            self._lose(gone[0], f"is gone: {gone[1]}")
+        """Read the messages that have come on a descriptor."""
+        if (hung_up := hear_from(self._channels, descriptor, self._take)) is not None:
+            self._lose(hung_up[0], f"is gone: {hung_up[1]}")
 
     def tick(self) -> None:
-        """Send heartbeats, notice silent hosts, and decide when it is time."""
+        """Send heartbeats, notice silent hosts, and decide on the first failure when it is time."""
         now = time.monotonic()
-        beat = now - self._beat_at > self._timings.beat
-        if beat:
+        is_beat_due = now - self._beat_at > self._timings.beat
+        if is_beat_due:
             self._beat_at = now
         for host, channel in list(self._channels.items()):
-            if beat:
+            if is_beat_due:
                 channel.send({"kind": "beat"})
             channel.flush()
             if now - channel.heard > self._timings.silence:
@@ -78,6 +92,8 @@ class FixedPeers:
                     host,
                     f"is gone: nothing was heard of its launcher for {self._timings.silence:g} s",
                 )
+        # The report of the first failure may come late: another host may have noticed an echo of it
+        # before.
         if self._serves and self._reports and self.verdict is None:
             _, first = min(self._reports, key=lambda report: (report[1].is_echo, report[0]))
             if now - self._reported_at > (
@@ -115,8 +131,8 @@ class FixedPeers:
     @property
     def ended(self) -> Mapping[int, HostReport] | None:
         awaited = self._channels.keys() if self._serves else self._channels.keys() & {self._server}
-        whole = self._ended.keys() >= {self.host_rank, *awaited}
-        return self._ended if whole and self.sequel is None else None
+        is_complete = self._ended.keys() >= {self.host_rank, *awaited}
+        return self._ended if is_complete and self.sequel is None else None
 
     def tell_ended(self, report: HostReport) -> None:
         self._ended[self.host_rank] = report
@@ -134,15 +150,17 @@ class FixedPeers:
 
     def close(self) -> None:
         if self.sequel is not None and self.sequel.state is not None and not self._stops:
-            return  # they are needed for the next start
+            return  # the connections are needed for the next start
         hang_up(self._channels.values(), self._linger)
         self._channels.clear()
 
     @property
     def _serves(self) -> bool:
+        """Whether this host is the server."""
         return self._server == self.host_rank
 
     def _take(self, host: int, message: dict[str, Any]) -> None:
+        """Handle a message of another launcher. Those for the other role are ignored."""
         kind = message.get("kind")
         if kind == "failed" and self._serves:
             self._report(Failure.load(message["failure"]))
@@ -162,7 +180,8 @@ class FixedPeers:
                 note(self.late, said_late(message["late"]))
             else:
                 self.stopped = self.stopped or said_stopped(message)
-            if self._serves:  # the others are connected with this one alone
+            # The others are connected with the server alone, so it passes the message on.
+            if self._serves:
                 self._tell_all(message)
 
     def _tell_all(self, message: dict[str, Any]) -> None:
@@ -170,16 +189,19 @@ class FixedPeers:
             channel.send(message)
 
     def _report(self, failure: Failure) -> None:
+        """Add a failure. The first one by time becomes the verdict."""
         now = time.monotonic()
         self._reported_at = self._reported_at if self._reports else now
         self._reports.append((now - failure.age, failure))
 
     def _finish(self) -> None:
+        """End the job well once all hosts have finished."""
         if len(self._finished) == len(self.table):
             self.all_finished = True
             self._tell_all({"kind": "over"})
 
     def _lose(self, host: int, words: str) -> None:
+        """Count a host as lost, for this reason in words."""
         self._channels.pop(host).close()
         if self.all_finished or self.verdict is not None or self.stopped is not None:
             return

@@ -1,10 +1,11 @@
-"""Callers that have not yet proved that they know the secret: few at a time, none for long, and all
-they can do is be dropped.
+"""Callers that have not proved yet that they know the secret.
 
-accept ---> [ caller caller caller ... ]  at most `MOST`; too many: the oldest goes, of the address
-                                          that holds most of them
-                 |            |
-            says nonsense   proves itself, and says something: it is handed on
+    accept ---> [ caller caller caller ... ]  at most `MOST_CALLERS`; with more, the oldest caller
+                     |            |           of the address that has most of them is dropped
+                malformed     proves itself and sends a message
+                 dropped      handed on
+
+They are few at a time, none stays for long, and none can do anything else.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from paceline.errors import SecretError
 from paceline.timings import DEFAULTS, ChannelTimings
 
 MOST = 128  # callers that have not proved anything
-_AT_ONCE = 64  # let in before anything else is done
+_AT_ONCE = 64  # callers accepted before anything else is done
 
 
 def _nothing(text: str) -> None:
@@ -31,7 +32,10 @@ def _nothing(text: str) -> None:
 class Handshakes:
     """Accepts callers, and hands on those that know the secret.
 
-    `say` is called, once, with news of a caller with another one.
+    Args:
+        secret: Secret of the job.
+        say: Called once with a message if a caller has another secret. Default: no message.
+        timings: Waits of a channel.
     """
 
     def __init__(
@@ -41,21 +45,22 @@ class Handshakes:
         *,
         timings: ChannelTimings = DEFAULTS.channel,
     ) -> None:
-        self.wrong = ""  # the refusal that the last caller with another secret got
+        self.wrong = ""  # the error of the last caller that had another secret
         self._secret, self._say, self._timings = secret, say, timings
-        # by descriptor, in the order in which they came
+        # By descriptor, in the order of arrival
         self._callers: dict[int, Introduction] = {}
 
     def descriptors(self) -> list[int]:
-        """Return the descriptors on which callers may send."""
+        """List the descriptors on which callers may send."""
         return [*self._callers]
 
     def let_in(self, listening: socket.socket) -> None:
-        """Accept all that wait at this socket, which doesn't block."""
+        """Accept all callers that wait at this socket, which doesn't block."""
         for _ in range(_AT_ONCE):
             try:
                 connection, address = listening.accept()
-            except OSError as error:  # no caller waits there, or it hung up before it was answered
+            except OSError as error:
+                # No caller waits any more, or it has hung up, or there are too many open files.
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     self._make_room(0)
                 if error.errno != errno.ECONNABORTED:
@@ -66,8 +71,11 @@ class Handshakes:
             self._make_room(MOST)
 
     def hear(self, descriptor: int) -> tuple[Channel, dict[str, Any]] | None:
-        """Return this caller's first message once it has proved itself, with its channel, which
-        is no longer held here.
+        """Read what this caller has sent.
+
+        Returns:
+            Its channel, which isn't held here any more, and its first message, once it has proved
+            itself; else None.
         """
         caller = self._callers.get(descriptor)
         if caller is None:
@@ -89,13 +97,13 @@ class Handshakes:
         return caller.channel, message
 
     def tick(self, now: float | None = None) -> None:
-        """Drop silent callers."""
+        """Drop callers that have taken too long."""
         now = time.monotonic() if now is None else now
         for caller in [each for each in self._callers.values() if now > each.late]:
             self._drop(caller)
 
     def trusted(self) -> list[Channel]:
-        """Return the channels of callers that have proved themselves, and have said nothing yet."""
+        """List the channels of callers that have proved themselves but sent no message yet."""
         return [caller.channel for caller in self._callers.values() if caller.trusted]
 
     def close(self) -> None:
@@ -104,13 +112,15 @@ class Handshakes:
             self._drop(caller)
 
     def _make_room(self, most: int) -> None:
-        """Drop the oldest caller when there are too many, of the address that most are from: one
-        stranger can't keep the others out.
+        """Drop a caller if there are more than `most` that have not proved themselves.
+
+        It is the oldest one of the address that has most of them, so one stranger can't keep others
+        out.
         """
         unproved = [caller for caller in self._callers.values() if not caller.trusted]
         if len(unproved) > most:
-            ((crowd, _),) = Counter(caller.address for caller in unproved).most_common(1)
-            self._drop(next(caller for caller in unproved if caller.address == crowd))
+            ((crowded_address, _),) = Counter(caller.address for caller in unproved).most_common(1)
+            self._drop(next(caller for caller in unproved if caller.address == crowded_address))
 
     def _drop(self, caller: Introduction) -> None:
         del self._callers[caller.channel.fileno()]

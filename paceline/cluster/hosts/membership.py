@@ -1,19 +1,19 @@
-"""Group membership: a numbered view of the living, which a majority of the last one agrees on.
+"""Group membership: numbered views of the hosts that are alive, each agreed on by a majority.
 
-No host decides alone, none is needed.
+No host decides alone, and no host is indispensable.
 
     view 3: hosts 0 1 2       0 falls silent
-    2 --wish: 0 is gone--> 1  the first of the view that is still heard leads
-    1 --prepare (1, 1)---> 2  left out by host 0 itself, whose first ballot needs none
+    2 --wish: 0 is gone--> 1  the first host of the view that is still heard leads
+    1 --prepare (1, 1)---> 2  host 0 itself would skip this: its first ballot needs no promises
     2 --promise----------> 1
     1 --accept (1, 1)----> 2
     2 --accepted---------> 1  two of three: view 4 is 1 2
     1 --decided----------> 2
 
 Each number is decided once, by single-decree Paxos (Lamport 2001, "Paxos Made Simple") among the
-hosts of the view before it. There is no input or output here: `hear`, `tick` and the wishes take
-what happened, `outbox` has what is to be sent, and nothing is lost if a message is: all that is
-open is said again by `tick`.
+hosts of the view before it. There is no input or output here: `note_...` take events,
+`handle_message` takes messages, and `outbox` holds the messages to send. Messages may be lost, as
+`run_timers` repeats all that are still unanswered.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ LOWEST: Ballot = (-1, -1)
 
 @dataclass(frozen=True)
 class HostSeat:
-    """A host of a view: its number, its workers (numbers that are never used twice), and facts
-    that others need of it.
+    """A host of a view: its number, its workers, and facts that other hosts need.
+
+    The numbers of workers are never used twice.
     """
 
     host: int
@@ -41,47 +42,48 @@ class HostSeat:
 
 @dataclass(frozen=True)
 class View:
-    """The living: hosts in the order in which they came.
+    """The hosts that are alive, in the order in which they came.
 
-    `fresh` is the number of the next host that joins.
+    `next_host` is the number of the next host that joins.
     """
 
     number: int
     seats: tuple[HostSeat, ...]
     fresh: int
-    renewed: bool = False  # groups of the view before can't be used, whoever lives
+    renewed: bool = False  # groups of the view before can't be used, even if all members stay
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """The numbers of the hosts."""
+        """Numbers of the hosts."""
         return tuple(seat.host for seat in self.seats)
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """The workers of all hosts, host by host."""
+        """Workers of all hosts, host by host."""
         return tuple(worker for seat in self.seats for worker in seat.workers)
 
     def seat(self, host: int) -> HostSeat | None:
-        """Return the seat of a host, None if the host is not one of the living."""
+        """The seat of a host; None if the host isn't in the view."""
         return next((seat for seat in self.seats if seat.host == host), None)
 
     def carried(self, hosts: Collection[int]) -> bool:
-        """Whether these hosts may decide what follows: more than half of all, or half of them
-        with the first.
+        """Whether these hosts are a majority, and so may decide the next view.
+
+        A majority is more than half of all hosts, or exactly half with the first host among them.
         """
-        count = sum(host in hosts for host in self.hosts)
-        return 2 * count > len(self.seats) or (
-            0 < 2 * count == len(self.seats) and self.hosts[0] in hosts
+        present = sum(host in hosts for host in self.hosts)
+        return 2 * present > len(self.seats) or (
+            0 < 2 * present == len(self.seats) and self.hosts[0] in hosts
         )
 
     def dump(self) -> dict[str, Any]:
-        """Write as JSON that `load` reads."""
+        """Write the view as JSON for `load`."""
         seats = [[seat.host, list(seat.workers), seat.facts] for seat in self.seats]
         return {"number": self.number, "seats": seats, "fresh": self.fresh, "renewed": self.renewed}
 
     @classmethod
     def load(cls, value: dict[str, Any]) -> View:
-        """Read what `dump` has written."""
+        """Read a view that `dump` has written."""
         seats = tuple(
             HostSeat(int(host), tuple(map(int, workers)), dict(facts))
             for host, workers, facts in value["seats"]
@@ -91,18 +93,18 @@ class View:
 
 @dataclass
 class PendingChanges:
-    """Changes that have happened and that the view doesn't show yet."""
+    """Changes that have happened, and that the view doesn't show yet."""
 
-    lost: set[int] = field(default_factory=set)  # workers
-    gone: set[int] = field(default_factory=set)  # hosts that are not heard any more
-    left: set[int] = field(default_factory=set)  # hosts that have said so themselves
-    come: dict[int, int] = field(default_factory=dict)  # worker: its host, which is in the view
-    # by a word of the host's own: it has no number yet
+    lost: set[int] = field(default_factory=set)  # workers that are dead
+    gone: set[int] = field(default_factory=set)  # hosts that are silent
+    left: set[int] = field(default_factory=set)  # hosts that have announced that they leave
+    come: dict[int, int] = field(default_factory=dict)  # new workers, and their hosts in the view
+    # New hosts. They have no numbers yet, so each is named by a random word.
     joining: dict[str, HostSeat] = field(default_factory=dict)
-    broken: bool = False  # connections of workers have broken that live
+    broken: bool = False  # connections between live workers have broken
 
     def dump(self) -> dict[str, Any]:
-        """Write as JSON that `merge` reads."""
+        """Write the changes as JSON for `merge`."""
         joining = {word: [list(seat.workers), seat.facts] for word, seat in self.joining.items()}
         return {
             "lost": sorted(self.lost),
@@ -114,20 +116,21 @@ class PendingChanges:
             "left": sorted(self.left),
         }
 
-    def merge(self, said: dict[str, Any]) -> None:
-        """Add the changes that another host wishes."""
-        self.lost |= set(map(int, said["lost"]))
-        self.gone |= set(map(int, said["gone"]))
-        self.left |= set(map(int, said["left"]))
-        self.broken = self.broken or bool(said["broken"])
-        self.come |= {int(worker): int(host) for worker, host in said["come"]}
+    def merge(self, dumped: dict[str, Any]) -> None:
+        """Add the changes that another host wishes for."""
+        self.lost |= set(map(int, dumped["lost"]))
+        self.gone |= set(map(int, dumped["gone"]))
+        self.left |= set(map(int, dumped["left"]))
+        self.broken = self.broken or bool(dumped["broken"])
+        self.come |= {int(worker): int(host) for worker, host in dumped["come"]}
         self.joining |= {
             str(word): HostSeat(-1, tuple(map(int, workers)), dict(facts))
-            for word, (workers, facts) in said["joining"].items()
+            for word, (workers, facts) in dumped["joining"].items()
         }
 
     def forget(self, view: View) -> None:
-        """Drop the changes that this view shows, or that can't come about any more."""
+        """Drop the changes that this view shows, or that can't happen any more."""
+        # A lost worker stays noted while it is in the view, or may still be admitted.
         self.lost &= set(view.workers) | {
             worker for worker in self.come if view.seat(self.come[worker]) is not None
         }
@@ -138,8 +141,8 @@ class PendingChanges:
             for worker, host in self.come.items()
             if worker not in view.workers and view.seat(host) and worker not in self.lost
         }
-        here = {seat.facts.get("word") for seat in view.seats}
-        self.joining = {word: seat for word, seat in self.joining.items() if word not in here}
+        admitted = {seat.facts.get("word") for seat in view.seats}
+        self.joining = {word: seat for word, seat in self.joining.items() if word not in admitted}
 
     def __bool__(self) -> bool:
         return bool(self.lost or self.gone or self.left or self.come or self.joining or self.broken)
@@ -154,18 +157,14 @@ def follow(view: View, wishes: PendingChanges) -> View:
     for seat in view.seats:
         if seat.host in wishes.gone | wishes.left:
             continue
-        come = [
+        new_workers = [
             worker
             for worker, host in wishes.come.items()
             if host == seat.host and worker not in seat.workers
         ]
-        seats.append(
-            HostSeat(
-                seat.host,
-                tuple(worker for worker in (*seat.workers, *come) if worker not in wishes.lost),
-                seat.facts,
-            )
-        )
+        workers = (*seat.workers, *new_workers)
+        live_workers = tuple(worker for worker in workers if worker not in wishes.lost)
+        seats.append(HostSeat(seat.host, live_workers, seat.facts))
     fresh = view.fresh
     for word, seat in sorted(wishes.joining.items()):
         seats.append(HostSeat(fresh, seat.workers, {**seat.facts, "word": word}))
@@ -176,9 +175,21 @@ def follow(view: View, wishes: PendingChanges) -> View:
 class Membership:
     """One host's part in agreeing on views.
 
-    `view` is the last one known to be decided, `expelled` whether it leaves this host out,
-    `stranded` whether those that are heard are too few to decide anything. `outbox` holds (host,
-    message) to be sent; messages are JSON, and may get lost or come twice.
+    `view` is the last view known to be decided. `is_expelled` tells that it leaves this host out,
+    and `is_stranded` that too few of its hosts are heard to decide anything. `outbox` holds pairs
+    of a host and a message for it, as JSON. Messages may get lost, or come twice.
+
+    Invariants of one ballot, as in Paxos: `_promised_ballot` never falls. `_accepted_ballot` and
+    `_accepted_view` are the last ballot that this host has voted for, and its view. `_own_ballot`
+    is the ballot that this host leads, None if it leads none; `_promises` and `_votes` are the
+    answers to it, and `_proposed_view` its view as soon as that is settled. All of them are reset
+    when a view is adopted.
+
+    Args:
+        host: Number of this host.
+        view: The present view.
+        now: Present time in seconds, from any start.
+        timings: How often to repeat messages, and how long ballots last.
     """
 
     def __init__(
@@ -192,7 +203,7 @@ class Membership:
         self.host, self.view = host, view
         self.expelled = False
         self.outbox: list[tuple[int, dict[str, Any]]] = []
-        # in the order in which they became known here; the caller takes them out
+        # Views in the order in which this host learned of them. The caller takes them out.
         self.decided: list[View] = []
         self._wishes = PendingChanges()
         self._silent: set[int] = set()
@@ -200,25 +211,27 @@ class Membership:
         self._open(now)
 
     def _open(self, now: float) -> None:
-        """Forget all ballots: nothing is known yet of the view after the present one."""
+        """Forget all ballots, and begin with those for the next view."""
+        # All hosts count as having promised round 0 to the first host of the view, so that host can
+        # skip the first phase of Paxos.
         first: Ballot = (0, self.view.hosts[0]) if self.view.seats else LOWEST
         self._promised, self._accepted, self._value = first, LOWEST, dict[str, Any]()
-        self._mine: Ballot | None = None  # the ballot that this host leads
+        self._mine: Ballot | None = None
         self._proposed = dict[str, Any]()
         self._promises: dict[int, tuple[Ballot, dict[str, Any]]] = {}
         self._votes: set[int] = set()
         self._round, self._led_at, self._patience = 0, now, self._timings.ballot
 
-    # ---- what this host has seen
+    # ---- events that this host has seen
 
     @property
     def stranded(self) -> bool:
-        """Whether this host hears too few of the view to go on."""
+        """Whether this host hears too few hosts of the view to go on."""
         return self.expelled or not self.view.carried(set(self.view.hosts) - self._silent)
 
     @property
     def leader(self) -> int:
-        """The host that is to bring about the next view, as far as this host hears."""
+        """The host that should lead the next ballot, as far as this host hears."""
         return next((host for host in self.view.hosts if host not in self._silent), self.host)
 
     def lost(self, workers: Iterable[int], now: float) -> None:
@@ -232,21 +245,23 @@ class Membership:
         self._press(now)
 
     def renew(self, number: int, now: float) -> None:
-        """Note that living workers have lost a connection in the view `number`: they need
-        another view to make new groups in.
+        """Note that live workers have lost a connection in the view `number`.
+
+        They need another view, in which they make new groups.
         """
         if number == self.view.number:
             self._wishes.broken = True
             self._press(now)
 
     def joining(self, word: str, workers: Sequence[int], facts: dict[str, Any], now: float) -> None:
-        """Note that a new host wants to take part; `word` tells it from all others."""
+        """Note that a new host wants to take part. `word` names it until it has a number."""
         self._wishes.joining[word] = HostSeat(-1, tuple(workers), facts)
         self._press(now)
 
     def leave(self, now: float) -> None:
-        """Announce that this host goes, once the others have decided to do without it: it
-        needn't hear what follows.
+        """Announce that this host leaves as soon as the others have decided to go on without it.
+
+        It doesn't have to hear of that decision.
         """
         self._wishes.left |= {self.host}
         self._press(now)
@@ -259,15 +274,16 @@ class Membership:
             self._press(now)
 
     def heard(self, host: int) -> None:
-        """Note that this host is heard again. What has been proposed of it goes on."""
+        """Note that this host is heard again. A ballot on leaving it out goes on."""
         self._silent.discard(host)
         self._wishes.gone.discard(host)
 
     # ---- the protocol
 
     def tick(self, now: float) -> None:
-        """Repeat what has had no answer, and announce the number of this view: a host that is
-        behind hears of the next.
+        """Repeat unanswered messages, and announce the number of the next view.
+
+        By that number a host that is ahead notices that this one is behind, and sends its view.
         """
         if now - self._said_at >= self._timings.repeat:
             for host in self.view.hosts if not self.expelled else ():
@@ -276,11 +292,13 @@ class Membership:
             self._press(now)
 
     def hear(self, sender: int, message: dict[str, Any], now: float) -> None:
-        """Handle a message of another host (or of this one)."""
+        """Handle a message of another host, or of this one."""
         kind = message["kind"]
         if kind == "decided":
             self._adopt(View.load(message["view"]), now)
             return
+        # All other messages are about one view. Only those about the next view are answered by the
+        # rules of the ballot; in all other cases one side is behind, and gets the decided view.
         number = int(message["number"])
         if number <= self.view.number:
             self._send(sender, {"kind": "decided", "view": self.view.dump()})
@@ -288,7 +306,7 @@ class Membership:
             self._send(sender, {"kind": "behind", "number": self.view.number + 1})
         elif kind == "wish":
             self._wishes.merge(message["wishes"])
-            self._wishes.gone -= {self.host}
+            self._wishes.gone -= {self.host}  # the other may have missed this host's messages
             if self._wishes and self.leader == self.host and self._mine is None:
                 self._lead(now)
         elif kind in ("prepare", "accept"):
@@ -308,7 +326,7 @@ class Membership:
                 self._count(now)
 
     def _press(self, now: float) -> None:
-        """Bring the next view about, or ask the leader to do so."""
+        """Work towards the next view: lead a ballot, or ask the leader to do so."""
         self._said_at = now
         self._wishes.forget(self.view)
         if self.expelled or not (self._wishes or self._mine):
@@ -324,7 +342,11 @@ class Membership:
             self._repeat()
 
     def _lead(self, now: float) -> None:
-        """Begin a ballot."""
+        """Begin a ballot.
+
+        The first host of the view needs no promises in round 0. In any later round, other hosts may
+        have voted already, so promises come first.
+        """
         self._led_at = now
         self._promises, self._votes = {}, set()
         if self._mine is None and self._promised == (0, self.host):
@@ -340,43 +362,46 @@ class Membership:
     def _repeat(self) -> None:
         """Send the state of this host's ballot again."""
         assert self._mine is not None
-        said: dict[str, Any] = (
+        message: dict[str, Any] = (
             {"kind": "accept", "value": self._proposed} if self._proposed else {"kind": "prepare"}
         )
-        said |= {"number": self.view.number + 1, "ballot": list(self._mine)}
-        # this host's own answer may decide it
+        message |= {"number": self.view.number + 1, "ballot": list(self._mine)}
+        # This host answers itself at once, and that may decide the ballot, so the list is a copy.
         for host in [host for host in self.view.hosts if host not in self._votes]:
-            self._send(host, said)
+            self._send(host, message)
 
     def _propose(self, now: float) -> None:
-        """Put a value to the vote: one that may have been decided already, or else what is
-        wished for.
+        """Put a view to the vote, if a majority has promised.
+
+        If any of them has voted before, it has to be the view of the latest ballot, as that may
+        have been decided. Otherwise it is the one that is wished for.
         """
         assert self._mine is not None
         if self._proposed or (self._mine[0] > 0 and not self.view.carried(self._promises)):
             return
-        known = max(self._promises.values(), key=lambda promise: promise[0], default=(LOWEST, {}))
-        self._proposed = known[1] or follow(self.view, self._wishes).dump()
+        latest = max(self._promises.values(), key=lambda promise: promise[0], default=(LOWEST, {}))
+        self._proposed = latest[1] or follow(self.view, self._wishes).dump()
         self._led_at = now
         self._repeat()
 
     def _answer(self, sender: int, message: dict[str, Any]) -> None:
+        """Answer a ballot, unless a higher one was promised."""
         ballot = _ballot(message["ballot"])
-        head = {"number": message["number"], "ballot": list(ballot)}
+        answer = {"number": message["number"], "ballot": list(ballot)}
         if ballot < self._promised:
-            self._send(sender, {**head, "kind": "refused", "ballot": list(self._promised)})
+            self._send(sender, {**answer, "kind": "refused", "ballot": list(self._promised)})
             return
         self._promised = ballot
         if message["kind"] == "prepare":
-            self._send(
-                sender,
-                {**head, "kind": "promise", "accepted": list(self._accepted), "value": self._value},
-            )
+            # The leader must know what this host has voted for, as that may have been decided.
+            vote = {"accepted": list(self._accepted), "value": self._value}
+            self._send(sender, {**answer, "kind": "promise", **vote})
         else:
             self._accepted, self._value = ballot, message["value"]
-            self._send(sender, {**head, "kind": "accepted"})
+            self._send(sender, {**answer, "kind": "accepted"})
 
     def _count(self, now: float) -> None:
+        """Adopt the proposed view if a majority has voted for it, and tell all its hosts."""
         if not self.view.carried(self._votes):
             return
         view = View.load(self._proposed)
@@ -385,10 +410,13 @@ class Membership:
         self._adopt(view, now)
 
     def _adopt(self, view: View, now: float) -> None:
+        """Take over a decided view, unless it is known already."""
         if view.number <= self.view.number:
             return
         self.view = view
         self.expelled = view.seat(self.host) is None
+        # Silent hosts are still to be left out. Broken connections don't matter any more, as a new
+        # view makes all its groups anew.
         self._silent &= set(view.hosts)
         self._wishes.gone = set(self._silent)
         self._wishes.broken = False
@@ -397,6 +425,7 @@ class Membership:
         self._press(now)
 
     def _send(self, host: int, message: dict[str, Any]) -> None:
+        """Put a message into the outbox. This host handles its own messages at once."""
         if host == self.host:
             self.hear(host, message, self._said_at)
         else:

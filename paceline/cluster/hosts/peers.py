@@ -1,5 +1,11 @@
-"""Messages between launchers: what a host offers, what failed, in which calls workers wait, and
-what each must hear of the others.
+"""Messages between launchers, and the protocol of the launchers of other hosts.
+
+Offer       what a host brings to the job
+Failure     how a worker or host failed
+LateCall    a call in which workers wait for others
+
+Peers          the other launchers: `FixedPeers`, `ElasticPeers`, or `NoPeers` on one host
+RestartPeers   the same, if the whole job may start again
 """
 
 from __future__ import annotations
@@ -17,8 +23,9 @@ _MOST_WORKERS = 1 << 16  # of one host
 
 @dataclass(frozen=True)
 class Offer:
-    """The offer of one host: its workers, the address they are reached at, and two ports that
-    are free there.
+    """The offer of one host to the job.
+
+    It has the number of its workers, their address, and two ports that are free there.
     """
 
     name: str
@@ -27,22 +34,25 @@ class Offer:
     machine: str  # fingerprint: equal for launchers on one machine
     store_port: int
     master_port: int
-    placement: str = "block"  # how ranks are dealt to hosts; all have to want the same
-    numbers: tuple[int, ...] = ()  # of its workers, where losses are survived
-    agent_port: int = 0  # where its launcher is called by the others then
+    placement: str = "block"  # how ranks are dealt to hosts, the same on all
+    numbers: tuple[int, ...] = ()  # of its workers, if losses are survived
+    agent_port: int = 0  # port of its launcher for the other ones, if losses are survived
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts of this host that a view holds."""
+        """Facts about this host that a view holds."""
         return {"name": self.name, "address": self.address, "port": self.agent_port}
 
     @classmethod
     def load(cls, value: dict[str, Any]) -> Offer:
-        """Read from a message. Raises one of `channel.SENSELESS` for what is none."""
+        """Read an offer from a message. Raises one of `channel.MALFORMED` if it is malformed."""
         offer = cls(**{**value, "numbers": tuple(value.get("numbers", ()))})
+        # JSON doesn't check types, and `bool` is an `int`, so types are compared exactly.
         ports = offer.store_port, offer.master_port, offer.agent_port
-        whole = all(type(number) is int for number in (offer.workers, *ports, *offer.numbers))
-        if not whole or not all(
+        has_integers = all(
+            type(number) is int for number in (offer.workers, *ports, *offer.numbers)
+        )
+        if not has_integers or not all(
             type(text) is str
             for text in (offer.name, offer.address, offer.machine, offer.placement)
         ):
@@ -59,30 +69,37 @@ class Offer:
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure that ended the job: who, where, how.
+    """A failure that ends the job.
 
-    `rank` is None when a whole host is gone; `age` are seconds since it happened.
+    Args:
+        rank: Rank of the worker that failed; None if a whole host is gone.
+        host: Name of the host.
+        code: Exit code of the worker.
+        words: End of the worker in words, such as "failed with exit code 1".
+        is_echo: Whether it failed only because another worker had failed.
+        age: Seconds since it happened. Clocks of hosts differ, so there is no time.
+        tail: Last words of the worker.
     """
 
     rank: int | None
     host: str
     code: int
-    words: str  # "failed with exit code 1"
+    words: str
     is_echo: bool = False
     age: float = 0.0
     tail: str = ""
 
     @classmethod
     def load(cls, value: Any) -> Failure:
-        """Read from a message. Raises `TypeError` or `ValueError` for what is none."""
+        """Read a failure from a message. Raises `TypeError` or `ValueError` if it is malformed."""
         failure = cls(**value)
-        texts, numbers = (
+        texts, integers = (
             (failure.host, failure.words, failure.tail),
             (failure.code, 0 if failure.rank is None else failure.rank),
         )
         if (
             not all(type(text) is str for text in texts)
-            or not all(type(number) is int for number in numbers)
+            or not all(type(number) is int for number in integers)
             or not 0 <= failure.code < 256
         ):
             raise ValueError("it is no failure")
@@ -91,13 +108,17 @@ class Failure:
         return failure
 
     def line(self) -> str:
-        who = f"rank {self.rank} on {self.host}" if self.rank is not None else f"host {self.host}"
-        return f"paceline: {who} {self.words}"
+        """The failure in one line."""
+        subject = (
+            f"rank {self.rank} on {self.host}" if self.rank is not None else f"host {self.host}"
+        )
+        return f"paceline: {subject} {self.words}"
 
 
 class LateCall(NamedTuple):
-    """A call in which workers wait for others far longer than usual: its number, its name, and
-    whether they are about to give up.
+    """A call in which workers wait for others far longer than usual.
+
+    It has the call's number, its name, and whether the workers are about to give up.
     """
 
     call: int
@@ -106,7 +127,7 @@ class LateCall(NamedTuple):
 
 
 def said_late(value: Any) -> LateCall:
-    """Read a late call from a message. Raises `TypeError` or `ValueError` for what is none."""
+    """Read a late call from a message. Raises `TypeError` or `ValueError` if it is malformed."""
     late = LateCall(*value)
     if (type(late.call), type(late.what), type(late.given_up)) != (int, str, bool):
         raise ValueError("it is no call")
@@ -114,21 +135,25 @@ def said_late(value: Any) -> LateCall:
 
 
 def said_stopped(message: dict[str, Any]) -> tuple[int, str]:
-    """Read from a message the signal by which a launcher was asked to end the job, and its host.
+    """Read the signal that asked a launcher to end the job, and its host, from a message.
 
-    Raises `ValueError` for what is none.
+    Raises `ValueError` if it is malformed.
     """
     return signal.Signals(message["number"]).value, str(message["host"])
 
 
-def note(known: dict[int, LateCall], late: LateCall) -> None:
-    """Remember a late call by its number; a note that workers are about to give up stays."""
-    if late.call not in known or late.given_up:
-        known[late.call] = late
+def note(late_calls: dict[int, LateCall], late: LateCall) -> None:
+    """Add a late call to the known ones. Once workers are about to give up, that stays noted."""
+    if late.call not in late_calls or late.given_up:
+        late_calls[late.call] = late
 
 
 class Peers(Protocol):
-    """The launchers of the other hosts, as the workers here see them."""
+    """The launchers of the other hosts, as this host's supervisor uses them.
+
+    They never block. The supervisor polls `list_descriptors()`, passes the ready ones to
+    `read_messages`, and calls `run_timers` in every turn.
+    """
 
     verdict: Failure | None  # what ended the job, once all hosts know it
     # the signal by which a launcher was asked to end the job, and its host
@@ -147,10 +172,10 @@ class Peers(Protocol):
 
 
 class RestartPeers(Peers, Protocol):
-    """The launchers of the other hosts, where all may start again together after a failure.
+    """The launchers of the other hosts, if all may start again together after a failure.
 
-    `state` is how far restarts have come, as the latest of those who met knows; `sequel` what
-    follows on the failure, once that is decided.
+    `state` is how far the restarts have come, by the latest knowledge of the hosts that met.
+    `sequel` is what follows on the failure, once that is decided.
     """
 
     state: RestartState | None
@@ -158,15 +183,17 @@ class RestartPeers(Peers, Protocol):
 
     @property
     def ended(self) -> Mapping[int, HostReport] | None:
-        """The reports of all hosts that are still there, by number, if this one is to decide and
-        all have come; else None.
+        """Reports of all hosts that are still connected, by host number.
+
+        None unless this host is to decide, and all reports have come.
         """
 
     def tell_ended(self, report: HostReport) -> None: ...
     def tell_sequel(self, sequel: Sequel) -> None: ...
     def links(self) -> Links | None:
-        """Hand over the connections, which `close` keeps where the job starts again; None where
-        there are none.
+        """Hand over the connections for the next start; None if there are none.
+
+        `close` doesn't close them if the job starts again.
         """
 
 

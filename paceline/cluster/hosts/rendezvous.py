@@ -1,9 +1,14 @@
-"""Rendezvous: how the launchers of several hosts meet, agree on ranks, and stay in touch until the
-job is over.
+"""Rendezvous: how the launchers of several hosts meet and agree on ranks.
 
-All are given the same HOST:PORT. The first whose machine owns HOST listens there, the others call
-it (so do later ones of the same machine). It hands out one table of hosts; the connections stay
-open, so that the end of one host is the end of all, and is named.
+    host A, which owns HOST    listens at HOST:PORT
+    host B                     calls it:    offer     ->
+    host C                     calls it:    offer     ->
+                                            <- begin: the offers of all hosts, and the number of
+                                               the host among them
+
+All are given the same HOST:PORT. The first launcher on the machine that owns HOST listens there.
+All others call it, also later ones on the same machine. The connections stay open until the job is
+over, so when one host ends all others notice, and name it.
 """
 
 from __future__ import annotations
@@ -36,21 +41,31 @@ def _tell(text: str) -> None:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The terms of a rendezvous: what this host brings, and for how many it waits.
+    """The terms of a rendezvous: what this host brings, and how many hosts it waits for.
 
-    `restarts` is how far the restarts of the job have come, as this host knows, if it may start
-    again. `links` are the connections that are left of the start before: those at their other ends
-    need not call, and the signal that ends a launcher meanwhile ends all.
+    Args:
+        point: Address and port of the meeting point.
+        secret: Secret of the job.
+        offer: Offer of this host.
+        hosts: Number of hosts that meet.
+        host_rank: Number that this host wishes for; None for any.
+        deadline: Seconds to wait for the other hosts.
+        command: Command that starts the job on another host, for messages.
+        say: Called with messages that a user should see and that end nothing.
+        timings: Waits and deadlines.
+        restarts: How far the restarts of the job have come, as this host knows, if it may start
+            again.
+        links: Connections left from the start before. Launchers at their other ends needn't call,
+            and a signal that ends one launcher meanwhile ends all.
     """
 
     point: tuple[str, int]
     secret: bytes
     offer: Offer
     hosts: int
-    host_rank: int | None  # wished for
-    deadline: float  # seconds
-    command: str = "the same command"  # that starts it on another host
-    # called with news that ends nothing and that a user should know
+    host_rank: int | None
+    deadline: float
+    command: str = "the same command"
     say: Callable[[str], None] = _tell
     timings: Timings = DEFAULTS
     restarts: RestartState | None = None
@@ -58,18 +73,17 @@ class Meeting:
 
     @property
     def where(self) -> str:
+        """The meeting point, for messages."""
         return f"{self.point[0]}:{self.point[1]}"
 
     def reminder(self) -> WaitReminder:
-        """Make the reminder of a wait of this rendezvous."""
+        """Make a reminder for a wait of this rendezvous."""
         return WaitReminder(self.say, timings=self.timings.rendezvous)
 
 
 @dataclass(frozen=True)
 class Admission:
-    """The place of a host in a job that runs already: the view that has it, its number there,
-    and the facts of the run.
-    """
+    """The place of a host in a running job: the view that has it, its number, and the run."""
 
     view: View
     host: int
@@ -77,47 +91,56 @@ class Admission:
 
 
 def assemble(meeting: Meeting) -> FixedPeers | Admission:
-    """Meet the other hosts; return the table of all, this host's number in it, and the connections
-    to the others.
+    """Meet the other hosts, and agree on ranks.
 
-    Where a job that survives losses runs already, gives this host's place in it.
+    Returns:
+        The connections to the other launchers, with the offers of all hosts and this host's number.
+        If an elastic job already runs there, this host's place in it.
 
-    Raises `PlaceError`, `SecretError`, `Mismatch`, or `DeadlineExceeded` when not all came in time.
+    Raises:
+        PlaceError: This host, or one that called, can't take part.
+        SecretError: The other side has another secret.
+        Mismatch: Hosts were started with different options.
+        DeadlineExceeded: Not all hosts came in time.
     """
     end = time.monotonic() + meeting.deadline
-    own = _own(meeting)
-    if (again := _attend_again(meeting, end)) is not None:
-        return again
-    nap, reminder = meeting.timings.rendezvous.shortest_retry, meeting.reminder()
+    own_address = _own(meeting)
+    if (peers := _attend_again(meeting, end)) is not None:
+        return peers
+    retry_seconds, reminder = meeting.timings.rendezvous.shortest_retry, meeting.reminder()
+    # Until it succeeds, this host tries in turn to listen at the meeting point and to call it: the
+    # host that listens may come later, or may have gone.
     while True:
-        listening = None if own is None else _listen(own, meeting)
+        listening = None if own_address is None else _listen(own_address, meeting)
         if listening is not None:
             with listening:
                 outcome = _Listener(meeting, listening, end).gather()
                 return outcome if isinstance(outcome, FixedPeers) else seek(outcome, meeting)
         if meeting.links is not None:
-            # another launcher of this machine listens: all meet there
+            # Another launcher on this machine listens, so all meet there.
             _leave(meeting.links, meeting.timings.channel.flush)
-        called = _call(
-            (own or network.resolve(meeting.point[0])[0], meeting.point[1]), meeting, end
+        channel_or_error = _call(
+            (own_address or network.resolve(meeting.point[0])[0], meeting.point[1]), meeting, end
         )
-        if isinstance(called, Channel):
-            return _attend(meeting, called, end)
-        if time.monotonic() + nap >= end:
+        if isinstance(channel_or_error, Channel):
+            return _attend(meeting, channel_or_error, end)
+        if time.monotonic() + retry_seconds >= end:
             raise DeadlineExceeded(
                 f"the meeting point {meeting.where} could not be reached from {meeting.offer.name} "
                 f"within {meeting.deadline:g} s "
-                f"({called.strerror or called}): no host that owns this address has started "
+                f"({channel_or_error.strerror or channel_or_error}): "
+                "no host that owns this address has started "
                 f"`paceline run --join {meeting.where}`, or a firewall is between"
             )
-        reminder.turn(partial(_unanswered, meeting, called))
-        time.sleep(nap)
-        nap = min(2 * nap, meeting.timings.rendezvous.longest_retry)
+        reminder.turn(partial(_unanswered, meeting, channel_or_error))
+        time.sleep(retry_seconds)
+        retry_seconds = min(2 * retry_seconds, meeting.timings.rendezvous.longest_retry)
 
 
 def _attend_again(meeting: Meeting, end: float) -> FixedPeers | Admission | None:
-    """Take part through the connection that is left of the start before; None where there is
-    none, or the other launcher is gone.
+    """Take part through the connection that is left from the start before.
+
+    None if there is none, or if the launcher at its other end is gone.
     """
     links = meeting.links
     channel = (
@@ -131,15 +154,15 @@ def _attend_again(meeting: Meeting, end: float) -> FixedPeers | Admission | None
         return _attend(meeting, channel, end)
     except DeadlineExceeded as error:
         if isinstance(error.__cause__, ChannelBroken) and time.monotonic() < end:
-            return None  # it didn't give up itself
+            return None  # the other launcher is gone: it didn't just give up
         raise
 
 
 def _leave(links: Links, seconds: float) -> None:
-    """Hang up.
+    """Close the connections that are left from the start before.
 
-    If one of the others was asked to end the job, tell the rest within so many `seconds`, and raise
-    its `JobStopped`.
+    If one of the other launchers was asked to end the job, tell the rest for at most `seconds`, and
+    raise its `JobStopped`.
     """
     try:
         for channel in links.channels.values():
@@ -152,31 +175,36 @@ def _leave(links: Links, seconds: float) -> None:
 
 
 def _unanswered(meeting: Meeting, error: OSError) -> str:
-    why = error.strerror or error
+    """The reminder that the meeting point doesn't answer yet."""
+    reason = error.strerror or error
     return (
-        f"nobody answers at {meeting.where} yet ({why}); on the host with that address, run: "
+        f"nobody answers at {meeting.where} yet ({reason}); on the host with that address, run: "
         f"{meeting.command}"
     )
 
 
 def seek(points: Sequence[tuple[str, int]], meeting: Meeting) -> Admission:
-    """Get a place in a job that runs, from any of its launchers at these points.
+    """Get a place in a running job from any of its launchers, which are called at these points.
 
-    Raises as `assemble` does.
+    Raises the same errors as `assemble_hosts`.
     """
     end = time.monotonic() + meeting.deadline
-    nap = meeting.timings.rendezvous.shortest_retry
+    retry_seconds = meeting.timings.rendezvous.shortest_retry
     while time.monotonic() < end:
         for point in points:
             try:
-                called = _call(point, meeting, end)
-                admission = _attend(meeting, called, end) if isinstance(called, Channel) else None
+                channel_or_error = _call(point, meeting, end)
+                admission = (
+                    _attend(meeting, channel_or_error, end)
+                    if isinstance(channel_or_error, Channel)
+                    else None
+                )
             except DeadlineExceeded:
-                continue  # it hung up, as those do that have been cut off themselves
+                continue  # it hung up: it may have been cut off from the job itself
             if isinstance(admission, Admission):
                 return admission
-        time.sleep(min(nap, max(0.0, end - time.monotonic())))
-        nap = min(2 * nap, meeting.timings.rendezvous.longest_retry)
+        time.sleep(min(retry_seconds, max(0.0, end - time.monotonic())))
+        retry_seconds = min(2 * retry_seconds, meeting.timings.rendezvous.longest_retry)
     where = ", ".join(f"{address}:{port}" for address, port in points)
     raise DeadlineExceeded(
         f"none of the job's launchers ({where}) took {meeting.offer.name} in within "
@@ -185,21 +213,21 @@ def seek(points: Sequence[tuple[str, int]], meeting: Meeting) -> Admission:
 
 
 def _own(meeting: Meeting) -> str | None:
-    """Return the address to listen on, if the meeting point is on this machine."""
+    """The address to listen on, if the meeting point is on this machine; else None."""
     host = meeting.point[0]
-    mine = [address for address in network.resolve(host) if network.local(address)]
-    if not mine:
+    own_addresses = [address for address in network.resolve(host) if network.local(address)]
+    if not own_addresses:
         return None
-    if network.loopback(mine[0]) and not network.literal(host):
-        # On this machine its own name means loopback (a line in /etc/hosts): the others would never
-        # get here.
+    if network.loopback(own_addresses[0]) and not network.literal(host):
+        # A line in /etc/hosts maps the machine's own name to loopback, which other hosts can't
+        # reach. So this listens on the address from which this host reaches the others.
         if network.loopback(meeting.offer.address):
             raise PlaceError(
-                f"on {meeting.offer.name} the name {host} means {mine[0]}, which other hosts can't "
-                f"reach: {network.advice()}"
+                f"on {meeting.offer.name} the name {host} means {own_addresses[0]}, "
+                f"which other hosts can't reach: {network.advice()}"
             )
         return meeting.offer.address
-    return mine[0]
+    return own_addresses[0]
 
 
 def _listen(address: str, meeting: Meeting) -> socket.socket | None:
@@ -216,6 +244,7 @@ def _listen(address: str, meeting: Meeting) -> socket.socket | None:
 
 
 def _call(point: tuple[str, int], meeting: Meeting, end: float) -> Channel | OSError:
+    """Call a launcher at this point. Returns the channel, or the error of the network."""
     try:
         connection = socket.create_connection(
             point, timeout=max(0.1, min(meeting.timings.rendezvous.connect, end - time.monotonic()))
@@ -228,10 +257,9 @@ def _call(point: tuple[str, int], meeting: Meeting, end: float) -> Channel | OSE
 
 
 def _attend(meeting: Meeting, channel: Channel, end: float) -> FixedPeers | Admission:
-    """Take part as a host that called: offer, wait for the table, or for a place in a job that
-    runs already.
-    """
-    reminder, late = meeting.reminder(), end + meeting.timings.rendezvous.verdict
+    """Send this host's offer to the launcher that listens, and wait for its answer."""
+    # Hosts may come minutes apart, so the user is reminded of the wait.
+    reminder, answer_deadline = meeting.reminder(), end + meeting.timings.rendezvous.verdict
     restarts = None if meeting.restarts is None else meeting.restarts.dump()
     terms = {
         "offer": asdict(meeting.offer),
@@ -241,9 +269,9 @@ def _attend(meeting: Meeting, channel: Channel, end: float) -> FixedPeers | Admi
     }
     try:
         channel.send({"kind": "offer", **terms})
-        # The one that listens gives up first, and says why.
+        # This waits longer than the launcher that listens, which gives up first and says why.
         answer = channel.wait(
-            late,
+            answer_deadline,
             lambda: reminder.turn(
                 lambda: f"has come to {meeting.where}, and waits there for the other hosts"
             ),
@@ -272,23 +300,20 @@ def _attend(meeting: Meeting, channel: Channel, end: float) -> FixedPeers | Admi
 
 
 def _placed(meeting: Meeting, channel: Channel, answer: dict[str, Any]) -> FixedPeers | Admission:
-    """Interpret the answer to an offer; if it makes no sense, raise one of `channel.SENSELESS`."""
+    """Interpret the answer to an offer. Raises one of `channel.MALFORMED` if it is malformed."""
     if answer.get("kind") == "refused":
         raise _KINDS.get(str(answer.get("error")), PlaceError)(str(answer.get("why")))
     if answer.get("kind") == "stopped":
         raise JobStopped(*said_stopped(answer))
     if answer.get("kind") == "begin":
-        table, mine, server = (
-            tuple(Offer.load(offer) for offer in answer["table"]),
-            answer["host_rank"],
-            answer["server"],
-        )
-        if {mine, server} - {*range(len(table))} or table[mine] != meeting.offer:
+        # The table must have this host's own offer at its number, else the answer isn't for it.
+        offers = tuple(Offer.load(offer) for offer in answer["table"])
+        host_rank, server = answer["host_rank"], answer["server"]
+        if {host_rank, server} - {*range(len(offers))} or offers[host_rank] != meeting.offer:
             raise ValueError("this host is not in the table")
         state = None if answer.get("restarts") is None else RestartState.load(answer["restarts"])
-        return FixedPeers(
-            table, mine, {server: channel}, server=server, state=state, timings=meeting.timings
-        )
+        places = (offers, host_rank, {server: channel})
+        return FixedPeers(*places, server=server, state=state, timings=meeting.timings)
     channel.close()
     if answer.get("kind") == "invitation":
         return seek(_points(answer), meeting)
@@ -305,8 +330,10 @@ _KINDS: dict[str, type[PacelineError]] = {
 
 
 class _Newcomer(NamedTuple):
-    """A host that has come: its connection, what it brings, the number that it wishes for, and
-    what it knows of restarts.
+    """A host that has come.
+
+    It has a connection, its offer, the number that it wishes for, and how far the restarts have
+    come by its knowledge.
     """
 
     channel: Channel
@@ -316,7 +343,13 @@ class _Newcomer(NamedTuple):
 
 
 class _Listener:
-    """The host that listens, until all have come."""
+    """The launcher that listens at the meeting point, until all hosts have come.
+
+    Invariants: each connected launcher is in one of three places. `_handshakes` has those that
+    haven't proved themselves yet. `_known_channels` has those from the start before that haven't
+    sent a new offer. `_newcomers` has those with an offer. `_invited_points` is set once, by
+    launchers of a running job, and ends the wait.
+    """
 
     def __init__(self, meeting: Meeting, listening: socket.socket, end: float) -> None:
         self._meeting, self._listening, self._end = meeting, listening, end
@@ -326,20 +359,22 @@ class _Listener:
             meeting.reminder(),
         )
         self._newcomers: list[_Newcomer] = []
-        # that have not come yet
+        # From the start before: they haven't sent a new offer yet.
         self._known: list[Channel] = (
             [] if meeting.links is None else [*meeting.links.channels.values()]
         )
-        self._invited: list[tuple[str, int]] = []  # to a job that runs already
+        self._invited: list[tuple[str, int]] = []
         elastic = meeting.hosts == 1 and bool(meeting.offer.numbers)
-        # A job that doesn't wait for others begins then.
+        # A job of one host could begin at once. But it may be meant to join a running job, so it
+        # waits a moment for an invitation.
         self._alone = time.monotonic() + (self._timings.rendezvous.invitation if elastic else 0.0)
         listening.setblocking(False)
 
     def gather(self) -> FixedPeers | list[tuple[str, int]]:
-        """Wait for all hosts, and tell each its place; when that fails, tell all that came why.
+        """Wait for all hosts, and tell each its place, or the reason if that fails.
 
-        Returns the points of a job that runs already, where its launchers have called.
+        Returns:
+            The connections; or the points of a running job, if its launchers have called.
         """
         try:
             while (
@@ -355,9 +390,9 @@ class _Listener:
             return self._invited
         except (PacelineError, JobStopped) as error:
             refusal = {"kind": "refused", "error": type(error).__name__, "why": str(error)}
-            came = [newcomer.channel for newcomer in self._newcomers]
+            channels = [newcomer.channel for newcomer in self._newcomers]
             self._dismiss(
-                [*came, *self._known, *self._handshakes.trusted()],
+                [*channels, *self._known, *self._handshakes.trusted()],
                 error.dump() if isinstance(error, JobStopped) else refusal,
             )
             raise
@@ -365,30 +400,34 @@ class _Listener:
             self._handshakes.close()
 
     def _dismiss(self, channels: Sequence[Channel], message: dict[str, Any]) -> None:
+        """Send a last message on each channel, and close it."""
         for channel in channels:
             channel.send(message)
             channel.flush(self._timings.channel.flush)
             channel.close()
 
     def _turn(self) -> None:
+        """Wait until something happens, and handle it."""
         now = time.monotonic()
         if now > self._end:
             raise self._incomplete()
-        newcomers = [
+        channel_fds = [
             *(newcomer.channel.fileno() for newcomer in self._newcomers),
             *(channel.fileno() for channel in self._known),
         ]
         descriptors = ready(
-            [self._listening.fileno(), *self._handshakes.descriptors(), *newcomers],
+            [self._listening.fileno(), *self._handshakes.descriptors(), *channel_fds],
             min(self._timings.channel.look, self._end - now),
         )
         for descriptor in descriptors & {*self._handshakes.descriptors()}:
-            if (came := self._handshakes.hear(descriptor)) is not None:
-                self._receive(*came)
-        for newcomer in [
-            newcomer for newcomer in self._newcomers if newcomer.channel.fileno() in descriptors
-        ]:
-            if (messages := _heard(newcomer.channel)) is None:  # it gave up, and may come back
+            if (first_message := self._handshakes.hear(descriptor)) is not None:
+                self._receive(*first_message)
+        # A newcomer has nothing more to say, unless it gives up or was asked to end the job.
+        for newcomer in [*self._newcomers]:
+            if newcomer.channel.fileno() not in descriptors:
+                continue
+            messages = _heard(newcomer.channel)
+            if messages is None:  # it gave up, and may come back
                 newcomer.channel.close()
                 self._newcomers.remove(newcomer)
             for message in messages or ():
@@ -402,8 +441,9 @@ class _Listener:
             self._reminder.turn(self._awaited)
 
     def _hear_known(self, channel: Channel) -> None:
-        """Hear a launcher that is connected since the start before, and has not come to this one
-        yet.
+        """Read from a launcher that is connected since the start before.
+
+        It becomes a newcomer when its offer comes.
         """
         messages = _heard(channel)
         if messages is None:  # it is gone: another one may come in its place
@@ -417,31 +457,25 @@ class _Listener:
                 _stop_with(message)
 
     def _awaited(self) -> str:
-        """Return the missing hosts, in words."""
-        here = ", ".join(
+        """The reminder of the hosts that are missing."""
+        present = ", ".join(
             [self._meeting.offer.name, *(newcomer.offer.name for newcomer in self._newcomers)]
         )
-        left = counted(self._meeting.hosts - 1 - len(self._newcomers), "host")
+        missing = counted(self._meeting.hosts - 1 - len(self._newcomers), "host")
         return (
-            f"waits at {self._meeting.where} for {left} more, {self._end - time.monotonic():.0f} s "
-            f"at most (here: {here}); there, run: {self._meeting.command}"
+            f"waits at {self._meeting.where} for {missing} more, "
+            f"{self._end - time.monotonic():.0f} s at most (here: {present}); "
+            f"there, run: {self._meeting.command}"
         )
 
     def _receive(self, channel: Channel, message: dict[str, Any]) -> None:
-        """Handle a message of a launcher that has the secret; hang up if it makes no sense."""
+        """Handle a message of a launcher that knows the secret. Hang up if it is malformed."""
         try:
             if message.get("kind") == "offer":
-                restarts = (
-                    None
-                    if message.get("restarts") is None
-                    else RestartState.load(message["restarts"])
-                )
-                self._take(
-                    _Newcomer(
-                        channel, Offer.load(message["offer"]), message["host_rank"], restarts
-                    ),
-                    message["hosts"],
-                )
+                dumped = message.get("restarts")
+                restarts = None if dumped is None else RestartState.load(dumped)
+                offer, wish = Offer.load(message["offer"]), message["host_rank"]
+                self._take(_Newcomer(channel, offer, wish, restarts), message["hosts"])
                 return
             if message.get("kind") == "invitation" and self._meeting.offer.numbers:
                 self._invited = _points(message)
@@ -450,7 +484,7 @@ class _Listener:
         channel.close()
 
     def _take(self, newcomer: _Newcomer, hosts: Any) -> None:
-        """Let a host take part. Raises `Mismatch` if it was started otherwise."""
+        """Let a host take part. Raises `Mismatch` if it was started with other options."""
         offer, wish, meeting = newcomer.offer, newcomer.wish, self._meeting
         if type(hosts) is not int or type(wish) not in (int, type(None)):
             raise TypeError("numbers of hosts are whole")
@@ -466,84 +500,68 @@ class _Listener:
                 f"{offer.name} was started with --host-rank {wish}, and --hosts {hosts} leaves 0 "
                 f"to {hosts - 1}"
             )
-        theirs, ours = offer.placement, self._meeting.offer.placement
-        if theirs != ours:
+        other_placement, own_placement = offer.placement, self._meeting.offer.placement
+        if other_placement != own_placement:
             raise Mismatch(
-                f"{offer.name} was started with --placement {theirs}, and "
+                f"{offer.name} was started with --placement {other_placement}, and "
                 f"{self._meeting.offer.name} with "
-                f"--placement {ours}: use the same command on all hosts"
+                f"--placement {own_placement}: use the same command on all hosts"
             )
-        restarts, wanted = (
+        other_restarts, own_restarts = (
             0 if state is None else state.allowed for state in (newcomer.restarts, meeting.restarts)
         )
-        if restarts != wanted:
+        if other_restarts != own_restarts:
             raise Mismatch(
-                f"{offer.name} was started with --restarts {restarts}, and {meeting.offer.name} "
-                f"with --restarts {wanted}: without --min-workers they are those of the whole job, "
-                "so use the same command on all hosts"
+                f"{offer.name} was started with --restarts {other_restarts}, and "
+                f"{meeting.offer.name} with --restarts {own_restarts}: without --min-workers they "
+                "are those of the whole job, so use the same command on all hosts"
             )
 
     def _assign_numbers(self) -> FixedPeers:
-        """Assign the wished numbers as wished; the others in the order of coming, this host
-        first.
+        """Assign a number to each host, and tell each its number.
+
+        Wishes come first. The other hosts get the free numbers in the order of arrival, this host
+        before the others.
         """
-        everyone = [
-            (None, self._meeting.offer, self._meeting.host_rank),
-            *(newcomer[:3] for newcomer in self._newcomers),
-        ]
-        wishes = [wish for _, _, wish in everyone if wish is not None]
+        own_place = (None, self._meeting.offer, self._meeting.host_rank)
+        hosts = [own_place, *(newcomer[:3] for newcomer in self._newcomers)]
+        # Two hosts can't have the same number.
+        wishes = [wish for _, _, wish in hosts if wish is not None]
         if len(set(wishes)) < len(wishes):
-            double = next(wish for wish in wishes if wishes.count(wish) > 1)
-            names = " and ".join(offer.name for _, offer, wish in everyone if wish == double)
+            contested = next(wish for wish in wishes if wishes.count(wish) > 1)
+            names = " and ".join(offer.name for _, offer, wish in hosts if wish == contested)
             raise Mismatch(
-                f"{names} both say --host-rank {double}: give each host its own, or leave it out"
+                f"{names} both say --host-rank {contested}: give each host its own, or leave it out"
             )
-        free = iter([host_rank for host_rank in range(len(everyone)) if host_rank not in wishes])
-        places = [next(free) if wish is None else wish for _, _, wish in everyone]
-        seats = sorted(zip(places, everyone, strict=True), key=lambda seat: seat[0])
-        table = tuple(offer for _, (_, offer, _) in seats)
-        if len({offer.machine for offer in table}) > 1:
-            lost = [offer.name for offer in table if network.loopback(offer.address)]
-            if lost:
-                raise PlaceError(
-                    f"{lost[0]} comes from a loopback address, which other hosts can't reach: "
-                    f"{network.advice()}"
-                )
+        free_numbers = iter([number for number in range(len(hosts)) if number not in wishes])
+        numbers = [next(free_numbers) if wish is None else wish for _, _, wish in hosts]
+        seats = sorted(zip(numbers, hosts, strict=True), key=lambda seat: seat[0])
+        offers = tuple(offer for _, (_, offer, _) in seats)
+        _check_reachable(offers)
         channels = {
             host_rank: channel for host_rank, (channel, _, _) in seats if channel is not None
         }
-        known = [
-            state
-            for state in (
-                self._meeting.restarts,
-                *(newcomer.restarts for newcomer in self._newcomers),
-            )
-            if state is not None
-        ]
-        latest = max(known, key=lambda state: state.progress, default=None)
-        begin = {"kind": "begin", "table": [asdict(offer) for offer in table], "server": places[0]}
+        known_states = [newcomer.restarts for newcomer in self._newcomers]
+        states = [state for state in (self._meeting.restarts, *known_states) if state is not None]
+        # A host that joined later knows less of earlier restarts, so the furthest state counts.
+        latest = max(states, key=lambda state: state.progress, default=None)
+        begin = {
+            "kind": "begin",
+            "table": [asdict(offer) for offer in offers],
+            "server": numbers[0],
+            "restarts": None if latest is None else latest.dump(),
+        }
         for host_rank, channel in channels.items():
-            channel.send(
-                {
-                    **begin,
-                    "host_rank": host_rank,
-                    "restarts": None if latest is None else latest.dump(),
-                }
-            )
+            channel.send({**begin, "host_rank": host_rank})
         for channel in self._known:
-            channel.close()  # others have come in the place of these
-        return FixedPeers(
-            table,
-            places[0],
-            channels,
-            server=places[0],
-            state=latest,
-            timings=self._meeting.timings,
-        )
+            channel.close()  # other hosts have come in the place of these
+        places = (offers, numbers[0], channels)
+        return FixedPeers(*places, server=numbers[0], state=latest, timings=self._meeting.timings)
 
     def _incomplete(self) -> DeadlineExceeded:
+        """The error for hosts that haven't come in time."""
         meeting = self._meeting
-        came = ", ".join(
+        present = ", ".join(
             [meeting.offer.name, *(newcomer.offer.name for newcomer in self._newcomers)]
         )
         hint = f". {self._handshakes.wrong}" if self._handshakes.wrong else ""
@@ -554,26 +572,36 @@ class _Listener:
             )
         return DeadlineExceeded(
             f"{1 + len(self._newcomers)} of {meeting.hosts} hosts came to {meeting.where} within "
-            f"{meeting.deadline:g} s ({came}): "
+            f"{meeting.deadline:g} s ({present}): "
             f"start the same command on the others, or look at their output{hint}"
         )
 
 
+def _check_reachable(offers: Sequence[Offer]) -> None:
+    """Raise `PlaceError` if hosts of several machines have met, and one has a loopback address."""
+    if len({offer.machine for offer in offers}) == 1:
+        return
+    unreachable = [offer.name for offer in offers if network.loopback(offer.address)]
+    if unreachable:
+        raise PlaceError(
+            f"{unreachable[0]} comes from a loopback address, which other hosts can't "
+            f"reach: {network.advice()}"
+        )
+
+
 def _heard(channel: Channel) -> list[dict[str, Any]] | None:
-    """Return the messages of a launcher that have come; None if it is gone and has said nothing
-    before.
-    """
+    """Read the messages that have come from a launcher; None if it is gone without a word."""
     messages: list[dict[str, Any]] = []
     try:
         while (message := channel.hear()) is not None:
             messages.append(message)
     except ChannelBroken:
-        return messages or None  # it is heard of again
+        return messages or None  # the next call notices the end again
     return messages
 
 
 def _stop_with(message: dict[str, Any]) -> None:
-    """Raise `JobStopped` if this says that a launcher was asked to end the job."""
+    """Raise `JobStopped` if this message tells that a launcher was asked to end the job."""
     if message.get("kind") == "stopped":
         try:
             stop = JobStopped(*said_stopped(message))

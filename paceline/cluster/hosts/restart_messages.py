@@ -1,10 +1,10 @@
-"""Messages between the launchers of a job that may restart.
+"""Messages between the launchers of a job that may start again.
 
-every host          -- HostReport -->                      the one that decides
-the one that decides   -- Sequel -->                       every host
-every host          -- RestartState, with its offer -->    the next meeting
+    every host             -- HostReport -->                  the launcher that decides
+    the deciding launcher  -- Sequel -->                      every host
+    every host             -- RestartState, in its offer -->  the next rendezvous
 
-They say how each host saw the end of a start, what follows, and which hosts come to the next start.
+They tell how each host saw the end of a start, what follows, and how far the restarts have come.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from paceline.cluster.hosts.channel import Channel, hang_up
 
 
 class Cause(NamedTuple):
-    """An error that ended a worker: its kind, its message, and whether every start would end in
-    it.
-    """
+    """An error that ended a worker. If it is final, every start would end in it."""
 
     kind: str
     message: str
@@ -32,10 +30,14 @@ class Cause(NamedTuple):
 class HostReport:
     """What one host has seen of a start that has failed.
 
-    `folder`, `seed` and `began` are those of the run that its workers have opened, of which there
-    are `runs`; `checkpoint` is the newest that it sees there. `failure` says how the worker ended
-    that failed first, on the host that had it; `cause` is its error, and None for a worker that was
-    killed.
+    Args:
+        folder: Folder of the run that its workers have opened; None if there is none.
+        seed: Seed of that run.
+        began: Time at which it began, in seconds since the epoch.
+        runs: Number of runs that the workers have opened.
+        checkpoint: Newest checkpoint of the run that this host sees.
+        failure: How the worker that failed first has ended, if it ran on this host.
+        cause: The error of that worker; None if it was killed.
     """
 
     folder: str | None = None
@@ -47,20 +49,20 @@ class HostReport:
     cause: Cause | None = None
 
     def dump(self) -> dict[str, Any]:
-        """Return a message for `load`."""
+        """Write the report as a message for `load`."""
         return asdict(self) | {"cause": self.cause}
 
     @classmethod
     def load(cls, value: Any) -> Self:
-        """Read from a message. Raises one of `channel.SENSELESS` for what is none."""
+        """Read a report from a message. Raises one of `channel.MALFORMED` if it is malformed."""
         report = cls(**value)
         cause = None if report.cause is None else Cause(*report.cause)
         texts = (report.folder, report.checkpoint, report.failure)
-        right = (
+        has_right_types = (
             all(text is None or type(text) is str for text in texts)
             and type(report.seed) is type(report.runs) is int
         )
-        if not right or type(report.began) not in (int, float):
+        if not has_right_types or type(report.began) not in (int, float):
             raise TypeError("it is no report of a host")
         if cause is not None and (type(cause.kind), type(cause.message), type(cause.is_final)) != (
             str,
@@ -73,8 +75,10 @@ class HostReport:
 
 @dataclass(frozen=True)
 class RestartState:
-    """How far the restarts of a job have come: how many are `allowed`, what the next start has
-    to know, and digests of earlier errors.
+    """How far the restarts of a job have come.
+
+    It has the number of `allowed` restarts, what the next start has to know, and digests of earlier
+    errors.
     """
 
     allowed: int
@@ -83,16 +87,16 @@ class RestartState:
 
     @property
     def progress(self) -> tuple[int, bool]:
-        """Order of states: the later one of two is greater."""
+        """A sort key: of two states of a job, the later one is greater."""
         return len(self.start.events), self.start.folder is not None
 
     def dump(self) -> dict[str, Any]:
-        """Return a message for `load`."""
+        """Write the state as a message for `load`."""
         return asdict(self)
 
     @classmethod
     def load(cls, value: Any) -> Self:
-        """Read from a message. Raises one of `channel.SENSELESS` for what is none."""
+        """Read a state from a message. Raises one of `channel.MALFORMED` if it is malformed."""
         start, causes = JobStart.load(json.dumps(value["start"])), tuple(value["causes"])
         texts = [
             *causes,
@@ -111,20 +115,21 @@ class RestartState:
 
 @dataclass(frozen=True)
 class Sequel:
-    """What follows on the end of a start, in words; with the state of the next start, if there
-    is one.
+    """What follows on the failure of a start.
+
+    It says so in words, and has the state of the next start if there is one.
     """
 
     words: str
     state: RestartState | None = None
 
     def dump(self) -> dict[str, Any]:
-        """Return a message for `load`."""
+        """Write the sequel as a message for `load`."""
         return {"words": self.words, "state": None if self.state is None else self.state.dump()}
 
     @classmethod
     def load(cls, value: Any) -> Self:
-        """Read from a message. Raises one of `channel.SENSELESS` for what is none."""
+        """Read a sequel from a message. Raises one of `channel.MALFORMED` if it is malformed."""
         if {*value} != {each.name for each in fields(cls)} or type(value["words"]) is not str:
             raise TypeError("it is no sequel")
         return cls(
@@ -133,8 +138,12 @@ class Sequel:
 
 
 class JobStopped(KeyboardInterrupt):
-    """The launcher on `host` was asked to end the job, by a signal of this number, while
-    launchers met. `here`: it is this one.
+    """A launcher was asked to end the job while launchers met.
+
+    Args:
+        number: Signal that asked for the end.
+        host: Name of the launcher's host.
+        here: Whether it is this launcher.
     """
 
     def __init__(self, number: int, host: str, *, here: bool = False) -> None:
@@ -144,7 +153,7 @@ class JobStopped(KeyboardInterrupt):
         self.number, self.host, self.here = number, host, here
 
     def dump(self) -> dict[str, Any]:
-        """Return the message that tells another launcher."""
+        """Write the message that tells other launchers."""
         return {"kind": "stopped", "number": self.number, "host": self.host}
 
 
@@ -152,8 +161,11 @@ class JobStopped(KeyboardInterrupt):
 class Links:
     """Connections that stay between the launchers of a job while it starts again.
 
-    `host` is the number that this one had, `server` that of the one that all are connected with,
-    and `hosts` how many there were.
+    Args:
+        host: Number that this host had.
+        server: Number of the host with which all were connected.
+        hosts: Number of all hosts.
+        channels: The connections, by host number.
     """
 
     host: int
@@ -163,18 +175,18 @@ class Links:
 
     @property
     def lost(self) -> bool:
-        """Whether hosts are missing, as far as this one knows."""
+        """Whether a host is missing, as far as this one knows."""
         return len(self.channels) < (self.hosts - 1 if self.host == self.server else 1)
 
     def stop(self, stop: JobStopped, seconds: float) -> None:
-        """Tell the others that the job ends, for at most so many `seconds`, and hang up."""
+        """Tell the others that the job ends, for at most `seconds`, and hang up."""
         for channel in self.channels.values():
             channel.send(stop.dump())
         hang_up(self.channels.values(), seconds)
         self.channels.clear()
 
     def close(self) -> None:
-        """Hang up: the others go to the meeting point anew."""
+        """Hang up. The other launchers then go to the meeting point again."""
         for channel in self.channels.values():
             channel.close()
         self.channels.clear()

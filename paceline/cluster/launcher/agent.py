@@ -1,10 +1,10 @@
-"""A launcher in a process of its own, for a caller that has other work: a notebook's kernel, say.
+"""A launcher in a process of its own, for callers that have other work, such as a notebook.
 
-kernel --- a request as JSON, descriptors ---> agent --- launcher.launch ---> workers
-       --- SIGHUP when the kernel ends ------>
+    kernel --- a request as JSON, descriptors ---> agent --- `launch.run_job` ---> workers
+           --- SIGHUP when the kernel ends ------>
 
-The kernel may have threads and handle signals as it likes; a launcher forks, and handles signals
-itself.
+The kernel may have threads and signal handlers of its own. A launcher forks, and handles signals
+itself, so it can't run in the same process.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from dataclasses import asdict
 from paceline.cluster.launcher import launch, output
 from paceline.cluster.launcher.request import LaunchRequest
 
-# asks an agent to end its workers and itself: within seconds; a second one at once
+# Signal that asks an agent to end its workers and itself within seconds. A second one ends them at
+# once.
 END = signal.SIGHUP
 _PR_SET_PDEATHSIG = 1
 
 
 def command(job: LaunchRequest, parent: int) -> list[str]:
-    """Return the command that starts an agent for this process, its parent.
+    """Make the command that starts an agent for the process `parent`.
 
-    The agent inherits what `job.call` names.
+    The agent inherits the descriptors of `job.call`.
     """
     return [
         sys.executable,
@@ -40,7 +41,7 @@ def command(job: LaunchRequest, parent: int) -> list[str]:
 
 
 def read(text: str) -> LaunchRequest:
-    """Read the request that `command` has written."""
+    """Read the request that `make_command` has written."""
     fields = json.loads(text)
     call = fields["call"]
     return LaunchRequest(
@@ -49,10 +50,11 @@ def read(text: str) -> LaunchRequest:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a job for the process with this number; the exit code is that of `launch.run`."""
+    """Run a job for the process with this number, and return the exit code of `launch.run_job`."""
     parent, text = arguments
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, END, 0, 0, 0)
-    if os.getppid() != int(parent):  # it ended before the line above
+    # The parent may have ended before the line above, and then no signal would come.
+    if os.getppid() != int(parent):
         return 128 + END
     output.stand_in()
     return launch.run(read(text))

@@ -1,5 +1,6 @@
-"""The bar of a job on the launcher's terminal: below all that workers write, as the worker that
-writes the run down tells of its steps.
+"""The bar of a job on the launcher's terminal, below all output of the workers.
+
+The worker that records the run reports its progress, and the bar shows it.
 """
 
 from __future__ import annotations
@@ -16,29 +17,27 @@ from paceline.status.run_status import RunStatus
 
 
 def is_there(environ: Mapping[str, str], *, bare: bool = False) -> bool:
-    """Whether a bar is drawn in these surroundings, below what workers write to standard error."""
+    """Whether a bar is drawn below standard error, in this environment."""
     return not bare and os.isatty(2) and capable(environ)
 
 
 def screens(environ: Mapping[str, str], *, bare: bool = False) -> tuple[Screen, Screen]:
-    """Make the screens of standard output and error (`output.screens`), with a bar where there
-    is to be one.
-    """
+    """Make the screens of standard output and error, with a bar if there is to be one."""
     bar = bar_on(sys.stderr, breaks=reflows(environ)) if is_there(environ, bare=bare) else None
     return output.screens(bare=bare, bar=bar)
 
 
 class JobBar:
-    """Shows on `screen` how far the run is, as one of the workers tells."""
+    """Shows the progress of the run on `screen`, as one of the workers reports it."""
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
         self._teller: WorkerProcess | None = None
 
     def follow(self, workers: Sequence[WorkerProcess]) -> None:
-        """Show what one of them has told since, if anything, below the lines that all have written.
+        """Show the latest progress that a worker has reported, below the lines of all workers.
 
-        When that worker has told all, or has ended, it is for the last time.
+        When that worker has reported the last progress, or has ended, the bar becomes text.
         """
         for worker in workers:
             status = worker.take_status()

@@ -1,12 +1,12 @@
 """Hang detection: if workers wait far longer than usual, launchers show the stacks of the others.
 
-worker 1: late in call 71  -->  launcher 0  -->  all launchers: where are your workers?
-worker 2: waits, too
-worker 3: computes since 8 s   -->  its stack is shown
-worker 4: says nothing         -->  the same, as far as it answers
+    worker 1: late in call 71  -->  launcher 0  -->  all launchers: where are your workers?
+    worker 2: waits, too
+    worker 3: has been computing for 8 s  -->  its stack is shown
+    worker 4: doesn't answer              -->  the same, as far as it can be had
 
-Workers are asked once more when the waiting ones are about to give up. If losses are survived, a
-worker that is still late is ended then.
+The workers are asked once more when the waiting ones are about to give up. If losses are survived,
+a worker that is late even then is ended.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from paceline.cluster.launcher import janitor
 from paceline.cluster.launcher.worker import WorkerProcess
 from paceline.timings import DEFAULTS, HangTimings
 
-# lines of a long stack: where it hangs, and how the script got there
+# Lines of a long stack that are shown: where the worker hangs, and how the script got there
 _INNERMOST, _OUTERMOST = 10, 5
-_STATES = {  # of a process that says nothing, as the kernel calls them
+# Why a process doesn't answer, by its state as the kernel writes it (see proc(5))
+_STATES = {
     "T": "it was stopped by a signal (SIGSTOP); `kill -CONT {pid}` there lets it go on",
     "t": "a debugger holds it",
     "D": "it is stuck in the kernel (a disk, or a network file system)",
@@ -35,8 +36,10 @@ _SILENT = "it doesn't answer"
 
 @dataclass(frozen=True)
 class _Whereabouts:
-    """Where a worker is: how many calls it has made, the name of the last, how long ago it
-    ended, and whether it waits in another.
+    """Where a worker is.
+
+    It has the number of calls that have ended, the name of the last one, how many seconds ago that
+    ended, and whether the worker waits in another call.
     """
 
     done: int
@@ -46,6 +49,7 @@ class _Whereabouts:
 
     @classmethod
     def of(cls, record: dict[str, object]) -> _Whereabouts:
+        """Read the whereabouts from a worker's record."""
         return cls(
             int(str(record["call"])),
             str(record["what"]),
@@ -54,7 +58,7 @@ class _Whereabouts:
         )
 
     def line(self) -> str:
-        """Return the whereabouts in words."""
+        """The whereabouts in words."""
         if self.waits:
             return f"it waits itself, in {self.what}"
         return f"its last call was {self.what or 'none'}, {self.seconds:.1f} s ago"
@@ -62,11 +66,14 @@ class _Whereabouts:
 
 @dataclass
 class _LateCase:
-    """A call in which some workers wait, and the workers that are asked where they are."""
+    """A call in which some workers wait, and the search for the workers that they wait for.
+
+    ask all workers -> answers, or too much time -> culprits: ask for stacks -> show them: is_over
+    """
 
     members: Sequence[WorkerProcess]
     asked: float
-    answers: dict[int, _Whereabouts] = field(default_factory=dict)  # by process
+    answers: dict[int, _Whereabouts] = field(default_factory=dict)  # by process id
     culprits: list[WorkerProcess] = field(default_factory=list)
     shown: float | None = None  # when their stacks were asked for
     over: bool = False
@@ -74,21 +81,31 @@ class _LateCase:
 
 @dataclass
 class HangSearch:
-    """Searches for the missing among this host's workers, case by case."""
+    """Searches this host's workers for those that others wait for.
+
+    Args:
+        peers: The launchers of the other hosts.
+        host: Name of this host.
+        say: Shows a line of text.
+        timings: How long to wait for answers and for stacks.
+    """
 
     peers: Peers
     host: str
     say: Callable[[str], None]
     timings: HangTimings = field(default=DEFAULTS.hangs, kw_only=True)
-    # by call, and whether the waiting ones are about to give up
+    # By call, and by whether the waiting workers are about to give up
     _cases: dict[tuple[int, bool], _LateCase] = field(default_factory=dict)
-    # already reported: the worker, and its number of calls
+    # Workers that were named already (process id), and after how many calls
     _told: set[tuple[int, int]] = field(default_factory=set)
 
     def turn(self, members: Sequence[WorkerProcess], *, ends: bool) -> None:
-        """Handle the messages of workers and other launchers.
+        """Handle the messages of workers and of other launchers.
 
-        `ends`: the others can go on without a worker that doesn't come.
+        Args:
+            members: Workers of this host that others may wait for.
+            ends: Whether a worker that doesn't come can be ended, as the others can go on without
+                it.
         """
         now = time.monotonic()
         for worker in members:
@@ -111,21 +128,22 @@ class HangSearch:
                 self._judge(late, case, ends=ends and late.given_up)
 
     def _judge(self, late: LateCall, case: _LateCase, *, ends: bool) -> None:
+        """Take a case one step further, if it is time."""
         now = time.monotonic()
-        members = [worker for worker in case.members if worker.ended is None]
+        live_members = [worker for worker in case.members if worker.ended is None]
         if case.shown is None:
             if now - case.asked < self.timings.answer and any(
-                worker.process.pid not in case.answers for worker in members
+                worker.process.pid not in case.answers for worker in live_members
             ):
                 return
             case.culprits = [
                 worker
-                for worker in members
+                for worker in live_members
                 if not _comes(case.answers.get(worker.process.pid), late.call, strict=ends)
             ]
             case.shown = now
             for worker in case.culprits:
-                worker.stack()  # what was written before is of no interest
+                worker.stack()  # drops stacks that were written before
                 if worker.said("shows"):
                     os.kill(worker.process.pid, commands.STACK)
         elif now - case.shown > self.timings.stack_dump:
@@ -134,19 +152,17 @@ class HangSearch:
                 self._tell(worker, late, case.answers.get(worker.process.pid))
                 if ends:
                     self.say(f"paceline: rank {worker.rank} is given up, and ended")
-                    # not `send`: nobody asked it to end, so it counts as a failure
+                    # Not by `send_signal`: a worker that is sent a signal doesn't count as failed.
                     os.kill(worker.process.pid, signal.SIGKILL)
 
     def _tell(self, worker: WorkerProcess, late: LateCall, answer: _Whereabouts | None) -> None:
-        """Name a worker and show its stack, unless that has been done, and the worker hasn't
-        moved since.
-        """
+        """Name a worker and show its stack, unless it was named after the same call before."""
         place = (worker.process.pid, late.call if answer is None else answer.done)
         if place in self._told:
             return
         self._told.add(place)
         pid = worker.process.pid
-        where = (
+        whereabouts = (
             _STATES.get(janitor.state(pid), _SILENT).format(pid=pid)
             if answer is None
             else answer.line()
@@ -154,15 +170,16 @@ class HangSearch:
         lines = _ends(worker.stack())
         self.say(
             f"paceline: others wait for rank {worker.rank} on {self.host} ({late.what}): "
-            f"{where}{'; its stack:' if lines else ''}"
+            f"{whereabouts}{'; its stack:' if lines else ''}"
         )
         for line in lines:
             self.say(f"paceline:   {line.strip()}")
 
 
 def _comes(answer: _Whereabouts | None, call: int, *, strict: bool) -> bool:
-    """Whether a worker is past this call, or in it; unless `strict`, a worker that waits for
-    others is taken for one that comes.
+    """Whether a worker is past this call, or in it.
+
+    A worker that waits for others in an earlier call also counts as coming, unless `strict`.
     """
     if answer is None:
         return False
@@ -170,7 +187,7 @@ def _comes(answer: _Whereabouts | None, call: int, *, strict: bool) -> bool:
 
 
 def _ends(stack: str) -> list[str]:
-    """Return the lines of a stack, without the middle of a long one."""
+    """Lines of a stack, without the middle if it is long."""
     lines = [line for line in stack.splitlines()[1:] if "<frozen importlib" not in line]
     return (
         lines

@@ -1,5 +1,6 @@
-"""Hints to the user where nothing is wrong: that a job may not be what was meant, and which
-hosts it waits for.
+"""Hints for the user when nothing is wrong.
+
+They tell that a job may not be what was meant, or which hosts it waits for.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from paceline.errors import UsageError
 from paceline.formatting import counted
 from paceline.timings import DEFAULTS, RendezvousTimings
 
-# Those of `paceline run` that make a job of several workers: after the script they are the
-# script's, and it runs alone.
+# Options of `paceline run` that make a job of several workers. Behind the script they belong to the
+# script, which then runs alone.
 SEVERAL = (
     "-n",
     "--workers",
@@ -36,31 +37,35 @@ SEVERAL = (
     "--report-to",
     "--shares",
 )
-_LONGEST_SCRIPT = 1 << 20  # bytes that are read of it
+_LONGEST_SCRIPT = 1 << 20  # bytes of a script that are searched
 
 
 def misplaced(script: str, args: Sequence[str]) -> str | None:
-    """Return a hint that a script's arguments look like options of `paceline run`; None if the
-    script knows them itself.
+    """Hint that arguments of a script look like options of `paceline run`.
+
+    None if there are none, or if the script has these options itself.
     """
-    for place, word in enumerate(args):
-        if word == "--":
+    for index, argument in enumerate(args):
+        # Arguments after `--` can't be meant for paceline.
+        if argument == "--":
             break
         option = next(
             (
                 option
                 for option in SEVERAL
-                if re.fullmatch(rf"{option}(=.*)?" if option != "-n" else r"-n\d*", word)
+                if re.fullmatch(rf"{option}(=.*)?" if option != "-n" else r"-n\d*", argument)
             ),
             None,
         )
         if option is None or _mentions(Path(script), option):
             continue
-        given = shlex.join([word, *args[place + 1 : place + 2]] if word == option else [word])
-        name, before = Path(script).name, f"paceline run {given} {script}"
+        option_text = shlex.join(
+            [argument, *args[index + 1 : index + 2]] if argument == option else [argument]
+        )
+        name, corrected_command = Path(script).name, f"paceline run {option_text} {script}"
         return (
-            f"{given} after {name} goes to {name}, which runs on 1 worker; "
-            f"if paceline is meant, put it before: {before}"
+            f"{option_text} after {name} goes to {name}, which runs on 1 worker; "
+            f"if paceline is meant, put it before: {corrected_command}"
         )
     return None
 
@@ -78,7 +83,7 @@ def _mentions(script: Path, option: str) -> bool:
 
 
 def starting(script: str, workers: int, join: str | None) -> str:
-    """Say what is being started, as the first word of it may take a while."""
+    """Message that the job starts. Its first output may take a while."""
     return (
         f"starting {counted(workers, 'worker')} of "
         f"{Path(script).name}{'' if join is None else f', with those of other hosts by {join}'}"
@@ -86,18 +91,21 @@ def starting(script: str, workers: int, join: str | None) -> str:
 
 
 def joined(workers: Sequence[int], ranks: Sequence[int]) -> str:
-    """Say that hosts with so many workers each have met; those of this one have these ranks."""
-    mine = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    """Message that the hosts have met.
+
+    Args:
+        workers: Number of workers of each host.
+        ranks: Ranks of the workers of this host.
+    """
+    ranks_here = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     return (
         f"joined {counted(len(workers) - 1, 'other host')}: {counted(sum(workers), 'worker')} in "
-        f"all, {mine} of them here"
+        f"all, {ranks_here} of them here"
     )
 
 
 def leftover(script: str, args: Sequence[str]) -> str:
-    """Return a hint on a script that isn't there, where it is Python itself, as in `python
-    train.py`.
-    """
+    """Hint if a script that doesn't exist is Python itself, as in `python train.py`; else ""."""
     if not args or re.fullmatch(r"(.*/)?python[\d.]*", script) is None:
         return ""
     return (
@@ -107,29 +115,29 @@ def leftover(script: str, args: Sequence[str]) -> str:
 
 
 def crowded(workers: int, cores: int, host: str) -> str | None:
-    """Return a hint on so many workers on a host with so many cores."""
+    """Hint that a host has more workers than cores; None if it hasn't."""
     if workers <= cores:
         return None
-    have = "1 core" if cores == 1 else f"{cores} cores"
+    core_text = "1 core" if cores == 1 else f"{cores} cores"
     return (
-        f"{workers} workers take turns on the {have} of {host}: more workers than cores make no "
-        "step faster (GPUs aside)"
+        f"{workers} workers take turns on the {core_text} of {host}: more workers than cores make "
+        "no step faster (GPUs aside)"
     )
 
 
 def line(script: str, args: Sequence[str], options: Mapping[str, object]) -> str:
-    """Write the command of a job; options that are None are left out, as their defaults are."""
-    given = [
+    """Write the command of a job. Options that are None have their defaults, and are left out."""
+    option_words = [
         word
         for name, value in options.items()
         if value is not None
         for word in (f"--{name.replace('_', '-')}", str(value))
     ]
-    return shlex.join(["paceline", "run", *given, script, *args])
+    return shlex.join(["paceline", "run", *option_words, script, *args])
 
 
 def no_terminal(*args: object, **named: object) -> NoReturn:
-    """Say what to do in the place of `breakpoint()`, which calls this in workers."""
+    """Raise an error in place of `breakpoint()`, which calls this in workers."""
     raise UsageError(
         "breakpoint() needs a terminal, and workers have none: run the script alone, `python ...`, "
         "as one worker, or name a debugger that "
@@ -139,7 +147,7 @@ def no_terminal(*args: object, **named: object) -> NoReturn:
 
 
 class WaitReminder:
-    """Reminds the user of a wait: after a second, and now and then."""
+    """Reminds the user of a wait: the first time after a second, and then now and then."""
 
     def __init__(
         self, say: Callable[[str], None], *, timings: RendezvousTimings = DEFAULTS.rendezvous
@@ -148,7 +156,7 @@ class WaitReminder:
         self._next = time.monotonic() + timings.reminder
 
     def turn(self, text: Callable[[], str]) -> None:
-        """Show `text` if it is time to; call it often."""
+        """Show the text if it is time. Call this often."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + self._pause

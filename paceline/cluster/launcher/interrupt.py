@@ -1,8 +1,7 @@
-"""The end of a job that was asked to end: one line of the launcher's, in place of its workers'
-tracebacks of the interrupt.
+"""The end of a job that was asked to end: one line replaces the tracebacks of its workers.
 
-All workers get SIGINT then, and what a script doesn't catch is a `KeyboardInterrupt` wherever it
-was: that says nothing, many times.
+All workers then get SIGINT. Unless the script catches it, it raises `KeyboardInterrupt` wherever
+the worker was, and each worker prints a traceback that tells nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _LONGEST: Final = 300  # characters of the reason of a failure
 
 
 class JobEnd:
-    """What is shown of the end of these workers, once it has been asked for."""
+    """What is shown of the end of a job, whose workers on this host are these."""
 
     def __init__(self, workers: Sequence[WorkerProcess]) -> None:
         self._workers = workers
@@ -39,12 +38,13 @@ class JobEnd:
         self._folder: Path | None = None
 
     def follow(self, folder: Path) -> None:
-        """Note the folder of the run, which one of them writes."""
+        """Note the folder of the run, which one of the workers writes."""
         self._folder = folder
 
     def ask(self, signum: int) -> None:
-        """Leave out what workers say of the interrupt that they get now, as the job was asked by
-        a signal to end.
+        """Note that this signal asks the job to end.
+
+        From now on the workers' tracebacks of the interrupt are left out of their output.
         """
         self._signum = signum
         for worker in self._workers:
@@ -52,33 +52,33 @@ class JobEnd:
 
     @property
     def line(self) -> str | None:
-        """The launcher's own last line; None where the end wasn't asked for, or where nobody
-        reads any more.
-        """
+        """Last line of the launcher; None if no end was asked for, or if its output is closed."""
         if self._signum is None or self._signum == signal.SIGPIPE:
             return None
-        asked = words(self._signum)
+        cause = words(self._signum)
         if not self._workers:
-            return f"paceline: {asked} before its workers started"
+            return f"paceline: {cause} before its workers started"
+        # The line tells how many workers didn't end by themselves.
         killed = sum(signal.SIGKILL in worker.was_sent for worker in self._workers)
         by_force = f" ({killed} by SIGKILL)" if killed else ""
-        ended = f"{counted(len(self._workers), 'worker')} ended{by_force}"
+        ended_workers = f"{counted(len(self._workers), 'worker')} ended{by_force}"
         return (
-            f"paceline: {asked}: "
-            f"{ended}{'' if self._folder is None else f'; {_where(self._folder)}'}"
+            f"paceline: {cause}: "
+            f"{ended_workers}{'' if self._folder is None else f'; {_where(self._folder)}'}"
         )
 
     def left(self, failure: Failure, *, alone: bool) -> str:
-        """Say what this failure has left, and note it in the run's folder.
+        """Describe what is left after this failure, and note the failure in the run's folder.
 
-        `alone`: nothing was asked for that survives a lost worker.
+        `alone`: the job has no option by which it would survive a lost worker.
         """
         if self._folder is None:
             return ""
         errors = error_lines(failure.tail)
-        words = failure.line().removeprefix("paceline: ")
+        summary = failure.line().removeprefix("paceline: ")
         _note(
-            self._folder, f"rank {failure.rank} on {failure.host}: {errors[0]}" if errors else words
+            self._folder,
+            f"rank {failure.rank} on {failure.host}: {errors[0]}" if errors else summary,
         )
         return "; ".join(
             [_where(self._folder), *([_SURVIVAL] if alone and failure.code > 128 else [])]
@@ -87,26 +87,28 @@ class JobEnd:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Have signals that ask for the end of the job raise `JobStopped` where no supervisor
-    handles them: other hosts are told.
+    """Let signals that ask for the end of the job raise `JobStopped`.
+
+    It is used while there is no supervisor to handle signals. The error makes this launcher tell
+    the other hosts.
     """
 
     def stop(signum: int, frame: object) -> None:
         raise JobStopped(signum, socket.gethostname(), here=True)
 
-    before = {
+    old_handlers = {
         signum: signal.signal(signum, stop)
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     }
     try:
         yield
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+        for signum, old_handler in old_handlers.items():
+            signal.signal(signum, old_handler)
 
 
 def words(signum: int) -> str:
-    """Say by which signal a job was asked to end."""
+    """The signal by which a job was asked to end, in words."""
     return (
         "interrupted"
         if signum == signal.SIGINT
@@ -115,29 +117,30 @@ def words(signum: int) -> str:
 
 
 def _where(folder: Path) -> str:
-    """Name the folder of a run, and how to go on from there."""
-    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    saved = any((folder / _CHECKPOINTS).glob("step-*"))
-    return f"the run is in {shown}" + (
-        f', and run.resume("{shown}") goes on from its newest checkpoint'
-        if saved
+    """Describe where the run is, and how to go on from there."""
+    shortened = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    has_checkpoint = any((folder / _CHECKPOINTS).glob("step-*"))
+    return f"the run is in {shortened}" + (
+        f', and run.resume("{shortened}") goes on from its newest checkpoint'
+        if has_checkpoint
         else ", without a checkpoint"
     )
 
 
-def _note(folder: Path, why: str) -> None:
-    """Leave in the folder of a run why it has failed: who wrote it was killed, or knows only
-    that another worker has gone.
+def _note(folder: Path, reason: str) -> None:
+    """Write the reason of a failure into the run's folder.
+
+    The worker that writes there may have been killed, or may know only that another worker is gone.
     """
     path = folder / _LIVE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        found["live"] |= {"state": "failed", "why": why[:_LONGEST]}
-        whole = path.with_name(f".{_LIVE}.{os.getpid()}")
-        with whole.open("x", encoding="utf-8") as file:
-            file.write(json.dumps(found) + "\n")
-        whole.replace(path)
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["live"] |= {"state": "failed", "why": reason[:_LONGEST]}
+        # Readers see the old file or the new one, never a part.
+        temporary = path.with_name(f".{_LIVE}.{os.getpid()}")
+        with temporary.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(content) + "\n")
+        temporary.replace(path)
     except (OSError, ValueError, KeyError, TypeError):
-        # the run has ended well, or its folder can't be written: then nothing is lost but the
-        # reason
+        # The run has ended well, or its folder can't be written. Only the reason is missing then.
         return

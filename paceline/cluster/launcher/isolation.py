@@ -1,5 +1,6 @@
-"""Runs a function in a forked copy of this process, for side effects that this one shouldn't
-keep; only an error comes back.
+"""Runs a function in a forked copy of this process, and passes only its error back.
+
+So its side effects don't stay in this process.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from paceline.errors import PacelineError
 
 
 class AttemptFailed(PacelineError):
-    """The attempted function has raised an error of ours; `kind` is its class."""
+    """The function has raised an error of paceline. `kind` is the name of its class."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -21,9 +22,9 @@ class AttemptFailed(PacelineError):
 
 
 def attempt(do: Callable[[], object]) -> None:
-    """Call `do` in a copy of this process, which has one thread.
+    """Call `do` in a copy of this process, which must have one thread only.
 
-    Raises `AttemptFailed` if `do` raises an error of ours.
+    Raises `AttemptFailed` if `do` raises an error of paceline.
     """
     reader, writer = os.pipe()
     prepare = preparation(os.getpid())
@@ -35,18 +36,20 @@ def attempt(do: Callable[[], object]) -> None:
                 prepare()
             _tell(writer, do)
         finally:
-            os._exit(0)  # whatever happens: it must never go on as what it is a copy of
+            # In any case the copy must end here, and never go on as this process would.
+            os._exit(0)
     os.close(writer)
     try:
         with os.fdopen(reader, "rb") as pipe:
-            said = pipe.read()
+            reply = pipe.read()
     finally:
         os.waitpid(process, 0)
-    if said:
-        raise AttemptFailed(*json.loads(said))
+    if reply:
+        raise AttemptFailed(*json.loads(reply))
 
 
 def _tell(writer: int, do: Callable[[], object]) -> None:
+    """Call `do`, and write its error to the pipe."""
     try:
         do()
     except PacelineError as error:

@@ -1,9 +1,14 @@
-"""The janitor of a launcher: a process that outlives it by a moment, and ends and removes what it
-left behind.
+"""The janitor of a launcher: a process that outlives it and removes what the job left behind.
 
-Started as a script of its own, with the standard library only; its arguments are the job's mark,
-and its timings as JSON. Its input is a pipe from the launcher: `+N` and `-N` name the process
-groups that live. The end of input without `done` means that the launcher was killed.
+    launcher --- pipe: "+N", "-N", "done" ---> janitor
+       killed: the pipe ends without "done"      kills the process groups N and all other processes
+                                                 of the job, removes their sockets, semaphores,
+                                                 shared memory and folders
+
+It is started as a script of its own, so it may use the standard library only. Its arguments are the
+job's mark, and its timings as JSON. `+N` and `-N` name process groups that begin and end.
+
+The launcher calls the same functions for its own cleanup.
 """
 
 from __future__ import annotations
@@ -26,45 +31,51 @@ from pathlib import Path
 _PROC = Path("/proc")
 _SHARED = Path("/dev/shm")
 _SERVERS = "paceline-sockets-"
+# Folders in which processes of multiprocessing, such as a data loader's, listen. If CPython renames
+# them, those of killed processes stay behind.
 _READERS = "pymp-"
-# bytes that the path of a socket leaves for their folder
+# Bytes of the path of a socket that are left for its folder
 _SHORT = 107 - len(f"/{_SERVERS}123456789012-12345678/server")
-# how multiprocessing and our servers call the folders that they listen in
+# Prefixes of the folders in which multiprocessing and our servers listen
 _FOLDERS = (_READERS, _SERVERS)
 _MARKED = 8  # letters of a job's mark that are in the names of its semaphores
-# those that are being made, or were before `brand`
+# Semaphores that are being made, or that were made before `brand_semaphores`
 _UNBRANDED = re.compile(r"sem\.([A-Za-z0-9]{6}|mp-[a-z0-9_]{8})")
-_CLOCK_SECONDS = 0.1  # which the clock of files may be behind
-_ROUNDS = 20  # sweeps: a process may fork between two looks
+_CLOCK_SECONDS = 0.1  # how much the clock of files may be behind
+_ROUNDS = 20  # sweeps, as a process may fork between two of them
 
 
 def sockets(mark: str) -> str:
-    """Return the prefix of the folders where a job's servers listen: a killed one's are found by
-    name, as nobody may have seen it.
+    """Prefix of the folders in which a job's servers listen.
+
+    By it the folders of killed servers are found, even if they were never seen while they listened.
+    It has 12 letters of the mark, as the path of a socket has at most 107 bytes.
     """
-    return f"{_SERVERS}{mark[:12]}-"  # not longer: the path of a socket has 107 bytes
+    return f"{_SERVERS}{mark[:12]}-"
 
 
 def place_of_sockets() -> str:
-    """Folder of sockets: the temporary folder, or /tmp if its path is too long for a socket."""
+    """Folder for sockets: the temporary folder, or /tmp if its path is too long for a socket."""
     temporary = tempfile.gettempdir()
     return temporary if len(os.fsencode(temporary)) <= _SHORT else "/tmp"
 
 
 def folders_of_answers(mark: str) -> str:
-    """Return the prefix of the folders that `pl.load` has its runs in, which go when these end."""
+    """Prefix of the folders for the runs of `pl.load`, which are removed with the job."""
     return f"paceline-load-{mark[:12]}-"
 
 
 def brand(mark: str) -> None:
-    """Let semaphores that multiprocessing makes in this process, and in its children, have the
-    job's mark in their names from now on.
+    """Give semaphores that multiprocessing makes from now on the job's mark in their names.
 
-    The janitor finds them by it where their makers were killed: a file doesn't tell which process
-    has made it.
+    That holds for this process and its children. A file doesn't tell which process has made it, so
+    the janitor needs the mark to find those of killed processes.
     """
-    from multiprocessing import current_process  # here: the janitor does without
+    # Imported here, as the janitor doesn't need it.
+    from multiprocessing import current_process
 
+    # A private part of CPython: `_config` is what a process passes to its children. Without this
+    # key, semaphores of killed processes would stay in /dev/shm.
     current_process()._config["semprefix"] = f"/mp-{mark[:_MARKED]}"  # type: ignore[attr-defined]
 
 
@@ -75,12 +86,13 @@ def end_group(group: int, held: set[int]) -> set[int]:
 
     Args:
         group: Number of the process group.
-        held: Set to which the semaphores are added that the processes had open (`semaphores`).
+        held: Set to which the semaphores are added that the processes had open (`find_semaphores`).
 
     Returns:
         The numbers of the processes.
     """
-    if not _signal_group(group, signal.SIGSTOP):  # or they would make more while we look
+    # Stopped processes can't fork, or make more files, while this looks at them.
+    if not _signal_group(group, signal.SIGSTOP):
         return set()
     processes = members(group)
     folders = litter(processes)
@@ -91,8 +103,9 @@ def end_group(group: int, held: set[int]) -> set[int]:
 
 
 def state(pid: int) -> str:
-    """Return the state of a process, as the kernel writes it: "T" was stopped by a signal and
-    waits for SIGCONT; "" if unknown.
+    """State of a process as the kernel writes it; "" if it is unknown.
+
+    A process in state "T" was stopped by a signal, and waits for SIGCONT.
     """
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
@@ -109,7 +122,7 @@ def _signal_group(group: int, signum: int) -> bool:
 
 
 def members(group: int) -> list[int]:
-    """Return the processes of a group."""
+    """List the processes of a group."""
     pids = []
     for process in processes():
         try:
@@ -121,8 +134,9 @@ def members(group: int) -> list[int]:
 
 
 def children(process: int) -> list[int]:
-    """Return the child processes that the main thread of a process has forked; empty where the
-    kernel doesn't say.
+    """List the child processes that the main thread of a process has forked.
+
+    Empty if the kernel doesn't tell.
     """
     try:
         return [
@@ -136,7 +150,7 @@ def children(process: int) -> list[int]:
 
 
 def processes() -> list[int]:
-    """Return all processes that this one can see."""
+    """List all processes that this one can see."""
     return (
         [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()]
         if _PROC.is_dir()
@@ -145,40 +159,39 @@ def processes() -> list[int]:
 
 
 def marked(mark: str) -> list[int]:
-    """Return the processes that were started with the mark of a job in their environment (this
-    one never counts).
-    """
-    wanted = f"PACELINE_JOB={mark}".encode()
+    """List the other processes that were started with the job's mark in their environment."""
+    variable = f"PACELINE_JOB={mark}".encode()
     pids = []
     for process in processes():
         try:
             environ = (_PROC / str(process) / "environ").read_bytes()
         except OSError:
             continue
-        if process != os.getpid() and wanted in environ.split(b"\0"):
+        if process != os.getpid() and variable in environ.split(b"\0"):
             pids.append(process)
     return pids
 
 
 def litter(suspects: list[int]) -> list[Path]:
-    """Return the temporary folders where these processes listen (readers, servers); a killed
-    process can't remove its own.
+    """Find the temporary folders in which these processes listen.
+
+    They are data loaders and servers. A killed process can't remove its own folder.
     """
     folders = []
     for process in suspects:
         try:
-            table = (_PROC / str(process) / "net" / "unix").read_text()
-            # nobody on this host listens in one: most often
-            if not any(name in table for name in _FOLDERS):
+            socket_table = (_PROC / str(process) / "net" / "unix").read_text()
+            # Most often no process on this host listens in such a folder.
+            if not any(name in socket_table for name in _FOLDERS):
                 continue
-            held = set(_opened(process))
+            open_files = set(_opened(process))
         except OSError:
             continue
-        for line in table.splitlines()[1:]:
+        for line in socket_table.splitlines()[1:]:
             match = re.fullmatch(r"(?:\S+\s+){6}(\d+)\s+(\S+)", line.strip())
             if (
                 match
-                and f"socket:[{match[1]}]" in held
+                and f"socket:[{match[1]}]" in open_files
                 and os.path.basename(os.path.dirname(match[2])).startswith(_FOLDERS)
             ):
                 folders.append(Path(match[2]).parent)
@@ -195,28 +208,29 @@ def _opened(process: int) -> Iterator[str]:
 
 
 def semaphores(suspects: list[int]) -> set[int]:
-    """Return the named semaphores that these processes have open or mapped, by inode: they may
-    never come to take the name away.
+    """Find the named semaphores that these processes have open or mapped, by inode.
+
+    A killed process can't remove the name.
     """
     inodes: set[int] = set()
-    start = str(_SHARED / "sem.")
+    prefix = str(_SHARED / "sem.")
     for process in suspects:
         with suppress(OSError):
-            mapped = [
+            mapped_lines = [
                 line
                 for line in (_PROC / str(process) / "maps").read_text().splitlines()
-                if start in line
+                if prefix in line
             ]
-            inodes |= {int(line.split(maxsplit=5)[4]) for line in mapped}
+            inodes |= {int(line.split(maxsplit=5)[4]) for line in mapped_lines}
             for link in (_PROC / str(process) / "fd").iterdir():
                 with suppress(FileNotFoundError):  # closed since
-                    if os.readlink(link).startswith(start):
+                    if os.readlink(link).startswith(prefix):
                         inodes.add(link.stat().st_ino)
     return inodes & {entry.inode() for entry in (os.scandir(_SHARED) if inodes else ())}
 
 
 def sweep(mark: str, groups: list[int], held: set[int], *, seconds: float) -> set[int]:
-    """End these groups and every process with the job's mark, then remove their temporary files.
+    """Kill these groups and every process with the job's mark, and remove their temporary files.
 
     A killed process that is about to end has no environment any more, but still has its files. So
     this waits until all of them have ended.
@@ -231,27 +245,29 @@ def sweep(mark: str, groups: list[int], held: set[int], *, seconds: float) -> se
         The numbers of the processes.
     """
     ended = set(groups).union(*(end_group(group, held) for group in groups))
+    # Each round stops all processes that it sees before it kills any, but a process may have forked
+    # just before it was stopped.
     for attempt in range(_ROUNDS):
-        left = marked(mark)
-        ended |= {*left}
-        if not left:
+        remaining = marked(mark)
+        ended |= {*remaining}
+        if not remaining:
             break
-        _signal_each(left, signal.SIGSTOP)
-        folders = litter(left)
-        held |= semaphores(left)
-        _signal_each(left, signal.SIGKILL)
+        _signal_each(remaining, signal.SIGSTOP)
+        folders = litter(remaining)
+        held |= semaphores(remaining)
+        _signal_each(remaining, signal.SIGKILL)
         clear(folders)
         time.sleep(0.002 * (attempt + 1))
-    for place in {tempfile.gettempdir(), place_of_sockets()}:
+    for parent in {tempfile.gettempdir(), place_of_sockets()}:
         clear(
             [
-                found
+                folder
                 for prefix in (sockets(mark), folders_of_answers(mark))
-                for found in Path(place).glob(prefix + "*")
+                for folder in Path(parent).glob(prefix + "*")
             ]
         )
-    until = time.monotonic() + seconds
-    while not all(map(_ended, ended)) and time.monotonic() < until:
+    deadline = time.monotonic() + seconds
+    while not all(map(_ended, ended)) and time.monotonic() < deadline:
         time.sleep(0.002)
     return ended
 
@@ -271,43 +287,47 @@ def clear(folders: list[Path]) -> None:
 
 
 def reclaim(mark: str, killed: set[int], held: set[int], since: float, *, seconds: float) -> None:
-    """Remove what the processes of a job had made and not removed yet in the moment when they were
-    killed: shared memory, and folders.
+    """Remove shared memory and folders that killed processes of a job have left.
 
-    `killed` are all processes that may have been (numbers), `held` the semaphores that they had in
-    hand (`semaphores`); `since` is when the first of them was started (time.time()). What others
-    may have made stays: they get so many `seconds` to unlink it. A folder whose listeners are all
-    dead doesn't tell who made it, and goes.
+    Files that other processes may have made stay. A folder in which all listeners are dead doesn't
+    tell who made it, and is removed.
+
+    Args:
+        mark: The job's mark.
+        killed: Numbers of all processes that may have been killed.
+        held: Semaphores that they had open (`find_semaphores`).
+        since: Time at which the first of them was started (time.time()).
+        seconds: Time for living processes to remove files that they are just making.
     """
 
-    def left() -> set[Path]:
+    def find_leftovers() -> set[Path]:
         return {*_abandoned(mark, killed, held, since), *_deserted(since)}
 
-    if seen := left():
-        time.sleep(seconds)  # what a living process has in hand is unlinked by then
-        for path in seen & left():
+    if first_seen := find_leftovers():
+        # Living processes unlink theirs soon. What is still here later belonged to killed ones.
+        time.sleep(seconds)
+        for path in first_seen & find_leftovers():
             clear([path]) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _deserted(since: float) -> Iterator[Path]:
-    """Find the folders of multiprocessing that have come since then, in which processes have
-    listened and none does any more.
+    """Find new folders of multiprocessing in which processes have listened, and none does any more.
 
-    A reader that is killed soon after it has begun to listen may never have been looked at
-    (`litter`).
+    A process that was killed soon after it began to listen may never have been seen by
+    `find_litter`.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{_READERS}*"):
         with suppress(OSError):  # removed meanwhile, or another user's
             if (
                 _new(folder, since)
-                and (found := [*folder.iterdir()])
-                and not any(map(_listened_to, found))
+                and (entries := [*folder.iterdir()])
+                and not any(map(_listened_to, entries))
             ):
                 yield folder
 
 
 def _listened_to(path: Path) -> bool:
-    """Whether a process listens on this socket; what is none counts as if one did."""
+    """Whether a process listens on this socket. Other files count as if one did."""
     if not stat.S_ISSOCK(path.lstat().st_mode):
         return True
     with suppress(OSError):
@@ -316,7 +336,7 @@ def _listened_to(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as caller:
         caller.setblocking(False)
         try:
-            # in another network than this, maybe: there are containers that share a folder
+            # The listener may be in another network namespace: containers can share a folder.
             caller.connect(str(path))
         except OSError as error:
             return not isinstance(error, ConnectionRefusedError)
@@ -324,12 +344,12 @@ def _listened_to(path: Path) -> bool:
 
 
 def _abandoned(mark: str, killed: set[int], held: set[int], since: float) -> Iterator[Path]:
-    """Find files of torch, which have their maker's number in their names; and semaphores of
-    multiprocessing with the job's mark (`brand`).
+    """Find files of torch and semaphores of multiprocessing that killed processes have left.
 
-    The maker of a semaphore opens it under a name of six letters, then gives it its own too, and
-    takes the first away, at once, and the other where it can: it may be killed in between. Others'
-    look the same: without the mark it has to be one that was held.
+    A file of torch has its maker's number in its name. A semaphore has the job's mark
+    (`brand_semaphores`), except for a moment: its maker opens it under a name of six letters, gives
+    it its own name too, and removes the first one. It may be killed in between. Semaphores of other
+    programs look the same, so one without the mark counts only if a process of the job had it open.
     """
     states = {
         path: state
@@ -337,19 +357,21 @@ def _abandoned(mark: str, killed: set[int], held: set[int], since: float) -> Ite
         if (state := _new(path, since))
     }
     branded = re.compile(rf"sem\.mp-{re.escape(mark[:_MARKED])}-\w{{8}}")
-    ours = {state.st_ino for path, state in states.items() if branded.fullmatch(path.name)}
+    branded_inodes = {
+        state.st_ino for path, state in states.items() if branded.fullmatch(path.name)
+    }
     for path, state in states.items():
         if match := re.fullmatch(r"torch_(\d+)_\d+_\d+", path.name):
             if int(match[1]) in killed and _ended(int(match[1])):
                 yield path
-        elif state.st_ino in ours or (state.st_ino in held and _UNBRANDED.fullmatch(path.name)):
+        elif state.st_ino in branded_inodes or (
+            state.st_ino in held and _UNBRANDED.fullmatch(path.name)
+        ):
             yield from () if in_use(path) else (path,)
 
 
 def _new(path: Path, since: float) -> os.stat_result | None:
-    """Return the status of a file of this user that has come or changed its names since then;
-    None for others.
-    """
+    """Status of a file of this user that was made or renamed since then; None for other files."""
     try:
         state = path.lstat()
     except FileNotFoundError:
@@ -360,6 +382,7 @@ def _new(path: Path, since: float) -> os.stat_result | None:
 
 
 def _ended(process: int) -> bool:
+    """Whether a process has ended: it is gone, or a zombie."""
     return state(process) in {"", "Z", "X"}
 
 
@@ -380,45 +403,50 @@ def in_use(path: Path) -> bool:
 def watch(
     mark: str, *, look: float, close_look: float, young: float, ending: float, unlinking: float
 ) -> None:
-    """Read from standard input which groups live, until the launcher is done or dead.
+    """Note which groups live, by standard input, and clean up if the launcher dies.
 
     The seconds are those of `JanitorTimings`.
     """
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    began = time.time()
-    groups: set[int] = set()
-    known: set[int] = set()
-    # readers whose worker was killed may end before they are looked at
+    began_at = time.time()
+    live_groups: set[int] = set()
+    seen_processes: set[int] = set()
+    # Folders by process, noted while it lives: a data loader whose worker was killed may end before
+    # anything else can be found out about it.
     folders: dict[int, list[Path]] = {}
-    born: dict[int, float] = {}  # when a process was first seen
-    rest = b""
+    first_seen_at: dict[int, float] = {}
+    partial_line = b""
     poll = select.poll()
     poll.register(0, select.POLLIN)
     while True:
-        present = {child for group in groups for child in (group, *children(group))}
+        # Look often while a process is young: it may begin to listen at any moment.
+        present = {child for group in live_groups for child in (group, *children(group))}
         folders |= {
-            child: found for child in present - folders.keys() if (found := litter([child]))
+            child: listening_folders
+            for child in present - folders.keys()
+            if (listening_folders := litter([child]))
         }
-        known |= present
+        seen_processes |= present
         now = time.monotonic()
-        close = any(
-            now - born.setdefault(process, now) < young for process in present - folders.keys()
+        looks_closely = any(
+            now - first_seen_at.setdefault(process, now) < young
+            for process in present - folders.keys()
         )
-        if not poll.poll(1000 * (close_look if close else look)):
+        if not poll.poll(1000 * (close_look if looks_closely else look)):
             continue
         data = os.read(0, 1 << 16)
-        *lines, rest = (rest + data).split(b"\n")
+        *lines, partial_line = (partial_line + data).split(b"\n")
         if b"done" in lines:
             return
-        groups |= {int(line[1:]) for line in lines if line[:1] == b"+"}
-        groups -= {int(line[1:]) for line in lines if line[:1] == b"-"}
+        live_groups |= {int(line[1:]) for line in lines if line[:1] == b"+"}
+        live_groups -= {int(line[1:]) for line in lines if line[:1] == b"-"}
         if not data:
             break
     held: set[int] = set()
-    known |= sweep(mark, sorted(groups), held, seconds=ending)
-    clear([folder for found in folders.values() for folder in found])
-    reclaim(mark, known, held, began, seconds=unlinking)
+    seen_processes |= sweep(mark, sorted(live_groups), held, seconds=ending)
+    clear([folder for listening_folders in folders.values() for folder in listening_folders])
+    reclaim(mark, seen_processes, held, began_at, seconds=unlinking)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
-"""The last words of a worker: of what it wrote, the traceback of the error that ended it.
+"""The last words of a worker: the part of its output that tells why it ended.
 
-Traceback (most recent call last):         the first line of a traceback
-  File ...                                 indented: more of it
-KeyError: 1                                names the error; its message may go on
+That is the traceback of the error that ended it:
 
-During handling of the above exception...  joins it to the next one: together they are one report
-Traceback (most recent call last):
-...
-Exception ignored in: <function ...>       the next traceback is of an error that ended nobody
-Traceback (most recent call last):
-...
-goodbye                                    written at exit
+    Traceback (most recent call last):         the first line of a traceback
+      File ...                                 indented lines are part of it
+    KeyError: 1                                names the error; its message may have more lines
+
+    During handling of the above exception...  joins it to the next one: together they are a report
+    Traceback (most recent call last):
+    ...
+    Exception ignored in: <function ...>       the next traceback is *aside*: it ended nothing
+    Traceback (most recent call last):
+    ...
+    goodbye                                    written at exit
 """
 
 from __future__ import annotations
@@ -26,22 +28,27 @@ CHAINED: Final = (
     "The above exception was the direct cause",
 )
 _GROUP: Final = "  + Exception Group Traceback (most recent call last):"
-# the end of the last group in it, which may be a group itself
+# A line inside an exception group, and the last line of the last group in it
 _GROUP_LINE, _GROUP_END = "  | ", re.compile(r" {4,}\+-{36}$")
-# its name, behind that of its module
+# Name of an error, behind that of its module
 _ERROR: Final = re.compile(r"(?:  \| )?(?:[\w.<>]+\.)?(\w+)(?::|$)")
-# what stands before the traceback of an error that ended nobody
+# Line before the traceback of an error that didn't end the process
 _ASIDE: Final = re.compile(
     r"Exception ignored |Exception in thread |Error in atexit|Process \S+:$|--- Logging "
     r"error|(future|task|handle): <"
 )
-_SHOWN: Final = 20  # lines of what has no traceback, or whose traceback came long before
+_SHOWN: Final = 20  # lines shown if there is no traceback, or if it came long before the end
 
 
 @dataclass(frozen=True)
 class _Report:
-    """What was written of one error and those that led to it: the lines [start, error], and the
-    names of the errors, the last one last.
+    """The report of one error and of the errors that led to it: one or more chained tracebacks.
+
+    Args:
+        start: Index of its first line.
+        error: Index of the line that names the last error.
+        kinds: Names of the errors, the last one last.
+        aside: Whether its error didn't end the process.
     """
 
     start: int
@@ -51,11 +58,15 @@ class _Report:
 
 
 def last_words(tail: str, kind: str | None = None, more: int | None = None) -> str:
-    """Return the traceback of the error that ended who wrote this, without what was written after
-    it; else the last lines.
+    """Find the traceback of the error that ended a worker, without the lines written after it.
 
-    `kind`: the name of that error, if it is known; `more`: how many lines follow the first of its
-    message.
+    Args:
+        tail: Last output of the worker.
+        kind: Name of that error, if it is known.
+        more: Number of lines that its message has after the first, if that is known.
+
+    Returns:
+        The traceback; or the last 20 lines if none is found.
     """
     lines = tail.splitlines()
     reports = [*_reports(lines)]
@@ -68,6 +79,8 @@ def last_words(tail: str, kind: str | None = None, more: int | None = None) -> s
         if more is not None and report.kinds[-1] == kind:
             end = min(end, report.error + 1 + more)
         return "\n".join(lines[report.start : end]).rstrip()
+    # The name of the error is unknown or doesn't appear. The last traceback is the best guess,
+    # unless much was written after it.
     guessed = [index for index, report in enumerate(reports) if not report.aside]
     if guessed and starts[guessed[-1] + 1] - reports[guessed[-1]].error <= _SHOWN:
         return "\n".join(lines[reports[guessed[-1]].start : starts[guessed[-1] + 1]]).rstrip()
@@ -75,9 +88,7 @@ def last_words(tail: str, kind: str | None = None, more: int | None = None) -> s
 
 
 def error_lines(words: str) -> list[str]:
-    """Return of last words the lines that name the error, with its message; none where there is
-    no traceback in them.
-    """
+    """Lines of last words that name the error, with its message; none without a traceback."""
     lines = words.splitlines()
     reports = [*_reports(lines)]
     return lines[reports[-1].error :] if reports else []
@@ -92,8 +103,9 @@ def _reports(lines: Sequence[str]) -> Iterator[_Report]:
             index += 1
             continue
         start, error, end = index, *_traceback(lines, index)
-        found = _ERROR.match(lines[error]) if error < len(lines) else None
-        kinds = () if found is None else (found[1],)
+        error_name = _ERROR.match(lines[error]) if error < len(lines) else None
+        kinds = () if error_name is None else (error_name[1],)
+        # A traceback that is chained to the one before belongs to the same report.
         if open_report is not None and any(
             line.startswith(CHAINED) for line in lines[open_report.error + 1 : start]
         ):
@@ -111,9 +123,13 @@ def _reports(lines: Sequence[str]) -> Iterator[_Report]:
 
 
 def _traceback(lines: Sequence[str], start: int) -> tuple[int, int]:
-    """Return the line that names the error of the traceback that starts there, and its last line
-    that is known to be of it.
+    """Find the end of the traceback that starts at this line.
+
+    Returns:
+        The index of the line that names its error, and of the last line known to be part of it.
     """
+    # In an exception group all lines are indented. The first line with text directly behind the
+    # "  | " names the error.
     if not lines[start].startswith(TRACEBACK):
         stop = next(
             (i for i in range(start + 1, len(lines)) if lines[i].startswith((TRACEBACK, _GROUP))),

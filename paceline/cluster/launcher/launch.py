@@ -1,5 +1,12 @@
-"""`paceline run`, the launcher of one host: checks the request, meets the other hosts, and gives
-each worker its place.
+"""`paceline run`, the launcher of one host.
+
+It checks the request, meets the other launchers, and gives each worker its rank and environment:
+
+    run_job -> _run_restartable_job -> _run_one_start   the whole job starts again after a failure
+            -> _take_part_in_job                        otherwise
+                 _reserve_resources    sockets, ports and the job's secret
+                 _prepare_workers      meet the other hosts, write the commands of the workers
+                 Supervisor            start the workers, watch them, end them together
 """
 
 from __future__ import annotations
@@ -44,27 +51,18 @@ from paceline.errors import PacelineError
 from paceline.formatting import counted
 from paceline.timings import Timings
 
-# a host that comes later calls its workers by its number times this, until they have ranks
+# A host that joins later has no ranks yet. Until then it calls its workers
+# `host * _LATER_RANK_STEP + local rank`.
 _LATER = 1000
-# what is the same on all hosts
+# Options that must be the same on all hosts.
 _ALIKE = (
-    *(
-        "hosts",
-        "join",
-        "secret_file",
-        "workers",
-        "sync",
-        "mesh",
-        "cut",
-        "shares",
-        "placement",
-        "min_workers",
-        "servers",
-    ),
-    *("straggler", "cluster", "report_to", "backend", "name"),
+    *("hosts", "join", "secret_file", "workers", "sync", "mesh", "cut", "shares", "placement"),
+    *("min_workers", "servers", "straggler", "cluster", "report_to", "backend", "name"),
 )
-_DESCRIPTORS = 64  # of any process of a job; more for each worker of its host, and of all
-USAGE = 2  # the exit code for a wrong request
+# Open files of any process of a job. Each worker of the job adds more, those of its host most.
+_DESCRIPTORS = 64
+USAGE = 2  # exit code for a wrong request
+# Beginnings of the variables that belong to another launcher, or that are made anew for each worker
 _NOT_INHERITED = (
     "TORCHELASTIC_",
     "PACELINE_SECRET",
@@ -85,17 +83,22 @@ _NOT_INHERITED = (
 def run(
     job: LaunchRequest, environ: Mapping[str, str] | None = None, watcher: RunWatcher | None = None
 ) -> int:
-    """Start the workers of this host, watch them until all are gone, and give the exit code of the
-    job.
+    """Run the workers of this host until all have ended, and return the exit code of the job.
 
-    `watcher` shows the run to people, if it is written on this host.
+    Call it in the main thread: it handles signals until it returns.
 
-    0: all ended well. 2: what was asked for can't be done (said in one line). 128+n: ended by
-    signal n. Else the exit code of the worker that failed first. To be called in the main thread:
-    signals are handled here until it returns.
+    Args:
+        job: The request.
+        environ: Environment of the launcher. Default: that of this process.
+        watcher: Shows the run to people, if a worker of this host writes it. Default: none.
+
+    Returns:
+        0 if all workers ended well; 2 if the request can't be fulfilled (the reason is printed in
+        one line); 128+n if the job was ended by signal n; else the exit code of the worker that
+        failed first.
     """
     surroundings = environment() if environ is None else dict(environ)
-    # the mark of all starts of the job: a later one clears up after those before
+    # All starts of the job have the same mark, so that a later one removes what earlier ones left.
     surroundings["PACELINE_JOB"] = random.token_hex(16)
     try:
         check(job)
@@ -109,11 +112,14 @@ def run(
                 JobRestarts(job.restarts, patience=job.patience if job.hosts > 1 else 0.0),
                 watcher,
             )
-        code, points, ranks = _work(job, surroundings, watcher)
-        while points:  # this host was cut off from those that go on
+        code, elastic_points, ranks = _work(job, surroundings, watcher)
+        # This host was cut off, and the other hosts go on without it: it tries to come back.
+        while elastic_points:
             _say(f"looks for the other hosts for {job.patience:g} s, to take part again")
             try:
-                code, points, ranks = _work(job, surroundings, watcher, points, ranks)
+                code, elastic_points, ranks = _work(
+                    job, surroundings, watcher, elastic_points, ranks
+                )
             except PacelineError as error:
                 _say(str(error))
                 return code
@@ -121,11 +127,13 @@ def run(
     except PacelineError as error:
         _say(str(error))
         return USAGE
-    except JobStopped as stop:
+    except JobStopped as job_stopped:
         _say(
-            f"{interrupt.words(stop.number)} before its workers started" if stop.here else str(stop)
+            f"{interrupt.words(job_stopped.number)} before its workers started"
+            if job_stopped.here
+            else str(job_stopped)
         )
-        return 128 + stop.number
+        return 128 + job_stopped.number
     except KeyboardInterrupt:
         _say(interrupt.words(signal.SIGINT))
         return 128 + signal.SIGINT
@@ -137,7 +145,7 @@ def _say(text: str | None) -> None:
 
 
 def _tell(job: LaunchRequest, text: str) -> None:
-    """Say what goes well, unless it is to be quiet."""
+    """Print a message about progress, unless the launcher is to be quiet."""
     if not job.quiet:
         _say(text)
 
@@ -152,7 +160,7 @@ def _work_again(
     restarts: JobRestarts,
     watcher: RunWatcher | None,
 ) -> int:
-    """Take part in a job that starts again as a whole, until its last end; the exit code."""
+    """Take part in each start of a job that restarts as a whole, and return its exit code."""
     code, links = 0, None
     with interrupt.stoppable():
         while True:
@@ -178,37 +186,41 @@ def _start(
     links: Links | None,
     watcher: RunWatcher | None,
 ) -> tuple[int, Links | None]:
-    """Take part in one start of a job: the exit code, and the connections to the other launchers if
-    it starts again.
+    """Take part in one start of the job.
 
-    `links` are those of the start before.
+    Args:
+        job: The request.
+        surroundings: Environment of the workers. PACELINE_JOB_START is set in it.
+        restarts: How many restarts the job has had, and may have.
+        links: Connections to the other launchers from the start before, if there was one.
+        watcher: Shows the run to people, if a worker of this host writes it.
+
+    Returns:
+        The exit code, and the connections to the other launchers if the job starts again.
     """
-    with ExitStack() as held, ExitStack() as inherited:
-        mine = _bring(job, surroundings, held, inherited)
-        peers = _meet_again(job, surroundings, mine, restarts, links)
+    with ExitStack() as until_start_ends, ExitStack() as until_workers_start:
+        resources = _bring(job, surroundings, until_start_ends, until_workers_start)
+        peers = _meet_again(job, surroundings, resources, restarts, links)
         restarts.begin(peers)
         surroundings["PACELINE_JOB_START"] = restarts.start.dump()
-        tasks = _first_parts(job, surroundings, mine, peers).tasks
-        mark, shown, told = (
-            surroundings["PACELINE_JOB"],
-            bar.screens(surroundings, bare=job.bare),
-            calls.judge(job.call),
-        )
+        worker_commands = _first_parts(job, surroundings, resources, peers).tasks
         supervisor = Supervisor(
-            *(mine.offer.name, mark, peers),
-            shown=shown,
-            told=told,
+            *(resources.offer.name, surroundings["PACELINE_JOB"], peers),
+            shown=bar.screens(surroundings, bare=job.bare),
+            told=calls.judge(job.call),
             restarts=restarts,
             watcher=watcher,
             finished=_finished(job),
-            timings=mine.timings,
+            timings=resources.timings,
         )
-        code = supervisor.run(tasks, started=inherited.close)
-        left = peers.links()
-        # asked to end when the workers had ended
-        if left is not None and left.channels and not restarts.due:
-            left.stop(JobStopped(code - 128, mine.offer.name), mine.timings.channel.linger)
-        return code, left
+        code = supervisor.run(worker_commands, started=until_workers_start.close)
+        remaining_links = peers.links()
+        # The end was asked for after the workers had ended: the others must not start again.
+        if remaining_links is not None and remaining_links.channels and not restarts.due:
+            remaining_links.stop(
+                JobStopped(code - 128, resources.offer.name), resources.timings.channel.linger
+            )
+        return code, remaining_links
 
 
 def _work(
@@ -218,70 +230,76 @@ def _work(
     points: Sequence[Point] = (),
     ranks: Sequence[int] = (),
 ) -> tuple[int, Sequence[Point], Sequence[int]]:
-    """Take part until the job is over here: the exit code, where the others are called if this host
-    was cut off from them, and its ranks.
+    """Take part in the job until it is over on this host.
 
-    With `points`, the job runs there already; its workers are called by these `ranks` again.
+    Args:
+        job: The request.
+        surroundings: Environment of the workers. PACELINE_JOB_START is set in it.
+        watcher: Shows the run to people, if a worker of this host writes it.
+        points: Addresses of launchers of the running job, if this host was cut off from it before.
+        ranks: Ranks by which this host called its workers then. They are called by these again.
+
+    Returns:
+        The exit code; the addresses of the other launchers if this host was cut off from them; and
+        the ranks of the workers of this host.
     """
     surroundings["PACELINE_JOB_START"] = ""
-    with ExitStack() as held, ExitStack() as inherited:
+    with ExitStack() as until_job_ends, ExitStack() as until_workers_start:
         with interrupt.stoppable():
-            mine = _bring(job, surroundings, held, inherited)
-            ready = _prepare(job, surroundings, mine, points, ranks)
-        assembly = ready.peers if isinstance(ready.peers, ElasticPeers) else None
-        mending = (
-            None
-            if assembly is None
-            else partial(_mending, job, assembly, ready.again, mine.timings)
-        )
-        shown, told = bar.screens(surroundings, bare=job.bare), calls.judge(job.call)
-        mark = surroundings["PACELINE_JOB"]
+            resources = _bring(job, surroundings, until_job_ends, until_workers_start)
+            parts = _prepare(job, surroundings, resources, points, ranks)
+        elastic_peers = parts.peers if isinstance(parts.peers, ElasticPeers) else None
+        make_replacement = None
+        if elastic_peers is not None:
+            make_replacement = partial(_mending, job, elastic_peers, parts.again, resources.timings)
         supervisor = Supervisor(
-            *(ready.host, mark, ready.peers, mending),
-            shown=shown,
-            told=told,
+            *(parts.host, surroundings["PACELINE_JOB"], parts.peers, make_replacement),
+            shown=bar.screens(surroundings, bare=job.bare),
+            told=calls.judge(job.call),
             watcher=watcher,
             finished=_finished(job),
-            timings=mine.timings,
+            timings=resources.timings,
         )
-        # what workers inherit is theirs alone from then on
-        code = supervisor.run(ready.tasks, started=inherited.close)
-        back = (
-            assembly is not None and assembly.cut_off and not supervisor.asked and job.patience > 0
-        )
-        return (
-            code,
-            assembly.points if back and assembly is not None else [],
-            [task.rank for task in ready.tasks],
-        )
+        # The launcher closes its copies of what workers inherit as soon as all have started.
+        code = supervisor.run(parts.tasks, started=until_workers_start.close)
+        own_ranks = [task.rank for task in parts.tasks]
+        # A host that was cut off tries to come back, unless somebody asked it to end.
+        if elastic_peers is None or not elastic_peers.cut_off or supervisor.asked:
+            return code, [], own_ranks
+        return code, elastic_peers.points if job.patience > 0 else [], own_ranks
 
 
 def _mending(
     job: LaunchRequest,
-    assembly: ElasticPeers,
-    again: Again,
+    elastic_peers: ElasticPeers,
+    make_worker: Again,
     timings: Timings,
     supervisor: Supervisor,
 ) -> Replacement:
-    def begin(rank: int) -> None:
-        assert assembly.run is not None
-        with again(assembly.run, rank) as task:
-            supervisor.begin(task)
+    """Make the replacement of workers that die. It starts new ones under `supervisor`."""
+
+    def start_replacement(rank: int) -> None:
+        assert elastic_peers.run is not None
+        with make_worker(elastic_peers.run, rank) as worker_command:
+            supervisor.begin(worker_command)
 
     assert job.min_workers is not None
     return Replacement(
-        assembly,
+        elastic_peers,
         job.min_workers,
         job.restarts,
         job.patience,
-        begin,
+        start_replacement,
         supervisor.say,
         timings=timings.replacement,
     )
 
 
 def shared_secret(job: LaunchRequest, environ: Mapping[str, str]) -> bytes:
-    """Get the job's secret: from the file, from PACELINE_SECRET, or, on one host, a new one."""
+    """Get the job's secret: from the file, from PACELINE_SECRET, or, on one host, a new one.
+
+    Raises `SecretError` if several hosts need one, and none is given.
+    """
     if job.secret_file is not None:
         return secret.read(job.secret_file)
     if environ.get("PACELINE_SECRET"):
@@ -295,14 +313,14 @@ def shared_secret(job: LaunchRequest, environ: Mapping[str, str]) -> bytes:
     )
 
 
-Again = Callable[
-    [str, int], AbstractContextManager[WorkerCommand]
-]  # another worker of a run, as a rank: its task, and what it inherits until it has started
+# Makes another worker of a run: from the facts of the run (JSON) and a rank. While the context is
+# open, this process holds what the worker inherits.
+Again = Callable[[str, int], AbstractContextManager[WorkerCommand]]
 
 
 @dataclass(frozen=True)
 class _LauncherParts:
-    """The parts of a launcher before it starts its workers."""
+    """What a launcher needs to start its workers."""
 
     tasks: list[WorkerCommand]
     peers: Peers
@@ -312,24 +330,25 @@ class _LauncherParts:
 
 @dataclass(frozen=True)
 class _HostOffer:
-    """The offer of this host: the job's secret, its addresses, where its workers serve their
-    stores, and where its launcher is called.
-    """
+    """What this host brings to the job: its secret, addresses, sockets and timings."""
 
     key: bytes
     offer: Offer
-    stores: list[socket.socket]
-    agent: socket.socket | None  # where losses are survived
-    progress: str | None  # the folder of the workers' pages, where they are observed
+    stores: list[socket.socket]  # on which workers serve their stores
+    agent: socket.socket | None  # on which the launcher is called, if losses are survived
+    progress: str | None  # the folder of the workers' progress pages, if they are observed
     timings: Timings
-    held: ExitStack  # closed when the job is over here
-    inherited: ExitStack  # closed when the workers have started: it is theirs
+    held: ExitStack  # closed when the job is over on this host
+    inherited: ExitStack  # closed when the workers have started, which have inherited it
 
 
 def _bring(
     job: LaunchRequest, environ: Mapping[str, str], held: ExitStack, inherited: ExitStack
 ) -> _HostOffer:
-    """Choose addresses and ports."""
+    """Get the job's secret, choose this host's address, and open the sockets for its ports.
+
+    `held` is closed when the job is over on this host, `inherited` when its workers have started.
+    """
     key = shared_secret(job, environ)
     _tell(job, hints.starting(job.script, job.workers, job.join))
     interface = environ.get("PACELINE_INTERFACE")
@@ -337,119 +356,110 @@ def _bring(
     if job.join is not None and interface is None:
         address = network.route(network.resolve(meeting_point(job.join)[0])[0])
     survives = job.min_workers is not None
+    # If losses are survived, any worker may have to serve the store of a later view.
     stores = [
         inherited.enter_context(network.listen(address))
         for _ in range(job.workers if survives else 1)
     ]
-    numbers = (
+    worker_numbers = (
         tuple(commands.named(random.randbits(32), store.getsockname()[1]) for store in stores)
         if survives
         else ()
     )
-    reserved = held.enter_context(network.reserve(address))
-    ports = (stores[0].getsockname()[1], reserved.getsockname()[1])
+    # torch binds this port later. Until the job is over nothing else on this host may take it.
+    master_port_holder = held.enter_context(network.reserve(address))
+    ports = (stores[0].getsockname()[1], master_port_holder.getsockname()[1])
     agent = held.enter_context(network.listen(address)) if survives else None
-    called = 0 if agent is None else agent.getsockname()[1]
-    offer = Offer(
-        socket.gethostname(),
-        job.workers,
-        address,
-        machine.fingerprint(),
-        *ports,
-        job.placement,
-        numbers,
-        called,
-    )
-    return _HostOffer(
-        key,
-        offer,
-        stores,
-        agent,
-        environ.get("PACELINE_PROGRESS"),
-        timings(environ),
-        held,
-        inherited,
-    )
+    agent_port = 0 if agent is None else agent.getsockname()[1]
+    own_address = (socket.gethostname(), job.workers, address, machine.fingerprint())
+    offer = Offer(*own_address, *ports, job.placement, worker_numbers, agent_port)
+    progress_folder = environ.get("PACELINE_PROGRESS")
+    return _HostOffer(key, offer, stores, agent, progress_folder, timings(environ), held, inherited)
 
 
 def _prepare(
     job: LaunchRequest,
     environ: dict[str, str],
-    mine: _HostOffer,
+    resources: _HostOffer,
     points: Sequence[Point],
     ranks: Sequence[int],
 ) -> _LauncherParts:
-    """Meet the other hosts, agree on addresses and ports, and write down the command of each
-    worker.
+    """Meet the other hosts, agree on addresses and ports, and write the command of each worker.
+
+    With `points` the job already runs there, and `ranks` are those of this host's workers before.
     """
-    if mine.agent is not None:
+    if resources.agent is not None:
         environ["PACELINE_MIN_WORKERS"] = str(job.min_workers)
-        # or torch would tell at length of connections that end
+        # torch prints a long text for each connection that ends, which is normal here.
         environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     peers: NoPeers | FixedPeers = NoPeers()
-    given = _deadline(job, environ)
-    join = None if job.join is None else meeting_point(job.join)
-    if join is not None:
-        deadline = job.patience if points else given
+    meeting_deadline = _deadline(job, environ)
+    join_point = None if job.join is None else meeting_point(job.join)
+    if join_point is not None:
+        deadline = job.patience if points else meeting_deadline
+        terms = (job.hosts, job.host_rank, deadline, _line(job))
         meeting = Meeting(
-            join,
-            mine.key,
-            mine.offer,
-            job.hosts,
-            job.host_rank,
-            deadline,
-            _line(job),
-            timings=mine.timings,
+            *(join_point, resources.key, resources.offer, *terms), timings=resources.timings
         )
         joined = seek(points, meeting) if points else assemble(meeting)
         if isinstance(joined, Admission):
-            return _enter(job, environ, joined, mine, ranks)
-        mine.held.callback(joined.close)
+            return _enter(job, environ, joined, resources, ranks)
+        resources.held.callback(joined.close)
         peers = joined
-    parts = _first_parts(job, environ, mine, peers)
-    if mine.agent is None:
+    parts = _first_parts(job, environ, resources, peers)
+    # Launchers of an elastic job leave the meeting point, and connect each with all others.
+    if resources.agent is None:
         return parts
-    table, rank = _seats(mine, peers)
-    channels = connect_all(table, rank, mine.agent, mine.key, given, timings=mine.timings.channel)
+    offers, host_rank = _seats(resources, peers)
+    call_terms = (resources.agent, resources.key, meeting_deadline)
+    channels = connect_all(offers, host_rank, *call_terms, timings=resources.timings.channel)
     peers.close()
-    return replace(parts, peers=_elastic(mine, rank, _first_view(table), channels, join))
+    elastic_peers = _elastic(resources, host_rank, _first_view(offers), channels, join_point)
+    return replace(parts, peers=elastic_peers)
 
 
 def _meet_again(
     job: LaunchRequest,
     environ: Mapping[str, str],
-    mine: _HostOffer,
+    resources: _HostOffer,
     restarts: JobRestarts,
     links: Links | None,
 ) -> NoPeers | FixedPeers:
     """Meet the other hosts of a job that may start again as a whole.
 
-    A host keeps its number. The first time hosts wait for each other as always, later for another
-    one in the place of one that is gone.
+    A host keeps its number. For the first start, hosts wait for each other until the usual
+    deadline. Later they wait `--patience` seconds for a host that replaces one that is gone.
     """
     if job.join is None:
         return NoPeers()
-    deadline, wish = _deadline(job, environ), job.host_rank
+    deadline, wished_host_rank = _deadline(job, environ), job.host_rank
     if links is not None:
         deadline = job.patience if links.lost else max(job.patience, deadline)
-        wish = links.host if wish is None else wish
-    terms = meeting_point(job.join), mine.key, mine.offer, job.hosts, wish, deadline, _line(job)
-    joined = assemble(Meeting(*terms, timings=mine.timings, restarts=restarts.state, links=links))
-    assert isinstance(joined, FixedPeers), (
+        wished_host_rank = links.host if wished_host_rank is None else wished_host_rank
+    terms = (job.hosts, wished_host_rank, deadline, _line(job))
+    meeting = Meeting(
+        *(meeting_point(job.join), resources.key, resources.offer, *terms),
+        timings=resources.timings,
+        restarts=restarts.state,
+        links=links,
+    )
+    fixed_peers = assemble(meeting)
+    assert isinstance(fixed_peers, FixedPeers), (
         "a job that survives losses takes in no host of one that doesn't"
     )
 
-    def tell(kind: object, error: BaseException | None, trace: object) -> None:
+    # If this launcher is asked to end between now and its workers' start, the other hosts hear it.
+    def pass_on_stop(kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, JobStopped):
-            joined.tell_stopped(error.number)
+            fixed_peers.tell_stopped(error.number)
 
-    mine.held.callback(joined.close)
-    mine.held.push(tell)
-    return joined
+    resources.held.callback(fixed_peers.close)
+    resources.held.push(pass_on_stop)
+    return fixed_peers
 
 
 def _deadline(job: LaunchRequest, environ: Mapping[str, str]) -> float:
-    """Return the seconds for which hosts wait for each other."""
+    """Number of seconds for which hosts wait for each other at the meeting point."""
     return job.deadline or (
         seconds(environ["PACELINE_DEADLINE"], "PACELINE_DEADLINE")
         if "PACELINE_DEADLINE" in environ
@@ -457,132 +467,139 @@ def _deadline(job: LaunchRequest, environ: Mapping[str, str]) -> float:
     )
 
 
-def _seats(mine: _HostOffer, peers: NoPeers | FixedPeers) -> tuple[tuple[Offer, ...], int]:
-    """Return the offers of all hosts, and the number of this one among them."""
-    return (peers.table, peers.host_rank) if isinstance(peers, FixedPeers) else ((mine.offer,), 0)
+def _seats(resources: _HostOffer, peers: NoPeers | FixedPeers) -> tuple[tuple[Offer, ...], int]:
+    """Offers of all hosts, and the number of this host among them."""
+    if isinstance(peers, FixedPeers):
+        return peers.table, peers.host_rank
+    return (resources.offer,), 0
 
 
 def _first_parts(
-    job: LaunchRequest, environ: dict[str, str], mine: _HostOffer, peers: NoPeers | FixedPeers
+    job: LaunchRequest, environ: dict[str, str], resources: _HostOffer, peers: NoPeers | FixedPeers
 ) -> _LauncherParts:
-    """Write down the commands of the workers of this host at the start of a job."""
-    table, rank = _seats(mine, peers)
-    shared = _shared_variables(job, environ, table, rank)
-    workers = [other.workers for other in table]
-    ranks = deal(workers, job.placement)[rank]
-    if len(table) > 1:
-        _tell(job, hints.joined(workers, ranks))
+    """Write the commands of the workers of this host at the start of a job."""
+    offers, host_rank = _seats(resources, peers)
+    shared_variables = _shared_variables(job, environ, offers, host_rank)
+    worker_counts = [other.workers for other in offers]
+    ranks = deal(worker_counts, job.placement)[host_rank]
+    if len(offers) > 1:
+        _tell(job, hints.joined(worker_counts, ranks))
     return _LauncherParts(
-        _first_tasks(job, shared, mine, ranks),
+        _first_tasks(job, shared_variables, resources, ranks),
         peers,
-        mine.offer.name,
-        partial(_another, job, shared, mine),
+        resources.offer.name,
+        partial(_another, job, shared_variables, resources),
     )
 
 
 def _line(job: LaunchRequest) -> str:
     """Write the command that starts this job on another host.
 
-    Options that may differ there aren't shown, but the number of workers.
+    It has only the options that must be the same there, and the number of workers.
     """
-    given = {name: getattr(job, name) for name in _ALIKE}
-    given["placement"] = None if job.placement == PLACEMENTS[0] else job.placement
-    # else each host has its own
-    given["restarts"] = job.restarts if job.restarts and job.min_workers is None else None
-    return hints.line(job.script, job.args, given)
+    options = {name: getattr(job, name) for name in _ALIKE}
+    options["placement"] = None if job.placement == PLACEMENTS[0] else job.placement
+    # With --min-workers each host has its own number of restarts, so it is left out.
+    options["restarts"] = job.restarts if job.restarts and job.min_workers is None else None
+    return hints.line(job.script, job.args, options)
 
 
 def _first_tasks(
-    job: LaunchRequest, shared: dict[str, str], mine: _HostOffer, ranks: Sequence[int]
+    job: LaunchRequest,
+    shared_variables: dict[str, str],
+    resources: _HostOffer,
+    ranks: Sequence[int],
 ) -> list[WorkerCommand]:
     """Make the commands of this host's workers at the start of the job."""
-    lent = secret.lend(mine.key)
-    mine.inherited.callback(os.close, lent)
-    tasks = []
-    for local, rank in enumerate(ranks):
-        environ = shared | {
+    secret_fd = secret.lend(resources.key)
+    resources.inherited.callback(os.close, secret_fd)
+    worker_commands = []
+    for local_rank, rank in enumerate(ranks):
+        environ = shared_variables | {
             "RANK": str(rank),
-            "LOCAL_RANK": str(local),
-            "PACELINE_SECRET_FD": str(lent),
+            "LOCAL_RANK": str(local_rank),
+            "PACELINE_SECRET_FD": str(secret_fd),
         }
-        descriptors = [lent, *(job.call or ())]
-        if rank == 0 or mine.agent is not None:
-            environ["PACELINE_STORE_FD"] = str(mine.stores[local].fileno())
-            descriptors.append(mine.stores[local].fileno())
-        page = _page(mine.progress, rank, shared)
+        descriptors = [secret_fd, *(job.call or ())]
+        if rank == 0 or resources.agent is not None:
+            environ["PACELINE_STORE_FD"] = str(resources.stores[local_rank].fileno())
+            descriptors.append(resources.stores[local_rank].fileno())
+        page = _page(resources.progress, rank, shared_variables)
         environ |= _own(job, rank, page)
-        worker_number = mine.offer.numbers[local] if mine.agent is not None else None
-        tasks.append(
+        worker_number = resources.offer.numbers[local_rank] if resources.agent is not None else None
+        worker_commands.append(
             WorkerCommand(rank, job.command, environ, tuple(descriptors), page, worker_number)
         )
-    return tasks
+    return worker_commands
 
 
 def _enter(
     job: LaunchRequest,
     environ: Mapping[str, str],
-    place: Admission,
-    mine: _HostOffer,
+    admission: Admission,
+    resources: _HostOffer,
     ranks: Sequence[int],
 ) -> _LauncherParts:
-    """Take part in a job that runs: all workers of this host come while the others train.
+    """Join a running job: the workers of this host start while those of other hosts train.
 
-    `ranks`: what the launcher calls them.
+    This launcher calls its workers by `ranks`, or by new ranks if there are none.
     """
     assert job.join is not None
-    _tell(
-        job,
-        (
-            f"joined the job at {job.join}, which is under way: the workers of this host come in "
-            "once they have started"
-        ),
-    )
-    channels = enter(place.view, place.host, mine.key, timings=mine.timings)
-    assembly = _elastic(
-        mine, place.host, place.view, channels, meeting_point(job.join), run=place.run
-    )
-    again = partial(_another, job, _shared_variables(job, environ, (mine.offer,), 0), mine)
-    ranks = ranks or [_LATER * place.host + local for local in range(job.workers)]
-    tasks = [mine.inherited.enter_context(again(place.run, rank)) for rank in ranks]
-    return _LauncherParts(tasks, assembly, mine.offer.name, again)
+    message = f"joined the job at {job.join}, which is under way: the workers of this host come in "
+    _tell(job, message + "once they have started")
+    channels = enter(admission.view, admission.host, resources.key, timings=resources.timings)
+    seat = (admission.host, admission.view, channels)
+    elastic_peers = _elastic(resources, *seat, meeting_point(job.join), run=admission.run)
+    shared_variables = _shared_variables(job, environ, (resources.offer,), 0)
+    make_worker = partial(_another, job, shared_variables, resources)
+    ranks = ranks or [_LATER * admission.host + local_rank for local_rank in range(job.workers)]
+    worker_commands = [
+        resources.inherited.enter_context(make_worker(admission.run, rank)) for rank in ranks
+    ]
+    return _LauncherParts(worker_commands, elastic_peers, resources.offer.name, make_worker)
 
 
 def _elastic(
-    mine: _HostOffer,
+    resources: _HostOffer,
     host: int,
     view: View,
     channels: dict[int, Channel],
-    join: Point | None,
+    join_point: Point | None,
     *,
     run: str | None = None,
 ) -> ElasticPeers:
     """Make this launcher's part in a job that survives losses."""
-    assert mine.agent is not None
-    point = MeetingPoint(mine.agent, mine.key, join, timings=mine.timings)
-    return ElasticPeers(host, view, channels, point, run=run, timings=mine.timings)
+    assert resources.agent is not None
+    meeting = MeetingPoint(resources.agent, resources.key, join_point, timings=resources.timings)
+    return ElasticPeers(host, view, channels, meeting, run=run, timings=resources.timings)
 
 
-def _first_view(table: Sequence[Offer]) -> View:
+def _first_view(offers: Sequence[Offer]) -> View:
     """Make the first view: all hosts, with the workers that they start."""
-    seats = [HostSeat(host, offer.numbers, offer.facts) for host, offer in enumerate(table)]
+    seats = [HostSeat(host, offer.numbers, offer.facts) for host, offer in enumerate(offers)]
     return View(1, tuple(seats), len(seats))
 
 
 @contextmanager
 def _another(
-    job: LaunchRequest, shared: Mapping[str, str], brought: _HostOffer, run: str, rank: int
+    job: LaunchRequest,
+    shared_variables: Mapping[str, str],
+    resources: _HostOffer,
+    run: str,
+    rank: int,
 ) -> Iterator[WorkerCommand]:
-    """Make the command of a worker that comes while the others train and finds them by its pipe.
+    """Make the command of a worker that starts while other workers train.
 
-    `run`: the facts of the run, as JSON.
+    It begins as a job of one worker, and learns of the others from the pipe of its launcher.
+    `run` are the facts of the run, as JSON.
     """
-    address = brought.offer.address
+    address = resources.offer.address
     with ExitStack() as inherited:
         store = inherited.enter_context(network.listen(address))
-        lent = secret.lend(brought.key)
-        inherited.callback(os.close, lent)
+        secret_fd = secret.lend(resources.key)
+        inherited.callback(os.close, secret_fd)
         port = store.getsockname()[1]
-        mine = {
+        own_variables = {
             "RANK": "0",
             "WORLD_SIZE": "1",
             "LOCAL_RANK": "0",
@@ -590,89 +607,96 @@ def _another(
             "GROUP_WORLD_SIZE": "1",
             "GROUP_RANK": "0",
         }
-        mine |= {
-            "PACELINE_SECRET_FD": str(lent),
+        own_variables |= {
+            "PACELINE_SECRET_FD": str(secret_fd),
             "PACELINE_STORE": f"{address}:{port}",
             "PACELINE_STORE_FD": str(store.fileno()),
         }
-        environ = {**shared, **mine, "PACELINE_JOINING": "1", "PACELINE_RUN": run}
-        page = _page(brought.progress, rank, shared)
+        own_variables |= {"PACELINE_JOINING": "1", "PACELINE_RUN": run}
+        environ = {**shared_variables, **own_variables}
+        page = _page(resources.progress, rank, shared_variables)
         environ |= _own(job, rank, page)
         worker_number = commands.named(random.randbits(32), port)
-        given = (lent, store.fileno(), *(job.call or ()))
-        yield WorkerCommand(rank, job.command, environ, given, page, worker_number, joining=True)
+        descriptors = (secret_fd, store.fileno(), *(job.call or ()))
+        yield WorkerCommand(
+            rank, job.command, environ, descriptors, page, worker_number, joining=True
+        )
 
 
 def _own(job: LaunchRequest, rank: int, page: Page | None) -> dict[str, str]:
-    """Return the variables of the worker that the launcher calls by this rank: its page, and its
-    place in a call.
-    """
-    own = {} if page is None else {"PACELINE_PROGRESS_PAGE": str(page.file)}
-    return own if job.call is None else own | {"PACELINE_CALL": CallPlace(*job.call, rank).dump()}
+    """Environment variables of one worker alone: its progress page, and its place in a call."""
+    variables = {} if page is None else {"PACELINE_PROGRESS_PAGE": str(page.file)}
+    if job.call is not None:
+        variables["PACELINE_CALL"] = CallPlace(*job.call, rank).dump()
+    return variables
 
 
-def _page(folder: str | None, rank: int, shared: Mapping[str, str]) -> Page | None:
-    """Make the page of a worker, where it is observed."""
+def _page(folder: str | None, rank: int, shared_variables: Mapping[str, str]) -> Page | None:
+    """Make the progress page of a worker; None if the job isn't observed."""
     if not folder:
         return None
     page = Page(progress.path(Path(folder).absolute(), rank))
-    threads = shared["OMP_NUM_THREADS"].partition(",")[0]  # it may list the levels of nested teams
-    page.describe(rank, int(shared["GROUP_RANK"]), int(threads) if threads.isdigit() else 1)
+    # OMP_NUM_THREADS may be a list, one number for each level of nested teams.
+    threads = shared_variables["OMP_NUM_THREADS"].partition(",")[0]
+    host_rank = int(shared_variables["GROUP_RANK"])
+    page.describe(rank, host_rank, int(threads) if threads.isdigit() else 1)
     return page
 
 
 def _shared_variables(
-    job: LaunchRequest, environ: Mapping[str, str], table: tuple[Offer, ...], rank: int
+    job: LaunchRequest, environ: Mapping[str, str], offers: tuple[Offer, ...], host_rank: int
 ) -> dict[str, str]:
-    """Return the environment of every worker of this host, but for the variables that tell them
-    apart.
-    """
-    mine, leader = table[rank], table[0]
-    kept = {name: value for name, value in environ.items() if not name.startswith(_NOT_INHERITED)}
-    here = sum(other.workers for other in table if other.machine == mine.machine)
+    """Environment that all workers of this host have in common."""
+    own_offer, first_offer = offers[host_rank], offers[0]
+    inherited = (name for name in environ if not name.startswith(_NOT_INHERITED))
+    variables = {name: environ[name] for name in inherited}
+    workers_here = sum(offer.workers for offer in offers if offer.machine == own_offer.machine)
     start = job_start(environ)
-    first = start is None or not start.events
-    # one launcher of each machine says it
-    if first and all(other.machine != mine.machine for other in table[:rank]):
-        _say(hints.crowded(here, machine.cores(), mine.name))
-    kept |= {
-        "WORLD_SIZE": str(sum(other.workers for other in table)),
-        "LOCAL_WORLD_SIZE": str(mine.workers),
-        "GROUP_RANK": str(rank),
-        "GROUP_WORLD_SIZE": str(len(table)),
-        "MASTER_ADDR": leader.address,
-        "MASTER_PORT": str(leader.master_port),
-        "PACELINE_STORE": f"{leader.address}:{leader.store_port}",
+    is_first_start = start is None or not start.events
+    # Several launchers may run on one machine: the first of them prints the hint.
+    if is_first_start and all(offer.machine != own_offer.machine for offer in offers[:host_rank]):
+        _say(hints.crowded(workers_here, machine.cores(), own_offer.name))
+    variables |= {
+        "WORLD_SIZE": str(sum(offer.workers for offer in offers)),
+        "LOCAL_WORLD_SIZE": str(own_offer.workers),
+        "GROUP_RANK": str(host_rank),
+        "GROUP_WORLD_SIZE": str(len(offers)),
+        "MASTER_ADDR": first_offer.address,
+        "MASTER_PORT": str(first_offer.master_port),
+        "PACELINE_STORE": f"{first_offer.address}:{first_offer.store_port}",
     }
-    if all(other.machine == mine.machine for other in table):
-        kept["PACELINE_ONE_MACHINE"] = "1"
+    if all(offer.machine == own_offer.machine for offer in offers):
+        variables["PACELINE_ONE_MACHINE"] = "1"
     if bar.is_there(environ, bare=job.bare) and job.progress != QUIET:
-        kept["PACELINE_BAR"] = "1"
+        variables["PACELINE_BAR"] = "1"
     if job.threads is not None:
-        kept["OMP_NUM_THREADS"] = str(job.threads)
-    kept.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores() // here)))
-    kept.setdefault("PYTHONUNBUFFERED", "1")  # pipes would hold lines back
-    kept.setdefault("PYTHONBREAKPOINT", f"{hints.__name__}.{hints.no_terminal.__name__}")
-    carrier = network.carrier(mine.address)
-    if carrier is not None:
-        # For scripts that use torch.distributed by themselves: Gloo and NCCL would guess from the
-        # host's name.
-        kept.setdefault("GLOO_SOCKET_IFNAME", carrier)
-        kept.setdefault("NCCL_SOCKET_IFNAME", carrier)
-    given = {
+        variables["OMP_NUM_THREADS"] = str(job.threads)
+    variables.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores() // workers_here)))
+    # Python would hold lines back, as its output is a pipe.
+    variables.setdefault("PYTHONUNBUFFERED", "1")
+    variables.setdefault("PYTHONBREAKPOINT", f"{hints.__name__}.{hints.no_terminal.__name__}")
+    interface = network.carrier(own_offer.address)
+    if interface is not None:
+        # For scripts that use torch.distributed themselves: Gloo and NCCL would guess the interface
+        # from the host's name.
+        variables.setdefault("GLOO_SOCKET_IFNAME", interface)
+        variables.setdefault("NCCL_SOCKET_IFNAME", interface)
+    return variables | _option_variables(job)
+
+
+def _option_variables(job: LaunchRequest) -> dict[str, str]:
+    """Environment variables by which options of the launcher reach `start()`."""
+    options = {
         "SYNC": job.sync,
         "MESH": job.mesh,
         "CUT": job.cut,
         "SHARES": job.shares,
         "NAME": job.name,
         "SERVERS": job.servers,
-    }
-    given |= {
         "STRAGGLER": job.straggler,
         "REPORT_TO": job.report_to,
-        "STATUS_EVERY": None if job.progress is None else str(job.progress),
+        "STATUS_EVERY": job.progress,
+        # Workers may change their folder, so they get the whole path.
+        "CLUSTER": None if job.cluster is None else Path(job.cluster).absolute(),
     }
-    given["CLUSTER"] = None if job.cluster is None else str(Path(job.cluster).absolute())
-    return kept | {
-        f"PACELINE_{name}": str(value) for name, value in given.items() if value is not None
-    }
+    return {f"PACELINE_{name}": str(value) for name, value in options.items() if value is not None}

@@ -1,5 +1,11 @@
-"""The output of many workers on one screen: whole lines, each prefixed with the rank that wrote
-it, else the script's own bytes.
+"""The output of many workers on one screen.
+
+    worker 0 --- pipe ---> OutputStream: filters, whole lines ---+
+    worker 1 --- pipe ---> OutputStream -------------------------+---> Screen: "[0] ...", "[1] ..."
+    launcher ----------------------------------------------------+     and the bar below
+
+Lines are whole, and each begins with the rank of its worker. With `bare` they are shown as the
+worker writes them.
 """
 
 from __future__ import annotations
@@ -17,11 +23,13 @@ from paceline.status.live_bar import LiveBar
 from paceline.status.run_status import RunStatus
 
 _PIECES = re.compile(rb"[^\r\n]*[\r\n]")
-_WRITE_BYTES = 4096  # what a pipe that is ready takes without blocking (PIPE_BUF)
+_WRITE_BYTES = 4096  # a pipe that is ready takes these without blocking (PIPE_BUF)
 _HELD_BYTES = 1 << 16  # a line longer than this is passed on in parts
-_FULL_BYTES = 1 << 20
-_TAIL_BYTES = 1 << 16
-_COMPLAINT = b"TCPStoreLibUvBackend.cpp:"  # where torch's store reads what clients send
+_FULL_BYTES = 1 << 20  # output that may wait for a screen before workers have to wait
+_TAIL_BYTES = 1 << 16  # output that is remembered of each stream
+# torch's store prints this with a stack when a client sends what it can't read. If torch renames
+# the file, its messages are shown whole again.
+_COMPLAINT = b"TCPStoreLibUvBackend.cpp:"
 _STACK, _STACK_LINES = (b"Exception raised from ", b"frame #"), 64
 _NOT_SHOWN = (
     b" (somebody sends to torch's store what no worker does: that ends its connection; "
@@ -43,11 +51,17 @@ def _nothing(rank: Hashable) -> bytes:
 class Screen:
     """One output of the launcher: its standard output or error.
 
-    Never blocks; `full` asks its writers to wait.
+    It never blocks. While it `is_full`, nothing more should be read from the workers.
 
-    `prefix` gives the beginning of each writer's lines, `copy` is called with all that is shown.
-    `at_once`: parts of lines are shown as soon as they are there, and lines of several writers may
-    mix. `bar`: what is drawn below all that, where this is a terminal.
+    Invariant: `_pending_bytes` is the length of all of `_pending`. `_last_byte` is the last byte
+    that was put, so a line is under way unless it is a newline.
+
+    Args:
+        descriptor: Where to write.
+        prefix: Makes the beginning of a writer's lines. Default: its rank in brackets.
+        copy: Called with all bytes that are shown. Default: not.
+        at_once: Show parts of lines as soon as they come. Lines of several writers may then mix.
+        bar: Drawn below everything else, if this is a terminal.
     """
 
     def __init__(
@@ -65,30 +79,32 @@ class Screen:
         self._prefix, self._copy = prefix, copy
         self._pending: deque[bytes] = deque()
         self._size = 0
-        # the last byte that was put: a line is under way unless it is a newline
         self._ending = b"\n"
 
     @property
     def full(self) -> bool:
+        """Whether so much output waits that writers should wait, too."""
         return self._size > _FULL_BYTES
 
     @property
     def pending(self) -> bool:
+        """Whether output waits to be written."""
         return self._size > 0
 
     def put(self, rank: Hashable, piece: bytes) -> None:
-        """Show a line, or a part of one, of this writer: a worker by its rank."""
+        """Show a line, or a part of one. The writer is a worker by its rank, or another key."""
         if self._ending != b"\n" and rank != self.last:
             self._add(b"\n")
-        # A carriage return goes back to the start of the line: what follows it needs the prefix
-        # again, itself needs none.
-        bare = piece == b"\r" or (piece == b"\n" and self._ending == b"\r")
-        fresh = self._ending == b"\n"
+        # A carriage return goes back to the start of the line. The text that follows needs the
+        # prefix again, but the carriage return itself needs none.
+        is_line_end = piece == b"\r" or (piece == b"\n" and self._ending == b"\r")
+        was_empty = self._ending == b"\n"
         self._add(
-            (b"" if bare or self._ending not in {b"\n", b"\r"} else self._prefix(rank)) + piece
+            (b"" if is_line_end or self._ending not in {b"\n", b"\r"} else self._prefix(rank))
+            + piece
         )
-        if bare and fresh:
-            self._ending = b"\n"  # nothing is on the line yet
+        if is_line_end and was_empty:
+            self._ending = b"\n"  # the line is still empty
         self.last = rank
 
     def say(self, text: str) -> None:
@@ -97,23 +113,27 @@ class Screen:
         self.last = None
 
     def follow(self, status: RunStatus | None) -> None:
-        """Show how far the run is, below everything else; with None for the last time, as text."""
+        """Show the progress of the run below everything else.
+
+        None leaves the last progress on the screen as text.
+        """
         if self._bar is None:
             return
         if status is None:
             self._draw(self._bar.leave())
         else:
             self._bar.follow(status)
-            if self._size < _WRITE_BYTES:  # a terminal that is behind gets it by and by
+            # A slow terminal gets the bar less often.
+            if self._size < _WRITE_BYTES:
                 self._draw(self._bar.again())
 
     def settle(self) -> None:
-        """Draw the bar again, if lines were written where it was."""
+        """Draw the bar again, if lines were written over it."""
         if self._bar is not None and self._size < _WRITE_BYTES:
             self._draw(self._bar.back())
 
     def write(self) -> None:
-        """Write once; to be called when the descriptor is ready."""
+        """Write as much as possible. Call it when the descriptor is ready."""
         chunk = b""
         while self._pending and len(chunk) < _WRITE_BYTES:
             chunk += self._pending.popleft()
@@ -122,8 +142,7 @@ class Screen:
         except BlockingIOError:
             written = 0
         except OSError:
-            # Nobody reads any more (a closed pipe or terminal): the rest goes nowhere, and the
-            # launcher learns of it.
+            # The pipe or terminal is closed. Drop the rest, and let the launcher see `is_broken`.
             self.broken = True
             self.drop()
             return
@@ -132,7 +151,7 @@ class Screen:
         self._size -= written
 
     def drop(self) -> None:
-        """Forget what has not been written."""
+        """Drop all output that has not been written."""
         self._pending.clear()
         self._size = 0
 
@@ -147,7 +166,7 @@ class Screen:
 
     def _draw(self, text: str) -> None:
         if text.startswith("\n"):
-            self._ending = b"\n"  # it has ended a line that was under way
+            self._ending = b"\n"  # the bar has ended the line that was under way
         if text:
             self._queue(text.encode(errors="replace"))
 
@@ -158,15 +177,17 @@ class Screen:
 
 
 class _StoreNoiseFilter:
-    """Removes torch's long complaints, each with a stack, of what strangers send to its store;
-    but for the first line of the first.
+    """Removes the complaints of torch's store about clients that aren't workers.
+
+    Each has a long stack. Only the first line of the first one is shown.
     """
 
     def __init__(self) -> None:
         self._said = False
-        self._lines = 0  # of such a stack that may still come
+        self._lines = 0  # lines of the stack that may still come
 
     def __call__(self, piece: bytes) -> bytes:
+        """Take the next line, and return the bytes to show."""
         if _COMPLAINT in piece:
             first, self._said, self._lines = not self._said, True, _STACK_LINES
             return piece.rstrip() + _NOT_SHOWN + b"\n" if first else b""
@@ -179,37 +200,38 @@ class _StoreNoiseFilter:
 class _InterruptFilter:
     """Leaves out tracebacks of `KeyboardInterrupt`.
 
-    One that names another exception is passed on whole, once its end is known.
+        Exception ignored in: ...               may come before a traceback
+        Traceback (most recent call last):
+          File ...                              indented lines are part of it
+        KeyboardInterrupt                       the last line; after a blank one and "During
+                                                handling of ..." another traceback may follow
 
-    Exception ignored in: ...               which may come before it
-    Traceback (most recent call last):
-      File ...                              indented: more of it
-    KeyboardInterrupt                       the last line; a blank one and "During handling of ..."
-                                            may bring another traceback
+    A report that names another exception is passed on whole, once its end is known.
     """
 
     def __init__(self) -> None:
         self._held: list[bytes] = []
-        # between the first line of a traceback and the last; one of another exception
+        # Whether a traceback has begun and not ended, and whether one names another exception
         self._inside = self._foreign = False
-        self._last = b""  # line that was passed on, but for blank ones
+        self._last = b""  # last line that was passed on and isn't blank
 
     def __call__(self, piece: bytes) -> list[bytes]:
-        """Take the next line; the lines to show."""
+        """Take the next line, and return the lines to show."""
         if self._inside:
             self._held.append(piece)
             if not piece.startswith(b" "):
                 self._inside = False
                 self._foreign |= re.match(rb"KeyboardInterrupt\b", piece) is None
             return []
-        if (start := piece.find(_TRACEBACK)) > 0:  # after a line that has no end, such as a bar
+        # A traceback may begin behind a line without an end, such as a progress bar.
+        if (start := piece.find(_TRACEBACK)) > 0:
             return [*self(piece[:start] + b"\n"), *self(piece[start:])]
         if self._held and piece.startswith((b"\n", *_CHAINED)):
             self._held.append(piece)
             return []
         begins = piece.startswith(_TRACEBACK)
-        goes_on = begins and any(line.startswith((b"\n", _IGNORED)) for line in self._held[-1:])
-        shown = [] if goes_on else self.rest()
+        continues = begins and any(line.startswith((b"\n", _IGNORED)) for line in self._held[-1:])
+        shown = [] if continues else self.rest()
         if begins or piece.startswith(_IGNORED):
             self._held.append(piece)
             self._inside = begins
@@ -219,20 +241,26 @@ class _InterruptFilter:
         return [*shown, piece]
 
     def rest(self) -> list[bytes]:
-        """Decide on what is held: no more of it comes."""
-        whole = self._inside or self._foreign or len(self._held) == 1
-        held, self._held, self._inside, self._foreign = (
-            self._held if whole else [],
+        """Stop holding lines back, and return those to show."""
+        is_shown = self._inside or self._foreign or len(self._held) == 1
+        shown, self._held, self._inside, self._foreign = (
+            self._held if is_shown else [],
             [],
             False,
             False,
         )
-        self._last = b"" if held else self._last
-        return held
+        self._last = b"" if shown else self._last
+        return shown
 
 
 class OutputStream:
-    """One output of one worker on its way to a screen; `tail` keeps its last bytes."""
+    """One output of one worker on its way to a screen.
+
+    Args:
+        rank: Rank of the worker.
+        descriptor: Pipe from the worker, which doesn't block.
+        screen: Where to show its lines.
+    """
 
     def __init__(self, rank: int, descriptor: int, screen: Screen) -> None:
         self.rank, self.descriptor, self.screen = rank, descriptor, screen
@@ -245,13 +273,14 @@ class OutputStream:
         self._interrupts: _InterruptFilter | None = None
 
     def hush_interrupts(self) -> None:
-        """Show no traceback of a `KeyboardInterrupt` from now on: the worker gets one that it
-        was meant to get.
+        """Leave out tracebacks of `KeyboardInterrupt` from now on.
+
+        To be called before the worker is sent the signal that ends it.
         """
         self._interrupts = self._interrupts or _InterruptFilter()
 
     def read(self) -> bool:
-        """Read what is there (the descriptor doesn't block); False when there was nothing."""
+        """Read the output that has come. False if there was none."""
         try:
             data = os.read(self.descriptor, 1 << 16)
         except BlockingIOError:
@@ -259,7 +288,7 @@ class OutputStream:
         if not data:
             self.close()
             return False
-        # only what is new is searched: a line may come in many parts
+        # Only the new bytes are searched, as a long line may come in many parts.
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         lines, self._held = (
             (self._held + data[:end], data[end:]) if end else (b"", self._held + data)
@@ -281,17 +310,18 @@ class OutputStream:
             self.screen.put(self.rank, piece)
 
     def idle(self, now: float) -> None:
-        """Show the start of a line whose end doesn't come."""
+        """Show the beginning of a line if its end hasn't come for a while."""
         if self._held and self._interrupts is None and now - self._since > _IDLE_SECONDS:
             self.show()
 
     def show(self) -> None:
+        """Show the beginning of a line."""
         if self._held:
             held, self._held = self._held, b""
             self._pass_on(held)
 
     def close(self) -> None:
-        """Show the rest and let go of the descriptor."""
+        """Show the rest, and close the descriptor."""
         if self.open:
             self.show()
             if self._interrupts is not None:
@@ -301,11 +331,11 @@ class OutputStream:
 
     @property
     def waiting(self) -> bool:
-        """Whether `idle` has something to do later."""
+        """Whether the beginning of a line is held back."""
         return bool(self._held)
 
     def tail(self) -> str:
-        """Return the last text that was written."""
+        """The last output, about 64 KiB of it."""
         return b"".join((*self._tail, self._held)).decode(errors="replace")
 
     def _remember(self, data: bytes) -> None:
@@ -316,31 +346,36 @@ class OutputStream:
 
 
 def stand_in() -> None:
-    """Open /dev/null as standard input, output or error where that is closed, as under cron:
-    sockets would get these numbers else.
+    """Open /dev/null in place of a closed standard input, output or error, as under cron.
 
-    To be called before anything is opened. What is started from here has all three then.
+    Otherwise sockets and files would get the numbers 0 to 2, and would receive other output. Call
+    it before anything is opened. All child processes then have all three.
     """
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(descriptor)
         except OSError:
-            # the lowest number that is free: this one
+            # `open` takes the lowest free number, which is this one.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         if getattr(sys, name) is None:
-            # (for as long as this process lives)
+            # It stays open as long as this process lives.
             setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def screens(*, bare: bool = False, bar: LiveBar | None = None) -> tuple[Screen, Screen]:
-    """Make the screens of standard output and error; one when both are the same file, so that their
-    lines don't mix.
+    """Make the screens of standard output and error.
 
-    `bare`: what is written is shown at once and as it is, without the rank that wrote it. `bar`:
-    what is drawn below standard error.
+    If both are the same file, they are the same screen, so that their lines don't mix.
+
+    Args:
+        bare: Show the output at once, and without the rank of its writer.
+        bar: Drawn below standard error. Default: no bar.
     """
-    out, err = os.fstat(1), os.fstat(2)
+    output_status, error_status = os.fstat(1), os.fstat(2)
     prefix = _nothing if bare else _by_rank
-    alike = (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino)
-    last = Screen(2, prefix, at_once=bare, bar=bar)
-    return (last if alike else Screen(1, prefix, at_once=bare)), last
+    same_file = (output_status.st_dev, output_status.st_ino) == (
+        error_status.st_dev,
+        error_status.st_ino,
+    )
+    error_screen = Screen(2, prefix, at_once=bare, bar=bar)
+    return (error_screen if same_file else Screen(1, prefix, at_once=bare)), error_screen

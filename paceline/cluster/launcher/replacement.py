@@ -1,5 +1,10 @@
-"""Replaces workers that die while others can go on: has them left out of the view, and starts
-others in their place.
+"""Replaces workers that die while others can go on.
+
+Dead workers are left out of the next view, and new ones are started in their place:
+
+    lost -> out of the view -> judged, and started again after a pause -> ready -> in a later view
+                            -> or, without restarts left, the others go on without it
+                            -> or the job fails: too few workers, or the same error again
 """
 
 from __future__ import annotations
@@ -23,11 +28,22 @@ Suspect = Callable[[WorkerProcess], Failure | None]
 
 @dataclass
 class Replacement:
-    """The workers of this host as members of the job.
+    """The workers of this host as members of an elastic job.
 
-    `again` starts a worker in place of the one of this rank, `restarts` is how many are started in
-    all, `minimum` how many the job needs, and `patience` for how many seconds fewer wait for
-    others.
+    Invariants: workers are known by their numbers, which are never used twice; ranks in
+    `_restarts_due` and `_early_deaths` are names that stay the same over restarts. A worker goes
+    through `_out_since` (it is lost, or leaves), then `_judged` (its process has ended, and what
+    follows is decided). `_announced` has the workers that were reported as ready. Each failure in
+    `_failures` ended one worker; the job fails with one of them when it can't go on.
+
+    Args:
+        assembly: The launchers of all hosts.
+        minimum: Number of workers that the job needs.
+        restarts: How many workers may still be started on this host.
+        patience: Seconds for which fewer workers wait for others.
+        again: Starts a worker in place of the one of this rank.
+        say: Shows a line of text.
+        timings: Waits and pauses.
     """
 
     assembly: ElasticPeers
@@ -37,48 +53,51 @@ class Replacement:
     again: Callable[[int], None]
     say: Callable[[str], None]
     timings: ReplacementTimings = field(default=DEFAULTS.replacement, kw_only=True)
-    # workers that are out of the view, and since when
+    # Workers that are lost or leave, and when that was noticed
     _gone: dict[int, float] = field(default_factory=dict)
     _buried: set[int] = field(default_factory=set)
-    # when others are started in their place, and as which ranks
+    # When to start new workers, and as which ranks
     _due: list[tuple[float, int]] = field(default_factory=list)
-    _told: dict[int, int] = field(default_factory=dict)  # the last view that each worker got
-    _called: set[int] = field(default_factory=set)  # workers that are ready, as the others know
-    _causes: set[tuple[str, str]] = field(default_factory=set)  # of failures, as the workers said
-    _failures: list[tuple[float, Failure]] = field(default_factory=list)  # and when each happened
-    # by rank: how often in a row it died before it had trained for a while
+    _told: dict[int, int] = field(default_factory=dict)  # number of the last view of each worker
+    _called: set[int] = field(default_factory=set)  # workers that were reported as ready
+    _causes: set[tuple[str, str]] = field(default_factory=set)  # errors that workers reported
+    _failures: list[tuple[float, Failure]] = field(default_factory=list)  # and when they happened
+    # By rank: how often in a row it died before it had trained for a while
     _falls: dict[int, int] = field(default_factory=dict)
-    _stopped: dict[int, float] = field(default_factory=dict)  # since when
+    _stopped: dict[int, float] = field(default_factory=dict)  # workers in SIGSTOP, and since when
     _looked_at: float = 0.0
-    _short_since: float | None = None  # when there were fewer than the job needs
-    _parting_since: float | None = None  # when the last worker of a host that leaves had gone
+    _short_since: float | None = None  # since when there are fewer workers than the job needs
+    _parting_since: float | None = None  # since when a host that leaves has no workers
 
     def active(self, workers: Sequence[WorkerProcess]) -> bool:
-        """Whether losses are survived by now: all workers of the start have begun to train."""
+        """Whether losses are survived yet: all first workers have begun to train."""
         return bool(workers) and all(
             worker.joining or worker.said("surviving") for worker in workers
         )
 
     def members(self, workers: Sequence[WorkerProcess]) -> list[WorkerProcess]:
-        """Return the workers of the present view."""
+        """Workers of this host that are in the present view."""
         return [worker for worker in workers if worker.number in self.assembly.view.workers]
 
     @property
     def waiting(self) -> bool:
-        """Whether a worker is about to be started."""
+        """Whether a worker is going to be started."""
         return bool(self._due)
 
     def look(self, workers: Sequence[WorkerProcess]) -> None:
-        """Have the dead left out of the view, at once, and ready workers let in; tell the
-        others.
+        """Report dead and ready workers to the other launchers, and send new views to the workers.
+
+        This doesn't wait until a dead worker is reaped, so the others go on as soon as possible.
         """
         now = time.monotonic()
-        left = [w for w in workers if w.number not in self._gone and not w.said("closed")]
-        gone = [w for w in left if w.ended is not None or w.said("failed") or w.said("left")]
-        if gone:
-            self._gone |= {worker.number: now for worker in gone}
-            self.assembly.lost([worker.number for worker in gone])
-        ready = [
+        candidates = [w for w in workers if w.number not in self._gone and not w.said("closed")]
+        lost_workers = [
+            w for w in candidates if w.ended is not None or w.said("failed") or w.said("left")
+        ]
+        if lost_workers:
+            self._gone |= {worker.number: now for worker in lost_workers}
+            self.assembly.lost([worker.number for worker in lost_workers])
+        ready_numbers = [
             w.number
             for w in workers
             if w.ended is None
@@ -86,9 +105,10 @@ class Replacement:
             and w.number not in self._called
             and w.number not in self._gone
         ]
-        if ready:
-            self._called |= {*ready}
-            self.assembly.come(ready)
+        if ready_numbers:
+            self._called |= {*ready_numbers}
+            self.assembly.come(ready_numbers)
+        # Hosts can join as soon as a worker has reported which run they would join.
         if self.assembly.run is None:
             opened = next(
                 (
@@ -111,15 +131,16 @@ class Replacement:
         self._tell(workers)
 
     def leave(self, workers: Sequence[WorkerProcess]) -> bool:
-        """Have all workers of this host go after their present turn; False where no others could
-        go on.
+        """Have all workers of this host leave after their present step.
+
+        False if no other worker could go on.
         """
-        others = [
+        other_seats = [
             seat
             for seat in self.assembly.view.seats
             if seat.host != self.assembly.host and seat.workers
         ]
-        if not others or not self.active(workers):
+        if not other_seats or not self.active(workers):
             return False
         self.say(
             "paceline: asked to leave (SIGTERM): the workers of this "
@@ -132,8 +153,10 @@ class Replacement:
         return True
 
     def parted(self) -> bool:
-        """Whether a host that leaves, and has no workers any more, can go: the others have
-        decided that, or take too long for it.
+        """Whether this host, which leaves and has no workers any more, can end.
+
+        It can once the others have decided to go on without it, or when they take too long to
+        decide.
         """
         now = time.monotonic()
         if self._parting_since is None:
@@ -142,8 +165,10 @@ class Replacement:
         return self.assembly.parted or now - self._parting_since > self.timings.part
 
     def _free(self, workers: Sequence[WorkerProcess], now: float) -> None:
-        """End a worker that was stopped (SIGSTOP) and doesn't go on: no other process can tell
-        that it won't answer.
+        """End workers that were stopped (SIGSTOP) and don't go on.
+
+        The other processes see only a worker that is late, and can't tell that it won't ever
+        answer.
         """
         if now - self._looked_at < self.timings.look:
             return
@@ -164,7 +189,7 @@ class Replacement:
                 os.kill(worker.process.pid, signal.SIGKILL)
 
     def _tell(self, workers: Sequence[WorkerProcess]) -> None:
-        """Send each worker the views that it doesn't know."""
+        """Send each worker the views that it hasn't got yet."""
         for worker in workers:
             for roster in self.assembly.rosters:
                 if worker.ended is None and roster.number > self._told.get(worker.number, 0):
@@ -172,11 +197,18 @@ class Replacement:
                     worker.order(roster.dump())
 
     def turn(self, workers: Sequence[WorkerProcess], suspect: Suspect) -> Failure | None:
-        """Remove workers that have ended, and start others; return the failure that ends the
-        job, if one does.
+        """Decide what follows on the end of each worker, and start new ones when it is time.
+
+        Args:
+            workers: All workers that this host has started.
+            suspect: Gives the failure of a worker that has ended.
+
+        Returns:
+            The failure that ends the job, if one does.
         """
         now = time.monotonic()
-        if self.assembly.closing:  # the run is over: no worker is let in any more
+        # The run is over: no worker is let in any more.
+        if self.assembly.closing:
             self._due.clear()
             for worker in workers:
                 if worker.joining and not worker.said("surviving"):
@@ -196,6 +228,7 @@ class Replacement:
             ):
                 continue
             self._buried.add(worker.number)
+            # It had finished its run, or was asked to leave: that is no failure.
             if worker.said("closed") or worker.said("left"):
                 continue
             self._failures.append((now - failure.age, failure))
@@ -208,7 +241,7 @@ class Replacement:
                 None,
             )
             if cause is not None and cause in self._causes:
-                # what ends one worker after the other is in the script, or in the data
+                # The same error ends one worker after the other: it is in the script or the data.
                 return failure
             self._causes |= set() if cause is None else {cause}
             self._replace(worker, failure, now)
@@ -220,24 +253,29 @@ class Replacement:
             and not self._due
             and not any(w.ended is None or w.said("surviving") for w in workers)
         ):
-            # none of this host ever got in: the others go on without it
+            # No worker of this host ever got in, so the others go on without this host.
             self.assembly.verdict = self._failures[0][1]
         return self._too_few(workers)
 
     def _replace(self, worker: WorkerProcess, failure: Failure, now: float) -> None:
-        # no worker was left to join
-        again = self.restarts > 0 and not (worker.joining and failure.is_echo)
-        self.say(f"{failure.line()}; {'it is started again' if again else 'the others go on'}")
-        if again:
+        # A new worker whose failure is an echo found no other workers to join: another one wouldn't
+        # find any either.
+        """Start another worker in place of this one, if restarts are left."""
+        starts_again = self.restarts > 0 and not (worker.joining and failure.is_echo)
+        self.say(
+            f"{failure.line()}; {'it is started again' if starts_again else 'the others go on'}"
+        )
+        if starts_again:
             self.restarts -= 1
             self._due.append((now + self._pause(worker), worker.rank))
             self._due.sort()
 
     def _pause(self, worker: WorkerProcess) -> float:
-        """Return the seconds before a worker is replaced: longer each time, where it dies
-        repeatedly without having trained for a while.
+        """Number of seconds before a worker is started again.
+
+        It doubles each time the worker dies before it has trained for a while.
         """
-        trained = next(
+        trains_since = next(
             (
                 float(str(record["time"]))
                 for record in worker.records
@@ -245,12 +283,16 @@ class Replacement:
             ),
             math.inf,
         )
-        steady = (worker.ended or time.time()) - trained > self.timings.steady
-        self._falls[worker.rank] = falls = 1 if steady else self._falls.get(worker.rank, 0) + 1
-        return float(min(self.timings.backoff * 2 ** (falls - 1), self.timings.longest_backoff))
+        was_steady = (worker.ended or time.time()) - trains_since > self.timings.steady
+        self._falls[worker.rank] = early_deaths = (
+            1 if was_steady else self._falls.get(worker.rank, 0) + 1
+        )
+        return float(
+            min(self.timings.backoff * 2 ** (early_deaths - 1), self.timings.longest_backoff)
+        )
 
     def _too_few(self, workers: Sequence[WorkerProcess]) -> Failure | None:
-        """Reason why the job can't go on, if there are too few workers."""
+        """The failure that ends the job if there have been too few workers for too long."""
         members = self.assembly.view.workers
         if (
             not self._failures
@@ -263,8 +305,8 @@ class Replacement:
         if members and time.monotonic() - self._short_since < self.patience:
             return None
         if not members and (self._due or any(worker.ended is None for worker in workers)):
-            # newcomers find out by themselves that nobody is left, and one that fails hasn't said
-            # yet why
+            # New workers notice themselves that no others are left, and then fail. And a worker
+            # that is failing may not have reported its error yet.
             return None
-        # the last: the job survived the others
-        return max(self._failures, key=lambda found: (not found[1].is_echo, found[0]))[1]
+        # The last failure that is no echo: the job survived all earlier ones.
+        return max(self._failures, key=lambda dated: (not dated[1].is_echo, dated[0]))[1]

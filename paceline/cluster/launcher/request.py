@@ -1,6 +1,4 @@
-"""The request of one `paceline run`, and what is wrong with it: that is said before anything is
-started.
-"""
+"""The request of one `paceline run`, and the checks of it before anything is started."""
 
 from __future__ import annotations
 
@@ -25,30 +23,50 @@ PLACEMENTS: Final = get_args(Placement)
 STRAGGLERS: Final = get_args(Straggler)
 BACKENDS: Final = get_args(Backend)
 QUIET: Final = math.inf
-_MOST_RESTARTS = 200  # of a whole job: each of its starts is told of all earlier ones
+# Restarts of a whole job. Each start is told of all earlier ones, in an environment variable.
+_MOST_RESTARTS = 200
 
 
 @dataclass(frozen=True)
 class LaunchRequest:
     """The request of one `paceline run`.
 
-    `workers` are those of this host; `deadline` is how long hosts wait for each other (seconds).
+    None is the default of an option, unless it says otherwise.
 
-    `join` is HOST:PORT, the same on all hosts; `threads` is the number of threads of each worker
-    (None: cores / workers, or OMP_NUM_THREADS where it is set); `sync`, `mesh`, `cut`, `shares`,
-    `name`, `straggler`, `cluster`, `report_to` and `servers` reach `start()` as PACELINE_SYNC and
-    so on.
-    `placement` says how ranks are dealt to hosts (see `deal`). With `min_workers` the job goes on
-    when workers die, as long as there are so many; up to `restarts` of them are started again on
-    this host. With fewer it saves, and waits so many seconds (`patience`) for others to come.
-    Without `min_workers` the whole job starts again, up to `restarts` times, and waits so long for
-    another host in the place of one that is gone. `progress`: seconds between two lines on the
-    run's progress where that is no bar; with `QUIET` there are none, and none of the launcher's own
-    but on what goes wrong. `backend`: what scripts that use torch.distributed by themselves get in
-    the place of Gloo ("paceline"; None: Gloo). `bare`: what workers write is shown at once and as
-    it is, without the ranks that wrote it, for commands of which one worker alone speaks. `call`:
-    two descriptors that workers inherit, of the file with what they are to call and of the channel
-    to who has asked.
+    Args:
+        script: Path of the script, or of a folder with a `__main__.py`.
+        args: Arguments of the script.
+        workers: Number of workers of this host.
+        hosts: Number of hosts that start together.
+        join: HOST:PORT of the meeting point, the same on all hosts.
+        host_rank: Number that this host wishes for, 0 to hosts - 1. None: the first free one.
+        secret_file: File of the secret that all hosts share.
+        threads: Threads of each worker. None: OMP_NUM_THREADS if it is set, else cores / workers.
+        deadline: Seconds for which hosts wait for each other at the start.
+        sync: Reaches `start()` as PACELINE_SYNC. So do `name`, `servers`, `mesh`, `cut`,
+            `straggler`, `report_to`, `shares` and `cluster`, each as a variable of its name.
+        name: Name of the run.
+        placement: Order in which ranks are dealt to hosts, "block" or "round-robin" (see
+            `deal_ranks`).
+        min_workers: Number of workers that the job needs. It goes on when others die; with fewer it
+            saves a checkpoint and waits for others. None: a lost worker ends all workers.
+        restarts: With `min_workers`, how many workers this host starts again; otherwise, how often
+            the whole job starts again.
+        patience: Seconds to wait for another worker or host in the place of one that is gone.
+        servers: Number of parameter servers.
+        backend: "paceline" for scripts that ask torch.distributed for Gloo. None: they get Gloo.
+        mesh: Axes of the mesh.
+        cut: How the model is divided.
+        straggler: What to do about slow workers, one of `STRAGGLERS`.
+        report_to: Service that the run reports to.
+        shares: Shares of the batch.
+        cluster: File of a measured cluster.
+        progress: Seconds between two lines of progress if there is no bar. With `QUIET` the
+            launcher prints only messages about problems.
+        bare: Show what workers write at once and without their ranks, for commands of which only
+            one worker writes.
+        call: Two descriptors that workers inherit: the file with the function to call, and the
+            channel to the caller.
     """
 
     script: str
@@ -80,26 +98,26 @@ class LaunchRequest:
 
     @property
     def quiet(self) -> bool:
-        """Whether the launcher says nothing of what goes well."""
+        """Whether the launcher prints only messages about problems."""
         return self.bare or self.call is not None or self.progress == QUIET
 
     @property
     def command(self) -> list[str]:
-        """The command of a worker."""
+        """Command line of a worker."""
         before = [] if self.backend is None else ["-m", "paceline.backend"]
         return [sys.executable, *before, self.script, *self.args]
 
 
 def check(job: LaunchRequest) -> None:
-    """Raise `UsageError` for a request that makes no sense, before anything is started."""
+    """Raise `UsageError` if the request can't be fulfilled, before anything is started."""
     _check_script(job)
-    counts = (
+    counted_options = (
         ("--workers", job.workers),
         ("--hosts", job.hosts),
         ("--threads", job.threads),
         ("--servers", job.servers),
     )
-    for option, value in (*counts, ("--progress", job.progress)):
+    for option, value in (*counted_options, ("--progress", job.progress)):
         if value is not None and value < 1:
             raise UsageError(f"{option} is {value}, and has to be at least 1")
     if job.placement not in PLACEMENTS:
@@ -127,6 +145,7 @@ def check(job: LaunchRequest) -> None:
         raise UsageError(
             f"--min-workers is {job.min_workers}, and has to be 1 to {job.workers * job.hosts}"
         )
+    # Only a job of one host is known here. With more, workers check the mesh when all have met.
     if job.mesh is not None and job.hosts == 1:
         everyone = Topology((HostRanks("here", tuple(range(job.workers)), "127.0.0.1"),))
         mesh.choose(job.mesh, everyone, survives=job.min_workers is not None)
@@ -137,12 +156,14 @@ def check(job: LaunchRequest) -> None:
             f"--backend is {job.backend}; {choices(job.backend, BACKENDS)}, which scripts get that "
             "ask torch.distributed for Gloo"
         )
+    # A process group of torch.distributed has a fixed size.
     if job.backend is not None and job.min_workers is not None:
         raise UsageError(
             "--backend is for scripts that use torch.distributed, which survives no losses: "
             "leave out --min-workers"
         )
     _check_restarts(job)
+    # Only an elastic job can begin on one host and take in others later.
     if job.hosts == 1 and job.join is not None and job.min_workers is None:
         raise UsageError(
             f"--join {job.join} needs --hosts N: how many hosts are to meet there (with "
@@ -151,7 +172,7 @@ def check(job: LaunchRequest) -> None:
 
 
 def check_cluster(cluster: str | Path, min_workers: int | None) -> None:
-    """Raise `UsageError` for a measured cluster that can't be read, or whose hosts would change."""
+    """Raise `UsageError` if a measured cluster can't be read, or hosts may change in the job."""
     topology_file.read(Path(cluster))
     if min_workers is not None:
         raise UsageError(
@@ -161,15 +182,15 @@ def check_cluster(cluster: str | Path, min_workers: int | None) -> None:
 
 
 def _check_script(job: LaunchRequest) -> None:
-    script = Path(job.script)
-    if not script.exists():
+    path = Path(job.script)
+    if not path.exists():
         raise UsageError(
             f"the script {job.script} doesn't exist (looked in "
             f"{Path.cwd()}){hints.leftover(job.script, job.args)}"
         )
-    if script.is_dir() and not (script / "__main__.py").exists():
+    if path.is_dir() and not (path / "__main__.py").exists():
         raise UsageError(f"the script {job.script} is a folder without a __main__.py")
-    if not os.access(script, os.R_OK):
+    if not os.access(path, os.R_OK):
         raise UsageError(f"the script {job.script} can't be read: check its mode")
 
 
@@ -184,26 +205,31 @@ def _check_restarts(job: LaunchRequest) -> None:
         )
 
 
-def deal(workers: Sequence[int], placement: str) -> list[list[int]]:
-    """Deal ranks to hosts, given the number of workers of each: in blocks, or one to each host in
-    turn while it has workers left.
+def deal(worker_counts: Sequence[int], placement: str) -> list[list[int]]:
+    """Deal ranks to hosts, in blocks or round-robin.
 
-    Example: 2 and 1 workers are [[0, 1], [2]] in blocks, [[0, 2], [1]] round-robin.
+    deal_ranks([2, 1], "block")          [[0, 1], [2]]   consecutive ranks for each host
+    deal_ranks([2, 1], "round-robin")    [[0, 2], [1]]   one rank to each host in turn
     """
-    seats = [(host, local) for host, count in enumerate(workers) for local in range(count)]
+    places = [
+        (host, local_rank)
+        for host, count in enumerate(worker_counts)
+        for local_rank in range(count)
+    ]
+    # Sorted by local rank first: the first workers of all hosts, then the second ones, and so on.
     if placement == "round-robin":
-        seats.sort(key=lambda seat: (seat[1], seat[0]))
-    dealt: list[list[int]] = [[] for _ in workers]
-    for rank, (host, _) in enumerate(seats):
+        places.sort(key=lambda seat: (seat[1], seat[0]))
+    dealt: list[list[int]] = [[] for _ in worker_counts]
+    for rank, (host, _) in enumerate(places):
         dealt[host].append(rank)
     return dealt
 
 
 def meeting_point(join: str) -> tuple[str, int]:
-    """Parse HOST and PORT of `--join`; an IPv6 address is in brackets."""
+    """Parse the HOST and PORT of `--join`. An IPv6 address is in brackets."""
     host, colon, port = join.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    number = network.port(port)
-    if not colon or not host or not number:
+    port_number = network.port(port)
+    if not colon or not host or not port_number:
         raise UsageError(f"--join {join} isn't HOST:PORT, such as 10.0.0.1:29400")
-    return host, number
+    return host, port_number

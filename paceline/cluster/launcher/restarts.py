@@ -1,11 +1,11 @@
 """Restarts of a whole job after a failure that the run can't survive.
 
-worker 1 is killed --> all others end --> judge: restart 1 of 3
-                                                 --> all workers start, with the run's folder and
-                                                     seed, and resume
+    worker 1 is killed --> all others end --> decide_sequel: restart 1 of 3
+                                                --> all workers start again, with the folder and
+                                                    seed of the run, and resume
 
-With several hosts, each reports how it saw the failure, and the launcher that all are connected
-with judges for all of them.
+With several hosts, each reports how it saw the failure. The launcher that all are connected with
+decides for all of them.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ from paceline.cluster.hosts.peers import Failure, RestartPeers
 from paceline.cluster.hosts.restart_messages import Cause, HostReport, RestartState, Sequel
 from paceline.cluster.launcher.worker import WorkerProcess, ending
 
-_LONGEST = 300  # characters of an error that launchers tell each other
+_LONGEST = 300  # characters of an error in a message between launchers
 
 
 class JobRestarts:
-    """The restarts of one job, of which there are at most `allowed`, as one launcher takes part in
-    them.
+    """The restarts of one job, as one launcher takes part in them.
 
-    For `patience` seconds hosts wait for another one in the place of one that is gone. `start` is
-    what the workers of the present start are told; `words` say what follows on its failure, once
-    that is known.
+    `start` is what the workers of the present start are told. `words` say what follows on its
+    failure, once that is known.
+
+    Args:
+        allowed: How often the job may start again.
+        patience: Seconds for which hosts wait for another one in the place of one that is gone.
     """
 
     def __init__(self, allowed: int, *, patience: float = 0.0) -> None:
         self.state = RestartState(allowed)
         self.words = ""
         self._patience = patience
-        # of the run, where workers of this host have opened it: other hosts may have it elsewhere
+        # Folder of the run on this host, if its workers have opened the run. Other hosts may have
+        # it in another folder.
         self._folder: str | None = None
         self._peers: RestartPeers | None = None  # of the present start
         self._reported = self._due = False
@@ -54,29 +57,30 @@ class JobRestarts:
 
     @property
     def due(self) -> bool:
-        """Whether the job is to start again."""
+        """Whether the job is going to start again."""
         return self._due
 
     def begin(self, peers: RestartPeers) -> None:
-        """Begin a start together with these launchers, with what the latest of them knows."""
+        """Begin a start with these launchers, from the latest state that any of them knows."""
         self._peers, self._reported, self.words = peers, False, ""
         self.state = peers.state or self.state
 
     def take(self) -> bool:
-        """Return, once, whether the job is to start again."""
-        due, self._due = self._due, False
-        return due
+        """Whether the job is to start again. True only once for each restart."""
+        was_due, self._due = self._due, False
+        return was_due
 
     def settle(self, failure: Failure, workers: Sequence[WorkerProcess]) -> bool:
-        """Whether all hosts know what follows on the failure that has ended this start.
+        """Agree with the other hosts on what follows on the failure that ended this start.
 
-        To be called again until they do.
+        Returns whether all hosts know it. Call it again until they do.
         """
         peers = self._peers
         assert peers is not None
         if not self._reported:
             self._reported = True
             peers.tell_ended(self.report(failure, workers))
+        # Only the launcher that decides gets the reports of all hosts.
         if (reports := peers.ended) is not None and peers.sequel is None:
             peers.tell_sequel(self.judge(failure, reports))
         if peers.sequel is None:
@@ -113,29 +117,32 @@ class JobRestarts:
         )
 
     def judge(self, failure: Failure, reports: Mapping[int, HostReport]) -> Sequel:
-        """Decide what follows on the failure that ended this start; without words where no
-        restart is left.
+        """Decide what follows on the failure that ended this start.
+
+        The sequel has no words if no restart is left, and no state if the job doesn't start again.
         """
         state = self._learnt(reports)
-        used, folder = len(state.start.events), state.start.folder
-        if used == state.allowed:
+        restart_count, folder = len(state.start.events), state.start.folder
+        if restart_count == state.allowed:
             return Sequel("")
         first = reports[min(reports)]
         checkpoint = first.checkpoint or next(
             (report.checkpoint for report in reports.values() if report.checkpoint is not None),
             None,
         )
-        own = next(
+        failed_report = next(
             (report for report in reports.values() if report.failure is not None), HostReport()
         )
-        refusal = self._refusal(failure, own, reports)
-        cause = None if own.cause is None else _digest(own.cause, checkpoint)
-        if cause is not None and cause in state.causes:
+        # An error that comes again after the same checkpoint would come each time.
+        refusal = self._refusal(failure, failed_report, reports)
+        digest = None if failed_report.cause is None else _digest(failed_report.cause, checkpoint)
+        if digest is not None and digest in state.causes:
             refusal = refusal or "the same error has come before, from the same place on"
         if refusal is not None:
             return Sequel(f"it isn't started again: {refusal}")
         if folder is None or (checkpoint is None and min(reports) > 0):
-            origin = ""  # nothing is known of what the first host has saved
+            # No run was opened, or the first host, which saves the checkpoints, is gone.
+            origin = ""
         else:
             origin = (
                 " from where the run began, as it has saved nothing"
@@ -147,19 +154,22 @@ class JobRestarts:
             if failure.rank is None
             else ""
         )
-        words = f"all start again{origin}{waits} (restart {used + 1} of {state.allowed})"
-        what = f"{own.failure or failure.line().removeprefix('paceline: ')}; {words}"
-        start = replace(state.start, events=(*state.start.events, (time.time(), what)))
+        words = f"all start again{origin}{waits} (restart {restart_count + 1} of {state.allowed})"
+        event = f"{failed_report.failure or failure.line().removeprefix('paceline: ')}; {words}"
+        start = replace(state.start, events=(*state.start.events, (time.time(), event)))
         return Sequel(
             words,
             replace(
-                state, start=start, causes=state.causes if cause is None else (*state.causes, cause)
+                state,
+                start=start,
+                causes=state.causes if digest is None else (*state.causes, digest),
             ),
         )
 
     def _learnt(self, reports: Mapping[int, HostReport]) -> RestartState:
-        """Return the state with the run that workers have opened, as the first of the hosts
-        knows it.
+        """The state, with the run that the workers have opened.
+
+        If hosts have it in different folders, the first host's counts.
         """
         opened = next(
             (
@@ -179,7 +189,7 @@ class JobRestarts:
         )
 
     def _refusal(
-        self, failure: Failure, own: HostReport, reports: Mapping[int, HostReport]
+        self, failure: Failure, failed_report: HostReport, reports: Mapping[int, HostReport]
     ) -> str | None:
         """Reason why another start would end in the same way; None if it may not."""
         runs = max(report.runs for report in reports.values())
@@ -188,46 +198,50 @@ class JobRestarts:
                 f"its script has opened {runs} runs, and only a job of one run can go on; "
                 "start each with a command of its own"
             )
-        if own.cause is not None and own.cause.is_final:
-            return f"every start would end in this {own.cause.kind}"
+        if failed_report.cause is not None and failed_report.cause.is_final:
+            return f"every start would end in this {failed_report.cause.kind}"
         if failure.rank is None and not self._patience:
             return "--patience 0 waits for no other host in its place"
         return None
 
 
 def _cause(failure: Failure, workers: Sequence[WorkerProcess]) -> Cause | None:
-    """Return the error of the worker that failed, in its own words if it had some; None for one
-    that was killed.
+    """The error of the worker that failed, in its own words if it reported one.
+
+    None if it was killed: the job then starts again as often as restarts are allowed.
     """
-    own = [
+    failed_records = [
         record
         for worker in workers
         if worker.rank == failure.rank
         for record in worker.records
         if record["event"] == "failed"
     ]
-    if own:
-        return Cause(str(own[0]["type"]), str(own[0]["message"]), bool(own[0]["is_final"]))
+    if failed_records:
+        return Cause(
+            str(failed_records[0]["type"]),
+            str(failed_records[0]["message"]),
+            bool(failed_records[0]["is_final"]),
+        )
     if failure.code > 128 and failure.words == ending(failure.code):
-        return None  # as often as restarts are allowed
+        return None
     return Cause(failure.words, failure.tail.rpartition("\n")[2][-_LONGEST:], is_final=False)
 
 
 def _digest(cause: Cause, checkpoint: str | None) -> str:
-    """Return a short text that is equal for an error that comes again, from the same checkpoint."""
+    """Make a short text that is equal if an error comes again after the same checkpoint."""
     return hashlib.sha256(
         repr((cause.kind, cause.message, checkpoint)).encode(errors="replace")
     ).hexdigest()[:16]
 
 
 def newest(checkpoints: Path) -> str | None:
-    """Return the name of the checkpoint in this folder that was written last; None if there is
-    none.
-    """
-    found = []
+    """Name of the checkpoint in this folder that was written last; None if there is none."""
+    dated_names = []
     for manifest in checkpoints.glob("step-*/manifest.json"):
         try:
-            found.append((manifest.stat().st_mtime_ns, manifest.parent.name))
+            dated_names.append((manifest.stat().st_mtime_ns, manifest.parent.name))
         except OSError:
-            continue  # it can't be looked at: the run will say so, if it tries to read it
-    return max(found)[1] if found else None
+            # It can't be read. If the run resumes from it, that raises an error that users see.
+            continue
+    return max(dated_names)[1] if dated_names else None

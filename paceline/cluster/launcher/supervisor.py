@@ -1,6 +1,12 @@
 """Supervises the workers of this host: starts, watches and ends them together.
 
-The first failure is found and named.
+Each turn of the main loop does this, in one thread:
+
+    wait for a pipe, a socket or a signal
+    note which workers have ended           before any is reaped: the order tells the first failure
+    replace lost workers, look for hangs    only if losses are survived
+    reap workers, clean up after them
+    decide                                  running -> failed, or asked to end -> all ended
 """
 
 from __future__ import annotations
@@ -35,15 +41,15 @@ from paceline.timings import DEFAULTS, SupervisorTimings, Timings
 
 
 class RunWatcher(Protocol):
-    """What shows a run to people while it is under way, beside its workers.
+    """Shows a run to people while it is under way, in a process or thread of its own.
 
-    It raises nothing once they have begun.
+    It raises nothing once the workers have begun.
     """
 
     def begin_serving(self) -> None:
-        """Begin, as the first worker will be one of this host.
+        """Begin, before the first worker of the job starts on this host.
 
-        Raises `UsageError` where that can't be.
+        Raises `UsageError` if that isn't possible.
         """
         ...
 
@@ -52,12 +58,32 @@ class RunWatcher(Protocol):
         ...
 
     def show_line(self, words: str) -> None:
-        """Show this line, too."""
+        """Show a line of text beside the run."""
         ...
 
 
 class Supervisor:
-    """Supervises the workers of one host, from their start to the exit code of the job."""
+    """Supervises the workers of one host, from their start to the exit code of the job.
+
+    Invariants: `_workers` only grows; a worker that was replaced stays in it. `_end_signal` is set
+    once, by the first request to end the job, and then decides the exit code. `_own_failure` is
+    this host's proposal for the verdict, and `_peers.verdict` is the decision of all hosts.
+    `_ending_since` is set as soon as there is either a signal or a verdict, and from then on
+    workers are being ended. `_is_leaving` excludes neither: a host that leaves can still be asked
+    to end the job.
+
+    Args:
+        host: Name of this host, for messages.
+        mark: The job's mark, by which its processes are found and cleaned up.
+        peers: The launchers of the other hosts.
+        mending: Makes the replacement of lost workers, if losses are survived. Default: none.
+        shown: Screens of standard output and error. Default: new ones.
+        told: Called with the verdict on the failure that ended the job. Default: none.
+        restarts: Restarts of the whole job, if it has any.
+        watcher: Shows the run to people. Default: none.
+        finished: Last line if all workers ended well. Default: none.
+        timings: Waits and deadlines.
+    """
 
     def __init__(
         self,
@@ -74,15 +100,15 @@ class Supervisor:
         timings: Timings = DEFAULTS,
     ) -> None:
         self._peers, self._restarts, self._told, self._watcher = peers, restarts, told, watcher
-        self._finished = finished  # what is said last if all end well
+        self._finished = finished
         self._timings = timings.supervisor
         self._workers: list[WorkerProcess] = []
         self._out, self._err = screens() if shown is None else shown
         self._bar = JobBar(self._err)
         self._signals: list[int] = []
-        self._failure: Failure | None = None  # what failed first on this host
-        self._told_at = 0.0  # monotonic: when the other hosts got it
-        self._ending_at: float | None = None  # monotonic: the workers are being ended since
+        self._failure: Failure | None = None  # the first failure on this host
+        self._told_at = 0.0  # monotonic: when the other hosts were told of it
+        self._ending_at: float | None = None  # monotonic: since when workers are being ended
         self._asked: int | None = None  # the signal that asked for the end
         self._leaving = False  # this host was asked to go, and the others go on
         self._collected_at = 0.0
@@ -97,37 +123,38 @@ class Supervisor:
     def run(
         self, tasks: Sequence[WorkerCommand], started: Callable[[], None] = lambda: None
     ) -> int:
-        """Start these workers, watch them until the last is gone, and give the exit code of the
-        job.
+        """Run these workers until the last one has ended, and return the job's exit code.
 
-        `started` is called when all of them have what they inherit.
+        `started` is called as soon as all of them have inherited their descriptors.
         """
-        wake, waker = os.pipe()
-        for descriptor in (wake, waker):
+        wake_fd, waker_fd = os.pipe()
+        for descriptor in (wake_fd, waker_fd):
             os.set_blocking(descriptor, False)
-        before = {
+        # Signals only write to the pipe `wake_fd`. The loop handles them, between two events.
+        old_handlers = {
             signum: signal.signal(signum, self._note)
             for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
         }
-        old_wakeup = signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        old_wakeup = signal.set_wakeup_fd(waker_fd, warn_on_full_buffer=False)
         self._cleanup.start()
         try:
             _begin(tasks, self._watcher)
             self._start(tasks)
             started()
             while not self._over():
-                self._turn(wake)
-            self._conclude(wake)
+                self._turn(wake_fd)
+            self._conclude(wake_fd)
         finally:
+            # Also after an error of the launcher itself no worker may stay behind.
             self._cleanup.sweep(
                 [worker.process for worker in self._workers if worker.ended is None]
             )
             self._peers.close()
             self._cleanup.conclude()
             signal.set_wakeup_fd(old_wakeup)
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-            for descriptor in (wake, waker):
+            for signum, old_handler in old_handlers.items():
+                signal.signal(signum, old_handler)
+            for descriptor in (wake_fd, waker_fd):
                 os.close(descriptor)
         return self._code()
 
@@ -136,26 +163,28 @@ class Supervisor:
             self._signals.append(signum)
 
     def _start(self, tasks: Sequence[WorkerCommand]) -> None:
+        """Start these workers, unless a signal comes meanwhile."""
         for task in tasks:
             if self._signals:
                 return
             self.begin(task)
 
     def begin(self, task: WorkerCommand) -> None:
-        """Start a worker."""
+        """Start a worker. The janitor knows it from then on."""
         self._workers.append(start(task, preparation(os.getpid()), (self._out, self._err)))
         self._cleanup.add(self._workers[-1].process.pid)
 
     @property
     def asked(self) -> bool:
-        """Whether this launcher was asked to end, or to leave."""
+        """Whether this launcher was asked to end the job, or to leave it."""
         return self._asked is not None or self._leaving
 
     def say(self, text: str) -> None:
-        """Show a line of the launcher's own."""
+        """Show a line of the launcher itself."""
         self._err.say(text)
 
     def _over(self) -> bool:
+        """Whether all workers have ended, and no more of them can come."""
         if any(worker.ended is None for worker in self._workers):
             return False
         if (
@@ -165,14 +194,16 @@ class Supervisor:
             and self._verdict() is None
         ):
             return False
+        # All workers of this host have ended. The job may go on elsewhere.
         if self._asked is not None or self._peers.all_finished:
             return True
         if self._peers.verdict is not None:
             return self._settled()
         if self._leaving:
             return self._mending is not None and self._mending.parted()
-        # Where the job may start again no host goes by itself: one that says nothing is lost, and
-        # that is a verdict.
+        # The other hosts may be gone, so this one doesn't wait for a verdict forever. But if the
+        # job may start again, no host goes by itself: a silent host counts as lost, and that is a
+        # verdict.
         return (
             self._restarts is None
             and self._failure is not None
@@ -180,7 +211,7 @@ class Supervisor:
         )
 
     def _settled(self) -> bool:
-        """Whether it is known what follows on the end of all workers."""
+        """Whether all hosts know if the job starts again after this verdict."""
         verdict = self._final()
         return (
             self._restarts is None
@@ -188,10 +219,12 @@ class Supervisor:
             or self._restarts.settle(verdict, self._workers)
         )
 
-    def _turn(self, wake: int) -> None:
-        """Wait for something to happen, and handle it."""
+    def _turn(self, wake_fd: int) -> None:
+        """Wait until something happens, and handle it."""
         poll = select.poll()
-        callbacks: dict[int, Callable[[], object]] = {wake: partial(_empty, wake)}
+        # What to call when a descriptor is ready. Workers whose screen is full have to wait: their
+        # output stays in the pipe.
+        callbacks: dict[int, Callable[[], object]] = {wake_fd: partial(_empty, wake_fd)}
         for worker in self._workers:
             if worker.records_fd >= 0:
                 callbacks[worker.records_fd] = worker.listen
@@ -204,6 +237,7 @@ class Supervisor:
             callbacks[descriptor] = partial(self._peers.hear, descriptor)
         for descriptor in callbacks:
             poll.register(descriptor, select.POLLIN)
+        # A screen is polled only while it has something to write, else poll would return at once.
         for screen in {self._out, self._err}:
             if screen.pending:
                 callbacks[screen.descriptor] = screen.write
@@ -211,15 +245,19 @@ class Supervisor:
         for descriptor, _ in poll.poll(1000 * self._timings.look):
             callbacks[descriptor]()
         now = time.monotonic()
+        # Look at all workers before any is reaped, which takes time: the order of their ends tells
+        # which failed first.
         for worker in self._workers:
-            # all of them before one is reaped, which takes time: the order tells the culprit
             worker.look()
-        mends = self._mending is not None and self._mending.active(self._workers)
-        if self._mending is not None and mends:
+        survives_losses = self._mending is not None and self._mending.active(self._workers)
+        if self._mending is not None and survives_losses:
             self._mending.look(self._workers)
         members = self._workers if self._mending is None else self._mending.members(self._workers)
-        self._lateness.turn([worker for worker in members if worker.ended is None], ends=mends)
+        self._lateness.turn(
+            [worker for worker in members if worker.ended is None], ends=survives_losses
+        )
         for worker in self._workers:
+            # First the rest of its process group: once it is reaped, its number may be reused.
             if worker.ended is not None and not worker.reaped:
                 self._cleanup.end_group(worker.process.pid)
                 self._cleanup.drop(worker.process.pid)
@@ -232,17 +270,22 @@ class Supervisor:
         self._decide(now)
 
     def _collect(self, now: float) -> None:
-        """Note what may be left of the workers, now and then, and before they end in haste."""
-        asked = self._asked is None and bool(self._signals)
-        failed = not self._search.signed and any(worker.said("failed") for worker in self._workers)
-        if now - self._collected_at >= self._timings.litter or asked or failed:
+        """Note what the workers' children may leave: now and then, and before they end in haste."""
+        is_first_request = self._asked is None and bool(self._signals)
+        is_first_failure = not self._search.signed and any(
+            worker.said("failed") for worker in self._workers
+        )
+        if now - self._collected_at >= self._timings.litter or is_first_request or is_first_failure:
             self._collected_at = now
             self._cleanup.collect(self._workers)
 
     def _decide(self, now: float) -> None:
-        """Go from running to failed to ended, as the workers, the other hosts and the user's
-        signals ask.
+        """Advance the job from running to failed to ended.
+
+        In this order: the user's signals, a request to end on another host, the failures of this
+        host's workers, the verdict of all hosts, and at last the good end of all workers.
         """
+        # Nobody reads standard output any more: that ends the job, as it would end any program.
         if self._out.broken:
             self._signals.append(signal.SIGPIPE)
         for signum in self._signals:
@@ -273,48 +316,63 @@ class Supervisor:
             self._peers.tell_finished()
 
     def _ask(self, signum: int, now: float) -> None:
+        """Handle a signal that asks for the end.
+
+        SIGTERM makes this host leave if others can go on without it. Else the first signal ends the
+        job, and the second one kills the workers at once.
+        """
         if (
             signum == signal.SIGTERM
             and self._mending is not None
             and not self._leaving
             and self._mending.leave(self._workers)
         ):
-            self._leaving = True  # asked again, it ends the job
+            self._leaving = True
         elif self._asked is None:
             self._asked, self._ending_at = signum, now
             self._job_end.ask(signum)
             self._peers.tell_stopped(signum)
-        else:  # asked twice: at once
+        else:
             for worker in self._workers:
                 worker.send(signal.SIGKILL)
 
     def _end(self, now: float, first: int | None, term: float, kill: float) -> None:
+        """End the workers, more forcefully as time goes on: call it again until all have ended.
+
+        Args:
+            now: Present time (monotonic).
+            first: Signal to begin with. Default: none, as workers notice a failure themselves.
+            term: Seconds after which they get SIGTERM. The worker of the verdict gets it later, so
+                that it can write its last words.
+            kill: Seconds after which they get SIGKILL.
+        """
         assert self._ending_at is not None
-        since = now - self._ending_at
+        elapsed = now - self._ending_at
         verdict = self._verdict() if first is None else None
         for worker in self._workers:
             if first is not None:
                 worker.send(first)
-            if since >= term + (
+            if elapsed >= term + (
                 self._timings.last_words
                 if verdict is not None and verdict.rank == worker.rank
                 else 0.0
             ):
                 worker.send(signal.SIGTERM)
-            if since > kill:
+            if elapsed > kill:
                 worker.send(signal.SIGKILL)
 
     def _condemn(self, failure: Failure | None, now: float) -> None:
-        """End the job for this failure, if there is one."""
+        """End the job for this failure, if there is one, and tell the other hosts."""
         if failure is not None:
             self._failure, self._told_at = failure, now
             self._peers.tell_failed(failure)
 
     def _verdict(self) -> Failure | None:
+        """The failure that ends the job: as decided by all hosts, else as seen here."""
         return self._peers.verdict or self._failure
 
-    def _conclude(self, wake: int) -> None:
-        """Say last what ended the job, and write out what is left."""
+    def _conclude(self, wake_fd: int) -> None:
+        """Write out all that is left, and last of all what ended the job."""
         _read_out(self._workers, self._bar)
         verdict = self._final()
         if verdict is not None and self._asked is None:
@@ -322,15 +380,17 @@ class Supervisor:
                 self._told(verdict)
             self._repeat(verdict)
             sequel = "" if self._restarts is None else self._restarts.words
-            alone = self._restarts is None and self._mending is None and self._told is None
-            left = self._job_end.left(verdict, alone=alone) if not sequel else ""
-            last = [
+            survives_nothing = (
+                self._restarts is None and self._mending is None and self._told is None
+            )
+            leftover = self._job_end.left(verdict, alone=survives_nothing) if not sequel else ""
+            clauses = [
                 verdict.line(),
-                left,
+                leftover,
                 "its last words are above" if verdict.tail else "",
                 sequel,
             ]
-            self._err.say("; ".join(filter(None, last)))
+            self._err.say("; ".join(filter(None, clauses)))
             _tell(self._watcher, verdict.line().removeprefix("paceline: "), sequel)
         elif verdict is None and self._asked is None and not self._leaving and self._finished:
             self._err.say(f"paceline: {self._finished}")
@@ -338,43 +398,47 @@ class Supervisor:
             self._err.say(self._job_end.line)
         _flush(
             {self._out, self._err},
-            wake,
+            wake_fd,
             self._timings,
             lambda: self._asked is not None or bool(self._signals),
         )
 
     def _repeat(self, verdict: Failure) -> None:
-        """Say at the end what the worker that failed said last: of one of this host, whose words
-        were shown, the error alone.
+        """Repeat the last words of the worker that failed.
+
+        If it ran on this host, its output was shown before, and only the lines of the error are
+        repeated.
         """
-        here = any(worker.rank == verdict.rank for worker in self._workers)
-        words = error_lines(verdict.tail) if here else verdict.tail.splitlines()
-        if words and not self._said_last(verdict):
+        ran_here = any(worker.rank == verdict.rank for worker in self._workers)
+        last_lines = error_lines(verdict.tail) if ran_here else verdict.tail.splitlines()
+        if last_lines and not self._said_last(verdict):
             self._err.say(f"paceline: what rank {verdict.rank} said last:")
-            for line in words:
+            for line in last_lines:
                 self._err.put(
                     -1 if verdict.rank is None else verdict.rank,
                     line.encode(errors="replace") + b"\n",
                 )
 
     def _said_last(self, verdict: Failure) -> bool:
-        """Whether the last words of the worker that failed are the last that is shown."""
-        said = [
+        """Whether the last words of the worker that failed are the last lines on the screen."""
+        written = [
             worker.streams[1].tail().splitlines()
             for worker in self._workers
             if worker.rank == verdict.rank
         ]
-        words = verdict.tail.splitlines()
+        last_lines = verdict.tail.splitlines()
         return self._err.last == verdict.rank and all(
-            lines[-len(words) :] == words for lines in said
+            lines[-len(last_lines) :] == last_lines for lines in written
         )
 
     def _final(self) -> Failure | None:
-        """Return the verdict, with the exit code and the last output of the worker now that it
-        has ended.
+        """The verdict, with the exit code and the last words of its worker.
+
+        They are known once the worker has ended, on its own host. Other hosts leave the verdict as
+        it is.
         """
         verdict = self._verdict()
-        own = next(
+        failed_worker = next(
             (
                 worker
                 for worker in self._workers
@@ -382,28 +446,27 @@ class Supervisor:
             ),
             None,
         )
-        return verdict if own is None else self._search.suspect(own) or verdict
+        return verdict if failed_worker is None else self._search.suspect(failed_worker) or verdict
 
     def _code(self) -> int:
+        """Exit code of the job."""
         if self._asked is not None or self._leaving:
             return 128 + (self._asked or signal.SIGTERM)
         if self._restarts is not None and self._signals and self._restarts.take():
-            # asked to end after the workers had ended: the job doesn't start again
+            # The end was asked for after the workers had ended: the job doesn't start again.
             return 128 + self._signals[0]
         verdict = self._final()
         return 0 if verdict is None else verdict.code
 
 
 def _begin(tasks: Sequence[WorkerCommand], watcher: RunWatcher | None) -> None:
-    """Have the run watched from this host, if its first worker is one of these."""
+    """Begin to serve the run to people, if its first worker is one of these."""
     if watcher is not None and any(task.rank == 0 and not task.joining for task in tasks):
         watcher.begin_serving()
 
 
 def _read_out(workers: Sequence[WorkerProcess], bar: JobBar) -> None:
-    """Leave the bar of workers that have ended as it is, and read what they have left in their
-    pipes.
-    """
+    """Settle the bar, and read what ended workers have left in their pipes."""
     bar.follow(workers)
     for stream in (stream for worker in workers for stream in worker.streams):
         while stream.open and readable(stream.descriptor, 0) and stream.read():
@@ -412,34 +475,37 @@ def _read_out(workers: Sequence[WorkerProcess], bar: JobBar) -> None:
 
 
 def _show(
-    workers: Sequence[WorkerProcess], watcher: RunWatcher | None, bar: JobBar, end: JobEnd
+    workers: Sequence[WorkerProcess], watcher: RunWatcher | None, bar: JobBar, job_end: JobEnd
 ) -> None:
-    """Tell who watches the run where it is, and show on the terminal how far."""
+    """Tell the watcher in which folder the run is, and show its progress on the terminal."""
     for record in (record for worker in workers for record in worker.take("writes")):
         folder = Path(str(record["folder"]))
-        end.follow(folder)
+        job_end.follow(folder)
         if watcher is not None:
             watcher.follow_run(folder)
     bar.follow(workers)
 
 
 def _flush(
-    screens: set[Screen], wake: int, timings: SupervisorTimings, hurried: Callable[[], bool]
+    screens: set[Screen], wake_fd: int, timings: SupervisorTimings, hurried: Callable[[], bool]
 ) -> None:
-    """Write out what is left; not for long where nobody reads and the end is asked for."""
-    end = time.monotonic() + timings.flush
+    """Write out what is left on the screens.
+
+    If the end was asked for (`hurried`), give up after a while, as the reader may never read.
+    """
+    deadline = time.monotonic() + timings.flush
     for screen in screens:
         while screen.pending:
             poll = select.poll()
             poll.register(screen.descriptor, select.POLLOUT)
-            poll.register(wake, select.POLLIN)
-            ready = [descriptor for descriptor, _ in poll.poll(1000 * timings.look)]
-            if screen.descriptor in ready:
+            poll.register(wake_fd, select.POLLIN)
+            ready_fds = [descriptor for descriptor, _ in poll.poll(1000 * timings.look)]
+            if screen.descriptor in ready_fds:
                 screen.write()
-            elif hurried() and time.monotonic() > end:
+            elif hurried() and time.monotonic() > deadline:
                 screen.drop()
-            if wake in ready:
-                _empty(wake)
+            if wake_fd in ready_fds:
+                _empty(wake_fd)
 
 
 def _tell(watcher: RunWatcher | None, *words: str) -> None:

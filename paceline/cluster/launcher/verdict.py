@@ -1,10 +1,13 @@
-"""The verdict on a host's failure: which of its workers failed first, once that one has had the
-time to show itself.
+"""The verdict on a host: which of its workers failed first.
 
-record "failed"         an exception, with its time; an echo says itself that another worker is to
-                        blame
-exit code, signal       of a worker that is gone
-left without a word     joined, exit code 0, never closed its run, while others train
+    record "failed"         an exception, with its time; an *echo* if the exception says itself that
+                            another worker is to blame
+    exit code, signal       of a worker that has ended
+    left without a word     it joined the run, never closed it, and ended with exit code 0 while
+                            others train
+
+Signs of a failure may come in any order, so the verdict waits a moment after the first sign, until
+the worker that caused it has had the time to show itself.
 """
 
 from __future__ import annotations
@@ -23,7 +26,11 @@ from paceline.timings import DEFAULTS, SupervisorTimings
 class FailureSearch:
     """Searches the workers of this host for the one that failed first.
 
-    `decided` tells whether the job is known to have failed.
+    Args:
+        host: Name of this host.
+        workers: All workers that this host has started. More may be added later.
+        decided: Tells whether the job is known to have failed.
+        timings: How long to wait for which signs.
     """
 
     def __init__(
@@ -43,24 +50,26 @@ class FailureSearch:
         return self._signed_at is not None
 
     def judge(self, now: float) -> Failure | None:
-        """Name the worker that failed first; None while there is none, or an earlier one may
-        still show itself.
+        """Name the worker that failed first.
+
+        None if no worker has failed, or if one that failed earlier may still show itself.
         """
         if not self._suspects():
             return None
         self._signed_at = self._signed_at or now
-        # They are asked again: after the first sign, one that left without a word is among them.
+        # Search again: after the first sign, a worker that left without a word counts as failed.
         first = cause(self._suspects(), self._timings.slack)
-        grace = self._timings.echo if first.is_echo else self._timings.culprit
+        patience = self._timings.echo if first.is_echo else self._timings.culprit
         if any(worker.rank == first.rank and worker.ended is None for worker in self._workers):
-            # a record comes before the words, which the other hosts shall see too
-            grace += self._timings.last_words
-        over = all(worker.ended is not None for worker in self._workers)
-        return first if over or now - self._signed_at > grace else None
+            # Its record has come before its last words, which the other hosts are to see too.
+            patience += self._timings.last_words
+        all_ended = all(worker.ended is not None for worker in self._workers)
+        return first if all_ended or now - self._signed_at > patience else None
 
     def suspect(self, worker: WorkerProcess) -> Failure | None:
-        """Return the failure of this worker, if it has failed: by its own record, its exit code,
-        or its leaving without a word.
+        """The failure of this worker; None if it hasn't failed.
+
+        It is found by the worker's own record, its exit code, or its leaving without a word.
         """
         now = time.time()
         age = 0.0 if worker.ended is None else now - worker.ended + self._timings.slack
@@ -68,10 +77,10 @@ class FailureSearch:
         failure = Failure(worker.rank, self._host, code or 1, "", age=age)
         record = next((record for record in worker.records if record["event"] == "failed"), None)
         if record is not None:
-            # An error at exit, as of a run without `with` that could not be closed, leaves a
-            # script's own exit code as it is.
+            # A script with an exit code of its own hasn't failed by an echo: its error at exit may
+            # come from a run without `with` that could not be closed.
             is_echo = bool(record["is_echo"]) and not 1 < code <= 128
-            # the worker may not have come to its end by itself
+            # Without a code of its own, the worker was ended by the launcher.
             code = code or int(str(record.get("code", 1)))
             words, age = (
                 f"failed with exit code {code} ({record['type']})",
@@ -86,18 +95,20 @@ class FailureSearch:
                 tail=_tail(worker, record),
             )
         if code:
-            # SIGABRT is how libraries answer to another's failure, so it gets no start over
-            # records.
-            start = self._timings.slack if code == 128 + signal.SIGABRT else 0.0
-            return replace(failure, words=ending(code), age=age - start, tail=_tail(worker))
-        silent = worker.ended is not None and not worker.was_sent and not worker.said("closed")
-        if silent and worker.said("joined") and self._trains(worker):
+            # Exit codes count as a little older than records, as they are noticed late. Not so
+            # SIGABRT, by which libraries react to the failure of another worker.
+            head_start = self._timings.slack if code == 128 + signal.SIGABRT else 0.0
+            return replace(failure, words=ending(code), age=age - head_start, tail=_tail(worker))
+        left_silently = (
+            worker.ended is not None and not worker.was_sent and not worker.said("closed")
+        )
+        if left_silently and worker.said("joined") and self._trains(worker):
             words = (
                 "left in the middle (exit code 0) while others were training: "
                 "it joined the run and never closed it"
             )
             return replace(failure, words=words, tail=_tail(worker))
-        if silent and not worker.said("joined") and self._awaited(worker):
+        if left_silently and not worker.said("joined") and self._awaited(worker):
             words = (
                 "ended (exit code 0) before it joined the run, where others wait for it: "
                 "all workers have to come to pl.start"
@@ -106,9 +117,7 @@ class FailureSearch:
         return None
 
     def _awaited(self, leaver: WorkerProcess) -> bool:
-        """Whether others on this host are in a run that a worker never came to, well after it
-        ended.
-        """
+        """Whether workers here are in a run that this one, which has ended, never joined."""
         assert leaver.ended is not None
         return bool(self._others()) and time.time() - leaver.ended > self._timings.left
 
@@ -121,38 +130,42 @@ class FailureSearch:
         ]
 
     def _suspects(self) -> list[Failure]:
+        """List the failures of all workers that have failed."""
         return [
             failure for worker in self._workers if (failure := self.suspect(worker)) is not None
         ]
 
     def _trains(self, leaver: WorkerProcess) -> bool:
-        """Whether others go on (here, or on hosts that have not finished) well after a worker
-        left.
+        """Whether others still train well after this worker has left.
+
+        They may be on this host, or on hosts that haven't finished.
         """
         if self.signed or self._decided():
             return True
         assert leaver.ended is not None
         others = self._others()
-        ends = [worker.ended for worker in self._workers if worker.ended is not None]
-        since = leaver.ended if others else max(ends)
-        running = len(ends) < len(self._workers)
-        return (bool(others) or not running) and time.time() - since > self._timings.left
+        end_times = [worker.ended for worker in self._workers if worker.ended is not None]
+        since = leaver.ended if others else max(end_times)
+        some_run = len(end_times) < len(self._workers)
+        return (bool(others) or not some_run) and time.time() - since > self._timings.left
 
 
 def _tail(worker: WorkerProcess, record: Mapping[str, object] | None = None) -> str:
-    """Return the last words of a worker that has failed, with the error of this record."""
-    given = {} if record is None else record
-    kind, more = given.get("type"), given.get("more")
+    """Last words of a worker that has failed, beginning with the error of this record."""
+    fields = {} if record is None else record
+    kind, message_lines = fields.get("type"), fields.get("more")
     return last_words(
         worker.streams[1].tail(),
         None if kind is None else str(kind),
-        more if isinstance(more, int) else None,
+        message_lines if isinstance(message_lines, int) else None,
     )
 
 
 def cause(suspects: list[Failure], slack: float) -> Failure:
-    """Return the failure that came first; of several without a record that came together, one by
-    a signal: the others noticed its death.
+    """Pick the failure that came first.
+
+    Failures without a record that came within `slack` seconds have no order. Of these, one by a
+    signal is the first, as the other workers noticed its death.
     """
     first = min(suspects, key=lambda failure: (failure.is_echo, -failure.age))
     if first.words != ending(first.code):

@@ -1,4 +1,10 @@
-"""One worker process as its launcher sees it: how it is started, what it reports, how it ended."""
+"""One worker process as its launcher sees it: its start, its reports, and its end.
+
+worker ---- standard output and error ---> OutputStream ---> Screen
+       ---- reports, JSON lines ---------> `records_fd`
+       <--- orders, lines ---------------- `orders_fd`
+       ---- its stack, if asked for -----> `stack_fd`
+"""
 
 from __future__ import annotations
 
@@ -22,8 +28,16 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass
 class WorkerCommand:
-    """The start of one worker: its rank, command, environment, the descriptors that it inherits,
-    and its page if it has one.
+    """The start of one worker.
+
+    Args:
+        rank: Rank of the worker, or the number by which its launcher calls it.
+        command: Command line.
+        environ: Whole environment.
+        descriptors: Descriptors that the worker inherits.
+        page: Its progress page, if the job is observed.
+        number: Its number in views, if losses are survived (see `commands.named`).
+        joining: Whether other workers train already.
     """
 
     rank: int
@@ -31,13 +45,17 @@ class WorkerCommand:
     environ: dict[str, str]
     descriptors: tuple[int, ...]
     page: Page | None = None
-    number: int | None = None  # where losses are survived (`commands.named`)
-    joining: bool = False  # the others train already
+    number: int | None = None
+    joining: bool = False
 
 
 @dataclass
 class WorkerProcess:
-    """One worker that was started."""
+    """A worker that was started.
+
+    It has ended (`ended_at`) when it is a zombie. It is reaped (`is_reaped`) after its process
+    group was cleaned up: until then no other process can get its number.
+    """
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -46,42 +64,46 @@ class WorkerProcess:
     orders_fd: int
     stack_fd: int
     records: list[dict[str, object]] = field(default_factory=list)
-    status: dict[str, Any] | None = None  # how far the run is, which was not taken yet
-    told_all: bool = False  # nothing more comes of that
+    status: dict[str, Any] | None = None  # progress of the run, until `take_status`
+    told_all: bool = False  # no more progress will be reported
     ended: float | None = None  # time.time() of its end
     reaped: bool = False
-    code: int = 0  # as a shell would give it
-    was_sent: set[int] = field(default_factory=set)
+    code: int = 0  # exit code as in a shell: 128+n for signal n
+    was_sent: set[int] = field(default_factory=set)  # signals
     number: int = -1
     joining: bool = False
     _line: bytes = b""
 
     def said(self, event: str) -> bool:
+        """Whether the worker has reported this event."""
         return any(record["event"] == event for record in self.records)
 
     def take(self, event: str) -> list[dict[str, object]]:
-        """Take the records of this kind, once each."""
-        taken = [record for record in self.records if record["event"] == event]
-        for record in taken:
+        """Take out the records of this event."""
+        matching = [record for record in self.records if record["event"] == event]
+        for record in matching:
             self.records.remove(record)
-        return taken
+        return matching
 
     def stack(self) -> str:
-        """Return the stack of the worker, if it was asked for (`commands.STACK`) and has come."""
+        """The stack of the worker, if it was asked for (`commands.STACK`) and has come; else ""."""
         try:
             return os.read(self.stack_fd, 1 << 16).decode("utf-8", "replace")
         except BlockingIOError:
             return ""
 
     def order(self, line: bytes) -> None:
-        """Send the worker a command; one that is gone, or has not listened for long, misses it."""
+        """Send the worker a command.
+
+        A worker that is gone, or that has not read its commands for long, misses it.
+        """
         try:
             os.write(self.orders_fd, line)
         except (BrokenPipeError, BlockingIOError):
             return
 
     def listen(self) -> None:
-        """Read the worker's reports."""
+        """Read the reports that have come from the worker."""
         try:
             data = os.read(self.records_fd, 1 << 16)
         except BlockingIOError:
@@ -90,6 +112,7 @@ class WorkerProcess:
             os.close(self.records_fd)
             self.records_fd = -1
             return
+        # The last line may be incomplete: the rest of it comes later.
         *lines, self._line = (self._line + data).split(b"\n")
         for record in map(json.loads, lines):
             if record["event"] != "progress":
@@ -100,12 +123,12 @@ class WorkerProcess:
                 self.status, self.told_all = record["status"], False
 
     def take_status(self) -> dict[str, Any] | None:
-        """Take what the worker has told last of how far the run is, once."""
-        found, self.status = self.status, None
-        return found
+        """Take out the latest progress of the run that the worker has reported, if there is any."""
+        status, self.status = self.status, None
+        return status
 
     def look(self) -> None:
-        """Find out whether the worker has ended."""
+        """Note the time if the worker has ended. It isn't reaped."""
         if (
             self.ended is None
             and os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -114,20 +137,21 @@ class WorkerProcess:
             self.ended = time.time()
 
     def reap(self, seconds: float) -> None:
-        """Reap the worker, which has ended, with its last output; a process that escaped may
-        hold that open for so many `seconds`.
+        """Reap the worker, which has ended, and read its last output.
+
+        A process that escaped from its group may hold the pipes open: reading ends after `seconds`.
         """
         self.reaped = True
         status = self.process.wait()
         self.code = status if status >= 0 else 128 - status
-        end = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while self.records_fd >= 0 and readable(self.records_fd, 0):
             self.listen()
         for stream in self.streams:
             while (
                 stream.open
                 and not stream.screen.full
-                and readable(stream.descriptor, end - time.monotonic())
+                and readable(stream.descriptor, deadline - time.monotonic())
             ):
                 stream.read()
         if self.records_fd >= 0:
@@ -139,14 +163,15 @@ class WorkerProcess:
             self.orders_fd = self.stack_fd = -1
 
     def send(self, signum: int) -> None:
-        """Send the worker a signal, once."""
+        """Send the worker a signal, unless it has been sent before."""
         if self.ended is None and signum not in self.was_sent:
             self.was_sent.add(signum)
-            os.kill(self.process.pid, signum)  # not reaped yet: the number is still its own
+            # It isn't reaped yet, so the number is still its own.
+            os.kill(self.process.pid, signum)
 
 
 def readable(descriptor: int, seconds: float) -> bool:
-    """Wait at most so long until a descriptor can be read; returns whether it can."""
+    """Wait for at most `seconds` until a descriptor can be read. Returns whether it can."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(max(0.0, 1000 * seconds)))
@@ -155,51 +180,67 @@ def readable(descriptor: int, seconds: float) -> bool:
 def start(
     task: WorkerCommand, prepare: Callable[[], None] | None, screens: tuple[Screen, Screen]
 ) -> WorkerProcess:
-    """Start a worker that leads a process group of its own; its output goes to these screens."""
-    ours, theirs = os.pipe()
-    heard, orders = os.pipe()
-    stack, shown = os.pipe()
-    own = {
-        "PACELINE_REPORT_FD": str(theirs),
-        "PACELINE_ORDERS_FD": str(heard),
-        "PACELINE_STACK_FD": str(shown),
+    """Start a worker as the leader of a process group of its own.
+
+    Args:
+        task: Its command.
+        prepare: Function to call between fork and exec (see `make_preparation`).
+        screens: Where its standard output and error go.
+    """
+    # Three pipes beside its output: reports from the worker, orders to it, and its stack.
+    records_fd, report_fd = os.pipe()
+    worker_orders_fd, orders_fd = os.pipe()
+    stack_fd, worker_stack_fd = os.pipe()
+    own_variables = {
+        "PACELINE_REPORT_FD": str(report_fd),
+        "PACELINE_ORDERS_FD": str(worker_orders_fd),
+        "PACELINE_STACK_FD": str(worker_stack_fd),
     }
-    os.set_blocking(shown, False)  # nothing may hold a worker up when nobody reads
-    own |= {} if task.number is None else {"PACELINE_WORKER": str(task.number)}
+    # A worker that writes its stack must not block if the launcher doesn't read.
+    os.set_blocking(worker_stack_fd, False)
+    own_variables |= {} if task.number is None else {"PACELINE_WORKER": str(task.number)}
     try:
         process = subprocess.Popen(
             task.command,
-            env={**task.environ, **own},
+            env={**task.environ, **own_variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=(theirs, heard, shown, *task.descriptors),
+            pass_fds=(report_fd, worker_orders_fd, worker_stack_fd, *task.descriptors),
             process_group=0,
             preexec_fn=prepare,  # noqa: PLW1509 (the launcher has one thread)
         )
     finally:
-        for descriptor in (theirs, heard, shown):
+        for descriptor in (report_fd, worker_orders_fd, worker_stack_fd):
             os.close(descriptor)
     if task.page is not None:
         task.page.started(process.pid)
     assert process.stdout is not None and process.stderr is not None
-    pipes = [os.dup(process.stdout.fileno()), os.dup(process.stderr.fileno())]
+    # Copies of the descriptors, as Popen closes its own when it is collected.
+    output_fds = [os.dup(process.stdout.fileno()), os.dup(process.stderr.fileno())]
     process.stdout.close()
     process.stderr.close()
-    for descriptor in (ours, *pipes, orders, stack):
+    for descriptor in (records_fd, *output_fds, orders_fd, stack_fd):
         os.set_blocking(descriptor, False)
     streams = (
-        OutputStream(task.rank, pipes[0], screens[0]),
-        OutputStream(task.rank, pipes[1], screens[1]),
+        OutputStream(task.rank, output_fds[0], screens[0]),
+        OutputStream(task.rank, output_fds[1], screens[1]),
     )
-    number = -1 if task.number is None else task.number
+    worker_number = -1 if task.number is None else task.number
     return WorkerProcess(
-        task.rank, process, streams, ours, orders, stack, number=number, joining=task.joining
+        task.rank,
+        process,
+        streams,
+        records_fd,
+        orders_fd,
+        stack_fd,
+        number=worker_number,
+        joining=task.joining,
     )
 
 
 def ending(code: int) -> str:
-    """End of a process, in words; an exit code above 128 was a signal, as in a shell."""
+    """End of a process in words. An exit code above 128 stands for a signal, as in a shell."""
     if code <= 128:
         return f"failed with exit code {code}"
     try:
@@ -209,8 +250,10 @@ def ending(code: int) -> str:
 
 
 def preparation(launcher: int) -> Callable[[], None] | None:
-    """Make what a worker runs between fork and exec: it dies with its launcher, and hears Ctrl-C
-    even if the launcher's shell didn't.
+    """Make the function that a worker runs between fork and exec; None if this isn't Linux.
+
+    It has the worker die with its launcher, and lets it receive Ctrl-C even if the launcher's shell
+    ignores it.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -218,7 +261,8 @@ def preparation(launcher: int) -> Callable[[], None] | None:
 
     def prepare() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != launcher:  # it died before the line above
+        # The launcher may have died before the line above, and then no signal would come.
+        if os.getppid() != launcher:
             os._exit(1)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
