@@ -78,8 +78,9 @@ class CheckpointSaver:
     """Saves and resumes the state of a run.
 
     Invariants: `_background_write` is set while a thread of this worker writes. `_promised_path` is
-    set, on all workers, from a background save until its write is known to be over. Of a failed
-    write, `_background_error` keeps the error until `raise_write_error` has raised it, once.
+    set on all workers by a save in the background, until the write is over (on the worker that
+    writes) or until the next save (on the others). `_background_error` keeps the error of a failed
+    write until `raise_write_error` raises it, once.
 
     Args:
         state: State that all workers share.
@@ -138,19 +139,19 @@ class CheckpointSaver:
                 "training waits for the disk"
             )
             order = replace(order, background=False)
-        # `act` runs again if another worker is lost in the call. This list makes sure that the
+        # `save_together` runs again if another worker is lost in the call. This list makes sure that the
         # first worker begins only one checkpoint.
-        begun_once: list[tuple[str, str]] = []
+        first_result: list[tuple[str, str]] = []
 
         def begin_once(
             order: SaveRequest, own: dict[int, FileLayout], pending_parts: PendingParts | None
         ) -> bytes:
-            if not begun_once:
+            if not first_result:
                 lost_notice = self._missed()
                 self.settle()
                 self._tally.background += in_background
-                begun_once.append((str(self._begin(order, own, pending_parts)), lost_notice))
-            return bytes(msgpack.packb([*begun_once[0], *astuple(self._tally)]))
+                first_result.append((str(self._begin(order, own, pending_parts)), lost_notice))
+            return bytes(msgpack.packb([*first_result[0], *astuple(self._tally)]))
 
         def save_together() -> str:
             # 1. Bring everything that belongs to one worker alone to the first worker.
