@@ -139,8 +139,8 @@ class CheckpointSaver:
                 "training waits for the disk"
             )
             order = replace(order, background=False)
-        # `save_together` runs again if another worker is lost in the call. This list makes sure that the
-        # first worker begins only one checkpoint.
+        # `save_together` runs again if another worker is lost in the call. This list makes sure
+        # that the first worker begins only one checkpoint.
         first_result: list[tuple[str, str]] = []
 
         def begin_once(
