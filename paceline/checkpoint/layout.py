@@ -27,7 +27,7 @@ class StateLayout:
         renewed: Finds the tensor that is trained in place of a parameter that each worker has in
             full. None for other parameters.
         splits: Bounds of each pipeline: the first layer of each stage, and the end.
-        level: Makes all workers know the same about the state. Collective.
+        level: Gives all workers equal tied weights and buffers. Collective.
     """
 
     mesh: Mesh

@@ -217,8 +217,7 @@ def test_a_file_that_is_there_stays(
     save(tmp_path, nn.Linear(1, 1))
     assert run(monkeypatch, tmp_path, out) == 2
     assert (
-        "is there already; choose another name, or replace it with --force"
-        in capsys.readouterr().err
+        "exists already; choose another name, or replace it with --force" in capsys.readouterr().err
     )
     assert out.read_text() == "precious"
     assert run(monkeypatch, tmp_path, out, "--force") == 0
