@@ -255,7 +255,7 @@ def test_what_such_files_cannot_keep_is_named(tmp_path: Path, value: Any, what: 
     checkpoint.save(tmp_path, pack({"model": {"w": torch.ones(1), "odd": value}}), 1)
     with pytest.raises(
         CheckpointError,
-        match=rf"odd is a {what}, which .safetensors can't keep; use paceline.state_dict",
+        match=rf"odd is a {what}, which .safetensors can't store; save the result of paceline",
     ):
         export.export(tmp_path, tmp_path / "o.safetensors", say=print)
     with pytest.raises(CheckpointError, match=r"this part is no dict"):
