@@ -247,11 +247,11 @@ def _compare(
             shape = list(placements.placement_of(parameter, key).shape)
             if key not in stored:
                 differences.append(
-                    f"{name}.{key} {shape} is not in the state{nearest(key, stored)}"
+                    f"{name}.{key} {shape} is not in it{nearest(key, stored)}"
                 )
             elif (path := path_of(stored[key])) is not None and list(index[path].shape) != shape:
                 differences.append(
-                    f"{name}.{key} is {list(index[path].shape)} in the state, {shape} here"
+                    f"{name}.{key} is {list(index[path].shape)} in it, {shape} here"
                 )
         differences += [f"{name}.{key} is not here" for key in stored if key not in local_names]
     if differences:

@@ -348,7 +348,7 @@ def test_another_model_is_refused_before_anything_changes(tmp_path: Path, layout
     def body(worker: Worker) -> None:
         before = worker.tensors()
         with pytest.raises(
-            CheckpointError, match=r"model.3.weight is .*\[4, 6\] in the state, .*\[2, 6\] here"
+            CheckpointError, match=r"model.3.weight is .*\[4, 6\] in it, .*\[2, 6\] here"
         ) as raised:
             worker.saving.resume([tmp_path])
         assert "model.extra.weight" in str(raised.value) and "\n" not in str(raised.value)
