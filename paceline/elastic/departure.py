@@ -127,7 +127,7 @@ class Departure:
         self._since = now if self._since is None else self._since
         if now - self._since > deadline_seconds:
             self._context.announce(
-                f"no other host has copied the data of this host's servers within {deadline_seconds:g} s: "
-                "it leaves all the same"
+                f"no other host has copied the data of this host's servers within "
+                f"{deadline_seconds:g} s: it leaves all the same"
             )
         return now - self._since > deadline_seconds

@@ -92,7 +92,7 @@ class RecoverableTransaction(PlainTransaction):
         except LOSSES as error:
             if not self._armed:
                 raise
-            # An exception can't leave a gradient hook. `exchange` raises it on all workers.
+            # It is raised later, in `exchange`, so that all workers learn of it together.
             self._lost = error
 
     def exchange(self, act: Callable[[], Addends]) -> Addends:

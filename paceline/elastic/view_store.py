@@ -29,8 +29,8 @@ else:
 
 def serve(place: Place) -> Any:
     """Serve the store for the views in which this worker is the first one."""
-    # The launcher has opened the port, so that its number is known before the worker runs. The
-    # store gets a copy of the descriptor, which it closes at its end.
+    # The launcher has opened the listening socket. The store closes its descriptor at its end, so
+    # it gets a copy.
     assert place.store_fd is not None and place.worker is not None
     descriptor = os.dup(place.store_fd)
     where, seconds = (address(place), place.worker % PORTS), timedelta(seconds=30)
