@@ -1,10 +1,10 @@
 """The best checkpoint of a run: its metric, on which workers agree, and messages about it.
 
 run.save(metric=loss, best="min")
-  every worker     its number, and "min"       -- agreed -->  the number of the first worker; all
-                                                              must use the same metric
-  the first one    a manifest with the number  -- catalogue -> the best one, whatever was lost or
-                                               resumed before
+  every worker       its value, and "min"        -- choose_metric -->  the value of the first worker
+                                                                       (all must give the same best)
+  the first worker   a manifest with the value   -- catalogue ------>  the best checkpoint, also
+                                                                       after losses and resumes
 """
 
 from __future__ import annotations
@@ -22,54 +22,50 @@ from paceline.checkpoint.files.manifest import Best, Metric
 from paceline.errors import CheckpointError, UsageError
 from paceline.formatting import unknown
 
-ROUNDING: Final = 0.01  # of a number, by which workers may differ before that is said
+ROUNDING: Final = 0.01  # relative difference between workers above which they get a warning
 
 
 def asked(metric: Any, best: Best | None) -> Metric | None:
-    """Make of what a script gave to `run.save` what it means.
+    """Parse the arguments `metric` and `best` of `run.save`; None if neither was given.
 
-    Raises `UsageError` for what can't be compared.
+    Raises `UsageError` if only one was given, or if the metric is not one number.
     """
     if metric is None and best is None:
         return None
     if metric is None or best is None:
-        lacking = (
-            "best='min' or best='max', which says what is better"
-            if best is None
-            else "metric=a number, which is compared"
-        )
+        lacking = "best='min' or best='max'" if best is None else "metric=a number"
         raise UsageError(
             f"run.save got {'metric' if best is None else 'best'} alone; give {lacking}, too"
         )
-    if wrong := unknown("best", best, Best):
+    if problem := unknown("best", best, Best):
         raise UsageError(
-            f"run.save: {wrong}; give 'min' where a smaller metric is better, "
-            "'max' where a larger one is"
+            f"run.save: {problem}; give 'min' if a smaller metric is better, "
+            "'max' if a larger one is"
         )
     if isinstance(metric, Tensor) and (metric.numel() != 1 or metric.is_complex()):
         raise UsageError(
             f"run.save got a metric of shape {tuple(metric.shape)} ({metric.dtype}); "
             "give one number, such as run.mean(loss)"
         )
-    plain = metric.detach().item() if isinstance(metric, Tensor) else metric
+    value = metric.detach().item() if isinstance(metric, Tensor) else metric
     try:
-        if not hasattr(plain, "__float__"):  # as a text that reads like a number
+        if not hasattr(value, "__float__"):  # float() would take a text such as "1"
             raise TypeError
-        return Metric(float(plain), best)
+        return Metric(float(value), best)
     except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(
             f"run.save got the metric {metric!r} ({type(metric).__qualname__}); give one number"
         ) from error
 
 
-def agreed(given: Sequence[Metric | None]) -> tuple[Metric | None, str]:
-    """Choose the metric of a checkpoint from those of all workers; also return odd findings in
-    words.
+def agreed(metrics: Sequence[Metric | None]) -> tuple[Metric | None, str]:
+    """Choose the metric of a checkpoint from the metrics of all workers.
 
-    Raises `UsageError` if workers mean different things by it.
+    Returns the metric of the first worker, and a warning if another worker's differs from it.
+    Raises `UsageError` if workers gave different arguments.
     """
-    first = given[0]
-    for rank, other in enumerate(given):
+    first = metrics[0]
+    for rank, other in enumerate(metrics):
         if _meaning(other) != _meaning(first):
             raise UsageError(
                 f"workers don't save alike: rank 0 calls run.save({_meaning(first)}), rank {rank} "
@@ -77,15 +73,15 @@ def agreed(given: Sequence[Metric | None]) -> tuple[Metric | None, str]:
             )
     if first is None:
         return None, ""
-    values = [metric.value for metric in given if metric is not None]
-    apart = next(
+    values = [metric.value for metric in metrics if metric is not None]
+    odd_rank = next(
         (rank for rank, value in enumerate(values) if not _close(value, first.value)), None
     )
-    if apart is None:
+    if odd_rank is None:
         return first, ""
     return first, (
-        f"the metric of run.save is {first.value:.6g} on rank 0 and {values[apart]:.6g} on rank "
-        f"{apart}: the one of rank 0 counts. Give run.mean(metric) for that of all workers"
+        f"the metric of run.save is {first.value:.6g} on rank 0 and {values[odd_rank]:.6g} on rank "
+        f"{odd_rank}: the one of rank 0 counts. Give run.mean(metric) for the mean of all workers"
     )
 
 
@@ -93,49 +89,48 @@ def _meaning(metric: Metric | None) -> str:
     return "" if metric is None else f"metric=..., best={metric.best!r}"
 
 
-def _close(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=ROUNDING) or (math.isnan(a) and math.isnan(b))
+def _close(value: float, other: float) -> bool:
+    return math.isclose(value, other, rel_tol=ROUNDING) or (math.isnan(value) and math.isnan(other))
 
 
 class BestCheckpoint:
-    """What the best checkpoint of a run is, as its folder has it.
+    """Follows which checkpoint of a run is the best, as the manifests in its folder say.
 
-    `announce` is told when there is a new one.
+    `announce` is called with a message when there is a new best one.
     """
 
     def __init__(self, announce: Callable[[str], None]) -> None:
         self._announce = announce
-        # checkpoints of the run that was resumed, whose best is not taken along yet
+        # Checkpoints of the run that was resumed, until its best one is taken along.
         self._earlier: Path | None = None
         self._said = False
 
     def resumed(self, folder: Path) -> None:
-        """Remember that the run resumes from `folder`, which may have the best checkpoint so
-        far.
-        """
+        """Remember the folder from which the run resumes. It may have the best checkpoint."""
         self._earlier = folder
 
-    def doubt(self, odd: str) -> None:
-        """Say what is odd about the metrics of the workers, once."""
-        if odd and not self._said:
+    def doubt(self, warning: str) -> None:
+        """Announce that metrics of workers differ, once."""
+        if warning and not self._said:
             self._said = True
-            self._announce(odd)
+            self._announce(warning)
 
     def check(self, folder: Path, metric: Metric | None) -> None:
-        """Raise `UsageError` where checkpoints in `folder` were measured in the other direction."""
-        known = catalogue.direction(catalogue.entries(folder))
-        if metric is not None and known not in (None, metric.best):
+        """Raise `UsageError` if checkpoints in `folder` were saved with the other `best`."""
+        direction = catalogue.direction(catalogue.entries(folder))
+        if metric is not None and direction not in (None, metric.best):
             raise UsageError(
                 f"run.save got best={metric.best!r}, and checkpoints in {folder} were saved with "
-                f"best={known!r}: a run has one best; "
+                f"best={direction!r}: a run has one best checkpoint; "
                 "give the same metric each time, and log the others"
             )
 
     def follow(self, folder: Path, metric: Metric | None, write: Callable[[], Path]) -> Path:
-        """Write a checkpoint into `folder`, take along an earlier best one, and announce a
-        better one.
+        """Write a checkpoint into `folder`, and announce it if it is the best so far.
+
+        The best checkpoint of the run that was resumed comes into `folder`, too, if it is better.
         """
-        before = catalogue.best(folder)
+        ranked_before = catalogue.best(folder)
         path = write()
         if self._earlier is not None and self._earlier.resolve() != folder.resolve():
             try:
@@ -143,22 +138,24 @@ class BestCheckpoint:
             except CheckpointError as error:
                 self._announce(str(error))
         self._earlier = None
-        if metric is not None and (now := catalogue.best(folder)) and now[0].path == path:
-            for entry in (before or now[1:])[:1]:  # the best before, which may have gone
-                than = (
+        if metric is not None and (ranked := catalogue.best(folder)) and ranked[0].path == path:
+            for entry in (ranked_before or ranked[1:])[:1]:  # `write` may have removed it
+                comparison = (
                     ""
                     if entry.metric is None
                     else f", after {entry.metric.value:.6g} at step {entry.step}"
                 )
-                self._announce(f"step {now[0].step} is the best so far: {metric.value:.6g}{than}")
+                self._announce(
+                    f"step {ranked[0].step} is the best so far: {metric.value:.6g}{comparison}"
+                )
         return path
 
     def facts(self, folder: Path) -> dict[str, Any]:
         """Best checkpoint in `folder`, for the summary; empty if none was saved with a metric."""
-        found = catalogue.best(folder)
-        if not found or found[0].metric is None:
+        ranked = catalogue.best(folder)
+        if not ranked or ranked[0].metric is None:
             return {}
-        best, metric = found[0], found[0].metric
+        best, metric = ranked[0], ranked[0].metric
         return {
             "best": {
                 "checkpoint": best.path.name,
@@ -170,10 +167,10 @@ class BestCheckpoint:
 
 
 def to_plain(metric: Metric | None) -> list[Any] | None:
-    """Put a metric into what travels."""
+    """Encode a metric for a message."""
     return None if metric is None else [metric.best, metric.value]
 
 
-def from_plain(found: list[Any] | None) -> Metric | None:
-    """Make a metric of what has come."""
-    return None if found is None else Metric(found[1], found[0])
+def from_plain(fields: list[Any] | None) -> Metric | None:
+    """Decode a metric from a message."""
+    return None if fields is None else Metric(fields[1], fields[0])

@@ -1,11 +1,11 @@
-"""The state of a run whose models are cut: which tensors are parts, and how they are stored.
+"""The state of a run whose models are cut: which of its tensors are parts, and their storage.
 
     state of this worker                            checkpoint
     model/up/weight          local, 2 x 6   ---->   a block of the logical 4 x 6 tensor, in this
                                                     worker's file
-    optimizer/state/0/step   a number       ---->   as it is, written once
+    optimizer/state/0/step   a number       ---->   unchanged, written once
 
-A checkpoint doesn't mention the cuts under which it was saved, so it can be read under any others.
+A checkpoint has logical tensors only, and not the cuts. So it can be read under any other cuts.
 """
 
 from __future__ import annotations
@@ -29,22 +29,28 @@ from paceline.state.versioned import SHOWN, Stateful
 
 @dataclass(frozen=True)
 class CutEntry:
-    """A tensor in a state that belongs to a parameter that is cut: its path, and where the
-    parameter is. `own`: the parameter itself.
+    """A tensor in a state that belongs to a cut parameter.
 
-    `piece`: what optimizers step in the place of a parameter that is whole here as well, and may be
-    newer than it. `counts`: an optimizer's count of steps, which looks like a part where the
-    parameter is one number.
+    Attributes:
+        path: Path of the tensor in the state.
+        placement: Place of the local part in the logical parameter.
+        what: Description for messages.
+        own: Whether it is the parameter itself, and not state of an optimizer.
+        piece: Tensor that optimizers step in place of a parameter that this worker also has in
+            full. It may be newer than the parameter.
+        counts: Whether it is an optimizer's count of steps. If the parameter is a single number, a
+            count has the shape of a part.
     """
 
     path: str
     placement: Placement
-    what: str  # in words
+    what: str
     own: bool
     piece: Tensor | None = None
     counts: bool = False
 
 
+# Finds the tensor that is trained in place of a parameter, or None.
 Renewed = Callable[[Parameter], Parameter | None]
 
 
@@ -54,20 +60,25 @@ def cut_entries(
     tree: Json,
     renewed: Renewed | None = None,
 ) -> Iterator[CutEntry]:
-    """Find in the tree of a state what belongs to parameters that are cut: these themselves, and
-    what optimizers keep of them.
+    """Find the tensors of cut parameters in the tree of a state.
 
-    `renewed` says what is trained in the place of a parameter; without it, parameters that are
-    whole here count as not cut.
+    These are the parameters themselves, and the state that optimizers have for them.
+
+    Args:
+        parts: Models, optimizers and other objects of the run, by name.
+        placements: Place of each parameter.
+        tree: Tree of the state.
+        renewed: Finds the tensor that is trained in place of a parameter. Without it, a parameter
+            that this worker has in full counts as not cut.
     """
     trees = entries(tree)
     for name, part in parts.items():
-        known = entries(trees.get(name))
+        stored = entries(trees.get(name))
         if isinstance(part, nn.Module):
             for key, parameter in part.named_parameters(remove_duplicate=False):
                 piece = None if renewed is None else renewed(parameter)
                 placement = placements.placement_of(parameter if piece is None else piece, key)
-                if placement.axes and (path := path_of(known.get(key))) is not None:
+                if placement.axes and (path := path_of(stored.get(key))) is not None:
                     yield CutEntry(
                         path,
                         placement,
@@ -76,16 +87,17 @@ def cut_entries(
                         piece=None if piece is None else local_part(piece),
                     )
         elif isinstance(part, Optimizer):
+            # torch numbers parameters over all groups, in order. States have these numbers as keys.
             parameters = [parameter for group in part.param_groups for parameter in group["params"]]
-            for number, node in entries(known.get("state")).items():
+            for index, entry_tree in entries(stored.get("state")).items():
                 placement = (
-                    placements.placement_of(parameters[number])
-                    if number in range(len(parameters))
+                    placements.placement_of(parameters[index])
+                    if index in range(len(parameters))
                     else Placement.whole("", ())
                 )
-                for key, value in entries(node).items() if placement.axes else ():
+                for key, value in entries(entry_tree).items() if placement.axes else ():
                     if (path := path_of(value)) is not None:
-                        what = f"{key} that {name} keeps of {placement.name}"
+                        what = f"{key} that {name} keeps for {placement.name}"
                         yield CutEntry(path, placement, what, own=False, counts=key in STEP_COUNTS)
 
 
@@ -96,72 +108,91 @@ def split(
     writes: Callable[[Placement], bool],
     renewed: Renewed | None = None,
 ) -> tuple[Snapshot, dict[str, LocalBlocks]]:
-    """Divide a state into the tree of its uncut parts and the blocks that this worker writes.
+    """Split a state into a snapshot without cut tensors and the blocks that this worker writes.
 
-    `writes` tells by placement whether this worker writes its part, as the only one that holds it.
+    Args:
+        state: State of this worker.
+        parts: Models, optimizers and other objects of the run, by name.
+        placements: Place of each parameter.
+        writes: Whether this worker, of all that hold a part, is the one that writes it.
+        renewed: Finds the tensor that is trained in place of a parameter. Default: none is.
     """
     blocks: dict[str, LocalBlocks] = {}
-    cut: set[str] = set()
-    again = {
+    cut_paths: set[str] = set()
+    # Tied parameters have several paths. Their blocks are stored under the first path only.
+    tied_paths = {
         path: first for path, first in _repeated(parts, placements, state.tree) if path != first
     }
     for entry in cut_entries(parts, placements, state.tree, renewed):
-        tensor, at = (
+        tensor, placement = (
             state.tensors[entry.path] if entry.piece is None else entry.piece,
             entry.placement,
         )
-        if not _is_part(entry, tuple(tensor.shape), at.local):
+        if not _is_part(entry, tuple(tensor.shape), placement.local):
             continue
-        cut.add(entry.path)
-        if writes(at) and entry.path not in again:
-            pieces = tuple((region.logical, region.view_local(tensor)) for region in at.regions)
-            blocks[entry.path] = LocalBlocks(tensor.dtype, at.shape, pieces)
-    whole = {path: tensor for path, tensor in state.tensors.items() if path not in cut}
-    return Snapshot(state.version, _tied(contiguous(state.tree, cut), again), whole), blocks
+        cut_paths.add(entry.path)
+        if writes(placement) and entry.path not in tied_paths:
+            pieces = tuple(
+                (region.logical, region.view_local(tensor)) for region in placement.regions
+            )
+            blocks[entry.path] = LocalBlocks(tensor.dtype, placement.shape, pieces)
+    uncut_tensors = {
+        path: tensor for path, tensor in state.tensors.items() if path not in cut_paths
+    }
+    return Snapshot(
+        state.version, _tied(contiguous(state.tree, cut_paths), tied_paths), uncut_tensors
+    ), blocks
 
 
 def _repeated(
     parts: Mapping[str, Stateful], placements: Placements, tree: Json
 ) -> Iterator[tuple[str, str]]:
-    """Yield the paths of each parameter that is cut and has several names, with the first:
-    without elements, it looks like several.
+    """Yield each path of an empty cut parameter, with the first path of the same parameter.
+
+    A snapshot finds tied tensors by their memory. Tensors without elements have none, so tied ones
+    would look like separate parameters.
     """
     trees = entries(tree)
     for name, part in parts.items():
-        first, known = dict[int, str](), entries(trees.get(name))
+        first_paths, stored = dict[int, str](), entries(trees.get(name))
         for key, parameter in (
             part.named_parameters(remove_duplicate=False) if isinstance(part, nn.Module) else ()
         ):
             if (
-                (path := path_of(known.get(key))) is not None
+                (path := path_of(stored.get(key))) is not None
                 and not parameter.numel()
                 and placements.placement_of(parameter, key).axes
             ):
-                yield path, first.setdefault(id(parameter), path)
+                yield path, first_paths.setdefault(id(parameter), path)
 
 
-def _tied(tree: Json, again: Mapping[str, str]) -> Json:
-    """Make the same tree, in which these paths are others."""
-    if not again or not isinstance(tree, dict | list):
+def _tied(tree: Json, new_paths: Mapping[str, str]) -> Json:
+    """Copy a tree, and replace the paths that `again` has."""
+    if not new_paths or not isinstance(tree, dict | list):
         return tree
     if isinstance(tree, list):
-        return [_tied(item, again) for item in tree]
+        return [_tied(item, new_paths) for item in tree]
     path = path_of(tree)
     return (
-        {**tree, "path": again.get(path, path)}
+        {**tree, "path": new_paths.get(path, path)}
         if path is not None
-        else {key: _tied(value, again) for key, value in tree.items()}
+        else {key: _tied(value, new_paths) for key, value in tree.items()}
     )
 
 
 def gather(
     state: Snapshot, reader: BlockReader, parts: Mapping[str, Stateful], placements: Placements
 ) -> Snapshot:
-    """Read this worker's part of a state, from whatever layout.
+    """Read this worker's part of a state that was saved under any cuts.
 
-    `state` has the tree of all, and needs no tensors.
+    Args:
+        state: Tree of the saved state. Its tensors are not used.
+        reader: Reads the saved tensors.
+        parts: Models, optimizers and other objects of the run, by name.
+        placements: Place of each parameter.
 
-    Raises `CheckpointError` where it is of another model.
+    Raises:
+        CheckpointError: The state is of another model.
     """
     _compare(parts, placements, state.tree, reader.index)
     places = {
@@ -176,25 +207,26 @@ def gather(
     return Snapshot(state.version, contiguous(state.tree, places), tensors)
 
 
-def _local(reader: BlockReader, path: str, at: Placement) -> Tensor:
-    local = torch.empty(at.local, dtype=reader.stored(path).dtype)
-    for region in at.regions:
+def _local(reader: BlockReader, path: str, placement: Placement) -> Tensor:
+    local = torch.empty(placement.local, dtype=reader.stored(path).dtype)
+    for region in placement.regions:
         region.view_local(local).copy_(reader.read(path, region.logical))
     return local
 
 
-def _is_part(entry: CutEntry, found: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
-    """Whether a tensor is cut as its parameter is, being of its shape; raises for one that is
-    neither that nor a number.
+def _is_part(entry: CutEntry, shape: tuple[int, ...], parameter_shape: tuple[int, ...]) -> bool:
+    """Whether a tensor has the shape of its parameter, and so is cut as the parameter is.
+
+    Raises `CheckpointError` for a tensor that has another shape and is not a single number.
     """
-    if found == parameter:
-        return not entry.counts or found != ()
-    if entry.own or torch.Size(found).numel() > 1:
+    if shape == parameter_shape:
+        return not entry.counts or shape != ()
+    if entry.own or torch.Size(shape).numel() > 1:
         raise CheckpointError(
-            f"{entry.what} has the shape {list(found)} where the parameter has {list(parameter)}: "
-            "only what has its parameter's shape, or "
-            "is a number, can be saved where the parameter is cut; use an optimizer that keeps "
-            "such, or don't cut this parameter"
+            f"{entry.what} has the shape {list(shape)}, "
+            f"and the parameter has {list(parameter_shape)}: "
+            "of a cut parameter, only state of the same shape or a single number can be saved; "
+            "use an optimizer with such state, or don't cut this parameter"
         )
     return False
 
@@ -205,23 +237,27 @@ def _compare(
     tree: Json,
     index: Mapping[str, StoredTensor],
 ) -> None:
-    """Raise for a state of another model, with the first differences in names and shapes."""
-    lines, trees = list[str](), entries(tree)
+    """Raise `CheckpointError` for a state of another model, with the first differences."""
+    differences, trees = list[str](), entries(tree)
     for name, part in parts.items():
         if not isinstance(part, nn.Module) or name not in trees:
             continue
-        known, here = entries(trees[name]), part.state_dict()
+        stored, local_names = entries(trees[name]), part.state_dict()
         for key, parameter in part.named_parameters(remove_duplicate=False):
             shape = list(placements.placement_of(parameter, key).shape)
-            if key not in known:
-                lines.append(f"{name}.{key} {shape} is not in it{nearest(key, known)}")
-            elif (path := path_of(known[key])) is not None and list(index[path].shape) != shape:
-                lines.append(f"{name}.{key} is {list(index[path].shape)} in it, {shape} here")
-        lines += [f"{name}.{key} is not here" for key in known if key not in here]
-    if lines:
-        more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+            if key not in stored:
+                differences.append(
+                    f"{name}.{key} {shape} is not in it{nearest(key, stored)}"
+                )
+            elif (path := path_of(stored[key])) is not None and list(index[path].shape) != shape:
+                differences.append(
+                    f"{name}.{key} is {list(index[path].shape)} in it, {shape} here"
+                )
+        differences += [f"{name}.{key} is not here" for key in stored if key not in local_names]
+    if differences:
+        more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
         raise CheckpointError(
-            f"this state is not of what it is loaded into: {'; '.join(lines[:SHOWN])}{more}. "
+            f"this state is of another model: {'; '.join(differences[:SHOWN])}{more}. "
             "Build the same model and optimizers as in the "
             "run that saved it, or start from the beginning"
         )

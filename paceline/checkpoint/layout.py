@@ -1,6 +1,6 @@
-"""Decides which worker holds, and writes, each part of a run's state.
+"""Decides which worker holds, and which one writes, each part of a run's state.
 
-It follows from the mesh, and from the places of parameters after the cuts.
+Both follow from the mesh and from the places of parameters after the cuts.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from paceline.parallel.placement import Placement, Placements
 class StateLayout:
     """The workers of a run as a grid, and the parameters that are cut between them.
 
-    `rank`: this worker.
-
-    `renewed` says what is trained in the place of a parameter that is whole on each worker; None
-    for all others.
+    Attributes:
+        mesh: The grid of workers.
+        rank: This worker.
+        placements: Place of each parameter.
+        renewed: Finds the tensor that is trained in place of a parameter that each worker has in
+            full. None for other parameters.
+        splits: Bounds of each pipeline: the first layer of each stage, and the end.
+        level: Gives all workers equal tied weights and buffers. Collective.
     """
 
     mesh: Mesh
     rank: int
     placements: Placements
     renewed: Callable[[Parameter], Parameter | None] = lambda parameter: None
-    # of pipelines: the first layer of each stage, and the end
     splits: Callable[[], list[list[int]]] = list
-    # has all workers know what a state has of all; collective
     level: Callable[[], None] = lambda: None
 
     @property
     def is_cut(self) -> bool:
-        """Whether workers hold different parts of some parameter."""
+        """Whether any parameter is cut between workers."""
         return any(placement.axes for placement in self.placements)
 
     def writes(self, placement: Placement) -> bool:
-        """Whether this worker is the first of the workers that hold the same part of a
-        parameter.
-        """
+        """Whether this worker is the first one of all that hold the same part of a parameter."""
         return not placement.copy and self._is_first(self.rank, placement.axes)
 
     def writers(self) -> list[int]:
-        """Return the workers that write parts of parameters, the first one of all among them."""
+        """Ranks of the workers that write parts of parameters. Rank 0 is always among them."""
         kinds = {placement.axes for placement in self.placements if placement.axes}
         return sorted(
             rank for rank in self.mesh.grid if any(self._is_first(rank, axes) for axes in kinds)
         )
 
     def replicas(self, rank: int) -> tuple[int, ...]:
-        """Workers that hold the same parts as `rank`, in the order of strategies."""
+        """Ranks of the workers that hold the same parts as `rank`, in the order of strategies."""
         return self.mesh.group(rank, ["data"])
 
     def fingerprint(self) -> str:
-        """Text that is equal on all workers, and in all runs whose workers hold the same parts."""
+        """Hash of the cuts: equal on all workers, and in all runs with the same cuts."""
         cuts = sorted(
             [placement.name, list(placement.axes), placement.is_flat]
             for placement in self.placements
@@ -69,4 +69,10 @@ class StateLayout:
         ).hexdigest()
 
     def _is_first(self, rank: int, axes: tuple[str, ...]) -> bool:
-        return all(at == 0 for axis, at in self.mesh.coordinates(rank).items() if axis not in axes)
+        # A part depends on the coordinates along the axes of the cut alone. Workers that differ
+        # along any other axis hold copies, and the first copy has 0 there.
+        return all(
+            coordinate == 0
+            for axis, coordinate in self.mesh.coordinates(rank).items()
+            if axis not in axes
+        )

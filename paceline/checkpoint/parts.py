@@ -1,9 +1,9 @@
-"""The parts of a checkpoint that workers write themselves if models are cut, into one folder.
+"""Parts of a checkpoint: if models are cut, each worker writes its own part into one folder.
 
-            reserve                 write                          the first worker
-worker 0    a folder is made  -->   the rest, and its part   -->   waits for all parts, names the
-                                                                   folder
-worker 1                      -->   its part
+            reserve_folder      write_parts                            the first worker
+worker 0    makes a folder -->  its part, and all uncut tensors  -->   waits for all parts, renames
+                                                                       the folder
+worker 1                   -->  its part
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHARED = "put runs on a file system that all hosts share, with pl.start(folder=.
 
 @dataclass(frozen=True)
 class HeldPart:
-    """A worker's part that was copied, to be written while training goes on."""
+    """Copy of a worker's part, to be written while training goes on."""
 
     place: Path
     number: int
@@ -43,15 +43,22 @@ class HeldPart:
         return self.layout.layout.nbytes
 
     def leave(self, moved: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Write the part, and say so in the folder. Raises `CheckpointError`."""
+        """Write the part, and a note about it for the first worker. Raises `CheckpointError`."""
         pending.leave(self.place, self.number, self.layout, moved)
 
 
 @dataclass(frozen=True)
 class PendingParts:
-    """A checkpoint that has a folder, and no parts yet.
+    """A checkpoint that has a folder, but no parts yet.
 
-    `rest`: what isn't cut; `mine`: this worker's part; `total`: bytes of all.
+    Attributes:
+        place: The temporary folder.
+        number: Rank of this worker.
+        rest: State without tensors of cut parameters.
+        mine: Part of this worker, or None if it writes none.
+        writers: Ranks of the workers that write parts.
+        total: Bytes of the parts of all workers.
+        seconds: Seconds that the first worker waits for all parts.
     """
 
     place: Path
@@ -63,17 +70,17 @@ class PendingParts:
     seconds: float
 
     def held(self, room: CopyMemory, number: int) -> HeldPart:
-        """Copy this worker's part into `room`, at the place `number`."""
+        """Copy this worker's part into the block `number` of `room`."""
         assert self.mine is not None
-        layout = self.mine.layout.hold(room, number)
+        copied = self.mine.layout.hold(room, number)
         return HeldPart(
-            self.place, self.number, BlocksLayout(self.mine.file, layout, self.mine.index)
+            self.place, self.number, BlocksLayout(self.mine.file, copied, self.mine.index)
         )
 
     def collect(
         self, place: Path, before: Callable[[], None] = lambda: None
     ) -> list[WrittenBlocks]:
-        """Call `before`, wait for the parts of all workers, and return what is in them."""
+        """Call `before`, wait for the parts of all workers, and return their contents."""
         before()
         return pending.collect(place, self.writers, self.seconds)
 
@@ -81,98 +88,123 @@ class PendingParts:
 class CutParts:
     """Writes and reads the parts of checkpoints.
 
-    `seconds`: how long the first worker waits for the others.
+    Args:
+        agreement: Brings all workers together.
+        layout: The workers that hold and write each part.
+        seconds: Seconds that the first worker waits for the parts of all workers.
     """
 
     def __init__(self, agreement: Agreement, layout: StateLayout, seconds: float) -> None:
         self.agreement, self.layout, self._seconds = agreement, layout, seconds
 
     def reserve(self, folder: Path, state: Versioned, settle: Callable[[], None]) -> PendingParts:
-        """Make a folder for the checkpoint of `state` that all workers see; `settle` is called
-        by the first worker before. Collective.
+        """Make a folder for the checkpoint of `state`, and plan this worker's part. Collective.
+
+        The first worker calls `settle` before it makes the folder. Raises `CheckpointError` on all
+        workers if one of them doesn't see the folder.
         """
         agreement, rank, layout = self.agreement, self.agreement.group.rank, self.layout
         layout.level()
 
-        def make() -> bytes:
+        def make_folder() -> bytes:
             settle()
             try:
                 return str(pending.reserve(folder)).encode()
             except OSError as error:
-                raise CheckpointError(f"nothing can be saved in {folder}: {error}") from error
+                raise CheckpointError(
+                    f"nothing can be saved in {folder}: {error}; check that it can be written"
+                ) from error
 
-        place = Path(agreement.tell_everyone("run.save, a folder", make).decode())
-        parts = dict(zip(state.names, state.parts, strict=True))
-        writers, mine, rest = layout.writers(), None, Snapshot(0, None, {})
+        temporary_folder = Path(agreement.tell_everyone("run.save, a folder", make_folder).decode())
+        objects = dict(zip(state.names, state.parts, strict=True))
+        writer_ranks, own_layout, uncut_state = layout.writers(), None, Snapshot(0, None, {})
 
-        def look() -> int:
-            nonlocal mine, rest
-            rest, blocks = split(
-                state.snapshot(copy=False), parts, layout.placements, layout.writes, layout.renewed
+        def plan_own_part() -> int:
+            nonlocal own_layout, uncut_state
+            uncut_state, blocks = split(
+                state.snapshot(copy=False),
+                objects,
+                layout.placements,
+                layout.writes,
+                layout.renewed,
             )
-            if rank in writers:
-                if not place.is_dir():
+            if rank in writer_ranks:
+                if not temporary_folder.is_dir():
                     raise CheckpointError(
-                        f"worker {rank} doesn't see {place}, "
-                        f"and its part of the model goes there: {SHARED}"
+                        f"worker {rank} doesn't see {temporary_folder}, "
+                        f"and its part of the model is written there: {SHARED}"
                     )
-                mine = plan(rank, blocks)
-            return 0 if mine is None else mine.layout.nbytes
+                own_layout = plan(rank, blocks)
+            return 0 if own_layout is None else own_layout.layout.nbytes
 
-        total = sum(self._all("run.save, what is cut", look, place))
-        return PendingParts(place, rank, rest, mine, writers, total, self._seconds)
+        # If one worker fails here, all of them raise its error, and nothing stays of the folder.
+        total_nbytes = sum(self._all("run.save, what is cut", plan_own_part, temporary_folder))
+        return PendingParts(
+            temporary_folder,
+            rank,
+            uncut_state,
+            own_layout,
+            writer_ranks,
+            total_nbytes,
+            self._seconds,
+        )
 
     def write(self, parts: PendingParts) -> None:
-        """Write this worker's part, and wait for those of all others. Collective."""
+        """Write this worker's part, and wait until all workers have written theirs. Collective."""
 
-        def act() -> int:
+        def write_own_part() -> int:
             if parts.mine is not None:
                 pending.leave(parts.place, parts.number, parts.mine)
             return 0
 
-        self._all("run.save, parts", act, parts.place)
+        self._all("run.save, parts", write_own_part, parts.place)
 
-    def describe(self, found: Checkpoint) -> Snapshot:
-        """Put into words where everything is in a checkpoint, for `read` on all workers."""
-        what = {
-            "version": found.snapshot.version,
-            "tree": found.snapshot.tree,
-            "index": to_json(found.index),
+    def describe(self, loaded: Checkpoint) -> Snapshot:
+        """Pack the tree and the index of a checkpoint, for `read_parts` on all workers."""
+        places = {
+            "version": loaded.snapshot.version,
+            "tree": loaded.snapshot.tree,
+            "index": to_json(loaded.index),
         }
-        return Snapshot(0, json.dumps(what), {})
+        return Snapshot(0, json.dumps(places), {})
 
     def read(self, path: Path, described: Snapshot, state: Versioned) -> Snapshot:
         """Read this worker's part of the checkpoint in `path`.
 
-        Collective: if one can't, all raise `CheckpointError`.
-        """
-        what = json.loads(described.tree)
-        parts, found = dict(zip(state.names, state.parts, strict=True)), list[Snapshot]()
+        Collective: if one worker can't read its part, all raise `CheckpointError`.
 
-        def act() -> int:
+        Args:
+            path: The checkpoint.
+            described: Result of `pack_places`, from the first worker.
+            state: The models, optimizers and other objects to be loaded.
+        """
+        places = json.loads(described.tree)
+        objects, local_states = dict(zip(state.names, state.parts, strict=True)), list[Snapshot]()
+
+        def read_own_part() -> int:
             if not path.is_dir():
                 raise CheckpointError(
                     f"worker {self.agreement.group.rank} doesn't see {path}, and reads its part "
                     f"there: {SHARED}"
                 )
-            with BlockReader(path, from_json(what["index"])) as reader:
-                found.append(
+            with BlockReader(path, from_json(places["index"])) as reader:
+                local_states.append(
                     gather(
-                        Snapshot(what["version"], what["tree"], {}),
+                        Snapshot(places["version"], places["tree"], {}),
                         reader,
-                        parts,
+                        objects,
                         self.layout.placements,
                     )
                 )
             return 0
 
-        self._all("run.resume, parts", act, None)
-        return found[0]
+        self._all("run.resume, parts", read_own_part, None)
+        return local_states[0]
 
     def _all(self, what: str, act: Callable[[], int], place: Path | None) -> list[int]:
-        """Collect the results of `act` on all workers.
+        """Call `act` on all workers, and collect the results.
 
-        If it raises `CheckpointError` on one, all raise that error, and `place` is removed.
+        If one worker raises `CheckpointError`, all raise that error, and `place` is removed.
         """
         try:
             return [

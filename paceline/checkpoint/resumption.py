@@ -1,9 +1,9 @@
-"""How a run resumes: when its script asks for it, and by itself after a restart of its job.
+"""Resuming a run: at a call of the script, and by itself after a restart of its job.
 
-paceline run --restarts 3      first start       | steps 1 ... 140, a checkpoint at 100, a worker is
-                                                 killed
-                               second start      | the same folder: lines after 100 are removed,
-                                                 steps 101 ...
+paceline run --restarts 3      first start       | steps 1 ... 140, a checkpoint at 100, then a
+                                                 | worker is killed
+                               second start      | the same folder: lines after step 100 are
+                                                 | removed, then steps 101 ...
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from paceline.record.run_records import RunRecords
 class RunResumption:
     """Resumes one run.
 
-    `start`: which start of its job this is; None where the job never starts again.
+    Args:
+        saving: Saves and loads checkpoints.
+        everyone: The agreement between all workers.
+        announce: Called with messages for the user.
+        loop: The training loop.
+        records: The log and the history of the run.
+        folder: The folder of the run.
+        start: This start of the job. None if the job is never restarted.
     """
 
     def __init__(
@@ -44,31 +51,31 @@ class RunResumption:
             start is not None,
             start is not None and start.folder is not None,
         )
-        self._asked = False  # a checkpoint was looked for
+        self._asked = False  # the run looked for a checkpoint
         self._trains = False
         self._warned = False
 
     def resume(self, folder: str | Path | None) -> bool:
         """Restore the newest complete checkpoint, as `Run.resume` does. Collective.
 
-        A job that has started again prefers the run's own.
+        After a restart of the job, a checkpoint of the run itself comes before all others.
         """
-        asked = [self._folder.path, *self._folder.earlier] if folder is None else [Path(folder)]
+        folders = [self._folder.path, *self._folder.earlier] if folder is None else [Path(folder)]
         return self._load(
-            [self._folder.path, *asked] if self._again else asked,
+            [self._folder.path, *folders] if self._again else folders,
             named=self._folder.named or folder is not None,
         )
 
     def epochs_begin(self) -> None:
-        """Restore the run's own checkpoint if the job has restarted and the script didn't.
+        """Load the run's own checkpoint if the job was restarted. Collective.
 
-        Collective.
+        Nothing happens if the script has called `run.resume`.
         """
         if self._again and not self._asked:
             self._load([self._folder.path], named=True)
 
     def training_begins(self) -> None:
-        """Remove from the log, once, the steps of an earlier start that will be taken again."""
+        """Remove steps from the log, once, that an earlier start took and this one takes again."""
         if self._trains:
             return
         self._trains = True
@@ -76,7 +83,7 @@ class RunResumption:
             return
         if not self._asked and catalogue.newest(self._folder.checkpoints):
             self._announce(
-                "the job has started again, and trains from the beginning although it has "
+                "the job has restarted, and trains from the beginning although it has "
                 "checkpoints: loop over run.epochs(n), or call run.resume() after run.prepare"
             )
         self._records.log.rewind_to_step(
@@ -84,7 +91,7 @@ class RunResumption:
         )
 
     def epoch_ended(self) -> None:
-        """Warn once that a restart would begin anew, if an epoch has ended without a checkpoint."""
+        """Warn, once, if an epoch has ended without a checkpoint: a restart would begin anew."""
         if not self._restartable or self._warned:
             return
         self._warned, tally = True, self._saving.tally()
@@ -107,14 +114,16 @@ class RunResumption:
             self._records.log.hand_over(self._everyone)
 
     def _load(self, folders: list[Path], *, named: bool) -> bool:
+        """Load the newest checkpoint of the first folder that has one; False if none has."""
         self._asked = True
         places = [
             place if place.name == "checkpoints" else place / "checkpoints"
             for place in dict.fromkeys(folders)
         ]
-        found = self._saving.resume(places, named=named)
-        if found is None:
+        path = self._saving.resume(places, named=named)
+        if path is None:
             return False
+        # The workers meet after the first new step, wherever the resumed run had its next meeting.
         self._records.meetings.meet_after_step(self._loop.steps + 1)
-        self._announce(f"resumed from {found} at step {self._loop.steps}")
+        self._announce(f"resumed from {path} at step {self._loop.steps}")
         return True

@@ -1,11 +1,11 @@
-"""Checkpoints of a run, which the first worker writes: at once, or in a background thread.
+"""Checkpoints of a run. The first worker writes them, either at once or in a background thread.
 
 run.save()                   | collect | write, hash, sync, prune |  train ...
 run.save(background=True)    | collect | copy |  train ...
                                        thread | write, hash, sync, prune |
 
-If models are cut, each worker writes its own part of them into a folder. The first worker gives the
-folder its name once all parts are there.
+If models are cut, each worker writes its own part of them into one temporary folder. The first
+worker renames this folder once all parts are in it.
 """
 
 from __future__ import annotations
@@ -39,43 +39,58 @@ from paceline.state.snapshot import Snapshot, byte_tensor, loads
 from paceline.state.versioned import Stateful, Versioned
 from paceline.sync.context import SyncContext
 
-# seconds before the others' deadline at which the first worker gives up, so that its own error says
-# what it waited for
+# The first worker gives up this number of seconds before the deadline of the other workers. So the
+# error that users see is its own, which says what it waited for.
 EARLIER = 10.0
 
 
 def patience(deadline: float) -> float:
-    """Seconds that the first worker waits for a disk; the others wait `deadline` seconds for it."""
+    """Seconds that the first worker waits for a disk.
+
+    The other workers wait `deadline` seconds for the first worker.
+    """
     return max(deadline - EARLIER, deadline / 2)
 
 
 @dataclass
 class SaveTally:
-    """Counts and times of the checkpoints of this run, as the first worker keeps them."""
+    """Counts and times of the checkpoints of this run. The first worker keeps them."""
 
-    count: int = 0  # on the disk
-    stall_seconds: float = 0.0  # for which training stood still
-    write_seconds: float = 0.0  # of writing, in the background or not
-    nbytes: int = 0
-    background: int = 0  # of those that were begun, how many were asked for in the background
+    count: int = 0  # checkpoints on the disk
+    stall_seconds: float = 0.0  # time in which training stood still
+    write_seconds: float = 0.0  # time of writing, in the background or not
+    nbytes: int = 0  # bytes written
+    background: int = 0  # checkpoints that were requested in the background and begun
 
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """Where one checkpoint is to be written, and how."""
+    """One checkpoint to be written: its folder, its step and its options."""
 
     folder: Path
     step: int
     keep: int
     background: bool
-    metric: Metric | None = None  # by which it may be the best
+    metric: Metric | None = None  # decides whether it is the best checkpoint
 
 
 class CheckpointSaver:
-    """Saves and resumes `state`, which all workers share, and `own`, which each worker has for
-    itself.
+    """Saves and resumes the state of a run.
 
-    `history` is told of each checkpoint, and of those that went wrong.
+    Invariants: `_background_write` is set while a thread of this worker writes. `_promised_path` is
+    set on all workers by a save in the background, until the write is over (on the worker that
+    writes) or until the next save (on the others). `_background_error` keeps the error of a failed
+    write until `raise_write_error` raises it, once.
+
+    Args:
+        state: State that all workers share.
+        own: State that belongs to this worker alone, such as its random generators.
+        context: Announces messages to the user.
+        history: Records each checkpoint, and each that failed.
+        parts: Writes and reads the parts of models that are cut.
+        tables: The sparse tables of the run.
+        deadline: Seconds that workers wait for each other.
+        pinned: Whether background copies use pinned memory.
     """
 
     def __init__(
@@ -97,145 +112,163 @@ class CheckpointSaver:
             history,
             parts,
         )
-        self._agreement = parts.agreement  # of all workers
+        self._agreement = parts.agreement  # between all workers
         self._patience = patience(deadline)
         self._tables, self._pinned = tables, pinned
         self._memory: CopyMemory | None = None
         self._writing: BackgroundWrite | None = None
-        self._failure: CheckpointError | None = None  # in the background, not raised yet
-        self._promised: Path | None = None  # what the last save in the background is to become
+        self._failure: CheckpointError | None = None  # of a background write, not raised yet
+        self._promised: Path | None = None  # path of the last background save
         self._tally = SaveTally()
         self._said = set[str]()
         self._best = best.BestCheckpoint(context.announce)
 
     def save(self, order: SaveRequest) -> Path:
-        """Write a checkpoint, or begin one in the background, and return its path on all workers.
+        """Write a checkpoint, or begin one in the background. Collective.
 
-        Collective.
+        Returns the path of the checkpoint on all workers.
         """
         began = time.perf_counter()
         checkpoint.check(order.step, order.keep)
         for text in left_out(self._state.parts, self._said):
             self._context.announce(text)
-        asked = order.background
-        if asked and self._tables.kept:
+        in_background = order.background
+        if in_background and self._tables.kept:
             self._context.announce(
                 "with sparse tables a checkpoint is written at once, background=True or not: "
                 "training waits for the disk"
             )
             order = replace(order, background=False)
-        # by this worker: once, however often others are lost in the call
-        begun: list[tuple[str, str]] = []
+        # `save_together` runs again if another worker is lost in the call. This list makes sure
+        # that the first worker begins only one checkpoint.
+        first_result: list[tuple[str, str]] = []
 
-        def first(
-            order: SaveRequest, own: dict[int, FileLayout], cut: PendingParts | None
+        def begin_once(
+            order: SaveRequest, own: dict[int, FileLayout], pending_parts: PendingParts | None
         ) -> bytes:
-            if not begun:
-                missed = self._missed()
+            if not first_result:
+                lost_notice = self._missed()
                 self.settle()
-                self._tally.background += asked
-                begun.append((str(self._begin(order, own, cut)), missed))
-            return bytes(msgpack.packb([*begun[0], *astuple(self._tally)]))
+                self._tally.background += in_background
+                first_result.append((str(self._begin(order, own, pending_parts)), lost_notice))
+            return bytes(msgpack.packb([*first_result[0], *astuple(self._tally)]))
 
-        def act() -> str:
+        def save_together() -> str:
+            # 1. Bring everything that belongs to one worker alone to the first worker.
             self._own.abilities.converge()
             own, metric = self._collect(order.metric)
             if metric is not None:
                 self._agreement.tell_everyone(
                     "run.save, its metric", lambda: self._prove(order.folder, metric)
                 )
-            cut = self._begin_parts(order) if self._parts.layout.is_cut else None
-            what = "run.save, begun" if order.background else "run.save, written"
-            path, missed, *counted = msgpack.unpackb(
+            # 2. Each worker writes its part of cut models, or begins to.
+            pending_parts = self._begin_parts(order) if self._parts.layout.is_cut else None
+            # 3. The first worker writes the rest, or begins to. All workers learn the path and the
+            # tally, so that any of them can take over from the first worker.
+            call_name = "run.save, begun" if order.background else "run.save, written"
+            path, lost_notice, *tally_values = msgpack.unpackb(
                 self._agreement.tell_everyone(
-                    what, lambda: first(replace(order, metric=metric), own, cut)
+                    call_name, lambda: begin_once(replace(order, metric=metric), own, pending_parts)
                 )
             )
-            self._tally = SaveTally(*counted)
-            if missed:
-                self._history.note_event(missed)
+            self._tally = SaveTally(*tally_values)
+            if lost_notice:
+                self._history.note_event(lost_notice)
             return str(path)
 
-        path = Path(self._agreement.attempt_call(act))
+        path = Path(self._agreement.attempt_call(save_together))
         self._promised = path if order.background else None
         self._tally.stall_seconds += time.perf_counter() - began
         self._history.note_checkpoint(path.name, order.step, background=order.background)
         return path
 
     def _prove(self, folder: Path, metric: Metric) -> bytes:
-        """Raise `UsageError` for a metric that can't be compared with those of earlier
-        checkpoints.
-        """
+        """Raise `UsageError` if `metric` can't be compared with those of earlier checkpoints."""
         self.settle()
         self._best.check(folder, metric)
         return b""
 
     def _begin_parts(self, order: SaveRequest) -> PendingParts:
-        """Write this worker's part of what is cut, or begin to; the first worker's goes with the
-        rest. Collective.
+        """Write this worker's part of the cut models, or begin to. Collective.
+
+        In the background, the first worker writes its part together with the rest of the state.
         """
-        cut = self._parts.reserve(order.folder, self._state, self.settle)
-        if self._agreement.group.rank and cut.mine is not None and order.background:
+        pending_parts = self._parts.reserve(order.folder, self._state, self.settle)
+        if self._agreement.group.rank and pending_parts.mine is not None and order.background:
             self.wait()
-            self._failure = None  # the first worker has raised it
+            self._failure = None  # the first worker has raised the same error
             self._memory = self._memory or CopyMemory(pinned=self._pinned)
-            held = cut.held(self._memory, 0)
+            part_copy = pending_parts.held(self._memory, 0)
             self._writing = BackgroundWrite(
-                f"the part of step {order.step}", held.nbytes, held.leave, self._context.announce
+                f"the part of step {order.step}",
+                part_copy.nbytes,
+                part_copy.leave,
+                self._context.announce,
             )
         if not order.background:
-            self._parts.write(cut)
-        return cut
+            self._parts.write(pending_parts)
+        return pending_parts
 
     def _begin(
-        self, order: SaveRequest, own: dict[int, FileLayout], cut: PendingParts | None
+        self, order: SaveRequest, worker_layouts: dict[int, FileLayout], cut: PendingParts | None
     ) -> Path:
+        """Write the checkpoint on the first worker, or begin to, and return its path."""
         folder, step, keep = order.folder, order.step, order.keep
-        state = image(self._state.snapshot(copy=False) if cut is None else cut.rest)
-        nbytes = state.nbytes + (0 if cut is None else cut.total)
-        at = None if cut is None else cut.place
+        layout = image(self._state.snapshot(copy=False) if cut is None else cut.rest)
+        nbytes = layout.nbytes + (0 if cut is None else cut.total)
+        reserved_folder = None if cut is None else cut.place
         if not order.background:
-            began = time.perf_counter()
-            more = stored.images(self._tables.kept)
+            write_start = time.perf_counter()
+            extra_layouts = stored.images(self._tables.kept)
             blocks = None if cut is None else cut.collect
             write_now = partial(
                 checkpoint.write,
                 folder,
-                state,
+                layout,
                 step,
-                own=own,
+                own=worker_layouts,
                 keep=keep,
-                more=more,
-                at=at,
+                more=extra_layouts,
+                at=reserved_folder,
                 blocks=blocks,
                 metric=order.metric,
             )
             path = self._best.follow(folder, order.metric, write_now)
-            self._count(nbytes, time.perf_counter() - began)
+            self._count(nbytes, time.perf_counter() - write_start)
             return path
+        # Training goes on while the thread writes, so the thread gets copies of all tensors.
         self._memory = self._memory or CopyMemory(pinned=self._pinned)
-        state = state.hold(self._memory, 0)
-        own[self._agreement.group.rank] = own[self._agreement.group.rank].hold(self._memory, 1)
-        held = None if cut is None or cut.mine is None else cut.held(self._memory, 2)
+        layout = layout.hold(self._memory, 0)
+        worker_layouts[self._agreement.group.rank] = worker_layouts[
+            self._agreement.group.rank
+        ].hold(self._memory, 1)
+        part_copy = None if cut is None or cut.mine is None else cut.held(self._memory, 2)
         target = catalogue.free(folder, step)
 
-        def write(moved: Callable[[int], None]) -> Path:
-            before = partial(held.leave, moved) if held is not None else lambda: None
-            blocks = None if cut is None else partial(cut.collect, before=before)
+        def write_in_background(moved: Callable[[int], None]) -> Path:
+            # The part of this worker comes first: `collect` then waits for those of all workers.
+            write_own_part = (
+                partial(part_copy.leave, moved) if part_copy is not None else lambda: None
+            )
+            blocks = None if cut is None else partial(cut.collect, before=write_own_part)
             options: dict[str, Any] = {
                 "target": target,
                 "moved": moved,
-                "at": at,
+                "at": reserved_folder,
                 "blocks": blocks,
                 "metric": order.metric,
             }
             return self._best.follow(
                 folder,
                 order.metric,
-                partial(checkpoint.write, folder, state, step, own=own, keep=keep, **options),
+                partial(
+                    checkpoint.write, folder, layout, step, own=worker_layouts, keep=keep, **options
+                ),
             )
 
-        self._writing = BackgroundWrite(f"step {step}", nbytes, write, self._context.announce)
+        self._writing = BackgroundWrite(
+            f"step {step}", nbytes, write_in_background, self._context.announce
+        )
         return target
 
     def _count(self, nbytes: int, seconds: float) -> None:
@@ -248,7 +281,7 @@ class CheckpointSaver:
     def wait(self) -> None:
         """Wait for a write under way on this worker, up to the deadline.
 
-        If it fails, `last` raises the error.
+        If the write fails, `raise_write_error` raises the error.
         """
         writing = self._writing
         if writing is None:
@@ -264,14 +297,14 @@ class CheckpointSaver:
             self._history.note_event(str(self._failure))
 
     def settle(self) -> None:
-        """Wait for a write under way on this worker, and raise the error that it failed with."""
+        """Wait for a write under way on this worker, and raise its error if it failed."""
         self.wait()
         self.last()
 
     def last(self) -> bytes:
-        """Raise, once, the error that a write in the background failed with.
+        """Raise the error of a failed background write, once.
 
-        Returns no bytes, as agreements carry bytes.
+        Returns empty bytes, because agreements carry bytes.
         """
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -279,7 +312,12 @@ class CheckpointSaver:
         return b""
 
     def _missed(self) -> str:
-        """Words, once, for a checkpoint that was lost with the worker that wrote it; else empty."""
+        """Announce, once, that a checkpoint was lost with the worker that wrote it.
+
+        Returns the announcement, or an empty text if no checkpoint was lost.
+        """
+        # Only a worker that has become the first one can have a promised path and no write of its
+        # own: the first worker before it was lost while it wrote.
         promised = self._promised
         if promised is None or self._writing is not None or self._agreement.group.rank != 0:
             return ""
@@ -292,30 +330,28 @@ class CheckpointSaver:
         return text
 
     def tally(self) -> dict[str, float]:
-        """Return the counts and times."""
+        """Copy the counts and times into a dict."""
         return asdict(self._tally)
 
     def facts(self, folder: Path) -> dict[str, Any]:
-        """Facts about the checkpoints in `folder` for the summary: counts, times, and the best
-        one.
-        """
+        """Facts for the summary: counts, times, and the best checkpoint in `folder`."""
         return {**asdict(self._tally), **self._best.facts(folder)}
 
     def end(self) -> None:
-        """Wait for a write under way and free its memory, as the run ends."""
+        """Wait for a write under way and free the memory of copies, as the run ends."""
         self.wait()
         self._memory = None
 
-    # ---- coming back
+    # ---- resuming
 
     def resume(self, folders: Sequence[Path], *, named: bool = True) -> Path | None:
         """Load the newest complete checkpoint of the first folder that has one. Collective.
 
-        Returns its path on all workers, or None. `named` says whether the run was given a name, or
-        folders were requested; it only changes the announcement.
+        Returns the path of the checkpoint on all workers, or None. `named` says whether the user
+        named the run or a folder. It only changes the announcement.
         """
-        context, own, cut = self._context, self._own, self._parts.layout.is_cut
-        found: list[checkpoint.Checkpoint] = []
+        context, worker_state, is_cut = self._context, self._own, self._parts.layout.is_cut
+        loaded: list[checkpoint.Checkpoint] = []
 
         def read() -> bytes:
             self.settle()
@@ -323,61 +359,80 @@ class CheckpointSaver:
             if folder is None:
                 context.announce(_nothing(folders, named=named))
                 return bytes(msgpack.packb(None))
-            found.append(checkpoint.load(folder, say=context.announce, lazy=cut))
-            return bytes(msgpack.packb([str(found[0].path), sorted(found[0].own)]))
+            loaded.append(checkpoint.load(folder, say=context.announce, lazy=is_cut))
+            return bytes(msgpack.packb([str(loaded[0].path), sorted(loaded[0].own)]))
 
-        head = msgpack.unpackb(self._agreement.tell_everyone("run.resume", read))
-        if head is None:
+        # 1. Only the first worker reads the disk. The others learn the path, and for which ranks
+        # the checkpoint has states.
+        header = msgpack.unpackb(self._agreement.tell_everyone("run.resume", read))
+        if header is None:
             return None
-        shared = None if not found else self._parts.describe(found[0]) if cut else found[0].snapshot
+        # 2. All snapshots go to all workers, one after the other. Of cut models only the places of
+        # tensors are sent: each worker reads its part from the disk itself.
+        shared = (
+            None
+            if not loaded
+            else self._parts.describe(loaded[0])
+            if is_cut
+            else loaded[0].snapshot
+        )
         bodies = (
-            [shared, *(found[0].own[rank] for rank in head[1])]
-            if found
-            else [None] * (1 + len(head[1]))
+            [shared, *(loaded[0].own[rank] for rank in header[1])]
+            if loaded
+            else [None] * (1 + len(header[1]))
         )
         snapshots = [self._hand_out(body) for body in bodies]
-        state = self._parts.read(Path(head[0]), snapshots[0], self._state) if cut else snapshots[0]
-        if lacking := self._state.restore(state):
+        state = (
+            self._parts.read(Path(header[0]), snapshots[0], self._state) if is_cut else snapshots[0]
+        )
+        # 3. Load the state that is shared, then the state of this worker.
+        if missing_names := self._state.restore(state):
             context.announce(
-                f"{Path(head[0]).name} has no {', '.join(lacking)}, as an earlier version wrote "
-                "it: they stay as they are"
+                f"{Path(header[0]).name} has no {', '.join(missing_names)}, as an earlier version "
+                "wrote it. They stay as they are"
             )
         for loader in [part for part in self._state.parts if isinstance(part, ShareLoader)]:
             loader.begin_anew()
-        own.load(self._agreement.group.rank, dict(zip(head[1], snapshots[1:], strict=True)))
+        worker_state.load(
+            self._agreement.group.rank, dict(zip(header[1], snapshots[1:], strict=True))
+        )
         if self._tables.kept and not self._tables.waiting:
             self._agreement.tell_everyone(
-                "run.resume, sparse tables", lambda: stored.restore(self._tables.kept, found[0])
+                "run.resume, sparse tables", lambda: stored.restore(self._tables.kept, loaded[0])
             )
             self._tables.forget()
-        if self._agreement.group.size > len(head[1]):
+        if self._agreement.group.size > len(header[1]):
             context.announce(
-                f"the checkpoint was written by {len(head[1])} workers: the random generators of "
+                f"the checkpoint was written by {len(header[1])} workers: the random generators of "
                 "the others go on as they are"
             )
-        self._best.resumed(Path(head[0]).parent)
-        return Path(head[0])
+        self._best.resumed(Path(header[0]).parent)
+        return Path(header[0])
 
     # ---- between workers
 
     def _collect(self, metric: Metric | None) -> tuple[dict[int, FileLayout], Metric | None]:
-        """Bring what each worker has for itself to the first one, which gets it by rank (the
-        others get nothing), and agree on a metric.
+        """Send the state of each worker to the first one, and agree on a metric.
+
+        Returns the states by rank on the first worker, and only its own state on any other.
         """
         agreement, group = self._agreement, self._agreement.group
-        mine, first = image(self._own.snapshot()), group.rank == 0
-        body = torch.empty(0, dtype=torch.uint8) if first else mine.dump()
+        own_layout, is_first = image(self._own.snapshot()), group.rank == 0
+        body = torch.empty(0, dtype=torch.uint8) if is_first else own_layout.dump()
         answers = agreement.meet("run.save", msgpack.packb([body.nbytes, best.to_plain(metric)]))
-        lengths, given = zip(*map(msgpack.unpackb, answers), strict=True)
-        metric, odd = best.agreed([best.from_plain(each) for each in given])
-        self._best.doubt(odd)
-        found = {
+        lengths, metrics = zip(*map(msgpack.unpackb, answers), strict=True)
+        metric, difference = best.agreed([best.from_plain(packed) for packed in metrics])
+        self._best.doubt(difference)
+        bodies = {
             rank: torch.empty(length, dtype=torch.uint8)
             for rank, length in enumerate(lengths)
-            if first and rank
+            if is_first and rank
         }
-        group.exchange([] if first else [(0, body)], list(found.items())).wait()
-        return {group.rank: mine} | {rank: received(body) for rank, body in found.items()}, metric
+        # All lengths are known on the first worker, so one exchange receives all states.
+        group.exchange([] if is_first else [(0, body)], list(bodies.items())).wait()
+        return {group.rank: own_layout} | {
+            rank: received(body) for rank, body in bodies.items()
+        }, metric
 
     def _hand_out(self, body: Snapshot | None) -> Snapshot:
         """Send the first worker's snapshot to all workers."""
@@ -395,25 +450,27 @@ class CheckpointSaver:
         return body if body is not None else loads(buffer.numpy().tobytes())
 
 
-def left_out(parts: Sequence[Stateful], said: set[str]) -> Iterator[str]:
-    """Say of which optimizers no scheduler is in checkpoints, each once, as `said` grows."""
+def left_out(parts: Sequence[Stateful], warned: set[str]) -> Iterator[str]:
+    """Yield a warning for each optimizer whose scheduler is not in checkpoints.
+
+    `said` has the names of optimizers that had their warning. The new ones are added to it.
+    """
     for optimizer in strangely_scheduled(
         [part for part in parts if isinstance(part, Optimizer)], parts
     ):
-        if (name := type(optimizer).__qualname__) not in said:
-            said.add(name)
+        if (name := type(optimizer).__qualname__) not in warned:
+            warned.add(name)
             yield (
                 f"a learning rate scheduler of the {name} was not given to run.prepare, so "
-                "checkpoints don't say where it is, and it "
-                "begins anew in a run that is resumed unless the script sees to that; "
+                "checkpoints don't contain it, and it begins anew when a run resumes; "
                 "give it to run.prepare, too"
             )
 
 
 def _nothing(folders: Sequence[Path], *, named: bool) -> str:
-    """Say that no checkpoint was found in these folders, and where there is one."""
-    found = "nothing to resume, training begins anew: "
-    found += (
+    """Describe that no checkpoint is in these folders, and where another run has one."""
+    text = "nothing to resume, training begins anew: "
+    text += (
         f"no checkpoint in {', '.join(map(str, folders))}"
         if named
         else "this run was given no name that an earlier one could have had"
@@ -423,10 +480,19 @@ def _nothing(folders: Sequence[Path], *, named: bool) -> str:
         (place for place in root.glob("*/checkpoints") if place.is_dir()),
         key=lambda place: place.stat().st_mtime,
     )
-    # None: it isn't known
-    mine = [place for place in places if RunFolder(place.parent).script in (script_name(), None)]
-    last = next((kept[0] for place in reversed(mine) if (kept := catalogue.newest(place))), None)
-    there = f"no run of {script_name()} in {root} has one"
-    if last is not None:
-        there = f"the newest is {last}: run.resume({str(last.parent.parent)!r}) goes on from it"
-    return f"{found}; {there}" if named else f"{found}, such as start(name='mine'); {there}"
+    # A folder whose script isn't known (None) counts as one of this script.
+    same_script = [
+        place for place in places if RunFolder(place.parent).script in (script_name(), None)
+    ]
+    newest = next(
+        (
+            checkpoints[0]
+            for place in reversed(same_script)
+            if (checkpoints := catalogue.newest(place))
+        ),
+        None,
+    )
+    hint = f"no run of {script_name()} in {root} has one"
+    if newest is not None:
+        hint = f"the newest is {newest}: run.resume({str(newest.parent.parent)!r}) goes on from it"
+    return f"{text}; {hint}" if named else f"{text}, such as start(name='mine'); {hint}"

@@ -19,26 +19,30 @@ from paceline.sync.abilities import Abilities
 from paceline.sync.base import Sync
 from paceline.sync.route_choice import alike, describe
 
-OWN: Final = frozenset({"randomness", "sync", "optimizers"})  # what each worker has for itself
+OWN: Final = frozenset({"randomness", "sync", "optimizers"})  # keys of each worker's own state
 
 
 class RunProgress:
-    """How far a run is: the epoch of `Run.epochs`, and the steps taken."""
+    """Progress of a run: the epoch of `Run.epochs`, and the steps taken.
+
+    Loaders are numbered in the order in which the run prepared them.
+    """
 
     def __init__(self, loop: TrainingLoop, loaders: list[ShareLoader]) -> None:
         self._loop, self._loaders = loop, loaders
-        # under way or next, in the loop over `Run.epochs` that has the number `loop`, from 1 on
+        # Loops over `Run.epochs` are counted from 1. `epoch` is under way or next in `loop`.
         self.epoch = 0
         self.loop = 0
-        self._loops = 0  # begun in this process
-        self._began_at: list[int] = []  # the epoch of each loader when this epoch began
-        # loaders whose loop in this epoch was over when the training loop under way began
+        self._loops = 0  # loops begun in this process
+        self._began_at: list[int] = []  # epoch of each loader when this epoch began
+        # Numbers of the loaders whose loop of this epoch was over before the training loop that is
+        # under way began.
         self._through: list[int] = []
 
     def enter(self) -> bool:
         """Begin a loop over `Run.epochs`.
 
-        Returns False for a loop that the checkpoint had finished.
+        Returns False for a loop that was finished before the checkpoint was saved.
         """
         self._loops += 1
         if self._loops > self.loop:
@@ -46,28 +50,29 @@ class RunProgress:
         return self._loops == self.loop
 
     def begin(self) -> None:
-        """Begin an epoch, or go on with one that was under way."""
+        """Begin an epoch, or continue one that was under way."""
         self._began_at = [
             loader.epoch - (number in self._through) for number, loader in enumerate(self._loaders)
         ]
 
     def loop_began(self) -> None:
-        """Note which training loops of this epoch are over, where another begins that is not
-        inside of one.
+        """Note which training loops of this epoch are over, as another one begins.
+
+        A training loop inside of another one changes nothing.
         """
         if (
             len([loader for loader in self._loaders if loader.terms.training and loader.under_way])
             == 1
         ):
-            began = enumerate(zip(self._loaders, self._began_at, strict=False))
-            over = (
+            numbered = enumerate(zip(self._loaders, self._began_at, strict=False))
+            finished = (
                 (number, loader)
-                for number, (loader, at) in began
-                if loader.epoch > at and not loader.under_way
+                for number, (loader, first_epoch) in numbered
+                if loader.epoch > first_epoch and not loader.under_way
             )
             self._through = [
                 number
-                for number, loader in over
+                for number, loader in finished
                 if loader.terms.training and not loader.terms.idled
             ]
 
@@ -77,35 +82,36 @@ class RunProgress:
         self._began_at, self._through = [], []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the progress for `load_state_dict`.
+        """State for `load_state_dict`.
 
-        Inside the loop body the present step counts as taken, as the loader counts it.
+        Inside of the loop body the current step counts as taken, as it does for the loader.
         """
-        turn = self._loop.led
-        inside = turn is not None
+        led_step = self._loop.led
+        in_step = led_step is not None
         training = [
             (loader, began)
             for loader, began in zip(self._loaders, self._began_at, strict=False)
             if loader.terms.training
         ]
         under_way = any(loader.under_way for loader, _ in training)
-        over = any(loader.epoch > began for loader, began in training) and not under_way
-        through = self._through if under_way else []
+        epoch_is_over = any(loader.epoch > began for loader, began in training) and not under_way
+        finished = self._through if under_way else []
         return {
             "loop": self.loop,
-            "epoch": self.epoch + over,
-            "steps": self._loop.steps + inside,
-            "through": through,
+            "epoch": self.epoch + epoch_is_over,
+            "steps": self._loop.steps + in_step,
+            "through": finished,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was called."""
+        """Continue from a `state_dict`."""
         self.loop, self.epoch = state["loop"], state["epoch"]
-        # the next loop is the one that was under way
+        # The next loop that the script begins is the one that was under way.
         self._loops = min(self._loops, max(self.loop - 1, 0))
         self._through = [
             number for number in state.get("through", ()) if number < len(self._loaders)
         ]
+        # These loaders give no batches once, as their loop of this epoch is over.
         for number, loader in enumerate(self._loaders):
             loader.leave_out(number in self._through)
         self._loop.place(state["steps"])
@@ -113,13 +119,19 @@ class RunProgress:
 
 @dataclass(frozen=True)
 class WorkerState:
-    """State of one worker: its random generators, its strategy's own state, and its optimizers
-    where they differ between workers.
+    """State of one worker: its random generators, its strategy, and optimizers that differ.
 
-    `layout`: how models are cut between workers, which says whose states are alike; `say` is told
-    what can't be loaded into another one. `log`: what was logged of steps that aren't written yet,
-    where another start of the job may go on with it. `route`: the way between hosts that a measured
-    cluster has decided: sums that went another way may differ in their last bits.
+    Attributes:
+        randomness: The random generators of this worker.
+        sync: The strategy. Its own state, such as residuals, belongs to the worker.
+        abilities: The abilities of the strategy.
+        optimizers: The optimizers. They are saved here only if they differ between workers.
+        layout: How models are cut between workers, and so which workers have equal states.
+        say: Called with a message about state that can't be loaded.
+        log: Logged values of steps that aren't written yet, if the job may be started again.
+        route: The route between hosts, if a measured cluster has decided it. Sums that took another
+            route may differ in their last bits.
+        generator: The generator of `randomness` that belongs to a place, not to a rank.
     """
 
     randomness: Randomness
@@ -130,45 +142,46 @@ class WorkerState:
     say: Callable[[str], None]
     log: MetricsLog | None = None
     route: dict[str, Any] | None = None
-    generator: WorkerGenerator = field(kw_only=True)  # of `randomness`: that of a place, not a rank
+    generator: WorkerGenerator = field(kw_only=True)
 
     def snapshot(self) -> Snapshot:
-        """Pack this state; the tensors in it are the live ones, not copies."""
-        apart = (
+        """Pack this state. Its tensors are the live ones, not copies."""
+        optimizer_states = (
             [optimizer.state_dict() for optimizer in self.optimizers]
             if self.sync.replicas_diverge
             else []
         )
-        mine = {
+        state = {
             "randomness": self.randomness.state_dict(),
             "sync": self.sync.state_dict(),
-            "optimizers": apart,
+            "optimizers": optimizer_states,
         }
         if self.layout.is_cut:
-            mine["layout"] = self.layout.fingerprint()
+            state["layout"] = self.layout.fingerprint()
         if self.log is not None:
-            mine["log"] = self.log.state_dict()
+            state["log"] = self.log.state_dict()
         if self.route is not None:
-            mine["route"] = self.route
-        return pack(mine, copy=False)
+            state["route"] = self.route
+        return pack(state, copy=False)
 
-    def load(self, rank: int, found: Mapping[int, Snapshot]) -> None:
-        """Go on from the saved states of all workers, by rank.
+    def load(self, rank: int, snapshots: Mapping[int, Snapshot]) -> None:
+        """Load the state of this worker from the saved states of all workers, by rank.
 
-        Raises `CheckpointError` for states of another version of paceline.
+        Raises `CheckpointError` for states that another version of paceline saved.
         """
-        states = {other: snapshot.unpack() for other, snapshot in found.items()}
+        states = {other: snapshot.unpack() for other, snapshot in snapshots.items()}
         for other, state in states.items():
-            hints = OWN.difference(state) if isinstance(state, dict) else OWN
-            if hints:
+            missing = OWN.difference(state) if isinstance(state, dict) else OWN
+            if missing:
                 raise CheckpointError(
-                    f"what worker {other} had for itself lacks {', '.join(sorted(hints))}: "
+                    f"the state of worker {other} lacks {', '.join(sorted(missing))}: "
                     "another version of paceline has saved it; "
-                    f"resume with that one, or remove this checkpoint"
+                    f"resume with that version, or remove this checkpoint"
                 )
         self._compare_route(next((state.get("route") for state in states.values()), None))
-        layout = self.layout.fingerprint() if self.layout.is_cut else ""
-        same = all(state.get("layout", "") == layout for state in states.values())
+        # A strategy's state depends on the cuts. It is loaded only if they are the same as before.
+        fingerprint = self.layout.fingerprint() if self.layout.is_cut else ""
+        cuts_are_same = all(state.get("layout", "") == fingerprint for state in states.values())
         for state in states.values():
             if "generator" in state["randomness"]:
                 self.generator.load_state_dict(state["randomness"]["generator"])
@@ -176,11 +189,11 @@ class WorkerState:
             self.randomness.load_state_dict(states[rank]["randomness"])
             if self.log is not None:
                 self.log.load_state_dict(states[rank].get("log", {}))
-        if not same:
+        if not cuts_are_same:
             if any(state["sync"] or state["optimizers"] for state in states.values()):
                 self.say(
                     "models were cut in another way when this was saved: "
-                    "what the strategy kept beside them (such as residuals) begins anew"
+                    "the state of the strategy (such as residuals) begins anew"
                 )
             return
         if rank in states:
@@ -190,10 +203,10 @@ class WorkerState:
         self.sync.load_state_dicts([states[other]["sync"] for other in replicas if other in states])
 
     def _compare_route(self, saved: dict[str, Any] | None) -> None:
-        """Say so if exchanges between hosts went another way when this was saved."""
+        """Say so if exchanges between hosts took another route when this was saved."""
         if not alike(saved, self.route):
             self.say(
                 f"exchanges between hosts went {describe(saved)} when this was saved, and go "
                 f"{describe(self.route)} now: "
-                "sums may differ in their last bits; give both the same --cluster"
+                "sums may differ in their last bits; start both with the same --cluster"
             )

@@ -1,10 +1,10 @@
-"""Sparse tables in a checkpoint, in parts of some rows each.
+"""Sparse tables in a checkpoint, divided into parts of some rows each.
 
-Every part passes through the first worker.
+All parts pass through the first worker, which has one part in memory at a time. So a table may be
+larger than its memory.
 
-servers   | rows 0 .. 65535 | 65536 .. |     one part is in the first worker's memory at a time,
-                                             whatever the size of the table
-disk      table-000-00000    table-000-00001 ...
+servers   |  (the table)   | rows 0 .. 65535 | rows 65536 .. |
+disk      table-000-00000   table-000-00001   table-000-00002 ...
 """
 
 from __future__ import annotations
@@ -22,47 +22,48 @@ from paceline.state.snapshot import UNREADABLE, pack
 PREFIX = "table-"
 
 
-def images(kept: Sequence[RunTable]) -> Iterator[tuple[str, FileLayout]]:
-    """Yield the parts of all tables with their names: first what each table is, then its rows."""
-    for number, table in enumerate(kept):
+def images(tables: Sequence[RunTable]) -> Iterator[tuple[str, FileLayout]]:
+    """Yield the names and layouts of all parts. The first part of a table describes it."""
+    for table_number, table in enumerate(tables):
         spec, facts = table.lookup.spec, table.lookup.facts()
-        head = {"name": table.name, "spec": spec.plain(), "count": facts["count"]}
-        for place, part in enumerate(itertools.chain([{}], table.lookup.parts())):
+        header = {"name": table.name, "spec": spec.plain(), "count": facts["count"]}
+        for part_number, part in enumerate(itertools.chain([{}], table.lookup.parts())):
             yield (
-                f"{PREFIX}{number:03d}-{place:05d}",
-                image(pack({"head": head, "part": part}, copy=False)),
+                f"{PREFIX}{table_number:03d}-{part_number:05d}",
+                image(pack({"head": header, "part": part}, copy=False)),
             )
 
 
-def restore(kept: Sequence[RunTable], found: Checkpoint) -> bytes:
+def restore(tables: Sequence[RunTable], loaded: Checkpoint) -> bytes:
     """Load saved tables into the servers.
 
-    Raises `CheckpointError` for other tables than these, before any row is changed.
+    Raises `CheckpointError` before any row is changed, if the checkpoint has other tables.
     """
-    names = sorted(name for name in found.more if name.startswith(PREFIX))
+    names = sorted(name for name in loaded.more if name.startswith(PREFIX))
     try:
-        heads = {
-            name[: len(PREFIX) + 3]: found.part(name).unpack()["head"]
+        headers = {
+            name[: len(PREFIX) + 3]: loaded.part(name).unpack()["head"]
             for name in names
             if name.endswith("-00000")
         }
-        saved = [_form(head["name"], head["spec"]) for head in heads.values()]
+        saved = [_form(header["name"], header["spec"]) for header in headers.values()]
     except UNREADABLE as error:
         raise CheckpointError(
-            f"{found.path.name}: what it has of sparse tables is not what a run saves ({error}); "
-            "use another one"
+            f"{loaded.path.name}: its sparse tables are not in the form in which a run saves them "
+            f"({error}); use another checkpoint"
         ) from error
-    here = [_form(table.name, table.lookup.spec.plain()) for table in kept]
-    if saved != here:
+    current = [_form(table.name, table.lookup.spec.plain()) for table in tables]
+    if saved != current:
         raise CheckpointError(
-            f"the checkpoint has the sparse tables {', '.join(saved) or 'none'}, and here are "
-            f"{', '.join(here) or 'none'}: build the same "
+            f"the checkpoint has the sparse tables {', '.join(saved) or 'none'}, and this run has "
+            f"{', '.join(current) or 'none'}: build the same "
             "model and optimizers as in the run that saved it"
         )
-    for table, (prefix, head) in zip(kept, heads.items(), strict=True):
-        table.lookup.clear(head["spec"]["seed"], head["count"])
+    # Rows that aren't in the checkpoint are made again from the seed. The parts put the others.
+    for table, (prefix, header) in zip(tables, headers.items(), strict=True):
+        table.lookup.clear(header["spec"]["seed"], header["count"])
         for name in names:
-            part = found.part(name).unpack()["part"] if name.startswith(prefix) else {}
+            part = loaded.part(name).unpack()["part"] if name.startswith(prefix) else {}
             if part:
                 table.lookup.put(part)
     return b""

@@ -1,4 +1,4 @@
-"""A run as its recovery sees it: the parts that move to new groups, and the state for joiners."""
+"""A run as its recovery sees it: parts that move to new groups, and the state for new workers."""
 
 from __future__ import annotations
 
@@ -32,34 +32,44 @@ from paceline.sync.context import SyncContext
 from paceline.workers.groups import CurrentView, reap
 from paceline.workers.replicate import Replicate
 
-VERSION = 2  # of the state that a joining worker is given
+VERSION = 2  # version of the state that a new worker gets
 
 
 def check_elastic(device: torch.device, abilities: Abilities) -> None:
-    """Raise `UsageError` where a run can't go on when workers are lost."""
+    """Raise `UsageError` if a run can't go on when workers are lost."""
     if device.type == "cuda":
         raise UsageError(
-            "runs on GPUs can't go on yet when workers are lost; leave out --min-workers, or say "
+            "runs on GPUs can't go on yet when workers are lost; leave out --min-workers, or use "
             "start(device='cpu')"
         )
     if abilities.recoverable is None:
         raise UsageError(
             "with this strategy a run can't go on when workers are lost; leave out --min-workers: "
-            "then --restarts has all start again"
+            "then --restarts starts all workers again"
         )
 
 
-def keepers(own: WorkerState, prepared: Prepared) -> list[ServerReplication]:
-    """Keepers of the servers and their copies: the optimizer's, and those of sparse tables."""
-    keeping = own.abilities.keeping
-    found = [None if keeping is None else keeping.copies, prepared.tables.copies]
-    return [copies for copies in found if copies is not None]
+def keepers(worker_state: WorkerState, prepared: Prepared) -> list[ServerReplication]:
+    """Find the objects that look after servers: that of the optimizer, and that of the tables."""
+    keeping = worker_state.abilities.keeping
+    candidates = [None if keeping is None else keeping.copies, prepared.tables.copies]
+    return [copies for copies in candidates if copies is not None]
 
 
 class ElasticRun:
-    """A run that goes on when workers are lost.
+    """A run that goes on when workers are lost (a `SurvivingRun`).
 
-    `replicate`: how often buddies get copies of what only one worker has.
+    Args:
+        context: Groups and settings of the strategy.
+        prepared: The models, optimizers and loaders of the run.
+        loop: The training loop.
+        own: State of this worker alone.
+        comparer: Compares replicas.
+        records: The log and the history of the run.
+        view: The view in use.
+        tally: Count of steps that workers agree on.
+        leaving: Departure of this worker's host.
+        replicate: Steps between two copies of unreplicated state to buddies, "auto" or "off".
     """
 
     def __init__(
@@ -94,38 +104,42 @@ class ElasticRun:
         self._recoverable, self._remote = own.abilities.recoverable, own.abilities.remote
         self.buddies = BuddyReplication(context, own.abilities.unreplicated, loop, replicate)
 
-    def regroup(self, founded: ViewGroups) -> None:
-        old = [*self._context.extra_groups, self._context.group]
+    def regroup(self, groups: ViewGroups) -> None:
+        old_groups = [*self._context.extra_groups, self._context.group]
         try:
-            self._move(founded)
-        finally:  # another worker may be lost meanwhile
-            reap(old)
+            self._move(groups)
+        finally:
+            # The old groups end also if another worker is lost during the move.
+            reap(old_groups)
 
-    def _move(self, founded: ViewGroups) -> None:
-        """Move all that exchanges to the groups of a view.
+    def _move(self, groups: ViewGroups) -> None:
+        """Move everything that exchanges data to the groups of a view. Collective.
 
-        Collective; begun anew, in later groups, where a worker is lost meanwhile.
+        If a worker is lost meanwhile, this begins again with later groups.
         """
-        worker_context, context = founded.worker_context, self._context
+        worker_context, context = groups.worker_context, self._context
         context.regroup(
-            founded.group,
+            groups.group,
             worker_context.cluster.where(),
             worker_context.native,
             worker_context.cancel_scope,
         )
-        context.agreement.regroup(founded.group, worker_context.cluster.names(), founded.origins)
+        context.agreement.regroup(groups.group, worker_context.cluster.names(), groups.origins)
         self._view.move(worker_context)
+        # The first worker of the view writes the log and the events of the run.
         self._tally.doubt()
         if self._view.is_first:
             self._records.log.take_over(make_status_display(worker_context.place))
             events.writes(worker_context.place, str(self._records.folder.path.absolute()))
-        self._loop.cut_turn(0 if self._loop.apart else founded.turn)
+        self._loop.cut_turn(0 if self._loop.apart else groups.turn)
+        # The order is the same on all workers, as each of these makes collective calls. Buddies
+        # come after the strategy, which takes over the state of lost workers.
         self._prepared.regroup()
-        layout = founded.layout or {}
-        self._leaving.regroup(founded.members, layout.get("leaving", ()))
-        self._recoverable.regroup(context, layout.get("sync"))
-        self._prepared.tables.regroup(context, layout.get("tables"))
-        self.buddies.regroup(founded.members)
+        join_info = groups.layout or {}
+        self._leaving.regroup(groups.members, join_info.get("leaving", ()))
+        self._recoverable.regroup(context, join_info.get("sync"))
+        self._prepared.tables.regroup(context, join_info.get("tables"))
+        self.buddies.regroup(groups.members)
         self._loop.settle()
 
     def lost(self, text: str) -> None:
@@ -173,15 +187,18 @@ class ElasticRun:
     def give(self) -> tuple[bytes, str]:
         snapshot = self._prepared.state.snapshot(copy=False)
         facts = {"facts": self._records.collect_facts(), "compared": self._comparer.facts()}
-        kept = self._own.sync.state_dict() if self._remote is None else {}  # lies on servers
-        mine = {"random": self._own.randomness.state_dict(), "sync": kept, **facts}
-        return bytes(msgpack.packb([snapshot.dumps(), pack(mine).dumps()])), self._hash(snapshot)
+        # A strategy with servers keeps its state there.
+        sync_state = self._own.sync.state_dict() if self._remote is None else {}
+        worker_facts = {"random": self._own.randomness.state_dict(), "sync": sync_state, **facts}
+        return bytes(msgpack.packb([snapshot.dumps(), pack(worker_facts).dumps()])), self._hash(
+            snapshot
+        )
 
     def take(self, state: bytes) -> str:
-        whole, mine = msgpack.unpackb(state)
-        snapshot = loads(whole)
+        shared, worker_facts = msgpack.unpackb(state)
+        snapshot = loads(shared)
         self._prepared.state.restore(snapshot)
-        facts = loads(mine).unpack()
+        facts = loads(worker_facts).unpack()
         self._recoverable.load_from_peer(facts["sync"])
         self._own.randomness.load_state_dict(facts["random"])
         self._records.adopt_facts(facts["facts"])
@@ -191,21 +208,23 @@ class ElasticRun:
     def _hash(self, snapshot: Snapshot) -> str:
         """Hash the state that must be equal on all workers.
 
-        Buffers of each worker's own are left out. If replicas diverge, only the models count.
+        Buffers that differ between workers are left out. If replicas diverge, only models count.
         """
         parts = zip(self._prepared.state.names, self._prepared.state.parts, strict=True)
         models = {name: part for name, part in parts if isinstance(part, nn.Module)}
-        own = {
+        own_paths = {
             f"{name}/{buffer}" for name, model in models.items() for buffer in own_buffers(model)
         }
-        tensors = {path: tensor for path, tensor in snapshot.tensors.items() if path not in own}
+        tensors = {
+            path: tensor for path, tensor in snapshot.tensors.items() if path not in own_paths
+        }
         if not self._own.sync.replicas_diverge:
             return Snapshot(0, snapshot.tree, tensors).sha256()
         tensors = {path: tensor for path, tensor in tensors.items() if path.split("/")[0] in models}
         return Snapshot(0, sorted(tensors), tensors).sha256()
 
     def parts(self) -> dict[str, Stateful]:
-        """Return the state that a turn changes: all but loaders and progress."""
+        """Objects whose state a turn changes, by name: all but loaders and progress."""
         state = self._prepared.state
         return {
             name: part

@@ -1,13 +1,15 @@
-"""Leaving of a host that was asked to: first its servers' unique data is copied to other hosts,
-then it goes, between two turns.
+"""Departure of a host that was told to leave.
 
-    run.log             its workers say that they are asked to go
-    after that step     all meet, and start copies on hosts that stay of what only leaving hosts
-                        keep
-    some steps later    the copies are complete and count; the servers of the leaving host don't any
-                        more, and its workers go
+First the data that only its servers have is copied to other hosts. Then it leaves, between two
+turns.
 
-If all hosts leave, or if copying takes too long, they go at once, and what they kept is lost.
+    run.log             the workers of the host tell all others that it has to leave
+    after that step     all workers meet; hosts that stay begin to copy data that only leaving hosts
+                        have
+    some steps later    the copies are complete and replace the servers of the leaving host, and its
+                        workers leave
+
+If all hosts leave, or if copying takes too long, they leave at once, and their data is lost.
 """
 
 from __future__ import annotations
@@ -23,10 +25,15 @@ from paceline.sync.context import SyncContext
 
 
 class Departure:
-    """One worker's part in a departure; the worker is one of these `members`.
+    """One worker's part in the departure of a host.
 
-    `home` is its launcher, from which `orders` come; `keepers` returns the objects that look after
-    servers.
+    Args:
+        worker: Number of this worker.
+        members: Numbers of all workers, by rank.
+        orders: Commands of this worker's launcher.
+        context: Groups and settings of the strategy.
+        home: Name of this worker's launcher.
+        keepers: Returns the objects that look after servers.
     """
 
     def __init__(
@@ -41,47 +48,45 @@ class Departure:
     ) -> None:
         self._worker, self._members, self._orders = worker, members, orders
         self._context, self._home, self._keepers = context, home, keepers
-        self._asked: set[int] = set()  # workers of hosts that are asked to leave, as all know
+        self._asked: set[int] = set()  # workers of leaving hosts, as far as all workers know
         self._since: float | None = None  # when this worker began to wait for the copies
-        self._ready = False  # nothing keeps this worker any more
+        self._ready = False  # whether this worker may leave now
 
     @property
     def goes(self) -> bool:
-        """Whether this worker is to go now."""
+        """Whether this worker has to leave now."""
         return self._ready or (self._orders.leaving and not self._keepers())
 
     def let_go(self) -> None:
-        """Let this worker go between two turns, though its host stays."""
+        """Let this worker leave between two turns, although its host stays."""
         self._ready = True
 
-    # ---- what is told
+    # ---- requests
 
     @property
     def wish(self) -> int | None:
-        """Number of this worker if it is asked to leave, else None; sent to all with the logs."""
+        """Number of this worker if its host has to leave, else None. Sent to all with the logs."""
         return self._worker if self._orders.leaving else None
 
     def hear(self, wishes: Iterable[int | None]) -> None:
-        """Take in the `wish` of every worker, at the same step."""
+        """Note the `leave_request` of each worker. All of them are at the same step."""
         self._asked |= {wish for wish in wishes if wish is not None}
 
     def regroup(self, members: tuple[int, ...], wishes: Iterable[int | None]) -> None:
-        """Go on among these members, with wishes that a worker which has just joined doesn't
-        know.
-        """
+        """Move to a view with these members. A new worker also learns earlier requests."""
         self._members = members
         self.hear(wishes)
 
     def join_info(self) -> list[int]:
-        """Numbers of the workers whose wish to leave is known to all, for a worker that joined."""
+        """Numbers of the workers with a known request to leave, for a worker that joins."""
         return sorted(self._asked)
 
     # ---- in lockstep
 
     def step_ended(self) -> None:
-        """Copy what leaving hosts keep, after each step while a host is to leave.
+        """Copy the data of leaving hosts, after each step while a host has to leave.
 
-        Collective then.
+        Collective if any known worker has to leave and there are servers.
         """
         if not self._asked.isdisjoint(self._members) and self._keepers():
             leaving, staying, relieved = self._context.agreement.repeat_until_settled(
@@ -92,17 +97,19 @@ class Departure:
             self._ready = self._home in leaving and (relieved or not staying or self._waited())
 
     def _relieve(self) -> tuple[set[str], set[str], bool]:
-        """Hosts that leave, hosts that stay, and whether these have copies of all that the
-        others keep.
+        """Start or continue the copies of leaving hosts' data. Collective.
+
+        Returns the hosts that leave, the hosts that stay, and whether these have all copies.
         """
         agreement = self._context.agreement
-        mine = [agreement.origins[agreement.group.rank], self._home, self._orders.leaving]
+        own_answer = [agreement.origins[agreement.group.rank], self._home, self._orders.leaving]
         answers: list[Any] = [
-            json.loads(body) for body in agreement.meet("a host leaves", json.dumps(mine).encode())
+            json.loads(body)
+            for body in agreement.meet("a host leaves", json.dumps(own_answer).encode())
         ]
         hosts, leaving = (
             {worker: home for worker, home, _ in answers},
-            {home for _, home, asked in answers if asked},
+            {home for _, home, has_to_leave in answers if has_to_leave},
         )
         staying = {*hosts.values()} - leaving
         return (
@@ -114,13 +121,13 @@ class Departure:
     def _waited(self) -> bool:
         """Whether copying takes too long.
 
-        Where workers find so at different times, the earlier ones count as lost.
+        Workers may find this out at different times. Those that leave earlier count as lost.
         """
-        now, patience = time.monotonic(), self._context.deadline
+        now, deadline_seconds = time.monotonic(), self._context.deadline
         self._since = now if self._since is None else self._since
-        if now - self._since > patience:
+        if now - self._since > deadline_seconds:
             self._context.announce(
-                f"nobody has taken over within {patience:g} s what servers of this host keep: "
-                "it leaves all the same"
+                f"no other host has copied the data of this host's servers within "
+                f"{deadline_seconds:g} s: it leaves all the same"
             )
-        return now - self._since > patience
+        return now - self._since > deadline_seconds

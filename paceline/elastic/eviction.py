@@ -1,11 +1,11 @@
-"""Eviction: a worker that makes the others wait repeatedly is asked to leave, between two turns.
+"""Eviction: a worker that repeatedly makes the others wait has to leave, between two turns.
 
 looks at five flushes each      1       2       3       4
 ranks that are late             2      2, 3     2
-                                                2 goes ->
+                                                2 leaves ->
 
-After three looks in a row rank 2 leaves. The turn that is under way is dealt again to the others,
-so each sample still counts once.
+After three looks in a row rank 2 leaves. The turn that is under way is dealt again to the other
+workers, so each sample still counts once.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ def check(abilities: Abilities) -> None:
     """Raise `UsageError` if workers don't wait for each other in each step, or have servers."""
     if abilities.remote is not None or abilities.sample_queue is not None:
         raise UsageError(
-            "straggler='evict' is for strategies without servers; with a parameter server, "
-            "backup_workers=1 and straggler='drop' keep a "
-            "slow worker from being waited for"
+            "straggler='evict' is for strategies without servers; with a parameter server, use "
+            "backup_workers=1 or straggler='drop', so that a slow worker isn't waited for"
         )
 
 
 class WarningCount:
-    """Counts the looks in a row in which each worker was late.
+    """Counts the consecutive looks in which each worker was late.
 
-    A look that shares flushes with the one before doesn't count.
+    Looks overlap: each covers several flushes. Only looks that share no flush are counted.
     """
 
     def __init__(self) -> None:
@@ -43,9 +42,9 @@ class WarningCount:
         self._looks = 0
 
     def add(self, names: Sequence[int], judgement: Judgement) -> int | None:
-        """Take in a judgement over workers with these numbers.
+        """Count the late ranks of a judgement. `names` has the number of each rank's worker.
 
-        Returns the rank that has been late often enough, the latest of them.
+        Returns the rank that was late in enough looks, or the slowest if there are several.
         """
         self._looks += 1
         if self._looks % FLUSHES:
@@ -58,7 +57,7 @@ class WarningCount:
 
 
 class Eviction:
-    """Makes a worker leave that is late in `WARNINGS` looks, if enough workers remain.
+    """Evicts a worker that is late in several looks in a row, if enough workers remain.
 
     All workers choose the same one.
     """
@@ -67,12 +66,19 @@ class Eviction:
         self._view, self._leaving, self._history = view, leaving, history
         self._counts = WarningCount()
         self._names: tuple[int, ...] = ()
-        self._kept: set[int] = set()  # workers that would have had to leave, but are needed
+        self._kept: set[int] = set()  # late workers that stay because the job needs them
 
     def take(
         self, names: Sequence[int], judgement: Judgement | None, hosts: Sequence[str], me: int
     ) -> None:
-        """Take in the sensor's judgement, the same on all workers; `me` is the rank of this one."""
+        """Handle the sensor's judgement, which is equal on all workers.
+
+        Args:
+            names: Number of each rank's worker.
+            judgement: The late ranks. None: there is no judgement yet.
+            hosts: Host of each rank, for messages.
+            me: Rank of this worker.
+        """
         if tuple(names) != self._names:
             self._names, self._counts = tuple(names), WarningCount()
         if judgement is None:
@@ -80,16 +86,18 @@ class Eviction:
         rank = self._counts.add(names, judgement)
         if rank is None:
             return
-        who = named(frozenset({rank}), hosts)
-        why = f"{who} was late in {WARNINGS} looks in a row, for {judgement.words}"
-        needed = self._view.worker.place.min_workers
-        if len(names) <= needed:
+        worker_text = named(frozenset({rank}), hosts)
+        reason = f"{worker_text} was late in {WARNINGS} looks in a row, for {judgement.words}"
+        min_workers = self._view.worker.place.min_workers
+        if len(names) <= min_workers:
             if names[rank] not in self._kept:
                 self._kept.add(names[rank])
                 self._history.announce_event(
-                    f"{why}, and stays: the job needs {needed} workers (--min-workers)"
+                    f"{reason}, and stays: the job needs {min_workers} workers (--min-workers)"
                 )
             return
-        self._history.announce_event(f"{why}: it leaves, and its samples are dealt to the others")
+        self._history.announce_event(
+            f"{reason}: it leaves, and its samples are dealt to the others"
+        )
         if rank == me:
             self._leaving.let_go()

@@ -1,8 +1,7 @@
-"""The handover to workers that have less: the result of the last call, or the whole state.
+"""Hands the result of the last call, or the whole state, to workers that don't have it.
 
-rank 0   state -------------> rank 2 (new)     each new worker gets it from one that is near,
-rank 1   hash of its state    hash?            and has to come to the hash that most of the others
-                                               have
+rank 0   state -------------> rank 2 (new)     each new worker gets the state from a near worker
+rank 1   hash of its state    hash?            its hash must be that of most workers
 """
 
 from __future__ import annotations
@@ -22,52 +21,66 @@ from paceline.state.snapshot import byte_tensor, loads, pack
 
 
 class WholeState(Protocol):
-    """What has all of a worker's state."""
+    """Packs and loads all of a worker's state."""
 
     def give(self) -> tuple[bytes, str]:
-        """Return all of the state, and the hash of what is equal on all workers."""
+        """Pack all of the state, and hash the part that must be equal on all workers."""
         ...
 
     def take(self, state: bytes) -> str:
-        """Take over this state. Returns the hash of it."""
+        """Load a packed state, and return the hash of the part that must be equal."""
         ...
 
 
 def hand_over_state(group: Group, hosts: Sequence[int], old: int, owner: WholeState) -> list[int]:
-    """Give the state to the workers from rank `old` on; return ranks with another hash. Collective.
+    """Send the state to all new workers. Collective.
 
-    The hash of most workers is the right one. `hosts` has the host of each rank. Raises `Mismatch`
-    if the state that has come isn't the one that most workers have.
+    Args:
+        group: Group of all workers, old and new.
+        hosts: Host of each rank.
+        old: Number of old workers. New workers have the ranks from `old` on.
+        owner: Packs and loads the state of this worker.
+
+    Returns:
+        Ranks of the old workers whose hash differs from that of most workers.
+
+    Raises:
+        Mismatch: This worker is new, and the state that it got hasn't the hash of most workers.
     """
-    givers = {rank: nearest(rank, range(old), hosts) for rank in range(old, group.size)}
+    senders = {rank: nearest(rank, range(old), hosts) for rank in range(old, group.size)}
     body, digest = owner.give() if group.rank < old else (b"", "")
-    mine = body if group.rank in givers.values() else b""
-    heads = [
-        json.loads(head) for head in group.gather_bytes(json.dumps([len(mine), digest]).encode())
+    own_body = body if group.rank in senders.values() else b""
+    headers = [
+        json.loads(header)
+        for header in group.gather_bytes(json.dumps([len(own_body), digest]).encode())
     ]
-    sends = [(rank, byte_tensor(mine)) for rank, giver in givers.items() if giver == group.rank]
+    # All workers know all lengths and hashes now. One exchange sends the states.
+    sends = [
+        (rank, byte_tensor(own_body)) for rank, sender in senders.items() if sender == group.rank
+    ]
     received = (
-        torch.empty(heads[givers[group.rank]][0], dtype=torch.uint8)
-        if group.rank in givers
+        torch.empty(headers[senders[group.rank]][0], dtype=torch.uint8)
+        if group.rank in senders
         else None
     )
-    group.exchange(sends, [] if received is None else [(givers[group.rank], received)]).wait()
-    right, wrong = majority({rank: heads[rank][1] for rank in range(old)})
-    if received is not None and owner.take(received.numpy().tobytes()) != right:
+    group.exchange(sends, [] if received is None else [(senders[group.rank], received)]).wait()
+    majority_hash, odd_ranks = majority({rank: headers[rank][1] for rank in range(old)})
+    if received is not None and owner.take(received.numpy().tobytes()) != majority_hash:
         raise Mismatch(
-            f"the state that rank {givers[group.rank]} handed over is not what most workers have"
+            f"the state that rank {senders[group.rank]} handed over differs from that of most "
+            "workers; start this worker again"
         )
-    return list(wrong)
+    return list(odd_ranks)
 
 
 def hand_over_result(group: Group, plan: RecoveryPlan, last: Any) -> CallResult[Any] | None:
-    """Hand the result of the last call to the workers that were cut off in it; None for the others.
+    """Hand the result of the last call to the workers that were cut off in it. Collective.
 
-    Collective.
+    Returns None on all other workers.
     """
     if not plan.behind:
         return None
-    me = plan.members[group.rank]
-    body = pack([last]).dumps() if me == plan.teller else b""
-    found = group.gather_bytes(body)[plan.members.index(plan.teller)]
-    return CallResult(loads(found).unpack()[0]) if me in plan.behind else None
+    worker = plan.members[group.rank]
+    body = pack([last]).dumps() if worker == plan.teller else b""
+    packed = group.gather_bytes(body)[plan.members.index(plan.teller)]
+    return CallResult(loads(packed).unpack()[0]) if worker in plan.behind else None

@@ -1,17 +1,16 @@
-"""Turns that a worker still takes as they were dealt before a loss, as others had taken them before
-they heard of it.
+"""Turns that a worker has missed at a loss, and takes as they were dealt before it.
 
-Between two calls of all workers there may be turns without any: those of a round of local SGD, or
-of an evaluation. Workers that have the result of a call go on to the next, and hear there that a
-worker was lost; those that were cut off in the first are that many turns behind.
+Between two calls of all workers there may be turns without a call: those of a round of local SGD,
+or of an evaluation. A worker that has the result of a call goes on until the next call, and learns
+there that a worker was lost. A worker that was cut off in the first call is behind by these turns.
 
     step           4         5         6         7         8
     a     call k-1 |---------|---------|---------|---------| call k, in which a hears of the loss
     b     cut off in call k-1: gets its result from a, and takes steps 5 to 8 as they were dealt;
-          then all deal anew
+          then the batches are dealt to the remaining workers
 
-So loaders, which ask before each turn who takes part, are told of the change when they have asked
-as often as those of the others.
+A loader asks before each turn whether the group of workers has changed. The loaders of a worker
+that is behind hear about the change only after as many answers as those of the other workers.
 """
 
 from __future__ import annotations
@@ -21,27 +20,30 @@ from collections.abc import Callable, Iterator
 
 
 class MissedTurns:
-    """How often the loaders of one worker have asked since it completed its last call, and how
-    often they are still told what was before.
+    """Counts the answers to loaders since the last completed call, and the answers to be repeated.
 
-    `calls` returns how many calls this worker has completed; `answer` is what counts as the last
-    answer before there is one.
+    An answer is the generation of the group of workers.
+
+    Args:
+        calls: Returns the number of calls that this worker has completed.
+        answer: The answer to be repeated if there was none before.
     """
 
     def __init__(self, calls: Callable[[], int], *, answer: int = 0) -> None:
         self._calls, self._as_of, self._answer = calls, 0, answer
         self._asked = self._left = 0
-        self.admits = False  # this worker is letting others in
+        self.admits = False  # whether this worker is letting new workers in
 
     @property
     def asked(self) -> int:
-        """How often loaders have been answered since the last completed call."""
+        """Number of answers to loaders since the last completed call."""
         return self._asked if self._as_of == self._calls() else 0
 
     @contextlib.contextmanager
     def admission(self) -> Iterator[None]:
-        """Mark that this worker lets others in, in calls that those who are behind have to make,
-        too.
+        """Mark that this worker lets new workers in during the block.
+
+        Workers that are behind then have to make the same calls.
         """
         self.admits = True
         try:
@@ -50,20 +52,20 @@ class MissedTurns:
             self.admits = False
 
     def begin(self, asked: int) -> None:
-        """Be as many answers behind the others, with this worker's last call completed."""
+        """Repeat the last answer this number of times. The last call is completed by now."""
         self._left = asked
 
     @property
     def behind(self) -> bool:
-        """Whether the next answer is one that the others had before they heard of a loss."""
+        """Whether the next answer is one that other workers had before they learned of the loss."""
         return self._left > 0
 
     def repeat(self) -> int:
-        """Return the answer before, as the others had it, too."""
+        """Repeat the answer from before the loss."""
         self._left -= 1
         return self.answer(self._answer)
 
     def answer(self, generation: int) -> int:
-        """Answer of a loader's question, which is counted."""
+        """Record `generation` as the answer to a loader, and return it."""
         self._asked, self._as_of, self._answer = self.asked + 1, self._calls(), generation
         return generation

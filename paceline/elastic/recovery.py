@@ -1,13 +1,14 @@
-"""Recovery of a run when workers are lost, and admission of others: new groups are made for each
-view that the launchers agree on.
+"""Recovery of a run when workers are lost, and admission of new workers.
 
-    loss      any call fails -> all living workers meet in the new view, say how far they are, and
-              go on together (`fault.recover`)
-    joining   a new worker waits; those that train let it in between two turns, and give it their
-              state
+A view is a set of workers on which the launchers agree. New groups are made for each view.
 
-Each launcher tells its workers of a view (`cluster.control.commands`); the first worker of a view
-serves the store in which members meet.
+    loss      any call fails -> the remaining workers meet in the new view, exchange their progress,
+              and go on together (`elastic.recover`)
+    joining   a new worker waits; the workers that train let it in between two turns, and send it
+              their state
+
+Each launcher tells its workers about a view (`cluster.control.commands`). The first worker of a
+view serves the store in which its members meet.
 """
 
 from __future__ import annotations
@@ -45,61 +46,68 @@ from paceline.workers.groups import WorkerContext, everyone
 
 @dataclass(frozen=True)
 class ViewGroups:
-    """The workers of a view, and the groups made for it."""
+    """The workers of a view, and the groups made for it.
+
+    Attributes:
+        worker_context: Context of this worker in the view.
+        group: Group of all workers.
+        members: Numbers of the workers, by rank. No number is used twice in a job.
+        origins: Ranks of the workers at the start of the job. A worker that joined later has a
+            number of its own.
+        turn: The turn in which nothing more can be exchanged. 0: none.
+        layout: The `join_info` of the run, for a worker that joins.
+    """
 
     worker_context: WorkerContext
     group: Group
-    members: tuple[int, ...]  # numbers of the workers, by rank; none is used twice in a job
-    # ranks of the workers at the start, or numbers of their own for later ones
+    members: tuple[int, ...]
     origins: tuple[int, ...]
-    turn: int = 0  # the turn in which nothing more can be exchanged; 0: none
-    layout: Any = None  # of what the strategy exchanges, for a worker that joins
+    turn: int = 0
+    layout: Any = None
 
 
 @dataclass
 class JoinRequest:
-    """Where a worker waits to be let in: the store of one view."""
+    """A request of a new worker to be let in, in the store of one view."""
 
     roster: Roster
     cancel_scope: CancelScope
-    here: Store | None = None  # once it is open
+    here: Store | None = None  # None until it is open
 
 
 class SurvivingRun(WholeState, Protocol):
-    """What a recovery needs of the run that survives."""
+    """The run that survives losses, as its recovery sees it."""
 
-    def regroup(self, founded: ViewGroups) -> None:
-        """Go on in other groups."""
+    def regroup(self, groups: ViewGroups) -> None:
+        """Move to other groups. Collective."""
         ...
 
     def turn(self) -> int:
-        """Return the number of the turn of training under way, from 1 on; 0 if there is none."""
+        """Number of the turn of training under way, counted from 1; 0 if there is none."""
         ...
 
     def lost(self, text: str) -> None:
-        """Announce what has happened, in words."""
+        """Announce an event to the user."""
         ...
 
     def figures(self) -> Any:
-        """Small figures that are sent to the others now and then, for `hear`; msgpack can pack
-        them.
-        """
+        """News of this worker for the others, which msgpack can pack."""
         ...
 
     def hear(self, all_figures: Sequence[Any], members: tuple[int, ...]) -> None:
-        """Take in the `figures` of all workers, which have just taken the same step."""
+        """Handle the news of all workers. All of them have just taken the same step."""
         ...
 
     def depart(self) -> None:
-        """Wait until what this worker is sending to others has arrived, before it leaves."""
+        """Wait until all data that this worker sends has arrived, before it leaves."""
         ...
 
     def fates(self, before: tuple[int, ...]) -> str:
-        """Words about the fate of state that only lost members had; empty if they had none."""
+        """Text about the fate of state that only lost members had; empty if there was none."""
         ...
 
     def servers_lost(self) -> list[str]:
-        """Return the names of the servers lost since the last call."""
+        """Names of the servers that were lost since the last call."""
         ...
 
     def join_info(self) -> Any:
@@ -107,14 +115,24 @@ class SurvivingRun(WholeState, Protocol):
         ...
 
     def form(self) -> str:
-        """Form of a state that fits this run; compared before a state is handed over."""
+        """Digest of the models and options. A state fits only a run with an equal digest."""
         ...
 
 
 class Recovery:
-    """One worker's part in surviving losses.
+    """One worker's part in surviving losses and letting new workers in.
 
-    `orders` come from its launcher; `members` are the numbers of all workers at the start.
+    Invariants: `members`, `view` and `generation` describe the groups in use. They change together,
+    at the same call on all workers. `pending_view` is 0, or a view newer than `view` that all
+    workers know. `has_no_state` holds from the start of a new worker until it has the state of the
+    others.
+
+    Args:
+        worker_context: Context of this worker.
+        agreement: Agreement between all workers.
+        heart: The run that survives.
+        orders: Commands of this worker's launcher.
+        members: Numbers of all workers at the start, by rank.
     """
 
     def __init__(
@@ -129,18 +147,18 @@ class Recovery:
         assert place.worker is not None
         self.worker, self.orders, self.members = place.worker, orders, members
         self._timings = place.timings.recovery
-        self.generation = 0  # how often the group of workers has changed
+        self.generation = 0  # number of changes of the group of workers
         self.view = 0 if place.joining else 1
         self.fresh = place.joining  # this worker has no state yet
-        self.pending = 0  # the view in which a worker waits to be let in, as all know; 0: none
+        self.pending = 0  # view in which a worker waits to be let in; 0: none
         self._worker_context, self._agreement, self._heart = worker_context, agreement, heart
-        # as of when it is let in
+        # A new worker counts from the moment at which it is let in.
         self.missed_turns = MissedTurns(lambda: agreement.calls, answer=int(place.joining))
         self._server = serve(place)
-        self._before = self.members  # as of the last event
+        self._before = self.members  # members at the last announcement
 
     def arm(self) -> None:
-        """Survive losses from now on: all workers are about to make the same call."""
+        """Survive losses from now on. All workers are about to make the same call."""
         if self._agreement.recovery is not None:
             return
         self.orders.arm(
@@ -155,93 +173,98 @@ class Recovery:
     # ---- losses
 
     def recover(self, error: PacelineError) -> CallResult[Any] | None:
-        """Meet with all living workers and go on.
+        """Meet with all remaining workers, and go on with them in new groups.
+
+            wait for a view without a member -> meet in its store -> make groups -> announce
+                    ^                                  |                 |
+                    +---------- newer view ------------+---- loss -------+
 
         Returns the result of the call that failed here, or None if no worker completed it.
         """
-        # the view in which I have said that groups are broken
-        began, discarded, complained = time.monotonic(), False, math.inf
-        # of a server no launcher may know
+        # `reported_view` is the view for which this worker has reported broken groups; inf: none.
+        start, view_is_void, reported_view = time.monotonic(), False, math.inf
+        # Launchers may never notice the loss of a server. So the report about it doesn't wait.
         seconds = 0.0 if isinstance(error, ServerLost) else self._timings.view
         while True:
             roster = (
                 self.orders.newer(self.view, self._timings.view)
-                if discarded
-                else self.orders.breaking(seconds, complained)
+                if view_is_void
+                else self.orders.breaking(seconds, reported_view)
             )
-            if roster is None and (latest := max(self.view, self.orders.latest)) == complained:
+            if roster is None and (latest := max(self.view, self.orders.latest)) == reported_view:
                 raise error
-            # no worker has died: a connection broke; launchers that had decided on another view did
-            # not hear it
+            # No new view came: no worker has died, but a connection broke. Report it to the
+            # launchers, and wait for their next view. After a second timeout, give up.
             if roster is None:
-                complained, seconds = latest, self._timings.view
+                reported_view, seconds = latest, self._timings.view
                 events.broken(self._worker_context.place, latest)
                 continue
-            complained, discarded, self.view = math.inf, False, roster.number
+            reported_view, view_is_void, self.view = math.inf, False, roster.number
             if self.worker not in roster.workers:
                 raise WorkerLost(
-                    "the others went on without this worker: it was out of reach, "
+                    "the other workers went on without this one: it was out of reach, "
                     "or they took it for dead"
                 ) from error
+            # If another worker is lost in this block, the next view makes a new attempt.
             with contextlib.suppress(*LOSSES, DeadlineExceeded):
                 cancel_scope = self._armed(roster, roster.workers)
-                here = open_store(self._worker_context, roster, cancel_scope).sub(
+                store = open_store(self._worker_context, roster, cancel_scope).sub(
                     f"view{roster.number}"
                 )
-                if (reaches := self._meet(here, roster)) is not None:
+                if (progress := self._meet(store, roster)) is not None:
                     result = self._regroup(
-                        roster, here.sub("groups"), decide(reaches), cancel_scope
+                        roster, store.sub("groups"), decide(progress), cancel_scope
                     )
-                    self._say(time.monotonic() - began, error)
+                    self._say(time.monotonic() - start, error)
                     return result
-                discarded = True
+                view_is_void = True
 
     def _regroup(
-        self, roster: Roster, here: Store, plan: RecoveryPlan, cancel_scope: CancelScope
+        self, roster: Roster, store: Store, plan: RecoveryPlan, cancel_scope: CancelScope
     ) -> CallResult[Any] | None:
-        worker_context = moved(self._worker_context, roster, here, plan.members, cancel_scope)
+        """Make the groups of a view, and hand the result of the last call to workers behind."""
+        worker_context = moved(self._worker_context, roster, store, plan.members, cancel_scope)
         group = everyone(worker_context)
         self._found(ViewGroups(worker_context, group, plan.members, plan.origins, plan.turn))
         self.pending = roster.number if plan.admits else 0
         self.missed_turns.begin(plan.asked if self.worker in plan.behind else 0)
         return hand_over_result(group, plan, self._agreement.last)
 
-    def _found(self, founded: ViewGroups) -> None:
-        self.members, self._worker_context = founded.members, founded.worker_context
+    def _found(self, groups: ViewGroups) -> None:
+        self.members, self._worker_context = groups.members, groups.worker_context
         self.generation += 1
-        self._heart.regroup(founded)
+        self._heart.regroup(groups)
 
-    def _meet(self, here: Store, roster: Roster) -> dict[int, WorkerProgress] | None:
-        """Exchange how far each worker of a view has come; None if all meet in a newer view
-        instead.
+    def _meet(self, store: Store, roster: Roster) -> dict[int, WorkerProgress] | None:
+        """Exchange the progress of all workers of a view; None if they meet in a newer view.
 
-        A worker may have heard of a newer view, and never come here. So the first word in the store
-        counts for all: "go", or "void".
+        A worker may have heard of a newer view, and never come to this one. So the first word in
+        the store counts for all workers: "go", or "void".
         """
         agreement, keys = self._agreement, [f"reach/{worker}" for worker in roster.workers]
         origin = -1 if self.fresh else agreement.origins[agreement.group.rank]
-        mine = WorkerProgress(
+        own_progress = WorkerProgress(
             origin,
             agreement.calls,
             self._heart.turn(),
             self.missed_turns.asked,
             self.missed_turns.admits,
         )
-        here.put(f"reach/{self.worker}", mine.dump())
-        word, end = "", time.monotonic() + self._worker_context.deadline
+        store.put(f"reach/{self.worker}", own_progress.dump())
+        word, deadline = "", time.monotonic() + self._worker_context.deadline
         while not word:
-            if here.has(keys):
-                word = here.first("word", "go")
+            if store.has(keys):
+                word = store.first("word", "go")
             elif self.orders.newer(roster.number, self._timings.meet_look) is not None:
-                word = here.first("word", "void")
-            elif time.monotonic() > end:
+                word = store.first("word", "void")
+            elif time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"not all workers of view {roster.number} came together within "
                     f"{self._worker_context.deadline:g} s"
                 )
         return (
             {
-                worker: WorkerProgress(*here.take(key))
+                worker: WorkerProgress(*store.take(key))
                 for worker, key in zip(roster.workers, keys, strict=True)
             }
             if word == "go"
@@ -249,38 +272,42 @@ class Recovery:
         )
 
     def _say(self, seconds: float, error: PacelineError) -> None:
-        before, self._before = self._before, self.members
-        gone = [str(rank) for rank, member in enumerate(before) if member not in self.members]
-        who = _lost(gone, self._heart.servers_lost()) or f"a connection broke ({error})"
+        """Announce the losses, the duration of the recovery, and the fate of unreplicated state."""
+        members_before, self._before = self._before, self.members
+        lost_ranks = [
+            str(rank) for rank, member in enumerate(members_before) if member not in self.members
+        ]
+        cause = _lost(lost_ranks, self._heart.servers_lost()) or f"a connection broke ({error})"
         workers = f"{len(self.members)} worker{'s' * (len(self.members) > 1)}"
         self._heart.lost(
-            f"{who}: {workers} went on after {seconds:.2f} s (view "
-            f"{self.view}){self._heart.fates(before)}"
+            f"{cause}: {workers} went on after {seconds:.2f} s (view "
+            f"{self.view}){self._heart.fates(members_before)}"
         )
 
     def _armed(self, roster: Roster, members: tuple[int, ...]) -> CancelScope:
-        """Scope that breaks the connections of this view once one of its members is lost."""
+        """Make a scope that is cancelled as soon as one of these members is lost."""
         cancel_scope = CancelScope()
         self.orders.arm(roster.number, frozenset(members), lambda: _trip(cancel_scope))
         return cancel_scope
 
-    # ---- coming
+    # ---- joining
 
     def depart(self) -> None:
-        """Let arrive what this worker is sending to others, before it leaves between two turns."""
+        """Wait until all data that this worker sends has arrived, before it leaves."""
         self._heart.depart()
 
     def news(self) -> list[Any]:
-        """News of this worker for the others, sent when all hand over their logs."""
+        """Collect the news of this worker, which are sent when all hand over their logs."""
         return [self.orders.latest, self._heart.figures()]
 
     def hear(self, news: Sequence[Any]) -> None:
-        """Take in the `news` of all workers."""
+        """Handle the news of all workers."""
+        # The minimum is the newest view of which all workers have heard.
         self.note(min(latest for latest, _ in news))
         self._heart.hear([figures for _, figures in news], self.members)
 
     def note(self, latest: int) -> None:
-        """Note that all workers have heard of this view, so that its new workers can be let in."""
+        """Note that all workers know the view `latest`, so its new workers can be let in."""
         if latest > self.view and not {*self.orders.roster(latest).workers} <= {*self.members}:
             self.pending = latest
 
@@ -298,11 +325,9 @@ class Recovery:
         return len(self.members) < self._worker_context.place.min_workers
 
     def wait(self) -> None:
-        """Wait until there are enough workers, and agree on the view that lets others in.
+        """Wait until there are enough workers, and agree on the view that lets new ones in.
 
-        Collective.
-
-        The launchers may end the job in the meantime.
+        Collective. The launchers may end the job in the meantime.
         """
         while (
             len(self.orders.roster(self.orders.latest).workers)
@@ -317,76 +342,80 @@ class Recovery:
         )
 
     def admit(self, prepare: Callable[[], None]) -> None:
-        """Let waiting workers in, between two turns, after `prepare`, which makes calls of all.
+        """Let waiting workers in, between two turns. Collective.
 
-        Collective.
+        `prepare` comes first. It may make collective calls.
         """
         with self.missed_turns.admission():
             prepare()
             self._agreement.attempt_call(self._admit)
 
     def _admit(self) -> None:
-        number, self.pending = max(self.view, self.pending), 0
-        roster = self.orders.roster(number)
+        view, self.pending = max(self.view, self.pending), 0
+        roster = self.orders.roster(view)
         if {*roster.workers} <= {*self.members}:
             return
-        # One worker decides which join, and all hear it in the group that they have: the joining
-        # ones may be lost meanwhile.
-        fresh, refused = json.loads(
+        # The first worker decides which workers join. The others hear it in the old group, because
+        # the new workers may be lost meanwhile.
+        accepted, refused = json.loads(
             self._agreement.tell_everyone(
                 "who comes", lambda: json.dumps(self._look(roster)).encode()
             )
         )
-        self.view = number
+        self.view = view
         if refused:
             self._heart.lost(
-                f"{len(refused)} new worker(s) were refused: "
-                "they are of another model, or version of paceline"
+                f"{len(refused)} new worker(s) were refused: they have another model or another "
+                "version of paceline; start them with the same script and version"
             )
-        if fresh:
-            self._let_in(roster, tuple(fresh))
+        if accepted:
+            self._let_in(roster, tuple(accepted))
         else:
             self.orders.arm(
-                number, frozenset(self.members), lambda: _trip(self._worker_context.cancel_scope)
+                view, frozenset(self.members), lambda: _trip(self._worker_context.cancel_scope)
             )
 
     def _look(self, roster: Roster) -> tuple[list[int], list[int]]:
-        """New workers of this view that train the same model, and new workers that don't.
+        """Divide the new workers of a view into those with the same model and those without.
 
-        Both are empty if a newer view has come.
+        Writes the answer for them into the store. Both lists are empty if a newer view has come.
         """
-        forms: dict[int, str] = {}
+        digests: dict[int, str] = {}
         new = [worker for worker in roster.workers if worker not in self.members]
         with contextlib.suppress(*LOSSES):
-            here = open_store(self._worker_context, roster, CancelScope()).sub(
+            store = open_store(self._worker_context, roster, CancelScope()).sub(
                 f"view{roster.number}"
             )
-            end = time.monotonic() + self._timings.form
+            # Each new worker has written the digest of its model. Wait for all of them.
+            deadline = time.monotonic() + self._timings.form
             while (
-                len(forms) < len(new)
+                len(digests) < len(new)
                 and self.orders.latest == roster.number
-                and time.monotonic() < end
+                and time.monotonic() < deadline
             ):
-                worker = new[len(forms)]
+                worker = new[len(digests)]
                 with contextlib.suppress(DeadlineExceeded):
-                    forms[worker] = here.take(f"form/{worker}", self._timings.look)
-            fresh = [worker for worker in new if forms.get(worker) == self._heart.form()]
-            refused = [worker for worker in forms if worker not in fresh]
+                    digests[worker] = store.take(f"form/{worker}", self._timings.look)
+            accepted = [worker for worker in new if digests.get(worker) == self._heart.form()]
+            refused = [worker for worker in digests if worker not in accepted]
             if self.orders.latest == roster.number:
                 invitation = _invitation(
-                    self._agreement, self.members, fresh, self._heart.join_info()
+                    self._agreement, self.members, accepted, self._heart.join_info()
                 )
-                here.put("admitted", invitation | {"refused": refused})
-                return fresh, refused
+                store.put("admitted", invitation | {"refused": refused})
+                return accepted, refused
         return [], []
 
-    def _let_in(self, roster: Roster, fresh: tuple[int, ...]) -> None:
-        members, old = (*self.members, *fresh), len(self.members)
-        invitation = _invitation(self._agreement, self.members, fresh, self._heart.join_info())
+    def _let_in(self, roster: Roster, new_workers: tuple[int, ...]) -> None:
+        """Make groups with these new workers, and send them the state. Collective."""
+        members, old_size = (*self.members, *new_workers), len(self.members)
+        invitation = _invitation(
+            self._agreement, self.members, new_workers, self._heart.join_info()
+        )
         cancel_scope = self._armed(roster, members)
-        here = open_store(self._worker_context, roster, cancel_scope).sub(f"view{roster.number}")
+        store = open_store(self._worker_context, roster, cancel_scope).sub(f"view{roster.number}")
         worker_context = moved(
-            self._worker_context, roster, here.sub("let in"), members, cancel_scope
+            self._worker_context, roster, store.sub("let in"), members, cancel_scope
         )
         self._found(
             ViewGroups(
@@ -397,126 +426,128 @@ class Recovery:
                 layout=invitation["layout"],
             )
         )
-        self._hand_over(old)
+        self._hand_over(old_size)
         self._agreement.meet("let in")
-        self._welcome(old)
+        self._welcome(old_size)
 
-    def _welcome(self, old: int) -> None:
+    def _welcome(self, old_size: int) -> None:
         self._before = self.members
-        ranks = ", ".join(str(rank) for rank in range(old, len(self.members)))
+        ranks = ", ".join(str(rank) for rank in range(old_size, len(self.members)))
         self._heart.lost(
             f"rank {ranks} has come: {len(self.members)} workers go on (view {self.view})"
         )
 
-    def _hand_over(self, old: int) -> None:
-        """Give the state to the workers from rank `old` on."""
-        wrong = hand_over_state(
-            self._agreement.group, self._worker_context.cluster.where(), old, self._heart
+    def _hand_over(self, old_size: int) -> None:
+        """Send the state to the new workers, which have the ranks from `old_size` on."""
+        odd_ranks = hand_over_state(
+            self._agreement.group, self._worker_context.cluster.where(), old_size, self._heart
         )
         self.fresh = False
-        if wrong:
+        if odd_ranks:
             self._heart.lost(
-                f"rank {', '.join(map(str, wrong))} has other parameters than most workers"
+                f"rank {', '.join(map(str, odd_ranks))} has other parameters than most workers"
             )
 
     def join(self) -> None:
-        """Wait to be let in, and take over the state of the others."""
+        """Wait to be let in, and load the state of the other workers."""
         events.ready(self._worker_context.place)
-        # one of each view: those that train may answer in an earlier one, as they hear of views
-        # later
-        doors: list[JoinRequest] = []
-        heard, end = self.view, time.monotonic() + self._worker_context.deadline
-        alone = DeadlineExceeded(
-            f"nobody let this worker in within {self._worker_context.deadline:g} s"
+        # One request for each view. The workers that train hear of views later, so they may answer
+        # in an earlier one.
+        requests: list[JoinRequest] = []
+        newest_view, deadline = self.view, time.monotonic() + self._worker_context.deadline
+        timeout_error = DeadlineExceeded(
+            f"the workers of the run have not let this worker in within "
+            f"{self._worker_context.deadline:g} s; start it again"
         )
-        lost: PacelineError = alone
+        last_error: PacelineError = timeout_error
         while self.fresh:
-            if (roster := self.orders.newer(heard, self._timings.join_look)) is not None:
-                heard, lost, end = (
+            if (roster := self.orders.newer(newest_view, self._timings.join_look)) is not None:
+                newest_view, last_error, deadline = (
                     roster.number,
-                    alone,
+                    timeout_error,
                     time.monotonic() + self._worker_context.deadline,
                 )
-                doors += (
+                requests += (
                     [JoinRequest(roster, CancelScope())] if self.worker in roster.workers else []
                 )
-            elif time.monotonic() > end:
-                raise lost
-            for door in list(doors):
+            elif time.monotonic() > deadline:
+                raise last_error
+            for request in list(requests):
                 try:
-                    if self._opens(door):
-                        self._enter(door)
+                    if self._opens(request):
+                        self._enter(request)
                         break
                 except LOSSES as error:
-                    doors.remove(door)
-                    # those that train are lost, too: a newer view comes soon, or no worker is left
-                    # to join
-                    if door.roster.number == heard:
-                        lost, end = error, time.monotonic() + self._timings.view
+                    requests.remove(request)
+                    # A worker that trains was lost, too. A newer view comes soon, or no worker is
+                    # left to join.
+                    if request.roster.number == newest_view:
+                        last_error, deadline = error, time.monotonic() + self._timings.view
         self._agreement.attempt_call(
             lambda: self._agreement.meet("let in") if self.generation == 1 else self._admit()
         )
 
-    def _opens(self, door: JoinRequest) -> bool:
-        """Whether the workers that train have said in this view whom they let in."""
-        if door.here is None:
-            door.here = open_store(self._worker_context, door.roster, door.cancel_scope).sub(
-                f"view{door.roster.number}"
-            )
-            door.here.put(f"form/{self.worker}", self._heart.form())
-            door.here.put(f"reach/{self.worker}", WorkerProgress(-1).dump())
-        # as all say after a loss
-        if door.here.has([f"reach/{worker}" for worker in door.roster.workers]):
-            # or raises
+    def _opens(self, request: JoinRequest) -> bool:
+        """Whether the workers that train have answered in this view."""
+        if request.here is None:
+            request.here = open_store(
+                self._worker_context, request.roster, request.cancel_scope
+            ).sub(f"view{request.roster.number}")
+            request.here.put(f"form/{self.worker}", self._heart.form())
+            request.here.put(f"reach/{self.worker}", WorkerProgress(-1).dump())
+        # After a loss all workers of a view write their progress, and this worker isn't let in.
+        # `decide` raises if no worker with state is left.
+        if request.here.has([f"reach/{worker}" for worker in request.roster.workers]):
             decide(
                 {
-                    worker: WorkerProgress(*door.here.take(f"reach/{worker}"))
-                    for worker in door.roster.workers
+                    worker: WorkerProgress(*request.here.take(f"reach/{worker}"))
+                    for worker in request.roster.workers
                 }
             )
-        return door.here.has(["admitted"])
+        return request.here.has(["admitted"])
 
-    def _enter(self, door: JoinRequest) -> None:
-        assert door.here is not None
-        found = door.here.take("admitted")
-        roster, members = door.roster, tuple(found["members"])
+    def _enter(self, request: JoinRequest) -> None:
+        """Enter the groups of a view as a new worker, and load the state."""
+        assert request.here is not None
+        invitation = request.here.take("admitted")
+        roster, members = request.roster, tuple(invitation["members"])
         if self.worker not in members:
-            raise _turned_away(self._timings.form, refused=self.worker in found["refused"])
-        self.orders.arm(roster.number, frozenset(members), lambda: _trip(door.cancel_scope))
+            raise _turned_away(self._timings.form, refused=self.worker in invitation["refused"])
+        self.orders.arm(roster.number, frozenset(members), lambda: _trip(request.cancel_scope))
         worker_context = moved(
-            self._worker_context, roster, door.here.sub("let in"), members, door.cancel_scope
+            self._worker_context, roster, request.here.sub("let in"), members, request.cancel_scope
         )
-        self._agreement.skip_calls(found["calls"])
+        self._agreement.skip_calls(invitation["calls"])
         self.generation, self.view = 0, roster.number
         self._found(
             ViewGroups(
                 worker_context,
                 everyone(worker_context),
                 members,
-                tuple(found["origins"]),
-                layout=found["layout"],
+                tuple(invitation["origins"]),
+                layout=invitation["layout"],
             )
         )
-        self._hand_over(found["old"])
-        self._welcome(found["old"])
+        self._hand_over(invitation["old"])
+        self._welcome(invitation["old"])
         self._survive()
 
 
 def _turned_away(seconds: float, *, refused: bool) -> PacelineError:
-    """Error of a worker that was not let in: it was refused, or waited too long."""
+    """Make the error of a worker that was not let in: it was refused, or came too late."""
     if refused:
         return Mismatch(
-            "this worker trains another model than those who run, or has another version of "
-            "paceline: they go on without it"
+            "this worker has another model than the running workers, or another version of "
+            "paceline: they go on without it; start it with the same script and version"
         )
     return DeadlineExceeded(
-        f"those who run waited {seconds:g} s for this worker, and went on without it: "
+        f"the running workers waited {seconds:g} s for this worker, and went on without it: "
         "start it again"
     )
 
 
 def _lost(ranks: Sequence[str], servers: list[str]) -> str:
-    """Say which ranks and servers were lost; empty if none were."""
+    """Describe which ranks and servers were lost; empty if none were."""
     names = [f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"] * bool(ranks) + servers
     return (
         f"{', '.join(names)} {'were' if len(ranks) > 1 or len(names) > 1 else 'was'} lost"
@@ -530,13 +561,16 @@ def _trip(cancel_scope: CancelScope) -> None:
 
 
 def _invitation(
-    agreement: Agreement, members: tuple[int, ...], fresh: Sequence[int], layout: Any
+    agreement: Agreement, members: tuple[int, ...], new_workers: Sequence[int], layout: Any
 ) -> dict[str, Any]:
-    """Facts for new workers, whose numbers are `fresh`."""
-    numbers = itertools.count(agreement.highest + 1)
-    origins = (*agreement.origins, *(number for number, _ in zip(numbers, fresh, strict=False)))
+    """Make the facts that new workers need to enter the groups."""
+    unused_numbers = itertools.count(agreement.highest + 1)
+    origins = (
+        *agreement.origins,
+        *(number for number, _ in zip(unused_numbers, new_workers, strict=False)),
+    )
     return {
-        "members": (*members, *fresh),
+        "members": (*members, *new_workers),
         "origins": origins,
         "old": len(members),
         "layout": layout,

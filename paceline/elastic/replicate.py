@@ -1,11 +1,11 @@
-"""Replicas of state that a single worker has, in the memory of workers on other hosts.
+"""Copies of state that a single worker has, in the memory of workers on other hosts.
 
-    host 0   rank 0 ──┐            A rank that has such state is an owner. The next host that has
-    host 1   rank 2 <─┘ ──┐        owners keeps its copy, and the first host keeps the last one's.
-    host 2   rank 4     <─┘        On one host, the next owner keeps it.
+    host 0   rank 0 ──┐            A rank with such state is an owner. Hosts with owners form a
+    host 1   rank 2 <─┘ ──┐        ring, and each keeps the copies of the host before it. If there
+    host 2   rank 4     <─┘        is only one host, its owners form a ring.
 
-After Gemini (Wang et al., SOSP 2023). So two hosts may be lost at once, unless one keeps the copy
-of the other.
+After Gemini (Wang et al., SOSP 2023). Two hosts may be lost at once, unless one of them keeps the
+copies of the other.
 """
 
 from __future__ import annotations
@@ -28,72 +28,76 @@ from paceline.state.checksum import checksums
 from paceline.state.snapshot import DTYPES, Json, Snapshot, byte_tensor, pack, raw, shaped
 from paceline.workers.replicate import Replicate
 
-FORM: Final = 1  # of a label
+FORM: Final = 1  # version of a label
 BUDGET: Final = 0.10  # part of the time that copies may take
-ALIGNED: Final = 64  # bytes: each tensor begins at a multiple
+ALIGNED: Final = 64  # each tensor begins at a multiple of this number of bytes
 
-# ---- which worker keeps what, and how often
+# ---- which worker keeps each copy, and how often copies are made
 
 
 def check(replicate: Replicate) -> None:
     """Raise `UsageError` for an invalid value of `replicate`."""
-    wrong = unknown("replicate", replicate, Replicate)
-    if wrong and (type(replicate) is not int or replicate < 1):
-        raise UsageError(f"{wrong}; or a number of steps, 1 or more")
+    problem = unknown("replicate", replicate, Replicate)
+    if problem and (type(replicate) is not int or replicate < 1):
+        raise UsageError(f"{problem}; or a number of steps, 1 or more")
 
 
 def keepers(hosts: Mapping[int, int]) -> dict[int, int]:
-    """Return the keeper of each owner's copy; `hosts` are the hosts of the owners, by rank.
+    """Assign a keeper to the copy of each owner. Both are ranks.
 
-    None where there is one owner only.
+    `hosts` has the host of each owner, by rank. The result is empty if there is only one owner.
     """
     by_host: dict[int, list[int]] = {}
     for rank in sorted(hosts):
         by_host.setdefault(hosts[rank], []).append(rank)
     ring = [by_host[host] for host in sorted(by_host)]
     if len(ring) == 1:
-        (alone,) = ring
+        (owners,) = ring
         return (
-            {rank: alone[(place + 1) % len(alone)] for place, rank in enumerate(alone)}
-            if len(alone) > 1
+            {rank: owners[(index + 1) % len(owners)] for index, rank in enumerate(owners)}
+            if len(owners) > 1
             else {}
         )
     following = [*ring[1:], *ring[:1]]
     return {
-        rank: there[place % len(there)]
-        for here, there in zip(ring, following, strict=True)
-        for place, rank in enumerate(here)
+        rank: next_owners[index % len(next_owners)]
+        for host_owners, next_owners in zip(ring, following, strict=True)
+        for index, rank in enumerate(host_owners)
     }
 
 
-def heirs(held: Sequence[Mapping[int, int]], gone: Iterable[int]) -> dict[int, int | None]:
-    """Rank with the newest copy of each lost owner's state; None if no rank has one.
+def heirs(
+    held_steps: Sequence[Mapping[int, int]], lost_owners: Iterable[int]
+) -> dict[int, int | None]:
+    """Find the rank with the newest copy of each lost owner's state; None if no rank has one.
 
-    `held` has for each rank the steps of the copies that it keeps, by owner. Of several ranks it is
-    the first.
+    `held` has, for each rank, the steps of the copies that it keeps, by owner. If several ranks
+    have equally new copies, it is the first of them.
     """
     newest: dict[int, int | None] = {}
-    for owner in gone:
-        steps = {rank: copies[owner] for rank, copies in enumerate(held) if owner in copies}
+    for owner in lost_owners:
+        steps = {rank: copies[owner] for rank, copies in enumerate(held_steps) if owner in copies}
         newest[owner] = max(steps, key=lambda rank: (steps[rank], -rank)) if steps else None
     return newest
 
 
 class ReplicationTimes(NamedTuple):
-    """The times that one worker has measured, in seconds."""
+    """Times that one worker has measured, in seconds."""
 
-    stall: float  # how long a step stood still for a copy
-    transfer: float  # how long a copy was on its way
-    step: float  # a step beside which none was
+    stall: float  # training stands still for a copy
+    transfer: float  # sending a copy
+    step: float  # a step during which no copy is sent
 
 
-def cadence(figures: Sequence[ReplicationTimes], budget: float = BUDGET) -> int:
-    """Steps from one copy to the next, so that copies take at most `budget` of the time.
+def cadence(times: Sequence[ReplicationTimes], budget: float = BUDGET) -> int:
+    """Compute the steps between two copies, so that copies take at most `budget` of the time.
 
-    This holds even if a step hides none of a copy.
+    This assumes the worst case, in which steps hide nothing of the sending.
     """
-    spent = max(each.stall + each.transfer for each in figures)
-    return max(1, math.ceil(spent / (budget * statistics.median(each.step for each in figures))))
+    copy_seconds = max(item.stall + item.transfer for item in times)
+    return max(
+        1, math.ceil(copy_seconds / (budget * statistics.median(item.step for item in times)))
+    )
 
 
 # ---- a copy
@@ -102,20 +106,20 @@ def cadence(figures: Sequence[ReplicationTimes], budget: float = BUDGET) -> int:
 class CopyLabel(NamedTuple):
     """The label of a copy, sent before its bytes."""
 
-    step: int  # as of which
+    step: int  # step after which the copy was made
     tree: Json
     tensors: list[tuple[str, str, list[int]]]  # path, dtype, shape
-    sums: list[int]  # of their bytes, as of `state.checksum`
+    sums: list[int]  # checksum of each tensor's bytes (`state.checksum`)
 
     def dump(self) -> bytes:
-        """Write as bytes that `load` reads."""
+        """Encode as bytes, for `decode_label`."""
         return json.dumps([FORM, *self]).encode()
 
     @classmethod
     def load(cls, data: bytes) -> CopyLabel:
-        """Read what `dump` has written.
+        """Decode the bytes of `encode_label`.
 
-        Raises `CheckpointError` for a label of another version of paceline.
+        Raises `CheckpointError` for a label from another version of paceline.
         """
         form, *fields = json.loads(data)
         if form != FORM:
@@ -131,29 +135,32 @@ class CopyLabel(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors, with their alignment."""
         return sum(-(-length // ALIGNED) * ALIGNED for length in self._lengths)
 
-    def pieces(self, room: Tensor) -> list[Tensor]:
-        """Return the bytes of each tensor within `room`."""
-        views, at = [], 0
+    def pieces(self, memory: Tensor) -> list[Tensor]:
+        """Slice `memory` into the bytes of each tensor."""
+        views, begin = [], 0
         for length in self._lengths:
-            views.append(room[at : at + length])
-            at += -(-length // ALIGNED) * ALIGNED
+            views.append(memory[begin : begin + length])
+            begin += -(-length // ALIGNED) * ALIGNED
         return views
 
     @property
     def end(self) -> Tensor:
-        """The bytes that follow the last tensor, different for each copy."""
+        """Bytes that follow the last tensor, and show that all before them have arrived.
+
+        They are different for each copy.
+        """
         return byte_tensor(hashlib.sha256(self.dump()).digest())
 
-    def whole(self, room: Tensor) -> bool:
-        """Whether all bytes in `room` are those of this copy."""
-        return checksums(self.pieces(room)) == self.sums
+    def whole(self, memory: Tensor) -> bool:
+        """Whether `memory` has exactly the bytes of this copy."""
+        return checksums(self.pieces(memory)) == self.sums
 
-    def unpack(self, room: Tensor) -> Any:
-        """Make the state in `room`, as new objects."""
-        views = zip(self.tensors, self.pieces(room), strict=True)
+    def unpack(self, memory: Tensor) -> Any:
+        """Unpack the state from the bytes in `memory`, as new objects."""
+        views = zip(self.tensors, self.pieces(memory), strict=True)
         tensors = {
             path: shaped(piece, DTYPES[dtype], shape) for (path, dtype, shape), piece in views
         }
@@ -161,15 +168,15 @@ class CopyLabel(NamedTuple):
 
 
 def wrap(state: Any, step: int) -> tuple[CopyLabel, list[Tensor]]:
-    """Label of a copy of `state` at `step`, and the bytes of its tensors, without copying them."""
+    """Make the label of a copy of `state`, and views of the bytes of its tensors (no copies)."""
     snapshot = pack(state, step, copy=False)
     tensors = snapshot.tensors
-    described = [
+    descriptions = [
         (path, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         for path, tensor in tensors.items()
     ]
     pieces = [raw(tensor) for tensor in tensors.values()]
-    return CopyLabel(step, snapshot.tree, described, checksums(pieces)), pieces
+    return CopyLabel(step, snapshot.tree, descriptions, checksums(pieces)), pieces
 
 
 # ---- the copies that one worker keeps
@@ -177,66 +184,66 @@ def wrap(state: Any, step: int) -> tuple[CopyLabel, list[Tensor]]:
 
 @dataclass
 class _CopyPlace:
-    """Memory for a copy, and the label of the whole one in it."""
+    """Memory for a copy. It has a label if the copy in it is complete."""
 
     room: Tensor
     label: CopyLabel | None = None
 
 
 class CopyShelf:
-    """The newest complete copy of each owner that a worker keeps.
+    """The copies that one worker keeps: the newest complete one of each owner.
 
-    The next copy goes into the memory of the one before. Until it is complete, the newest isn't
-    touched.
+    Each owner has two slots, used in turn. An incoming copy goes into the older one, so the newest
+    complete copy isn't touched. The training thread and the thread of the replicator use this.
     """
 
     def __init__(self) -> None:
-        self._places: dict[int, list[_CopyPlace]] = {}  # the newest, and the one for what comes
+        self._places: dict[int, list[_CopyPlace]] = {}  # by owner: newest, incoming
         self._lock = threading.Lock()
 
     @property
     def held(self) -> dict[int, int]:
-        """The step of the newest copy of each owner."""
+        """Step of the newest copy of each owner."""
         with self._lock:
             labels = {
-                owner: [place.label for place in places if place.label is not None]
-                for owner, places in self._places.items()
+                owner: [slot.label for slot in slots if slot.label is not None]
+                for owner, slots in self._places.items()
             }
         return {owner: copies[0].step for owner, copies in labels.items() if copies}
 
     def room(self, owner: int, label: CopyLabel) -> list[Tensor]:
-        """Make room for the bytes of the next copy."""
+        """Prepare memory for the bytes of an incoming copy."""
         with self._lock:
-            places = self._places.setdefault(
+            slots = self._places.setdefault(
                 owner, [_CopyPlace(torch.empty(0, dtype=torch.uint8)) for _ in range(2)]
             )
-            places[1].label = None
-            if places[1].room.numel() != label.nbytes:
-                places[1].room = torch.empty(label.nbytes, dtype=torch.uint8)
-            return label.pieces(places[1].room)
+            slots[1].label = None
+            if slots[1].room.numel() != label.nbytes:
+                slots[1].room = torch.empty(label.nbytes, dtype=torch.uint8)
+            return label.pieces(slots[1].room)
 
     def put(self, owner: int, label: CopyLabel) -> str | None:
-        """Accept the copy whose bytes have come; if it is refused, give the reason in words."""
+        """Accept the copy that has arrived. Returns a message if it is refused."""
         with self._lock:
-            newest, place = self._places[owner]
-            if label.whole(place.room):
-                place.label = label
-                self._places[owner] = [place, newest]
+            newest, incoming = self._places[owner]
+            if label.whole(incoming.room):
+                incoming.label = label
+                self._places[owner] = [incoming, newest]
                 return None
-        kept = (
+        older_text = (
             "there is no older one"
             if newest.label is None
             else f"the one as of step {newest.label.step} is kept"
         )
         return (
             f"a copy as of step {label.step} was refused, "
-            f"its bytes are not those that were sent; {kept}"
+            f"its bytes are not those that were sent; {older_text}"
         )
 
     def forfeit(self, owner: int) -> None:
-        """Give up the copy under way, and never use its memory again.
+        """Give up the incoming copy, and never use its memory again.
 
-        Its bytes won't come, or may come at any time.
+        After an error its bytes may still be written to this memory at any time.
         """
         with self._lock:
             self._places[owner][1] = _CopyPlace(torch.empty(0, dtype=torch.uint8))
@@ -244,18 +251,18 @@ class CopyShelf:
     def read(self, owner: int, refused: Callable[[str], None]) -> Iterator[tuple[int, Any]]:
         """Read (step, state) of each copy of `owner`, the newest first.
 
-        `refused` is called for a copy that has changed since it came.
+        `refused` is called with a message for a copy that has changed since it arrived.
         """
-        for place in self._places.get(owner, []):
-            if place.label is None:
+        for slot in self._places.get(owner, []):
+            if slot.label is None:
                 continue
-            if not place.label.whole(place.room):
+            if not slot.label.whole(slot.room):
                 refused(
-                    f"the copy as of step {place.label.step} has changed in this worker's memory "
+                    f"the copy as of step {slot.label.step} has changed in this worker's memory "
                     "since it came: it isn't used"
                 )
                 continue
-            yield place.label.step, place.label.unpack(place.room)
+            yield slot.label.step, slot.label.unpack(slot.room)
 
     def keep(self, owners: Iterable[int]) -> None:
         """Keep the copies of these owners, and forget all others."""

@@ -1,12 +1,13 @@
-"""Sends replicas to their keepers while training goes on: a thread of each worker, and a group of
-its own.
+"""Sends copies of state to their keepers while training goes on.
 
-    rank 0   label ─┐          ┌─ label of rank 2   bytes to rank 2 ──────>   all whole? ─┐
-    rank 1   none  ─┼─ agree ──┤                                                         ├─ agree
-    rank 2   label ─┘          └─ label of rank 0   bytes to rank 0 ──────>   all whole? ─┘
+Each worker has a thread for it, and the threads have a group of their own.
 
-All workers send at the same steps. Of a copy that breaks off half-way nothing is kept, unless all
-of it had come: its last bytes show that.
+    rank 0   label ─┐          ┌─ label of rank 2   bytes to rank 2 ──────>   complete? ─┐
+    rank 1   none  ─┼─ gather ─┤                                                        ├─ gather
+    rank 2   label ─┘          └─ label of rank 0   bytes to rank 0 ──────>   complete? ─┘
+
+All workers send at the same steps. If a transfer breaks off, a copy is kept only if all of its
+bytes had arrived. Its last bytes (the end marker) show that.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from paceline.errors import LOSSES, PacelineError
 from paceline.timings import DEFAULTS, RecoveryTimings
 from paceline.trace import Trace
 
-TICK = 0.1  # seconds after which a wait looks up
-SLOWEST = 1e6  # bytes a second, below which a copy counts as stuck
+TICK = 0.1  # seconds between two checks of a wait
+SLOWEST = 1e6  # bytes per second. A slower copy counts as stuck.
 
 
 class _Transfer:
-    """One worker's part in a transfer: its state (None: nothing) as of a step."""
+    """One worker's part in a transfer: its state after a step. None: it has no such state."""
 
     def __init__(self, state: Any, step: int) -> None:
         self.state, self.step = state, step
@@ -43,12 +44,22 @@ class _Transfer:
 
 
 class Replicator:
-    """Sends copies over `group`, which it takes charge of.
+    """Sends copies over a group of its own.
 
-    `hosts` and `names` are those of its ranks; copies that come go to `shelf`.
+    Invariants: the worker calls `start_transfer` only while no transfer is under way. Until the
+    transfer has ended, only the thread writes the other attributes. After `error` is set, nothing
+    is sent any more.
+
+    Args:
+        group: The group for copies. It is closed together with the replicator.
+        hosts: Host of each rank.
+        names: Number of the worker of each rank.
+        shelf: Keeps the copies that arrive.
+        trace: Trace of the run. Default: none.
+        timings: Timeouts.
     """
 
-    # seconds that training has waited for others here: what it waits for is said in `wait`
+    # Seconds that training has waited for this group. It is 0, as `wait_for_transfer` is announced.
     waited = 0.0
 
     def __init__(
@@ -69,27 +80,27 @@ class Replicator:
             shelf,
         )
         self._trace = Trace(0) if trace is None else trace
-        self.traffic = Traffic()  # as of the last start
+        self.traffic = Traffic()  # at the start of the last transfer
         self.broken: PacelineError | None = None
-        self.owners: frozenset[int] = frozenset()  # owners at the last transfer, by name
-        self.whole = 0  # the last step as of which all copies have come
-        self.nbytes = 0  # of the last copy that this worker has sent
-        self.seconds: deque[float] = deque(maxlen=5)  # that the last copies were on their way
-        # on copies that were refused, on all workers
+        self.owners: frozenset[int] = frozenset()  # numbers of the owners at the last transfer
+        self.whole = 0  # last step after which all copies were complete
+        self.nbytes = 0  # bytes of the last copy that this worker has sent
+        self.seconds: deque[float] = deque(maxlen=5)  # durations of the last transfers
+        # Messages about copies that were refused. All workers get them.
         self.remarks: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._job: _Transfer | None = None
         self._jobs: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="paceline courier", daemon=True)
         self._thread.start()
-        # a thread that is inside torch while Python ends takes the process down with it
+        # A thread that is inside of torch while Python ends would crash the process.
         self._unregister = at_exit(self.close)
 
     # ---- the worker's calls
 
     @property
     def idle(self) -> bool:
-        """Whether no copy is on its way."""
+        """Whether no transfer is under way."""
         return self._job is None or self._job.ended.is_set()
 
     @property
@@ -98,9 +109,9 @@ class Replicator:
         return self.broken is None and self._thread.is_alive()
 
     def start(self, state: Any, step: int) -> None:
-        """Send this worker's state, or None for nothing.
+        """Start to send this worker's state after `step`. None: it has no such state.
 
-        Its tensors must stay as they are until the transfer has ended.
+        Its tensors must not change until the transfer has ended.
         """
         assert self.idle
         self.traffic = self._group.traffic + Traffic()
@@ -108,15 +119,22 @@ class Replicator:
         self._jobs.put(self._job)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the transfer under way (at most so long); whether it has ended, well or not."""
-        end = None if seconds is None else time.monotonic() + seconds
-        while not self.idle and self._thread.is_alive() and (end is None or time.monotonic() < end):
+        """Wait for the transfer under way, for at most `seconds`.
+
+        Returns whether it has ended, well or not.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while (
+            not self.idle
+            and self._thread.is_alive()
+            and (deadline is None or time.monotonic() < deadline)
+        ):
             assert self._job is not None
             self._job.ended.wait(TICK)
         return self.idle or not self._thread.is_alive()
 
     def halt(self) -> None:
-        """Stop for a change of the members: let arrive what can still arrive, and send no more."""
+        """Stop for a change of the group. A transfer under way is aborted only if it is stuck."""
         if not self.wait(self._patience):
             self.abort()
             self.wait(self._patience)
@@ -133,91 +151,105 @@ class Replicator:
         self._thread.join(TICK)
 
     def abort(self) -> None:
-        """End the transfer under way, at once and without the others."""
+        """Abort the transfer under way, without waiting for other workers."""
         self._group.abort()
 
     # ---- the thread
 
     def _run(self) -> None:
         torch.set_num_threads(1)
-        while (job := self._jobs.get()) is not None:
+        while (transfer := self._jobs.get()) is not None:
             try:
                 if self.broken is None:
-                    with self._trace.span(f"copy of step {job.step}", "buddies"):
-                        self._carry(job)
+                    with self._trace.span(f"copy of step {transfer.step}", "buddies"):
+                        self._carry(transfer)
             except LOSSES as error:
                 self.broken = error
             except PacelineError as error:
                 self.broken = error
-                self.abort()  # so that no worker waits for this one
+                self.abort()  # otherwise other workers would wait for this one
             finally:
-                job.ended.set()
+                transfer.ended.set()
 
-    def _carry(self, job: _Transfer) -> None:
-        label, pieces = (None, []) if job.state is None else wrap(job.state, job.step)
-        heads = [
-            msgpack.unpackb(head)
-            for head in self._group.gather_bytes(
+    def _carry(self, transfer: _Transfer) -> None:
+        """Send this worker's copy to its keeper, and receive the copies that this worker keeps."""
+        # 1. All workers learn who has a copy, and compute the same keepers from that.
+        label, pieces = (
+            (None, []) if transfer.state is None else wrap(transfer.state, transfer.step)
+        )
+        headers = [
+            msgpack.unpackb(header)
+            for header in self._group.gather_bytes(
                 msgpack.packb([FORM, None if label is None else label.dump()])
             )
         ]
-        began, me = time.perf_counter(), self._group.rank
+        start, own_rank = time.perf_counter(), self._group.rank
         owners = {
-            rank: self._hosts[rank] for rank, (_, head) in enumerate(heads) if head is not None
+            rank: self._hosts[rank]
+            for rank, (_, header) in enumerate(headers)
+            if header is not None
         }
         self.owners = frozenset(self._names[rank] for rank in owners)
-        pairs = keepers(owners)
-        odd = [owner for owner, keeper in pairs.items() if heads[owner][0] != heads[keeper][0]]
+        keeper_of = keepers(owners)
+        # Workers with different versions of paceline can't keep each other's copies.
+        unlike_owners = [
+            owner for owner, keeper in keeper_of.items() if headers[owner][0] != headers[keeper][0]
+        ]
         labels = {
-            owner: CopyLabel.load(heads[owner][1])
-            for owner, keeper in pairs.items()
-            if keeper == me and owner not in odd
+            owner: CopyLabel.load(headers[owner][1])
+            for owner, keeper in keeper_of.items()
+            if keeper == own_rank and owner not in unlike_owners
         }
         sends = (
             []
-            if label is None or me not in pairs or me in odd
-            else [(pairs[me], piece) for piece in (*pieces, label.end)]
+            if label is None or own_rank not in keeper_of or own_rank in unlike_owners
+            else [(keeper_of[own_rank], piece) for piece in (*pieces, label.end)]
         )
         self.nbytes = sum(piece.nbytes for _, piece in sends)
-        remarks = self._receive(sends, labels)
-        if me in odd:
-            remarks.append(
-                f"rank {me} has copies of form {heads[me][0]}, rank {pairs[me]} can't keep them: "
-                "its paceline is another version"
+        # 2. Exchange the bytes.
+        messages = self._receive(sends, labels)
+        if own_rank in unlike_owners:
+            messages.append(
+                f"rank {own_rank} has copies of form {headers[own_rank][0]}, "
+                f"rank {keeper_of[own_rank]} can't keep them: its paceline is another version"
             )
+        # 3. All workers learn whether all copies are complete.
         answers = [
-            msgpack.unpackb(answer) for answer in self._group.gather_bytes(msgpack.packb(remarks))
+            msgpack.unpackb(answer) for answer in self._group.gather_bytes(msgpack.packb(messages))
         ]
-        self.seconds.append(time.perf_counter() - began)
-        for remark in (remark for answer in answers for remark in answer):
-            self.remarks.put(remark)
+        self.seconds.append(time.perf_counter() - start)
+        for message in (message for answer in answers for message in answer):
+            self.remarks.put(message)
         if not any(answers):
-            # a keeper of other copies knows now that these are elsewhere
+            # All copies are complete. So copies of owners that have other keepers now can go.
             self._shelf.keep(self._names[owner] for owner in labels)
-            self.whole = job.step
+            self.whole = transfer.step
 
     def _receive(self, sends: list[tuple[int, Tensor]], labels: dict[int, CopyLabel]) -> list[str]:
-        """Send this worker's copy and shelve the one that comes; return the reasons of refusals."""
-        ends = {owner: torch.zeros_like(label.end) for owner, label in labels.items()}
-        comes = [
+        """Send this worker's copy and store the ones that arrive. Returns messages of refusals."""
+        end_markers = {owner: torch.zeros_like(label.end) for owner, label in labels.items()}
+        receives = [
             (owner, piece)
             for owner, label in labels.items()
-            for piece in (*self._shelf.room(self._names[owner], label), ends[owner])
+            for piece in (*self._shelf.room(self._names[owner], label), end_markers[owner])
         ]
         exchange = (
             self._group.exchange_agreed
             if isinstance(self._group, UncheckedExchange)
             else self._group.exchange
         )
+        # Also after an error, a copy whose end marker has arrived is complete, and is stored.
         arrived: list[int] = []
         try:
-            exchange(sends, comes).wait(
-                self._patience + sum(piece.nbytes for _, piece in (*sends, *comes)) / SLOWEST
+            exchange(sends, receives).wait(
+                self._patience + sum(piece.nbytes for _, piece in (*sends, *receives)) / SLOWEST
             )
             arrived = list(labels)
         finally:
             arrived = arrived or [
-                owner for owner, label in labels.items() if torch.equal(ends[owner], label.end)
+                owner
+                for owner, label in labels.items()
+                if torch.equal(end_markers[owner], label.end)
             ]
             for owner in labels.keys() - {*arrived}:
                 self._shelf.forfeit(self._names[owner])
@@ -225,7 +257,7 @@ class Replicator:
                 owner: self._shelf.put(self._names[owner], labels[owner]) for owner in arrived
             }
         return [
-            f"rank {self._group.rank}, of rank {owner}: {why}"
-            for owner, why in refusals.items()
-            if why is not None
+            f"rank {self._group.rank}, of rank {owner}: {reason}"
+            for owner, reason in refusals.items()
+            if reason is not None
         ]

@@ -19,22 +19,32 @@ from paceline.workers.groups import CurrentView
 
 
 class Collector(Protocol):
-    """Collects on the first worker what was logged."""
+    """Collects logged values on the first worker."""
 
     @property
     def sample_queue(self) -> SampleQueue | None:
-        """Where workers get their samples while they are not in lockstep."""
+        """Queue of samples for workers that are not in lockstep; None in lockstep."""
         ...
 
     def between(self, recovery: Recovery) -> None:
-        """Hand over what there is, between two steps. Collective."""
+        """Hand over all logged values, between two steps. Collective."""
         ...
 
 
 class Survival:
-    """Goes on when workers are lost.
+    """Keeps a run going when workers are lost, join or leave.
 
-    `save` writes a checkpoint; `depart` calls what it is given, and ends this worker.
+    Args:
+        recovery: Recovers from losses, and lets new workers in.
+        leaving: Departure of this worker's host.
+        view: The view in use.
+        loop: The training loop.
+        prepared: The models, optimizers and loaders of the run.
+        collector: Collects logged values.
+        history: Records events.
+        tally: Count of steps that workers agree on.
+        save: Writes a checkpoint.
+        depart: Calls its argument, and ends this worker.
     """
 
     def __init__(
@@ -63,9 +73,9 @@ class Survival:
         self._joined = False
 
     def begin(self) -> None:
-        """Survive losses from here on, as all workers are about to train.
+        """Survive losses from now on, as all workers are about to train.
 
-        A worker that joins while they train waits here to be let in.
+        A worker that joins a running job waits here until it is let in.
         """
         checks.check_schedulers(self._prepared.optimizers, self._prepared.state.parts)
         if not self.recovery.fresh:
@@ -77,40 +87,45 @@ class Survival:
         self._joined = True
 
     def take_joined(self) -> bool:
-        """Return, once, whether this worker was let in, which happens in the middle of an epoch."""
+        """Tell, once, whether this worker was let in. This happens in the middle of an epoch."""
         joined, self._joined = self._joined, False
         return joined
 
     def generation(self, loader: ShareLoader) -> int:
-        """Number of changes of the group of workers.
+        """Number of changes of the group of workers, after waiting workers were let in.
 
-        Between two turns of training, waiting workers are let in.
+        Loaders call this before each turn, and deal samples anew when the number changes. Workers
+        are let in or leave only between two turns of training.
         """
-        recovery, dynamic = self.recovery, self._collector.sample_queue is not None
+        recovery, is_dynamic = self.recovery, self._collector.sample_queue is not None
         if recovery.missed_turns.behind:
+            # Other workers took these turns before they learned of the loss. So does this one.
             return recovery.missed_turns.repeat()
-        leaves = self._leaving.goes or (recovery.orders.leaving and dynamic)
-        if leaves and loader.terms.training and self._loop.turn is None:
+        is_leaving = self._leaving.goes or (recovery.orders.leaving and is_dynamic)
+        if is_leaving and loader.terms.training and self._loop.turn is None:
             self._depart(recovery.depart)
+        # In a loop inside of another one, workers are not between two turns.
         training = [
             other for other in self._prepared.loaders if other.terms.training and other.under_way
         ]
-        if training == [loader] and self._loop.turn is None and dynamic:
+        if training == [loader] and self._loop.turn is None and is_dynamic:
             self._collector.between(recovery)
         elif training == [loader] and self._loop.turn is None:
             if recovery.short and not recovery.pending:
                 self._wait_for_others()
             if recovery.pending:
                 recovery.admit(self._loop.abilities.converge)
-        return recovery.generation if dynamic else recovery.missed_turns.answer(recovery.generation)
+        return (
+            recovery.generation if is_dynamic else recovery.missed_turns.answer(recovery.generation)
+        )
 
     def step_ended(self, *_: Any) -> None:
-        """Have a host leave that wants to, where all workers are at the same step."""
+        """Let a host leave if it was told to, when all workers are at the same step."""
         if not self._loop.apart:
             self._leaving.step_ended()
 
     def _wait_for_others(self) -> None:
-        """Save, and wait until others come, as there are fewer workers than the job needs."""
+        """Save, and wait for new workers, as fewer are left than the job needs."""
         path, place = self._save(), self._view.worker.place
         self._history.announce_event(
             f"{place.size} of {place.min_workers} workers are left: "

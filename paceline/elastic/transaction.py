@@ -1,11 +1,12 @@
-"""The transaction of a step where losses are survived: a turn that failed is rolled back on all
-workers, as if it had never been.
+"""The transaction of a step in a run that survives losses: it rolls a failed turn back.
 
-exchange    a pass in which a worker was lost ends with zeros in p.grad, and the turn has failed
-            after a loss no pass of the turn is exchanged (`StepState.exchange_closed`)
-step        a step on servers in which a worker was lost is not made, on any worker
-collective  rows come from all workers, or again with the turn
-rollback    gradients, buffers, generators and tables are set back to when the turn began
+All workers do so, as if the turn had never begun.
+
+exchange    a pass in which a worker was lost ends with zeros in p.grad, and the turn has failed;
+            after that no pass of the turn is exchanged (`StepState.exchange_closed`)
+step        a step on servers in which a worker was lost is made on no worker
+collective  rows come from all workers, now or when the turn is dealt again
+rollback    gradients, buffers, generators and tables are restored as of the beginning of the turn
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ T = TypeVar("T")
 
 
 class RecoverableTransaction(PlainTransaction):
-    """The transaction of a run that goes on when workers are lost."""
+    """The transaction of a run that goes on when workers are lost.
+
+    Invariants: `failed` is set on all workers or on none, as it follows from calls of all workers.
+    `_loss_in_pass` has the loss of the pass under way, until all workers learn of it together.
+    """
 
     recovers = True
 
@@ -39,9 +44,9 @@ class RecoverableTransaction(PlainTransaction):
         self._rollback, self._tables = rollback, tables
         self._step_state = backward.context.step_state
         self.failed = False
-        self._lost: PacelineError | None = None  # in the pass under way
-        self._grads: dict[int, Tensor] = {}  # of each parameter, before the first pass of the turn
-        # of each parameter, what silent passes had left when the turn began
+        self._lost: PacelineError | None = None  # a loss in the pass under way
+        self._grads: dict[int, Tensor] = {}  # by parameter, before the first pass of the turn
+        # By parameter, the gradients that passes without exchange had left when the turn began.
         self._carried: dict[int, Tensor] = {}
 
     def begin(self, *, leads: bool, passes: int) -> None:
@@ -53,7 +58,7 @@ class RecoverableTransaction(PlainTransaction):
 
     @property
     def _armed(self) -> bool:
-        """Whether losses are survived already: they are from the first epoch on."""
+        """Whether losses are survived yet. They are from the first epoch on."""
         return self._agreement.recovery is not None
 
     @property
@@ -74,6 +79,7 @@ class RecoverableTransaction(PlainTransaction):
         except LOSSES as error:
             if not self._armed:
                 raise
+            # It is raised later, in `exchange`, so that all workers learn of it together.
             self._lost = error
 
     def exchange(self, act: Callable[[], Addends]) -> Addends:
@@ -81,7 +87,7 @@ class RecoverableTransaction(PlainTransaction):
             self._grads = self._backward.watched.copy_priors()
         if not self._sync.exchanges_in_backward:
             if self._armed:
-                self._lost = None  # the strategy knows, when the optimizer steps
+                self._lost = None  # the strategy finds out when the optimizer steps
             return act()
         if not self._closed:
             try:
@@ -99,11 +105,11 @@ class RecoverableTransaction(PlainTransaction):
         return act()
 
     def _check_turn(self, error: CallDiscarded) -> None:
-        """Raise `WorkerLost` where the turn can't be dealt again."""
+        """Raise `WorkerLost` if the turn can't be dealt again."""
         if not self._step_state.exchange_closed:
             text = (
                 "gradients that were exchanged outside of a loop "
-                "over a prepared loader can't be had again"
+                "over a prepared loader can't be computed again"
             )
             raise WorkerLost(f"a worker was lost, and {text}: resume from a checkpoint") from error
 
@@ -122,10 +128,10 @@ class RecoverableTransaction(PlainTransaction):
         self, act: Callable[[], T], what: str, *, last: bool = False, apart: bool = False
     ) -> T | None:
         if apart or not self._armed:
-            found = super().step(act, what, apart=apart)
+            result = super().step(act, what, apart=apart)
         else:
             try:
-                found = act()  # which is of several calls
+                result = act()  # it makes several calls
             except CallDiscarded as error:
                 self._check_turn(error)
                 if not self.failed:
@@ -133,7 +139,7 @@ class RecoverableTransaction(PlainTransaction):
                 return None
         if last and self._turns.leader is not None:
             self._rollback.stepped()
-        return found
+        return result
 
     # ---- rows
 
@@ -147,18 +153,18 @@ class RecoverableTransaction(PlainTransaction):
         if leads and self._comes_again:
             return nothing
         try:
-            found = self._agreement.settle_call(act)
+            rows = self._agreement.settle_call(act)
         except CallDiscarded:
             if not leads:
                 progress.discard()
                 return nothing
             return nothing if self._comes_again else self._agreement.attempt_call(act)
         progress.keep_rows()
-        return found
+        return rows
 
     @property
     def _comes_again(self) -> bool:
-        """Whether the turn under way is dealt again."""
+        """Whether the turn under way will be dealt again."""
         return self._step_state.exchange_closed and not self._backward.passes
 
     # ---- the end

@@ -1,6 +1,6 @@
-"""The store of a view, in which its members meet; its first member serves it.
+"""The store of a view, in which its members meet. Its first member serves it.
 
-Each worker can serve one.
+Each worker serves a store from its start, as it may become the first member of a view.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ else:
 
 
 def serve(place: Place) -> Any:
-    """Serve the store for views whose first worker this one is."""
+    """Serve the store for the views in which this worker is the first one."""
+    # The launcher has opened the listening socket. The store closes its descriptor at its end, so
+    # it gets a copy.
     assert place.store_fd is not None and place.worker is not None
     descriptor = os.dup(place.store_fd)
     where, seconds = (address(place), place.worker % PORTS), timedelta(seconds=30)
@@ -48,15 +50,15 @@ def open_store(worker_context: WorkerContext, roster: Roster, cancel_scope: Canc
 
     Raises `WorkerLost` if it can't be reached.
     """
-    first, place = roster.members[0], worker_context.place
+    host_member, place = roster.members[0], worker_context.place
     seconds = place.timings.recovery.connect
     try:
-        # torch would be loud about it
-        socket.create_connection((first.address, first.port), timeout=seconds).close()
-        before = sockets.find_connections(first.address, first.port)
+        # Try the port first: torch prints long warnings if it can't connect.
+        socket.create_connection((host_member.address, host_member.port), timeout=seconds).close()
+        sockets_before = sockets.find_connections(host_member.address, host_member.port)
         client = TCPStore(
-            first.address,
-            first.port,
+            host_member.address,
+            host_member.port,
             None,
             False,
             timedelta(seconds=seconds),
@@ -66,8 +68,12 @@ def open_store(worker_context: WorkerContext, roster: Roster, cancel_scope: Canc
         raise WorkerLost(
             f"the store of view {roster.number} can't be reached: {str(error).splitlines()[0]}"
         ) from error
-    mine = sockets.find_connections(first.address, first.port) - before
-    cancel_scope.register_end(lambda error: sockets.sever_connections(mine))
+    # torch has no call that ends a blocked TCPStore. So find the sockets of this client, which are
+    # the new ones to this port, and sever them when the scope trips.
+    client_sockets = (
+        sockets.find_connections(host_member.address, host_member.port) - sockets_before
+    )
+    cancel_scope.register_end(lambda error: sockets.sever_connections(client_sockets))
     return Store(
         client, place.secret, path="paceline", deadline=worker_context.deadline, start=roster.mark
     )
@@ -80,19 +86,19 @@ def moved(
     members: tuple[int, ...],
     cancel_scope: CancelScope,
 ) -> WorkerContext:
-    """Return this worker's place among these members of a view. Collective."""
+    """Make the context of this worker in a view with these members. Collective."""
     by_worker = {member.worker: member for member in roster.members}
     place = worker_context.place
     assert place.worker is not None
-    here = by_worker[place.worker]
-    local = [worker for worker in members if by_worker[worker].host == here.host]
+    own_member = by_worker[place.worker]
+    local_workers = [worker for worker in members if by_worker[worker].host == own_member.host]
     place = replace(
         place,
-        rank=members.index(here.worker),
+        rank=members.index(own_member.worker),
         size=len(members),
-        local_rank=local.index(here.worker),
-        local_size=len(local),
-        host_rank=here.host,
+        local_rank=local_workers.index(own_member.worker),
+        local_size=len(local_workers),
+        host_rank=own_member.host,
         hosts=len({by_worker[worker].host for worker in members}),
         meeting=(roster.members[0].address, roster.members[0].port),
         joining=False,

@@ -1,14 +1,14 @@
 """Compares replicas by hash after the first step and at intervals, and stops or heals the run.
 
-    step 100    a digest of each worker             all are the same: go on
-    step 200    a digest of each worker             one is not
-                the number of each of its tensors   which workers have what most don't have
+    step 100    a digest of each worker       all are equal: go on
+    step 200    a digest of each worker       one differs
+                a checksum of each tensor     the tensors in which a worker differs from most
        "stop"   the summary is written, and all workers raise the same error
-       "heal"   wrong parts are copied from a near worker that is right, all compare once more, and
-                go on
+       "heal"   wrong tensors are copied from a near worker that has the right ones; all workers
+                compare once more, and go on
 
-A worker may die in any of these calls. So the next step follows from the result of a call, which is
-the same on all workers, and never from the list of workers that are present.
+A worker may die in any of these calls. So each decision follows from the result of a call, which is
+equal on all workers, and never from the list of workers that are present.
 """
 
 from __future__ import annotations
@@ -41,18 +41,20 @@ from paceline.sync.base import Sync
 from paceline.sync.context import SyncContext
 
 Differing = Literal["stop", "heal"]
-USUAL: Final = 100  # steps between two comparisons, where nothing else is said
-# steps after which buffers are compared, as they may have become each worker's own
+USUAL: Final = 100  # steps between two comparisons, by default
+# Steps after which buffers are compared, because modules may have made them differ by then.
 EARLY: Final = (1, 10)
-SHOWN: Final = 3  # tensors that a message lists, of each rank
-ALIGNED: Final = 16  # bytes: each tensor in a message begins at a multiple
+SHOWN: Final = 3  # tensors that a message lists for each rank
+ALIGNED: Final = 16  # each tensor in a message begins at a multiple of this number of bytes
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How often replicas are compared, and the action if they differ.
+    """Interval at which replicas are compared, and the action if they differ.
 
-    `every` is in steps; None: never.
+    Attributes:
+        every: Steps between two comparisons. None: never. Default: "auto", which is 100 steps.
+        differing: Whether to "stop" the run or to "heal" wrong replicas. Default: "stop".
     """
 
     every: int | Literal["auto"] | None = "auto"
@@ -65,17 +67,17 @@ class Comparison:
                 f"compare={every!r} is not a number of steps; give 1 or more, None for never, or "
                 f"'auto' for {USUAL}"
             )
-        if wrong := unknown("differing", self.differing, Differing):
-            raise UsageError(wrong)
+        if problem := unknown("differing", self.differing, Differing):
+            raise UsageError(problem)
         if every is None and self.differing != "stop":
             raise UsageError(
-                f"differing={self.differing!r} with compare=None: nobody would see that replicas "
-                "differ; leave compare out"
+                f"differing={self.differing!r} with compare=None: differences would not be found; "
+                "leave compare out"
             )
 
     @property
     def asked(self) -> bool:
-        """Whether the script has changed the usual comparisons."""
+        """Whether the script wants comparisons other than the default."""
         return self.every is not None and self != Comparison()
 
     def __str__(self) -> str:
@@ -83,12 +85,12 @@ class Comparison:
 
 
 def has_sync_points(sync: Sync, replicated: Replicated | None) -> bool:
-    """Whether there are moments at which all replicas are equal."""
+    """Whether there are steps after which all replicas are equal."""
     return not sync.replicas_diverge if replicated is None else replicated.has_sync_points
 
 
 def check_comparison(comparison: Comparison, sync: Sync, replicated: Replicated | None) -> None:
-    """Raise `UsageError` where replicas are to be compared that are never equal."""
+    """Raise `UsageError` if replicas are to be compared but are never equal."""
     if comparison.asked and not has_sync_points(sync, replicated):
         raise UsageError(
             f"start({comparison}) can't be honoured: with this strategy replicas differ all the "
@@ -98,60 +100,77 @@ def check_comparison(comparison: Comparison, sync: Sync, replicated: Replicated 
 
 
 class Difference(NamedTuple):
-    """A part of the state that differs: the ranks that agree with most, and the other ranks."""
+    """A part of the state that differs between workers.
+
+    Attributes:
+        name: Name of the tensor or value.
+        right: Ranks that agree with most workers.
+        wrong: All other ranks.
+        decided: Whether there is a majority. If not, the first of the largest groups is right.
+        alike: Whether wrong ranks can copy the value: shape and dtype are equal.
+    """
 
     name: str
     right: tuple[int, ...]
     wrong: tuple[int, ...]
-    # whether more ranks have it than anything else; if not, it is what the first of them has
     decided: bool
-    alike: bool  # whether the wrong ranks could take it over: shape and dtype are the same
+    alike: bool
 
 
-def differences(faces: Sequence[Mapping[str, Entry]]) -> list[Difference]:
-    """Return the parts that differ between the `ReplicaDigest.entries` of all ranks."""
-    found = []
-    for name in dict.fromkeys(name for face in faces for name in face):
-        entries = [face.get(name) for face in faces]
+def differences(entries_by_rank: Sequence[Mapping[str, Entry]]) -> list[Difference]:
+    """Find the parts that differ between the `ReplicaDigest.entries` of all ranks."""
+    result = []
+    for name in dict.fromkeys(name for rank_entries in entries_by_rank for name in rank_entries):
+        entries = [rank_entries.get(name) for rank_entries in entries_by_rank]
         if any(entry is not None and entry[0] == "buffer" for entry in entries):
             states = [CHANGED if entry is None else entry[1] for entry in entries]
             right = tuple(rank for rank, state in enumerate(states) if state == SAME)
             wrong = tuple(rank for rank, state in enumerate(states) if state != SAME)
-            # else the script has changed it, past torch's counting
+            # Otherwise the script has changed it in a way that torch doesn't count, such as
+            # `buffer.data`. Such buffers may differ.
             if wrong and CHANGED not in states and len(right) >= len(wrong):
-                found.append(Difference(name, right, wrong, decided=True, alike=True))
+                result.append(Difference(name, right, wrong, decided=True, alike=True))
             continue
         votes = {rank: repr(entry) for rank, entry in enumerate(entries)}
         _, others = majority(votes)
         if others:
             right = tuple(rank for rank in votes if rank not in others)
             decided = Counter(votes.values()).most_common(2)[1][1] < len(right)
-            forms = {None if entry is None else entry[0] for entry in entries}
-            found.append(Difference(name, right, tuple(others), decided, alike=len(forms) == 1))
-    return found
+            kinds = {None if entry is None else entry[0] for entry in entries}
+            result.append(Difference(name, right, tuple(others), decided, alike=len(kinds) == 1))
+    return result
 
 
-def suspicious(heads: Sequence[bytes]) -> bool:
-    """Whether the `ReplicaDigest.head` of all ranks differ."""
-    digests, buffers = zip(*(msgpack.unpackb(head) for head in heads), strict=True)
+def suspicious(summaries: Sequence[bytes]) -> bool:
+    """Whether the `ReplicaDigest.pack_summary` of all ranks differ."""
+    digests, buffers = zip(*(msgpack.unpackb(summary) for summary in summaries), strict=True)
     return len(set(digests)) > 1 or bool(
-        differences([{name: ["buffer", state] for name, state in of.items()} for of in buffers])
+        differences(
+            [{name: ["buffer", state] for name, state in states.items()} for states in buffers]
+        )
     )
 
 
 class ComparisonVerdict(NamedTuple):
-    """What all workers have found, and the values that this one is to take over."""
+    """The differences, which are equal on all workers, and the right values for this worker."""
 
     found: list[Difference]
     text: str
-    kinds: str  # how workers compute, if not all alike
+    kinds: str  # the hardware of the workers, if it differs
     values: dict[str, Any]
 
 
 class ReplicaComparer:
-    """One worker's part in comparing.
+    """One worker's part in comparing replicas.
 
-    `event` notes what has happened, `conclude` writes the summary (collective).
+    Args:
+        comparison: Interval, and the action if replicas differ.
+        context: Groups and settings of the strategy.
+        prepared: The models and optimizers of the run.
+        sync: The strategy.
+        replicated: The state of the strategy that is equal on all workers.
+        event: Records an event.
+        conclude: Writes the summary. Collective.
     """
 
     def __init__(
@@ -165,23 +184,22 @@ class ReplicaComparer:
         event: Callable[[str], None],
         conclude: Callable[[], None],
     ) -> None:
-        meets = has_sync_points(sync, replicated)
+        are_comparable = has_sync_points(sync, replicated)
         every = USUAL if comparison.every == "auto" else comparison.every
-        self._comparison, self._every = comparison, every if meets else None
+        self._comparison, self._every = comparison, every if are_comparable else None
         self._context, self._mirrored, self._replicated = (
             context,
             ReplicaContents(prepared, apart=sync.replicas_diverge),
             replicated,
         )
         self._event, self._conclude = event, conclude
-        self._done: int | None = None  # how many comparisons have been made
-        # steps before the first; where nothing else was asked for they are compared one step later,
-        # too
+        self._done: int | None = None  # number of comparisons made
+        # Steps before training began. With "auto" there is a comparison one step later, too.
         self._start = 0
-        self._said = False  # whether it was said that buffers are each worker's own
+        self._said = False  # whether users had the warning about buffers
 
     def begin(self, steps: int) -> None:
-        """Begin training, or go on, after this number of steps."""
+        """Begin training, or continue it, after this number of steps."""
         if self._every is not None:
             self._mirrored.begin()
             if self._done is None:
@@ -194,11 +212,11 @@ class ReplicaComparer:
         return early + (0 if self._every is None else steps // self._every)
 
     def facts(self) -> list[Any]:
-        """State that a joining worker needs."""
+        """Collect the facts that a joining worker needs."""
         return [self._every, self._done, self._start]
 
     def learn(self, facts: list[Any]) -> None:
-        """Go on where the others are, from their `facts`."""
+        """Adopt the facts of the other workers."""
         self._every, self._done, self._start = facts
 
     def step_ended(self, steps: int, *_: Any) -> None:
@@ -215,14 +233,14 @@ class ReplicaComparer:
             self._see_buffers()
         if self._every is None or self._due(steps) == self._done:
             return
-        more = {} if self._replicated is None else self._replicated.replicated_state()
-        if more is not None:
+        strategy_state = {} if self._replicated is None else self._replicated.replicated_state()
+        if strategy_state is not None:
             self._done = self._due(steps)
             if self._context.group.size > 1:
-                self._compare(steps, more)
+                self._compare(steps, strategy_state)
 
     def _see_buffers(self) -> None:
-        """Say once which buffers differ because each worker makes them of its own samples.
+        """Warn once of buffers that differ because each worker makes them from its own samples.
 
         Collective.
         """
@@ -251,15 +269,18 @@ class ReplicaComparer:
                 "module use run.gather(x) or run.mean(x), if it should be made of all samples"
             )
 
-    def _compare(self, steps: int, more: Mapping[str, Tensor]) -> None:
+    def _compare(self, steps: int, strategy_state: Mapping[str, Tensor]) -> None:
+        """Compare replicas, and heal them or stop if they differ. Collective."""
+        # First only digests are compared, which are small. Details follow if they differ.
         agreement = self._context.agreement
-        look = self._mirrored.look(more)
-        if not suspicious(agreement.meet("comparing replicas", look.head())):
+        digest = self._mirrored.look(strategy_state)
+        if not suspicious(agreement.meet("comparing replicas", digest.head())):
             return
-        verdict = agreement.repeat_until_settled(lambda: self._judge(look))
+        verdict = agreement.repeat_until_settled(lambda: self._judge(digest))
         if not verdict.found:
-            return  # it was a worker that has died since
+            return  # the worker that differed has died since
         text = f"replicas differ after step {steps}: {verdict.text}"
+        # Different hardware rounds differently. With the default settings this is no error.
         if verdict.kinds and not self._comparison.asked:
             self._say(
                 f"{text}. They compute differently ({verdict.kinds}), which is a reason for that: "
@@ -270,70 +291,90 @@ class ReplicaComparer:
         elif self._comparison.differing == "heal" and all(
             difference.alike for difference in verdict.found
         ):
-            self._heal(text, verdict, look, more)
+            self._heal(text, verdict, digest, strategy_state)
         else:
             self._stop(text, verdict)
 
     def _judge(self, look: ReplicaDigest) -> ComparisonVerdict:
-        """Find out which workers differ in what, and receive what this one has to take over.
+        """Find all differences, and receive the right values for this worker. Collective.
 
-        Collective; changes nothing.
+        Nothing is changed here, so the call can be repeated if a worker is lost in it.
         """
         host = self._context.agreement.host
-        mine = msgpack.packb([look.entries, host, _kind(next(iter(look.parts.values())).value)])
+        own_report = msgpack.packb(
+            [look.entries, host, _kind(next(iter(look.parts.values())).value)]
+        )
         bodies = [
             msgpack.unpackb(body)
-            for body in self._context.agreement.meet("replicas that differ", mine)
+            for body in self._context.agreement.meet("replicas that differ", own_report)
         ]
-        faces, hosts, kinds = ([body[place] for body in bodies] for place in range(3))
-        found = differences(faces)
+        entries_by_rank, hosts, kinds = ([body[index] for body in bodies] for index in range(3))
+        different = differences(entries_by_rank)
         values: dict[str, Any] = {}
-        if self._comparison.differing == "heal" and all(difference.alike for difference in found):
-            kept = {
-                difference.name: faces[difference.right[0]][difference.name] for difference in found
+        if self._comparison.differing == "heal" and all(
+            difference.alike for difference in different
+        ):
+            right_entries = {
+                difference.name: entries_by_rank[difference.right[0]][difference.name]
+                for difference in different
             }
-            values = {name: plain(entry[1]) for name, entry in kept.items() if entry[0] == "plain"}
+            values = {
+                name: plain(entry[1])
+                for name, entry in right_entries.items()
+                if entry[0] == "plain"
+            }
             values |= self._hand_over(
-                [difference for difference in found if kept[difference.name][0] != "plain"], look
+                [
+                    difference
+                    for difference in different
+                    if right_entries[difference.name][0] != "plain"
+                ],
+                look,
             )
-        return ComparisonVerdict(found, _described(found, hosts), _mixed(kinds), values)
+        return ComparisonVerdict(different, _described(different, hosts), _mixed(kinds), values)
 
-    def _hand_over(self, found: Sequence[Difference], look: ReplicaDigest) -> dict[str, Tensor]:
-        """Return the values that this worker takes over, in memory of their own. Collective."""
+    def _hand_over(self, different: Sequence[Difference], look: ReplicaDigest) -> dict[str, Tensor]:
+        """Receive the right values of tensors in which this worker differs. Collective.
+
+        All workers know all differences, so each computes all transfers by itself.
+        """
         group, hosts = self._context.group, self._context.hosts
-        ways: dict[tuple[int, int], list[str]] = {}
-        for difference in found:
+        transfers: dict[tuple[int, int], list[str]] = {}
+        for difference in different:
             for rank in difference.wrong:
-                ways.setdefault((nearest(rank, difference.right, hosts), rank), []).append(
+                transfers.setdefault((nearest(rank, difference.right, hosts), rank), []).append(
                     difference.name
                 )
         values = {name: part.value for name, part in look.parts.items()}
         device = next(iter(values.values())).device
         sends = [
-            (to, _bundle([values[name] for name in names], device))
-            for (source, to), names in ways.items()
+            (target, _bundle([values[name] for name in names], device))
+            for (source, target), names in transfers.items()
             if source == group.rank
         ]
-        mine = {source: names for (source, to), names in ways.items() if to == group.rank}
+        receives = {
+            source: names for (source, target), names in transfers.items() if target == group.rank
+        }
         sizes = {
             source: sum(_padded_bytes(values[name]) for name in names)
-            for source, names in mine.items()
+            for source, names in receives.items()
         }
-        rooms = {
+        buffers = {
             source: torch.empty(size, dtype=torch.uint8, device=device)
             for source, size in sizes.items()
         }
-        group.exchange(sends, list(rooms.items())).wait()
-        taken: dict[str, Tensor] = {}
-        for source, names in mine.items():
-            taken |= zip(
-                names, _unbundled(rooms[source], [values[name] for name in names]), strict=True
+        group.exchange(sends, list(buffers.items())).wait()
+        received: dict[str, Tensor] = {}
+        for source, names in receives.items():
+            received |= zip(
+                names, _unbundled(buffers[source], [values[name] for name in names]), strict=True
             )
-        return taken
+        return received
 
     def _heal(
         self, text: str, verdict: ComparisonVerdict, look: ReplicaDigest, more: Mapping[str, Tensor]
     ) -> None:
+        """Set the right values, and stop if replicas still differ. Collective."""
         for name, value in verdict.values.items():
             look.parts[name].become(value)
         if suspicious(
@@ -342,20 +383,21 @@ class ReplicaComparer:
             )
         ):
             self._stop(f"{text}; they still do after taking over what others have", verdict)
-        whose = (
+        source_text = (
             "what most workers have"
             if all(difference.decided for difference in verdict.found)
             else "what the first of them has"
         )
-        self._say(f"{text}; healed by {whose}")
+        self._say(f"{text}; healed by {source_text}")
 
     def _stop(self, text: str, verdict: ComparisonVerdict) -> None:
+        """Write the summary and raise `ReplicasDiffer`, on all workers."""
         self._event(text)
         self._conclude()
         cause = (
-            f"These workers compute differently ({verdict.kinds}), which may be all there is to "
-            "it; give them the same number of threads "
-            "(paceline run --threads), or say start(compare=None)"
+            f"These workers compute differently ({verdict.kinds}), which may be the only reason; "
+            "give them the same number of threads "
+            "(paceline run --threads), or use start(compare=None)"
             if verdict.kinds
             else "Few tensors of one rank are most likely memory that failed (look at the ECC "
             "counters of its host, and test its memory); "
@@ -371,34 +413,34 @@ class ReplicaComparer:
 
 
 def _counted(names: Sequence[str]) -> str:
-    """Return the first of the names, and how many more there are."""
+    """Shorten a list of names to the first one and the number of the others."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def _described(found: Sequence[Difference], hosts: Sequence[str]) -> str:
-    """Say in one line which workers differ in what."""
+def _described(different: Sequence[Difference], hosts: Sequence[str]) -> str:
+    """Describe all differences in one line, by rank."""
     by_rank: dict[int, list[str]] = {}
-    for difference in found:
+    for difference in different:
         for rank in difference.wrong:
             by_rank.setdefault(rank, []).append(difference.name)
-    sides = []
+    texts = []
     for rank, names in sorted(by_rank.items()):
         more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        sides.append(f"rank {rank} on {hosts[rank]} in {', '.join(names[:SHOWN])}{more}")
-    doubt = next((d for d in found if not d.decided), None)
+        texts.append(f"rank {rank} on {hosts[rank]} in {', '.join(names[:SHOWN])}{more}")
+    undecided = next((d for d in different if not d.decided), None)
     unclear = (
         ""
-        if doubt is None
+        if undecided is None
         else (
-            f" (from rank {doubt.right[0]} on {hosts[doubt.right[0]]}: no majority tells which of "
-            "them is right)"
+            f" (from rank {undecided.right[0]} on {hosts[undecided.right[0]]}: "
+            "no majority tells which of them is right)"
         )
     )
-    return "; ".join(sides) + unclear
+    return "; ".join(texts) + unclear
 
 
 def _kind(tensor: Any) -> str:
-    """Describe the hardware and settings that decide on the last bits of what a worker computes."""
+    """Describe the hardware and settings that decide on the last bits of a worker's results."""
     if isinstance(tensor, Tensor) and tensor.is_cuda:
         return torch.cuda.get_device_name(tensor.device)
     return (
@@ -408,7 +450,7 @@ def _kind(tensor: Any) -> str:
 
 
 def _mixed(kinds: Sequence[str]) -> str:
-    """Say which workers compute how; empty if all do alike."""
+    """Describe the hardware of the workers; empty if all have the same."""
     by_kind: dict[str, list[str]] = {}
     for rank, kind in enumerate(kinds):
         by_kind.setdefault(kind, []).append(str(rank))
@@ -420,26 +462,26 @@ def _mixed(kinds: Sequence[str]) -> str:
 
 
 def _padded_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor in a message, filled up to a multiple of `ALIGNED`."""
+    """Bytes of a tensor in a message, rounded up to the alignment."""
     return -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED
 
 
 def _bundle(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the bytes of the tensors, one after the other."""
+    """Pack the bytes of the tensors into one message, one after the other."""
     message = torch.zeros(sum(map(_padded_bytes, tensors)), dtype=torch.uint8, device=device)
-    for tensor, place in zip(
+    for tensor, part in zip(
         tensors, message.split([_padded_bytes(tensor) for tensor in tensors]), strict=True
     ):
         data = flat(tensor)
-        place[: data.numel()].copy_(data)
+        part[: data.numel()].copy_(data)
     return message
 
 
-def _unbundled(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Cut a message of `_bundle` into tensors like these."""
-    places = message.split([_padded_bytes(tensor) for tensor in like])
-    sizes = [tensor.numel() * tensor.element_size() for tensor in like]
+def _unbundled(message: Tensor, templates: Sequence[Tensor]) -> list[Tensor]:
+    """Unpack a message of `_pack_tensors` into tensors with these shapes and dtypes."""
+    message_parts = message.split([_padded_bytes(tensor) for tensor in templates])
+    sizes = [tensor.numel() * tensor.element_size() for tensor in templates]
     return [
-        place[:size].view(x.dtype).view(x.shape)
-        for place, size, x in zip(places, sizes, like, strict=True)
+        part[:size].view(template.dtype).view(template.shape)
+        for part, size, template in zip(message_parts, sizes, templates, strict=True)
     ]

@@ -1,19 +1,18 @@
-"""Names everything that should be the same on all workers, and what it is here.
+"""Names all state that should be equal on all workers, and makes a digest of it.
 
-    parameters       all, frozen ones too                        "blocks.3.attn.weight"
-                     (where replicas differ between steps, frozen ones that the script changes are
-                     each worker's own)
+    parameters       all, also frozen ones                       "blocks.3.attn.weight"
+                     (if replicas differ between steps, frozen ones may differ, as a script may
+                     change them)
     optimizers       state and settings                          "exp_avg of blocks.3.attn.weight",
                                                                  "lr of group 0 of AdamW"
-                     (where replicas differ between steps, each worker has optimizer state of its
-                     own)
-    the strategy's   what it says is the same, such as           "where all last agreed to be, 0"
+                     (only if replicas don't differ between steps)
+    the strategy     state that it keeps equal, such as          "where all last agreed to be, 0"
                      the momentum of an outer optimizer
     buffers          of synchronous BatchNorm                    "norm.running_mean"
                      constant ones (masks, tables)               "mask"
 
-A buffer that the script's own modules change is each worker's own: they may take it from samples
-that only this worker has seen.
+Other buffers that change during training may differ. Modules may make them from samples that only
+this worker has seen.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import msgpack
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm  # private: the base of BatchNorm1d to 3d
 from torch.optim import Optimizer
 
 from paceline.parallel.batchnorm import is_synchronised
@@ -39,15 +38,17 @@ from paceline.sync.base import Slot
 
 PLAIN: Final = (bool, int, float, str, complex, bytes, type(None))
 STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")  # of BatchNorm
-# a buffer since training began: the same; others have appeared in it by themselves; it was changed
+# State of a buffer since training began: unchanged; other values although torch counted no change
+# (broken memory, or a change that torch doesn't count); changed.
 SAME, ALTERED, CHANGED = range(3)
-# [form, number] of a tensor, ["plain", JSON] of another value, ["buffer", SAME, ALTERED or CHANGED]
+# [form, checksum] of a tensor, ["plain", JSON] of another value, or ["buffer", state] with SAME,
+# ALTERED or CHANGED.
 Entry = list[Any]
 DIGEST: Final = 16  # bytes
 
 
 class PreparedObjects(Protocol):
-    """What was prepared in a run."""
+    """The models and optimizers that a run has prepared."""
 
     @property
     def slots(self) -> Sequence[Slot]: ...
@@ -60,7 +61,7 @@ class PreparedObjects(Protocol):
 
 
 class ReplicaPart(NamedTuple):
-    """A tensor or a plain value, and the function that sets it to another."""
+    """A tensor or a plain value, and the function that sets it to another value."""
 
     value: Any
     become: Callable[[Any], object]
@@ -68,13 +69,13 @@ class ReplicaPart(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplicaDigest:
-    """The parts of one replica, and `entries` by name, in which the other workers see them."""
+    """The parts of one replica, and the entries that describe them to other workers, by name."""
 
     parts: Mapping[str, ReplicaPart]
     entries: Mapping[str, Entry]
 
     def head(self) -> bytes:
-        """Pack a digest of what has to be the same, and the state of each of the other buffers."""
+        """Pack a hash of all parts that have to be equal, and the state of each buffer."""
         strict = [[name, *entry] for name, entry in self.entries.items() if entry[0] != "buffer"]
         buffers = {name: entry[1] for name, entry in self.entries.items() if entry[0] == "buffer"}
         return bytes(
@@ -99,7 +100,12 @@ class _KnownBuffer:
 
 
 class ReplicaContents:
-    """Looks at what was prepared. `apart`: whether replicas may differ between two steps."""
+    """Makes digests of the prepared objects.
+
+    Args:
+        prepared: The models and optimizers of the run.
+        apart: Whether replicas may differ between two steps.
+    """
 
     def __init__(self, prepared: PreparedObjects, *, apart: bool) -> None:
         self._prepared, self._apart = prepared, apart
@@ -107,24 +113,24 @@ class ReplicaContents:
 
     def begin(self) -> None:
         """Remember the buffers at the beginning of training, when they are equal on all workers."""
-        fresh = {
+        new_buffers = {
             name: buffer
             for name, buffer in self._buffers(synchronous=False)
             if name not in self._known
         }
-        for (name, buffer), number in zip(
-            fresh.items(), checksums(list(fresh.values())), strict=True
+        for (name, buffer), checksum in zip(
+            new_buffers.items(), checksums(list(new_buffers.values())), strict=True
         ):
-            self._known[name] = _KnownBuffer(weakref.ref(buffer), _version(buffer), number)
+            self._known[name] = _KnownBuffer(weakref.ref(buffer), _version(buffer), checksum)
 
     def own(self) -> dict[str, int]:
-        """Return checksums of the buffers that were changed since training began, by name."""
-        found = {
+        """Checksums of the buffers that were changed since training began, by name."""
+        changed_buffers = {
             name: buffer
             for name, buffer in self._buffers(synchronous=False)
             if self._changed(name, buffer)
         }
-        return dict(zip(found, checksums(list(found.values())), strict=True))
+        return dict(zip(changed_buffers, checksums(list(changed_buffers.values())), strict=True))
 
     def _changed(self, name: str, buffer: Tensor) -> bool:
         known = self._known.get(name)
@@ -132,16 +138,16 @@ class ReplicaContents:
 
     @property
     def watches(self) -> bool:
-        """Whether there are buffers that may be each worker's own.
+        """Whether there are buffers that may differ between workers.
 
-        The answer is the same on all workers.
+        The answer is equal on all workers.
         """
         return bool(self._known)
 
-    def look(self, more: Mapping[str, Tensor]) -> ReplicaDigest:
-        """Return a digest of all parts as they are now; `more` are the strategy's own."""
+    def look(self, strategy_state: Mapping[str, Tensor]) -> ReplicaDigest:
+        """Make a digest of all parts as they are now. `strategy_state` is the strategy's own."""
         parts: dict[str, ReplicaPart] = {}
-        for name, part in self._parts(more):
+        for name, part in self._parts(strategy_state):
             while name in parts:
                 name += "'"
             parts[name] = part
@@ -151,35 +157,41 @@ class ReplicaContents:
         tensors = {
             name: part.value for name, part in parts.items() if isinstance(part.value, Tensor)
         }
-        numbers = checksums([*tensors.values(), *buffers.values()])
-        found = dict(zip(tensors, numbers, strict=False))
+        # One call computes all checksums, so that a GPU is waited for only once.
+        sums = checksums([*tensors.values(), *buffers.values()])
+        checksums_by_name = dict(zip(tensors, sums, strict=False))
         entries = {
-            name: [form(part.value), found[name] if name in found else _json(part.value)]
+            name: [
+                form(part.value),
+                checksums_by_name[name] if name in checksums_by_name else _json(part.value),
+            ]
             for name, part in parts.items()
         }
-        for (name, buffer), number in zip(buffers.items(), numbers[len(tensors) :], strict=True):
-            entries[name] = ["buffer", self._known[name].state(buffer, number)]
+        for (name, buffer), checksum in zip(buffers.items(), sums[len(tensors) :], strict=True):
+            entries[name] = ["buffer", self._known[name].state(buffer, checksum)]
             parts[name] = ReplicaPart(buffer, self._healing(name, buffer))
         return ReplicaDigest(parts, entries)
 
-    def _parts(self, more: Mapping[str, Tensor]) -> Iterator[tuple[str, ReplicaPart]]:
+    def _parts(self, strategy_state: Mapping[str, Tensor]) -> Iterator[tuple[str, ReplicaPart]]:
         frozen = self.frozen
         for slot in self._prepared.slots:
             if _dense(slot.parameter) and slot.name not in frozen:
                 yield slot.name, _tensor(slot.parameter)
         for name, buffer in self._buffers(synchronous=True):
             yield name, _tensor(buffer)
-        for name, tensor in more.items():
+        for name, tensor in strategy_state.items():
             yield name, _tensor(tensor)
         names = {id(slot.parameter): slot.name for slot in self._prepared.slots}
-        for number, optimizer in enumerate([] if self._apart else self._prepared.optimizers):
+        for optimizer_index, optimizer in enumerate(
+            [] if self._apart else self._prepared.optimizers
+        ):
             kind = type(optimizer).__name__ + (
-                f" {number}" if len(self._prepared.optimizers) > 1 else ""
+                f" {optimizer_index}" if len(self._prepared.optimizers) > 1 else ""
             )
-            for place, group in enumerate(optimizer.param_groups):
+            for group_index, group in enumerate(optimizer.param_groups):
                 for key in group:
                     yield from (
-                        _leaves(f"{key} of group {place} of {kind}", group, key)
+                        _leaves(f"{key} of group {group_index} of {kind}", group, key)
                         if key != "params"
                         else ()
                     )
@@ -190,9 +202,9 @@ class ReplicaContents:
 
     @property
     def frozen(self) -> dict[str, Parameter]:
-        """Parameters, by name, that a script may change differently on each worker.
+        """Frozen parameters, by name, that a script may change differently on each worker.
 
-        An example is a teacher that follows its replica.
+        An example is a teacher that is a moving average of its replica.
         """
         return {
             slot.name: slot.parameter
@@ -201,22 +213,25 @@ class ReplicaContents:
         }
 
     def _buffers(self, *, synchronous: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield, once each, the buffers that are compared and the parameters that may part.
+        """Yield either the buffers of synchronous BatchNorm, or those of all other modules.
 
-        They are the buffers of synchronous BatchNorm, or all but those of any BatchNorm.
+        With `synchronous=False` frozen parameters that may differ are among them. Statistics of
+        other BatchNorms are never compared. A buffer with several names comes once.
         """
         seen: set[int] = set()
         for name, parameter in () if synchronous else self.frozen.items():
             if _dense(parameter):
                 yield name, parameter
         for prefix, model in self._prepared.models:
-            for place, module in model.named_modules():
+            for path, module in model.named_modules():
+                # A private part of torch. If it goes: `named_buffers(recurse=False)`, which leaves
+                # out buffers with a second name in the same module.
                 for name, buffer in module._buffers.items():
                     if buffer is None or id(buffer) in seen or not _dense(buffer):
                         continue
                     seen.add(id(buffer))
                     if _summed(module, name) if synchronous else not _statistic(module, name):
-                        yield f"{prefix}{place}{'.' if place else ''}{name}", buffer
+                        yield f"{prefix}{path}{'.' if path else ''}{name}", buffer
 
     def _healing(self, name: str, buffer: Tensor) -> Callable[[Tensor], None]:
         def become(values: Tensor) -> None:
@@ -227,7 +242,7 @@ class ReplicaContents:
 
 
 def own_buffers(model: nn.Module) -> set[str]:
-    """Names of buffers that each worker may have for itself: all but synchronous BatchNorm's."""
+    """Find the names of buffers that may differ: all but those of synchronous BatchNorm."""
     places = [(f"{place}." if place else "", module) for place, module in model.named_modules()]
     return {
         prefix + name
@@ -242,12 +257,12 @@ def _statistic(module: nn.Module, name: str) -> bool:
 
 
 def _summed(module: nn.Module, name: str) -> bool:
-    """Whether this buffer is a statistic of the batches of all workers."""
+    """Whether this buffer is a statistic over the batches of all workers."""
     return _statistic(module, name) and is_synchronised(module)
 
 
 def form(value: Any) -> str:
-    """Describe what a part must be like to take over another's value."""
+    """Describe the dtype and shape of a part. A value fits only a part of the same form."""
     return (
         f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
         if isinstance(value, Tensor)
@@ -256,7 +271,7 @@ def form(value: Any) -> str:
 
 
 def plain(text: str) -> Any:
-    """Read the value of a plain part's entry."""
+    """Parse the value in the entry of a plain part."""
     return Snapshot(0, json.loads(text), {}).unpack()
 
 
@@ -265,7 +280,7 @@ def _json(value: Any) -> str:
 
 
 def _leaves(name: str, holder: Any, key: Any) -> Iterator[tuple[str, ReplicaPart]]:
-    """Yield the tensors and plain values of nested state; anything else is left out."""
+    """Yield the tensors and plain values of nested state. Anything else is left out."""
     value = holder[key]
     if isinstance(value, Tensor):
         if _dense(value):
@@ -296,5 +311,7 @@ def _dense(tensor: Tensor) -> bool:
 
 
 def _version(buffer: Tensor) -> int | None:
-    """Number of changes in place that torch has counted; None if it doesn't count them."""
+    """Number of in-place changes that torch has counted; None if it doesn't count them."""
+    # A private part of torch: autograd's counter of in-place changes. Without it, no buffer would
+    # be known to be unchanged.
     return None if buffer.is_inference() else buffer._version

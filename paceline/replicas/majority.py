@@ -1,4 +1,4 @@
-"""Which of several replicas is taken for right, and from which another one is copied."""
+"""Chooses which of several replicas is right, and from which one a wrong replica is copied."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from collections.abc import Mapping, Sequence
 
 
 def nearest(rank: int, sources: Sequence[int], hosts: Sequence[int]) -> int:
-    """Choose the source for `rank`: one on its host if possible, spread over the sources."""
-    near = [source for source in sources if hosts[source] == hosts[rank]] or sources
-    return near[rank % len(near)]
+    """Pick a source for `rank`, on its own host if possible. Ranks are spread over the sources."""
+    candidates = [source for source in sources if hosts[source] == hosts[rank]] or sources
+    return candidates[rank % len(candidates)]
 
 
 def majority(hashes: Mapping[int, str]) -> tuple[str, list[int]]:
-    """Return the hash that most have, and the ranks that have another.
+    """Find the hash that most ranks have, and the ranks with another hash.
 
-    In a tie that of the lowest rank counts.
+    In a tie, the hash of the lowest rank counts.
     """
     counts = Counter(hashes.values())
-    most = max(counts.values())
-    right = next(digest for _, digest in sorted(hashes.items()) if counts[digest] == most)
-    return right, sorted(rank for rank, digest in hashes.items() if digest != right)
+    highest_count = max(counts.values())
+    majority_hash = next(
+        digest for _, digest in sorted(hashes.items()) if counts[digest] == highest_count
+    )
+    return majority_hash, sorted(rank for rank, digest in hashes.items() if digest != majority_hash)

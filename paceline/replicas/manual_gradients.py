@@ -2,10 +2,10 @@
 
 They are not exchanged, so replicas may diverge.
 
-    the first steps, and about once a second    whose p.grad is not the result of backward?
-                                                all, before an optimizer steps
-    a worker has such a gradient                its norm and its sum on each worker
-                                                the same, but for rounding: go on
+    in the first steps, and about     before an optimizer steps, all workers exchange the parameters
+    once a second                     whose p.grad is not the result of backward
+    if there are any                  they exchange the norm and the sum of each such gradient;
+                                      equal except for rounding: go on; otherwise: an error
 
 A gradient changed in place (clipped, decayed) still counts as the result of backward.
 """
@@ -26,55 +26,59 @@ from torch.optim import Optimizer
 from paceline.errors import UsageError
 from paceline.loop.turns import TrainingLoop
 
-FIRST: Final = 2  # steps that are checked in any case
-OFTEN: Final = 256  # of so many steps one is checked, where no loader counts them
-NEAR: Final = 1e-3  # relative difference of what replicas compute alike
+FIRST: Final = 2  # the first steps are always checked
+OFTEN: Final = 256  # one in this number of steps is checked if no loader counts them
+NEAR: Final = 1e-3  # relative difference that rounding may cause between replicas
 
 
 class NextMeeting(Protocol):
-    """Schedule of meetings of all workers. `next`: the step after which they meet anyway."""
+    """Schedule of meetings of all workers. After the step `next_step` they meet anyway."""
 
     next_step: int
 
 
 class ManualGradients:
-    """Checks the gradients of an optimizer before it steps: in first steps and at meetings.
+    """Checks the gradients of an optimizer before it steps, in the first steps and at meetings.
 
-    `twin` is the first of the workers that have the same part of a cut model as this one.
+    Args:
+        loop: The training loop.
+        meetings: Schedule of meetings of all workers.
+        twin: Finds, for a rank, the first rank that has the same part of a cut model.
     """
 
     def __init__(
         self, loop: TrainingLoop, meetings: NextMeeting, twin: Callable[[int], int]
     ) -> None:
         self._loop, self.meetings, self._twin = loop, meetings, twin
-        self._calls = 0  # outside of loops over a loader
+        self._calls = 0  # number of optimizer steps outside of loops over a loader
 
     def look(self, optimizer: Optimizer) -> None:
-        """Raise `UsageError` on all workers if gradients were set that replicas don't have alike.
+        """Raise `UsageError`, on all workers, if gradients that a script set differ.
 
-        Collective, where a check is due.
+        Collective if a check is due.
         """
         if not self._due():
             return
         backward, meet = self._loop.backward, self._loop.context.agreement.meet
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        mine = backward.watched.find_foreign(stepped)
-        found = [
+        own_slots = backward.watched.find_foreign(stepped)
+        reports = [
             msgpack.unpackb(body)
-            for body in meet("optimizer.step", msgpack.packb(mine) if mine else b"")
+            for body in meet("optimizer.step", msgpack.packb(own_slots) if own_slots else b"")
             if body
         ]
-        numbers = sorted({number for theirs in found for number in theirs})
-        if not numbers:
+        slots = sorted({slot for measurements in reports for slot in measurements})
+        if not slots:
             return
+        # Replicas of one part must have equal gradients. Different parts of a cut model may differ.
         parameters = backward.watched.parameters
-        figures = [_figures(parameters[number].parameter.grad) for number in numbers]
-        theirs = [
+        figures = [_figures(parameters[slot].parameter.grad) for slot in slots]
+        measurements = [
             msgpack.unpackb(body)
             for body in meet("gradients set by the script", msgpack.packb(figures))
         ]
-        for (number, *values), ranks in itertools.product(
-            zip(numbers, *theirs, strict=True), self._replicas(len(theirs))
+        for (slot, *values), ranks in itertools.product(
+            zip(slots, *measurements, strict=True), self._replicas(len(measurements))
         ):
             if any(not _near(values[ranks[0]], values[rank]) for rank in ranks):
                 sides = "; ".join(
@@ -82,18 +86,18 @@ class ManualGradients:
                     for rank in ranks
                 )
                 raise UsageError(
-                    f"p.grad of {parameters[number].name} was set by the script, and differs "
+                    f"p.grad of {parameters[slot].name} was set by the script, and differs "
                     f"between workers ({sides}): only what "
                     "loss.backward() adds is exchanged. Use loss.backward(), or set p.grad = "
                     "run.mean(g) on every worker"
                 )
 
     def _replicas(self, size: int) -> Iterable[list[int]]:
-        """Return the ranks that have the same part of the model, of each part."""
-        found = defaultdict[int, list[int]](list)
+        """Group the ranks by the part of the model that they have."""
+        ranks_by_twin = defaultdict[int, list[int]](list)
         for rank in range(size):
-            found[self._twin(self._loop.context.group.global_rank(rank))].append(rank)
-        return found.values()
+            ranks_by_twin[self._twin(self._loop.context.group.global_rank(rank))].append(rank)
+        return ranks_by_twin.values()
 
     def _due(self) -> bool:
         loop = self._loop
@@ -104,12 +108,13 @@ class ManualGradients:
 
 
 def _figures(grad: Tensor | None) -> list[float] | None:
-    """Return the norm and the sum of a gradient, and how far sums may lie apart."""
+    """Measure a gradient: its norm, its sum, and the tolerance of the sum."""
     if grad is None:
         return None
     values = grad.detach()
     values = values.coalesce().values() if values.is_sparse else values
     values = torch.view_as_real(values) if values.is_complex() else values
+    # Rounding errors of n elements add up to about sqrt(n) of one.
     norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
     return [
         norm,
@@ -118,14 +123,14 @@ def _figures(grad: Tensor | None) -> list[float] | None:
     ]
 
 
-def _near(one: Any, other: Any) -> bool:
-    if one is None or other is None:
-        return one is other
-    if not all(map(math.isfinite, (*one, *other))):
-        return repr(one) == repr(other)
+def _near(first: Any, second: Any) -> bool:
+    if first is None or second is None:
+        return first is second
+    if not all(map(math.isfinite, (*first, *second))):
+        return repr(first) == repr(second)
     return bool(
-        abs(one[0] - other[0]) <= NEAR * max(one[0], other[0])
-        and abs(one[1] - other[1]) <= max(one[2], other[2])
+        abs(first[0] - second[0]) <= NEAR * max(first[0], second[0])
+        and abs(first[1] - second[1]) <= max(first[2], second[2])
     )
 
 

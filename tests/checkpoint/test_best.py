@@ -58,17 +58,14 @@ def test_nothing() -> None:
         (
             1.0,
             None,
-            (
-                "run.save got metric alone; give best='min' or best='max', "
-                "which says what is better, too"
-            ),
+            "run.save got metric alone; give best='min' or best='max', too",
         ),
-        (None, "min", "run.save got best alone; give metric=a number, which is compared, too"),
+        (None, "min", "run.save got best alone; give metric=a number, too"),
         (
             1.0,
             "least",
             (
-                "run.save: best='least' is unknown; possible: max, min; give 'min' where a smaller "
+                "run.save: best='least' is unknown; possible: max, min; give 'min' if a smaller "
                 "metric is better"
             ),
         ),
@@ -327,7 +324,7 @@ def test_a_metric_of_ones_own_part_is_said_once(tmp_path: Path) -> None:
     assert [text for text in said if "rank 0 counts" in text] == [
         (
             "the metric of run.save is 1 on rank 0 and 4 on rank 1: the one of rank 0 counts. "
-            "Give run.mean(metric) for that of all workers"
+            "Give run.mean(metric) for the mean of all workers"
         )
     ]
 

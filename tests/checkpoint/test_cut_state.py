@@ -34,7 +34,7 @@ def test_parameters_and_what_optimizers_keep_of_them() -> None:
         ("model/0.weight", True),  # under its other name
         ("optimizer/state/0/momentum_buffer", False),
     ]
-    assert found[2].what == "momentum_buffer that optimizer keeps of 0.weight"
+    assert found[2].what == "momentum_buffer that optimizer keeps for 0.weight"
 
 
 def test_what_is_written() -> None:

@@ -364,7 +364,7 @@ def test_an_optimizer_whose_state_is_not_of_its_parameters_shape(tmp_path: Path)
         with pytest.raises(
             CheckpointError,
             match=(
-                r"rows that optimizer keeps of 1.weight has the shape \[5\] where the parameter "
+                r"rows that optimizer keeps for 1.weight has the shape \[5\], and the parameter "
                 r"has \[3, 4\]"
             ),
         ):

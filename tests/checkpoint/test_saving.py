@@ -400,7 +400,7 @@ def test_what_another_version_had_for_each_worker_is_named(tmp_path: Path) -> No
 
     with pytest.raises(
         CheckpointError,
-        match="what worker 0 had for itself lacks optimizers, sync: another version",
+        match="the state of worker 0 lacks optimizers, sync: another version",
     ):
         workers(1, body, folder=tmp_path)
 

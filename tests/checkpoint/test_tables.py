@@ -104,6 +104,6 @@ def test_other_tables_are_refused(tmp_path: Path) -> None:
     found = checkpoint.load(tmp_path / "test" / "checkpoints", say=print)
     with pytest.raises(
         CheckpointError,
-        match=r"has the sparse tables first \(60 x 4 float64, SGD\), second .*, and here are none",
+        match=r"the sparse tables first \(60 x 4 float64, SGD\), second .*, and this run has none",
     ):
         tables.restore([], found)

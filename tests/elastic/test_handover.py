@@ -54,7 +54,7 @@ def test_a_worker_that_differs_is_told_to_all() -> None:
 
 
 def test_a_state_that_came_differently_is_refused() -> None:
-    with pytest.raises(Mismatch, match="rank 0 handed over is not what most workers have"):
+    with pytest.raises(Mismatch, match="rank 0 handed over differs from that of most workers"):
         handed("one", "", old=1, broken=True)
 
 

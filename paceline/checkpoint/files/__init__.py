@@ -1,1 +1,1 @@
-"""The files of a checkpoint, and what is read from them."""
+"""The files of a checkpoint: writing, checking and reading them."""

@@ -1,4 +1,4 @@
-"""Background checkpoint writes: a thread writes while training goes on, in spare time."""
+"""Background checkpoint writes: a thread with low priority writes while training goes on."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from collections.abc import Callable
 
 from paceline.errors import CheckpointError
 
-LOWEST = 19  # as `nice` counts
-Moved = Callable[[int], None]  # gets the number of bytes, as they are written
+LOWEST = 19  # the lowest priority, as `nice` counts
+Moved = Callable[[int], None]  # is called with the number of bytes as they are written
 
 
 class BackgroundWrite:
-    """One write, under way from now on: `write`, in a thread of its own.
+    """One write in a thread of its own. It begins at once.
 
-    `said` is called at once with a failure.
-
-    `what` and `nbytes` describe the write in messages.
+    Args:
+        what: Description of the write, for messages.
+        nbytes: Bytes that will be written, for messages.
+        write: Writes the checkpoint, and reports the bytes that are written.
+        said: Called from the thread with a message if the write fails.
     """
 
     def __init__(
         self, what: str, nbytes: int, write: Callable[[Moved], object], said: Callable[[str], None]
     ) -> None:
         self.nbytes = nbytes
-        self.seconds = 0.0  # that the write took, once it has ended
+        self.seconds = 0.0  # duration of the write, once it has ended
         self._what, self._write, self._said = what, write, said
         self._moved = 0
         self._error: CheckpointError | None = None
@@ -51,19 +53,20 @@ class BackgroundWrite:
         self._moved += nbytes
 
     def wait(self, seconds: float) -> bool:
-        """Whether the write ends, well or not, within this number of seconds."""
+        """Wait for this number of seconds, and tell whether the write has ended, well or not."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def failure(self) -> CheckpointError | None:
-        """Reason why the checkpoint isn't there (yet)."""
+        """Make the error for a checkpoint that isn't there, or not yet; None if it is there."""
         if self._thread.is_alive():
-            done, whole = self._moved / 1e6, self.nbytes / 1e6
+            written_megabytes, total_megabytes = self._moved / 1e6, self.nbytes / 1e6
             return CheckpointError(
-                f"{self._what} has not come to the disk in time: {done:.1f} of {whole:.1f} MB are "
-                "written. Save less often, or raise "
-                "start(deadline=seconds) for a disk that is so slow"
+                f"{self._what} has not come to the disk in time: {written_megabytes:.1f} of "
+                f"{total_megabytes:.1f} MB are written. Save less often, or raise "
+                "start(deadline=seconds) if the disk is slow"
             )
+        # Only `CheckpointError` is caught in the thread. Any other error is printed by Python.
         if self._error is None and not self._whole:
             return CheckpointError(
                 f"{self._what} was not saved: the thread that wrote it has ended; "
@@ -73,8 +76,9 @@ class BackgroundWrite:
 
 
 def _give_way() -> None:
-    """Let this thread run only when no other one wants the processor, as training must not wait."""
-    if sys.platform == "linux":  # elsewhere it would be the whole process
-        # not in every sandbox; it is as quick as the others then
+    """Give this thread the lowest priority, so that training doesn't wait for it."""
+    # Only Linux sets the priority of one thread. Other systems would set that of the process.
+    if sys.platform == "linux":
+        # Some sandboxes forbid it. The thread then competes with training on equal terms.
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)

@@ -1,8 +1,10 @@
 """Files of blocks: each worker writes rectangles of logical tensors; any rectangle can be read.
 
-blocks.json                 each logical tensor: dtype, shape, and the file of each rectangle of it
-blocks-00000.safetensors    the rectangles of one worker
-tensors.safetensors         tensors that are not cut, each one block
+A logical tensor is a tensor as it would be without cuts. A block is a stored rectangle of one.
+
+blocks.json                 each logical tensor: dtype, shape, and the file of each of its blocks
+blocks-00000.safetensors    the blocks of one worker
+tensors.safetensors         tensors that are not cut, one block each
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ _STORED: Final = {name: dtype for dtype, name in NAMES.items()}
 
 @dataclass(frozen=True)
 class LocalBlocks:
-    """Rectangles of one logical tensor that this worker writes, with their places."""
+    """The rectangles of one logical tensor that this worker writes, with their places."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -53,9 +55,7 @@ class LocalBlocks:
 
 @dataclass(frozen=True)
 class BlocksLayout:
-    """The file of one worker's blocks, planned; its tensors stay where they are until they are
-    held or written.
-    """
+    """Plan of the file of one worker's blocks. No tensor is copied before it is written."""
 
     file: str
     layout: FileLayout
@@ -63,26 +63,34 @@ class BlocksLayout:
 
 
 def plan(number: int, tensors: Mapping[str, LocalBlocks]) -> BlocksLayout:
-    """Lay out the file of worker `number`; rectangles without elements are left out."""
-    file, kept, index = f"blocks-{number:05d}.safetensors", {}, {}
-    for path, local in tensors.items():
+    """Plan the file of blocks of a worker. Rectangles without elements are left out.
+
+    Args:
+        number: Rank of the worker, for the name of the file.
+        tensors: Rectangles that this worker writes, by the path of their logical tensor.
+    """
+    file, stored_pieces, index = f"blocks-{number:05d}.safetensors", {}, {}
+    for path, local_blocks in tensors.items():
         blocks: list[StoredBlock] = []
-        for box, piece in local.pieces:
+        for box, piece in local_blocks.pieces:
             assert tuple(piece.shape) == sizes(box), (path, box, piece.shape)
             if piece.numel():
                 key = f"{path}@{len(blocks)}"
-                kept[key] = piece
+                stored_pieces[key] = piece
                 blocks.append(StoredBlock(box, file, key))
-        index[path] = StoredTensor(local.dtype, local.shape, tuple(blocks))
-    return BlocksLayout(file, image(Snapshot(0, None, kept)), index)
+        index[path] = StoredTensor(local_blocks.dtype, local_blocks.shape, tuple(blocks))
+    return BlocksLayout(file, image(Snapshot(0, None, stored_pieces)), index)
 
 
 class BlockReader:
-    """Reads rectangles of the logical tensors in one checkpoint, and from the disk no more than
-    those. Files stay open until `close`.
+    """Reads rectangles of the logical tensors in one checkpoint, and no other bytes.
 
-    `index` says which tensors there are. What lies in `folder` has been checked by hash, or isn't
-    believed: what can't be read raises `CheckpointError` with the tensor and the file.
+    Files stay open until `close`. A block that can't be read raises `CheckpointError`, which names
+    the tensor and the file. So the files needn't be trusted, even if their hashes weren't checked.
+
+    Args:
+        folder: Folder of the checkpoint.
+        index: The tensors in it, by path.
     """
 
     def __init__(self, folder: Path, index: Mapping[str, StoredTensor]) -> None:
@@ -103,9 +111,9 @@ class BlockReader:
         self._files.clear()
 
     def stored(self, name: str) -> StoredTensor:
-        """Place of a tensor in the files.
+        """Get the shape of a tensor and the places of its blocks.
 
-        Raises `CheckpointError` with the nearest name if there is no such tensor.
+        Raises `CheckpointError`, with the nearest name, if there is no such tensor.
         """
         if name not in self.index:
             raise CheckpointError(
@@ -122,15 +130,19 @@ class BlockReader:
         ):
             raise CheckpointError(
                 f"{name} has the shape {list(stored.shape)} in {self._folder.name}; "
-                f"{wanted} was asked of it"
+                f"the rectangle {wanted} is not inside of it"
             )
-        out = torch.empty(sizes(wanted), dtype=stored.dtype)
-        if out.numel():
-            for block, common in stored.overlapping(wanted):
-                out[within(common, wanted)].copy_(self._part(name, stored, block, common))
-        return out
+        # Assemble the rectangle from the parts of all blocks that overlap it.
+        result = torch.empty(sizes(wanted), dtype=stored.dtype)
+        if result.numel():
+            for block, overlap_box in stored.overlapping(wanted):
+                result[within(overlap_box, wanted)].copy_(
+                    self._part(name, stored, block, overlap_box)
+                )
+        return result
 
     def _part(self, name: str, stored: StoredTensor, block: StoredBlock, box: Box) -> Tensor:
+        """Read the part of a block that lies in `box`, and check its shape and dtype."""
         try:
             part = self._lifted(stored, block, box)
             if part.shape != sizes(box) or part.dtype != stored.dtype:
@@ -154,18 +166,22 @@ class BlockReader:
 
     def _lifted(self, stored: StoredTensor, block: StoredBlock, box: Box) -> Tensor:
         file = self._file(block.file)
-        part = within(box, block.box)
+        slices = within(box, block.box)
         dtype = str(stored.dtype).removeprefix("torch.")
         if dtype in SAFE:
             return (  # type: ignore[no-any-return]
-                file.get_tensor(block.key) if box == block.box else file.get_slice(block.key)[part]
+                file.get_tensor(block.key)
+                if box == block.box
+                else file.get_slice(block.key)[slices]
             )
-        # bytes, or pairs of reals
-        return lift({"": file.get_tensor(block.key)}, {"": [dtype, sizes(block.box)]})[""][part]
+        # Other dtypes are stored as bytes, or complex ones as pairs of reals. A slice of these is
+        # not a slice of the tensor, so all of the block is read.
+        return lift({"": file.get_tensor(block.key)}, {"": [dtype, sizes(block.box)]})[""][slices]
 
     def _file(self, name: str) -> Any:
         if name not in self._files:
-            disk.opened(self._folder / name).close()  # no link, no pipe
+            # safetensors opens any path. This raises for links and pipes.
+            disk.opened(self._folder / name).close()
             self._files[name] = self._open.enter_context(
                 safetensors.safe_open(self._folder / name, "pt")
             )
@@ -173,7 +189,7 @@ class BlockReader:
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by their path, each read when it is asked for, and not kept."""
+    """The tensors of a checkpoint by path. Each access reads the tensor again."""
 
     def __init__(self, reader: BlockReader) -> None:
         self._reader = reader
@@ -192,17 +208,18 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def uncut(path: Path, notes: Mapping[str, list[Any]]) -> BlockIndex:
-    """Read the header of a file in which each tensor is one block.
+    """Read the header of a safetensors file in which each tensor is one block.
 
-    Raises OSError, or what comes of a file that is none.
+    `notes` has the dtypes and shapes of tensors that safetensors can't store directly. Raises
+    OSError, or one of `UNREADABLE` and `struct.error` if the file has another form.
     """
     with disk.opened(path) as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > path.stat().st_size:
             raise ValueError(f"its header of {length} bytes is longer than the file")
-        head = json.loads(file.read(length))
+        header = json.loads(file.read(length))
     index: BlockIndex = {}
-    for key, entry in head.items():
+    for key, entry in header.items():
         if key == "__metadata__":
             continue
         dtype, shape = form(
@@ -217,18 +234,18 @@ def uncut(path: Path, notes: Mapping[str, list[Any]]) -> BlockIndex:
 
 
 def logical(index: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """Make tensors without memory in place of those of an index, for a snapshot of which single
-    parts are read.
-    """
+    """Make a tensor without memory (on the device "meta") for each tensor of an index."""
     return {
         path: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for path, tensor in index.items()
     }
 
 
-def _near(name: str, known: Collection[str]) -> str:
-    """Write which names there are, or the nearest one of many."""
-    if len(known) <= SHOWN:
-        return choices(name, known)
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"it has {len(known)} others" + (f"; did you mean {near[0]}?" if near else "")
+def _near(name: str, names: Collection[str]) -> str:
+    """Describe the names that exist, or the nearest one if there are many."""
+    if len(names) <= SHOWN:
+        return choices(name, names)
+    close_names = difflib.get_close_matches(name, names, n=1)
+    return f"it has {len(names)} others" + (
+        f"; did you mean {close_names[0]}?" if close_names else ""
+    )

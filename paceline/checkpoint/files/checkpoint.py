@@ -1,5 +1,6 @@
-"""Checkpoints on disk: written whole or not at all, checked by hash when read, the one before used
-if the newest is broken.
+"""Checkpoints on disk: written in full or not at all, and checked by hash when read.
+
+If the newest checkpoint is broken, the one before it is used.
 
     checkpoints/
       step-00000040/
@@ -8,20 +9,19 @@ if the newest is broken.
         state.json             the tree of the snapshot, and notes on tensors that safetensors can't
                                keep as they are
         tensors.safetensors
-        own-00001.json         what belongs to rank 1 alone (its random generators), and its tensors
-        own-00001.safetensors
-        blocks.json            of tensors that workers have cut: which file has which rectangle of
-                               them
-        blocks-00003.safetensors     what worker 3 has of those
+        own-00001.json         state of rank 1 alone (such as its random generators), and its
+        own-00001.safetensors  tensors
+        blocks.json            for tensors that are cut between workers: the file of each rectangle
+        blocks-00003.safetensors     the rectangles of worker 3
         table-...              rows of sparse tables, in parts that are written and read one after
                                the other
       step-00000040.2/         step 40 once more, after a resume from an older one
       .saving-...              being written; left behind only by a process that was killed, removed
                                by the next save
 
-Nothing is pickled. The newest is the one saved last (the highest serial), which after going back to
-an older state is not the one of the highest step. The best is found by the metrics in the
-manifests.
+Nothing is pickled. The newest checkpoint is the one with the highest serial. After a run went back
+to an older state, it is not the one with the highest step. The best one is found by the metrics in
+the manifests.
 """
 
 from __future__ import annotations
@@ -60,28 +60,28 @@ from paceline.errors import CheckpointError, UsageError
 from paceline.state.blocks import BlockIndex, from_json, merge, stored_bytes, to_json
 from paceline.state.snapshot import UNREADABLE, Snapshot, lift
 
-_SHOWN: Final = 200  # letters of an error that is not ours
-_MARGIN: Final = 1 << 20  # bytes of a checkpoint that are not in tensors, roughly
+_SHOWN: Final = 200  # letters shown of an error that another library raised
+_MARGIN: Final = 1 << 20  # bytes of a checkpoint outside of its tensors, roughly
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that `load` has read: the state of all, and of single ranks.
+    """A checkpoint that was read: the state shared by all workers, and those of single ranks.
 
-    `index` says where the tensors lie that were cut (all of them, where it was loaded so), for
-    `BlockReader(found.path, found.index)`.
+    `index` has the places of tensors that were cut, or of all tensors after a lazy load. Read them
+    with `BlockReader(checkpoint.path, checkpoint.index)`.
     """
 
     path: Path
     step: int
     snapshot: Snapshot
     own: dict[int, Snapshot] = field(default_factory=dict)
-    more: tuple[str, ...] = ()  # further states, which `part` reads
+    more: tuple[str, ...] = ()  # names of further states, for `read_state`
     index: BlockIndex = field(default_factory=dict)
 
     def part(self, name: str) -> Snapshot:
-        """Read one of `more`, whose hashes have been checked.
+        """Read one of `extra_states`. Its hash has been checked.
 
         Raises `CheckpointError` if it can't be read.
         """
@@ -100,9 +100,18 @@ def save(
     keep: int = 3,
     metric: Metric | None = None,
 ) -> Path:
-    """Write the checkpoint of `step` under `folder`, as `write` does, and return its path."""
-    alone = {rank: image(state) for rank, state in (own or {}).items()}
-    return write(folder, image(snapshot), step, own=alone, keep=keep, metric=metric)
+    """Write the checkpoint of `step` under `folder`, and return its path.
+
+    Args:
+        folder: Folder of all checkpoints of a run.
+        snapshot: State that all workers share.
+        step: Steps that the run has taken.
+        own: State of each single rank. Default: none.
+        keep: Number of newest checkpoints that stay.
+        metric: Metric of this checkpoint. Default: none.
+    """
+    worker_layouts = {rank: image(state) for rank, state in (own or {}).items()}
+    return write(folder, image(snapshot), step, own=worker_layouts, keep=keep, metric=metric)
 
 
 def write(
@@ -121,32 +130,49 @@ def write(
 ) -> Path:
     """Write the checkpoint of `step` under `folder`, and return its path.
 
-    It is there in full or not at all, also after a loss of power. One process writes; two at once
-    on one folder is a mistake. All checkpoints but the `keep` newest and the best one are removed.
-    `target` is the path, if it was promised before. `metric` is the metric of this checkpoint.
-    `more` is written piece by piece, and only one piece has to be in memory at a time. `moved` is
-    called with the number of bytes as they are written. `at` is a folder that was reserved for it.
-    `blocks` is called with that folder, and returns what all workers have written there of tensors
-    that are cut.
+    The checkpoint is there in full or not at all, also after a loss of power. Only one process may
+    write to a folder at a time. All checkpoints but the `keep` newest and the best are removed.
 
-    Raises `CheckpointError` if the disk is full or refuses: older checkpoints are untouched, and
-    nothing half-written stays.
+    Args:
+        folder: Folder of all checkpoints of a run.
+        state: State that all workers share.
+        step: Steps that the run has taken.
+        own: State of each single rank.
+        keep: Number of newest checkpoints that stay.
+        more: Further states by name. They are made and written one after the other, so only one
+            has to be in memory at a time.
+        target: Path of the checkpoint, if it was promised before. Default: an unused name.
+        moved: Called with the number of bytes as they are written.
+        at: A folder from `pending.reserve_folder`. Default: a new one.
+        blocks: Called with that folder. Returns what all workers wrote there of cut tensors.
+        metric: Metric of this checkpoint. Default: none.
+
+    Raises:
+        CheckpointError: The disk is full or refuses. Older checkpoints are untouched, and nothing
+            half-written stays.
     """
     check(step, keep)
-    images = {"": state} | {f"own-{rank:05d}": own[rank] for rank in sorted(own)}
+    layouts = {"": state} | {f"own-{rank:05d}": own[rank] for rank in sorted(own)}
     try:
-        with pending.ending(at or pending.reserve(folder)) as temporary:
+        with pending.ending(at or pending.reserve(folder)) as temporary_folder:
             target = target or catalogue.free(folder, step)
             serial = max((entry.serial or 0 for entry in catalogue.entries(folder)), default=0) + 1
-            head = {"step": step, "serial": serial, "own": sorted(own)} | (
+            manifest_fields = {"step": step, "serial": serial, "own": sorted(own)} | (
                 {} if metric is None else {"metric": metric.fields()}
             )
-            _write(temporary, itertools.chain(images.items(), more), head, moved, blocks)
-            temporary.rename(target)
+            _write(
+                temporary_folder,
+                itertools.chain(layouts.items(), more),
+                manifest_fields,
+                moved,
+                blocks,
+            )
+            # Until here the checkpoint is hidden. The rename makes it visible in one step.
+            temporary_folder.rename(target)
         disk.sync(folder)
     except OSError as error:
         raise _refusal(
-            folder, error, step, sum(state.nbytes for state in images.values())
+            folder, error, step, sum(state.nbytes for state in layouts.values())
         ) from error
     try:
         catalogue.prune(folder, target, keep)
@@ -158,7 +184,7 @@ def write(
 
 
 def check(step: int, keep: int) -> None:
-    """Raise `UsageError` for a step or a `keep` that makes no sense."""
+    """Raise `UsageError` for a negative step or a `keep` below one."""
     if keep < 1 or step < 0:
         raise UsageError(
             f"a checkpoint needs keep >= 1 and step >= 0; found keep={keep}, step={step}"
@@ -174,23 +200,30 @@ def load(
     lazy: bool = False,
     own: bool = True,
 ) -> Checkpoint:
-    """Load the newest checkpoint in `folder` that is whole, or the one of `step`, or the `best`.
+    """Load the newest checkpoint in `folder` that isn't broken.
 
     Tensors that were cut are put together.
 
-    With `lazy` the state of all has tensors without memory (on the device "meta"), and a
-    `BlockReader` reads what is needed of them. Without `own` the states of single ranks are left
-    out. Each checkpoint that is broken, or of another format, is named through `say`, with what is
-    wrong with it. If none can be used, `load` raises CheckpointError.
+    Args:
+        folder: Folder of all checkpoints of a run.
+        say: Called with a message about checkpoints that are broken or of another format.
+        step: Load a checkpoint of this step. Default: of any.
+        best: Load the best checkpoint in place of the newest.
+        lazy: Give the shared state tensors without memory (on the device "meta"). A `BlockReader`
+            then reads only the tensors that are needed.
+        own: Load the states of single ranks, too.
+
+    Raises:
+        CheckpointError: No checkpoint can be used.
     """
     paths = catalogue.newest(folder)
     if step is not None:
-        known = sorted({step_of(path) for path in paths})
+        known_steps = sorted({step_of(path) for path in paths})
         paths = [path for path in paths if step_of(path) == step]
         if not paths:
             raise CheckpointError(
                 f"no checkpoint of step {step} in {folder}; there are: "
-                f"{', '.join(map(str, known)) or 'none'}"
+                f"{', '.join(map(str, known_steps)) or 'none'}"
             )
     if not paths:
         raise CheckpointError(
@@ -201,9 +234,9 @@ def load(
         if not paths:
             raise CheckpointError(
                 f"no checkpoint in {folder} is the best: none was saved with a metric that is a "
-                "number. run.save(metric=loss, best='min') "
-                "does so; the newest is there without asking for the best"
+                "number. Save with run.save(metric=loss, best='min'), or use the newest one"
             )
+    # A broken checkpoint is passed over for the next one in the order, with a message.
     reasons: list[str] = []
     for path in paths:
         try:
@@ -218,10 +251,13 @@ def load(
 
 
 def read(path: Path, *, lazy: bool = False, own: bool = True) -> Checkpoint:
-    """Load this one checkpoint, as `load` does. Raises `CheckpointError` if it can't be used."""
+    """Load one checkpoint by its path, as `load_checkpoint` does.
+
+    Raises `CheckpointError` if it can't be used.
+    """
     if not NAME.fullmatch(path.name):
         raise CheckpointError(
-            f"{path} is no checkpoint: those are called step-00000100 and the like"
+            f"{path} is no checkpoint; give a folder with a name such as step-00000100"
         )
     try:
         return _read(path, lazy=lazy, own=own)
@@ -235,17 +271,19 @@ def read(path: Path, *, lazy: bool = False, own: bool = True) -> Checkpoint:
 
 def _write(
     folder: Path,
-    images: Iterable[tuple[str, FileLayout]],
-    head: dict[str, Any],
+    layouts: Iterable[tuple[str, FileLayout]],
+    first_fields: dict[str, Any],
     moved: Callable[[int], None],
     blocks: Callable[[Path], Iterable[WrittenBlocks]] | None,
 ) -> None:
+    """Write all files of a checkpoint into `folder`, and the manifest after all others."""
     files: dict[str, WrittenFile] = {}
-    for name, state in images:
+    for name, state in layouts:
         tree, tensors = state_files(name)
         files[tree] = disk.write(folder / tree, [block(json.dumps(state.tree).encode())])
         files[tensors] = disk.write(folder / tensors, state.parts(), moved=moved)
     if blocks is not None:
+        # This waits for all workers. The index then has the rectangles of all of them.
         parts = list(blocks(folder))
         for part in parts:
             files.update(part.files)
@@ -253,35 +291,40 @@ def _write(
             folder / INDEX,
             [block(json.dumps(to_json(merge(part.index for part in parts))).encode())],
         )
-    whole = {
+    # The manifest is sealed and comes last, as it has the hash of each other file.
+    manifest_fields = {
         "format": UNCUT if blocks is None else FORMAT,
-        **head,
+        **first_fields,
         "files": {file: written._asdict() for file, written in files.items()},
     }
-    disk.write(folder / MANIFEST, [block(manifest.sealed(whole))])
+    disk.write(folder / MANIFEST, [block(manifest.sealed(manifest_fields))])
     disk.sync(folder)
 
 
 def _refusal(folder: Path, error: OSError, step: int, nbytes: int) -> CheckpointError:
-    kept = [path.name for path in catalogue.newest(folder)]
-    there = (
-        f"{', '.join(kept)} in {folder} {'is' if len(kept) == 1 else 'are'} untouched"
-        if kept
+    """Make the error for a checkpoint that couldn't be written: the reason, and what is left."""
+    older_names = [path.name for path in catalogue.newest(folder)]
+    older_text = (
+        f"{', '.join(older_names)} in {folder} {'is' if len(older_names) == 1 else 'are'} untouched"
+        if older_names
         else f"there is none in {folder} yet"
     )
     free = _room(folder)
     if free < nbytes + _MARGIN or error.errno in _FULL:
-        why = f"the disk is full: it takes {nbytes / 1e6:.1f} MB and {free / 1e6:.1f} MB are free"
+        reason = (
+            f"the disk is full: it takes {nbytes / 1e6:.1f} MB and {free / 1e6:.1f} MB are free"
+        )
         return CheckpointError(
-            f"step {step} was not saved, {why}. Free some space or keep fewer checkpoints; {there}"
+            f"step {step} was not saved, {reason}. Free some space or keep fewer checkpoints; "
+            f"{older_text}"
         )
     return CheckpointError(
-        f"step {step} was not saved: {error}. Check that {folder} can be written; {there}"
+        f"step {step} was not saved: {error}. Check that {folder} can be written; {older_text}"
     )
 
 
 def _room(folder: Path) -> float:
-    """Free bytes on the folder's disk; infinite if that can't be found out."""
+    """Get the free bytes on the folder's disk, or infinity if they can't be found out."""
     for place in (folder, *folder.parents):
         with contextlib.suppress(OSError):
             return shutil.disk_usage(place).free
@@ -293,32 +336,39 @@ def _room(folder: Path) -> float:
 
 
 def _read(path: Path, *, lazy: bool, own: bool) -> Checkpoint:
-    step, names, files = manifest.contents(path, manifest.read(path))
+    """Read one checkpoint. Raises `Broken` if a file isn't the one that was written."""
+    step, state_names, files = manifest.contents(path, manifest.read(path))
+    # All hashes are checked before any content is parsed.
     for file, written in files.items():
         _check(path / file, written)
-    cut = _index(path, files) if INDEX in files else {}
-    index = {**_uncut(path), **cut} if lazy else cut
+    cut_index = _index(path, files) if INDEX in files else {}
+    index = {**_uncut(path), **cut_index} if lazy else cut_index
     try:
         with BlockReader(path, index) as reader:
-            tensors = logical(index) if lazy else {name: reader.read(name) for name in cut}
+            tensors = logical(index) if lazy else {name: reader.read(name) for name in cut_index}
     except CheckpointError as error:
         raise Broken(str(error)) from error
     shared = _state(path, "", tensors, lazy=lazy)
-    snapshots = {rank: _state(path, name) for rank, name in names.items()} if own else {}
+    snapshots = {rank: _state(path, name) for rank, name in state_names.items()} if own else {}
     states = (
         file.removesuffix(".json") for file in files if file.endswith(".json") and file != INDEX
     )
-    more = tuple(sorted(name for name in states if name != "state" and name not in names.values()))
-    return Checkpoint(path, step, shared, snapshots, more, index)
+    extra_states = tuple(
+        sorted(name for name in states if name != "state" and name not in state_names.values())
+    )
+    return Checkpoint(path, step, shared, snapshots, extra_states, index)
 
 
 def _index(path: Path, files: Mapping[str, WrittenFile]) -> BlockIndex:
-    """Read the places of cut tensors, which name only files that have been checked."""
+    """Read the places of cut tensors.
+
+    Raises `Broken` if the index names a file that wasn't checked, or more bytes than a file has.
+    """
     try:
         index = from_json(json.loads((path / INDEX).read_bytes()))
     except (ValueError, OSError, RecursionError, CheckpointError) as error:
         raise Broken(f"{INDEX} can't be used: {error}") from error
-    odd = next(
+    unknown_file = next(
         (
             stored.file
             for tensor in index.values()
@@ -327,8 +377,8 @@ def _index(path: Path, files: Mapping[str, WrittenFile]) -> BlockIndex:
         ),
         None,
     )
-    if odd is not None:
-        raise Broken(f"{INDEX} names {odd!r}, which {MANIFEST} doesn't")
+    if unknown_file is not None:
+        raise Broken(f"{INDEX} names {unknown_file!r}, which {MANIFEST} doesn't")
     for name, nbytes in stored_bytes(index).items():
         if nbytes > files[name].nbytes:
             raise Broken(f"{INDEX} names {nbytes} bytes of {name}, which has {files[name].nbytes}")
@@ -336,7 +386,7 @@ def _index(path: Path, files: Mapping[str, WrittenFile]) -> BlockIndex:
 
 
 def _uncut(path: Path) -> BlockIndex:
-    """Read where the tensors are that were not cut."""
+    """Read the places of tensors that were not cut."""
     tree, tensors = state_files("")
     try:
         return uncut(path / tensors, json.loads((path / tree).read_bytes())["tensors"])
@@ -345,28 +395,31 @@ def _uncut(path: Path) -> BlockIndex:
 
 
 def _state(
-    path: Path, name: str, given: Mapping[str, Tensor] | None = None, *, lazy: bool = False
+    path: Path, name: str, other_tensors: Mapping[str, Tensor] | None = None, *, lazy: bool = False
 ) -> Snapshot:
-    """Read a state; `given` are tensors that lie elsewhere, or with `lazy` all of them."""
+    """Read one state from its two files.
+
+    `given` has tensors that are stored elsewhere. With `lazy` it has all tensors.
+    """
     tree, tensors = state_files(name)
-    reading = tree
+    current_file = tree
     try:
-        head = json.loads((path / tree).read_bytes())
-        reading = tensors
-        kept = {} if lazy else safetensors.torch.load_file(path / tensors)
-        reading = tree
+        content = json.loads((path / tree).read_bytes())
+        current_file = tensors
+        stored_tensors = {} if lazy else safetensors.torch.load_file(path / tensors)
+        current_file = tree
         snapshot = Snapshot(
-            head["version"],
-            head["tree"],
-            {**lift(kept, {} if lazy else head["tensors"]), **(given or {})},
+            content["version"],
+            content["tree"],
+            {**lift(stored_tensors, {} if lazy else content["tensors"]), **(other_tensors or {})},
         )
         snapshot.check()
     except (*UNREADABLE, OSError, safetensors.SafetensorError, CheckpointError) as error:
-        # its hash is right, so it is what was written
-        what = f"{type(error).__name__}: {' '.join(str(error).split())[:_SHOWN]}"
+        # The hash is right, so the file is not damaged. It was written in another form.
+        error_text = f"{type(error).__name__}: {' '.join(str(error).split())[:_SHOWN]}"
         raise Broken(
-            f"{reading} can't be used: another version of paceline, or of torch, "
-            f"has written it ({what})"
+            f"{current_file} can't be used: another version of paceline, or of torch, "
+            f"has written it ({error_text})"
         ) from error
     return snapshot
 

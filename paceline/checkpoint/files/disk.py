@@ -1,7 +1,7 @@
-"""Files written once, from beginning to end: hashed on the way, and on the disk at the end.
+"""Files that are written once, from beginning to end, hashed on the way, and synced at the end.
 
-Bytes that lie on whole pages of memory go to the disk from there (O_DIRECT, if the file system
-takes it): no copy of them is made in the page cache, which keeps the data that training reads.
+Bytes on whole pages of memory go to the disk without a copy (O_DIRECT, if the file system allows
+it). So they don't push the data that training reads out of the page cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CAREFUL: Final = (
     getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 )
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
-# what a file system, a disk, or memory that can't be lent to it refuses O_DIRECT with
+# Errors of a write with O_DIRECT, if the file system, the disk or the memory doesn't allow it.
 _NOT_SO: Final = (errno.EINVAL, errno.EFAULT)
 
 
@@ -43,35 +43,45 @@ class WrittenFile(NamedTuple):
 def write(
     path: Path, parts: Iterable[Tensor], *, moved: Callable[[int], None] = lambda nbytes: None
 ) -> WrittenFile:
-    """Write `parts` (1-D uint8, on the CPU) one after the other to a new file, and wait until the
-    disk has them.
+    """Write tensors one after the other to a new file, and wait until the disk has them.
 
-    `moved` is called with the number of bytes as they are written. Raises OSError.
+    Args:
+        path: The new file.
+        parts: Tensors of bytes (1-D, uint8, on the CPU).
+        moved: Called with the number of bytes as they are written.
+
+    Raises:
+        OSError: The file exists, or can't be written.
     """
-    digest, nbytes = hashlib.sha256(), 0
+    sha256_digest, nbytes = hashlib.sha256(), 0
     with _Sink(path) as sink:
         for part in parts:
-            view, aligned = part.numpy().data, part.data_ptr() % PAGE == 0 and nbytes % PAGE == 0
-            for begin in range(0, len(view), PIECE):
-                piece = view[begin : begin + PIECE]
-                digest.update(piece)
-                whole = len(piece) // PAGE * PAGE if aligned else 0
-                sink.put(piece[:whole], direct=True)
-                sink.put(piece[whole:], direct=False)
+            # O_DIRECT needs whole pages both in memory and in the file. The rest of a piece goes
+            # through the page cache.
+            part_bytes, is_aligned = (
+                part.numpy().data,
+                part.data_ptr() % PAGE == 0 and nbytes % PAGE == 0,
+            )
+            for start in range(0, len(part_bytes), PIECE):
+                piece = part_bytes[start : start + PIECE]
+                sha256_digest.update(piece)
+                direct_nbytes = len(piece) // PAGE * PAGE if is_aligned else 0
+                sink.put(piece[:direct_nbytes], direct=True)
+                sink.put(piece[direct_nbytes:], direct=False)
                 moved(len(piece))
-            nbytes += len(view)
-    return WrittenFile(nbytes, digest.hexdigest())
+            nbytes += len(part_bytes)
+    return WrittenFile(nbytes, sha256_digest.hexdigest())
 
 
 def block(data: bytes) -> Tensor:
-    """Make a part of `data`."""
+    """Copy `data` into a tensor of bytes, for `write_file`."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def read(path: Path, most: int) -> bytes:
     """Read all of a file.
 
-    Raises OSError for one that has more than `most` bytes, and as `opened` does.
+    Raises OSError if it has more than `most` bytes, or as `open_plain_file` does.
     """
     with opened(path) as file:
         data = file.read(most + 1)
@@ -81,7 +91,7 @@ def read(path: Path, most: int) -> bytes:
 
 
 def sha256(path: Path) -> str:
-    """Compute the hash of a file. Raises OSError."""
+    """Compute the SHA-256 of a file. Raises OSError."""
     with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -89,7 +99,7 @@ def sha256(path: Path) -> str:
 def opened(path: Path) -> BufferedReader:
     """Open a plain file for reading. Raises OSError for anything else.
 
-    A link may lead to a stranger's file, and opening a pipe waits.
+    A link may lead to a file outside of the checkpoint, and opening a pipe may wait forever.
     """
     if not stat.S_ISREG(path.lstat().st_mode):
         raise OSError(errno.EINVAL, "it is no file, but a link, a folder, a pipe or a device")
@@ -97,7 +107,7 @@ def opened(path: Path) -> BufferedReader:
 
 
 def sync(path: Path) -> None:
-    """Wait until the disk has the folder's names."""
+    """Wait until the names in a folder are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -106,6 +116,8 @@ def sync(path: Path) -> None:
 
 
 class _Sink:
+    """A new file that is open for writing. It is synced if its block ends without an error."""
+
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._direct, self._refused = False, not _DIRECT
@@ -121,6 +133,7 @@ class _Sink:
             os.close(self._file)
 
     def put(self, piece: memoryview, *, direct: bool) -> None:
+        """Write all of a piece, with O_DIRECT until it is refused."""
         while piece:
             try:
                 self._switch(direct and not self._refused)

@@ -1,11 +1,11 @@
-"""Takes the best checkpoint of an earlier run along into the folder of the run that resumed.
+"""Takes the best checkpoint of an earlier run along, into the folder of the run that resumed it.
 
     runs/circle/checkpoints/step-00000300      the best so far, 0.21
-    runs/circle-2/checkpoints/step-00000300    the same files, by a second name if the file
-                                               system has links, else copies of them
+    runs/circle-2/checkpoints/step-00000300    hard links to the same files, or copies if the file
+                                               system has no links
                               step-00000900    saved by circle-2: a worse one, 0.24
 
-Without it a run would call a checkpoint its best that is worse than the one it began with.
+Otherwise the best checkpoint of a run could be worse than the one with which it began.
 """
 
 from __future__ import annotations
@@ -21,54 +21,54 @@ from paceline.checkpoint.files.disk import block
 from paceline.checkpoint.files.manifest import MANIFEST, Broken
 from paceline.errors import CheckpointError
 
-OLDEST = 0  # the serial of what was taken along: it is older than all that the run saves itself
+OLDEST = 0  # older than the serials of all checkpoints that the run saves itself
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
 
 
 def inherit(folder: Path, earlier: Path) -> Path | None:
-    """Bring the best checkpoint of the folder `earlier` to `folder`, which has newer ones; return
-    its path there.
+    """Copy the best checkpoint of `earlier` to `folder`, if it is better than those in `folder`.
 
-    None where no checkpoint of `earlier` is better than those of `folder`, or has another metric.
-
-    Raises `CheckpointError` for files that can't be linked or copied; nothing half-copied stays.
+    Returns its new path. None if it isn't better, or if it was saved with the other `best`. Raises
+    `CheckpointError` if files can't be linked or copied. Nothing half-copied stays.
     """
-    found = catalogue.best(earlier)
-    if not found:
+    ranked = catalogue.best(earlier)
+    if not ranked:
         return None
-    here, old = catalogue.entries(folder), found[0]
-    asked = catalogue.direction(here)
-    if old.metric is None or (asked is not None and old.metric.best != asked):
-        return None  # measured by something else
-    known = catalogue.by_metric(here)
+    current, inherited = catalogue.entries(folder), ranked[0]
+    wanted = catalogue.direction(current)
+    if inherited.metric is None or (wanted is not None and inherited.metric.best != wanted):
+        return None  # it was measured in the other direction
+    current_ranked = catalogue.by_metric(current)
     if (
-        known
-        and known[0].metric is not None
-        and (known[0].metric.rank, known[0].step) <= (old.metric.rank, old.step)
+        current_ranked
+        and current_ranked[0].metric is not None
+        and (current_ranked[0].metric.rank, current_ranked[0].step)
+        <= (inherited.metric.rank, inherited.step)
     ):
         return None
     try:
         with pending.ending(pending.reserve(folder)) as place:
-            _copy(old.path, place)
-            target = catalogue.free(folder, old.step)
+            _copy(inherited.path, place)
+            target = catalogue.free(folder, inherited.step)
             place.rename(target)
         disk.sync(folder)
     except (OSError, Broken) as error:
         raise CheckpointError(
-            f"the best checkpoint so far, {old.path}, can't be taken along to {folder}: {error}"
+            f"the best checkpoint so far, {inherited.path}, can't be copied to {folder}: {error}"
         ) from error
     return target
 
 
 def _copy(path: Path, place: Path) -> None:
-    """Give all files of a checkpoint a second name in `place`, with a manifest that says it is
-    the oldest. Raises `Broken`, `OSError`.
+    """Link all files of a checkpoint to `place`, and write a manifest with the lowest serial.
+
+    Raises `Broken` or `OSError`.
     """
-    head = manifest.read(path)
-    _, _, files = manifest.contents(path, head)
+    fields = manifest.read(path)
+    _, _, files = manifest.contents(path, fields)
     for file in files:
         _link(path / file, place / file)
-    disk.write(place / MANIFEST, [block(manifest.sealed({**head, "serial": OLDEST}))])
+    disk.write(place / MANIFEST, [block(manifest.sealed({**fields, "serial": OLDEST}))])
     disk.sync(place)
 
 

@@ -1,11 +1,11 @@
-"""Models out of checkpoints: a plain dict for `load_state_dict`, or one file of safetensors.
+"""Reads models from checkpoints, as a dict for `load_state_dict` or as one file of safetensors.
 
 Files are checked by hash first. Only the model is read into memory.
 
 runs/NAME/checkpoints/step-00000100  -- state_dict -->  {"weight": ..., "bias": ...}
                                      -- export ------>  out.safetensors
 
-An export has one tensor in memory at a time.
+An export has only one tensor in memory at a time.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def state_dict(
         CheckpointError: No checkpoint can be used.
         UsageError: The checkpoint has no such part; the error names its parts.
     """
-    found = locate(Path(folder), lambda text: warnings.warn(text, stacklevel=3), best=best)
-    tree = model_tree(found, part)
-    with BlockReader(found.path, found.index) as reader, _readable(found):
+    loaded = locate(Path(folder), lambda text: warnings.warn(text, stacklevel=3), best=best)
+    tree = model_tree(loaded, part)
+    with BlockReader(loaded.path, loaded.index) as reader, _readable(loaded):
         state: dict[str, Any] = decode(tree, LazyTensors(reader))
     return state
 
@@ -74,53 +74,71 @@ def export(
 ) -> Checkpoint:
     """Write a model from a checkpoint to one file of safetensors, and return the checkpoint.
 
-    Arguments are those of `state_dict`.
+    Tied weights are written under each of their names.
 
-    A file that is there is replaced with `force` only, and once the new one is whole. Tied weights
-    are written under each of their names.
+    Args:
+        folder: Folder of a run, its checkpoints, or one checkpoint.
+        out: The new file. Its name ends in ".safetensors".
+        part: Which object to write if there are several. See `state_dict`.
+        best: Whether to read the best checkpoint. Default: False, the newest one.
+        force: Whether to replace `out` if it exists. It is replaced once the new file is complete.
+        say: Called with a message about checkpoints that are passed over.
+
+    Raises:
+        CheckpointError: No checkpoint can be used, or `out` can't be written.
+        UsageError: An argument can't be used. The error says what to give.
     """
     if out.suffix != SUFFIX:
         raise UsageError(
             f"{out} doesn't end in {SUFFIX}, the only format that is written; "
-            "for others use torch.save(paceline.state_dict(...))"
+            "for other formats use torch.save(paceline.state_dict(...))"
         )
     if out.exists() and not force:
-        raise UsageError(f"{out} is there already; choose another name, or replace it with --force")
-    found = locate(folder, say, best=best)
-    nodes = _entries(model_tree(found, part))
-    with BlockReader(found.path, found.index) as reader:
+        raise UsageError(f"{out} exists already; choose another name, or replace it with --force")
+    loaded = locate(folder, say, best=best)
+    nodes = _entries(model_tree(loaded, part))
+    with BlockReader(loaded.path, loaded.index) as reader:
         tensors = LazyTensors(reader)
-        with _readable(found):
-            forms = {name: decode(node, found.snapshot.tensors) for name, node in nodes.items()}
-        if odd := [
+        with _readable(loaded):
+            shapes = {name: decode(node, loaded.snapshot.tensors) for name, node in nodes.items()}
+        # Check all names and dtypes before anything is written. The tensors are not read yet.
+        if unsupported := [
             name
-            for name, form in forms.items()
+            for name, form in shapes.items()
             if not isinstance(form, Tensor) or form.dtype not in NAMES
         ]:
             kind = (
-                forms[odd[0]].dtype
-                if isinstance(forms[odd[0]], Tensor)
-                else type(forms[odd[0]]).__qualname__
+                shapes[unsupported[0]].dtype
+                if isinstance(shapes[unsupported[0]], Tensor)
+                else type(shapes[unsupported[0]]).__qualname__
             )
             raise CheckpointError(
-                f"{odd[0]} is a {kind}, which {SUFFIX} can't keep; use paceline.state_dict, and "
-                "save what it gives"
+                f"{unsupported[0]} is a {kind}, which {SUFFIX} can't store; "
+                "save the result of paceline.state_dict"
             )
 
         def parts() -> Iterator[Tensor]:
-            yield block(header(forms, notes={"format": "pt"}))
-            for name in forms:
+            yield block(header(shapes, notes={"format": "pt"}))
+            for name in shapes:
                 yield raw(decode(nodes[name], tensors))
 
         _replace(out, parts())
-    return found
+    return loaded
 
 
 def locate(folder: Path, say: Say, *, best: bool = False) -> Checkpoint:
-    """Find and check the checkpoint that a folder stands for.
+    """Load the checkpoint that a folder stands for, without its tensors.
 
-    Its tensors have no memory, and states of single ranks are left out. Raises `CheckpointError` if
-    no checkpoint can be used; the ones that are passed over are named through `say`.
+    States of single ranks are left out.
+
+    Args:
+        folder: Folder of a run, its checkpoints, or one checkpoint.
+        say: Called with a message about checkpoints that are passed over.
+        best: Whether to take the best checkpoint, not the newest.
+
+    Raises:
+        CheckpointError: No checkpoint can be used.
+        UsageError: `folder` is one checkpoint, and `best` was requested.
     """
     if not folder.is_dir():
         raise CheckpointError(
@@ -140,59 +158,60 @@ def locate(folder: Path, say: Say, *, best: bool = False) -> Checkpoint:
     )
 
 
-def model_tree(found: Checkpoint, asked: str | None) -> Json:
-    """Tree of the only model, or of the requested part.
+def model_tree(loaded: Checkpoint, requested: str | None) -> Json:
+    """Get the tree of the requested part, or of the only model.
 
-    Raises `UsageError` if there is none.
+    Raises `UsageError` if there is no such part.
     """
-    tree = found.snapshot.tree
+    tree = loaded.snapshot.tree
     if not isinstance(tree, dict) or "$" in tree:
-        raise CheckpointError(f"{found.path.name} is not what a run saves; use another one")
+        raise CheckpointError(f"{loaded.path.name} is not what a run saves; use another one")
     models = [name for name in tree if _MODEL.fullmatch(name)]
-    if asked is None and len(models) != 1:
+    if requested is None and len(models) != 1:
         count = f"{len(models)} models" if models else "no model"
         raise UsageError(
-            f"{found.path.name} has {count}: say which part is meant; {choices('', tree)}"
+            f"{loaded.path.name} has {count}: say which part is meant; {choices('', tree)}"
         )
-    name = models[0] if asked is None else asked
+    name = models[0] if requested is None else requested
     if name not in tree:
-        raise UsageError(f"{found.path.name} has no part {name!r}; {choices(name, tree)}")
+        raise UsageError(f"{loaded.path.name} has no part {name!r}; {choices(name, tree)}")
     return tree[name]
 
 
 def _entries(tree: Json) -> dict[str, Json]:
-    """Return the trees of the entries of a state dict, by name."""
-    found = entries(tree)
-    if not found:
+    """Split the tree of a state dict into the trees of its entries, by name."""
+    nodes = entries(tree)
+    if not nodes:
         raise CheckpointError(
             "this part is no dict of tensors: use paceline.state_dict, which reads any state"
         )
-    return {str(name): node for name, node in found.items()}
+    return {str(name): node for name, node in nodes.items()}
 
 
 @contextlib.contextmanager
-def _readable(found: Checkpoint) -> Iterator[None]:
-    """Raise `CheckpointError` for what comes of a tree that is none: its hash is right, but
-    anybody may have written it.
+def _readable(loaded: Checkpoint) -> Iterator[None]:
+    """Turn errors of parsing a tree into `CheckpointError`.
+
+    A hash doesn't prove that paceline wrote a file. Any program can write files with valid hashes.
     """
     try:
         yield
     except UNREADABLE as error:
         raise CheckpointError(
-            f"{found.path.name} is not what a run saves ({type(error).__name__}: {error}); "
+            f"{loaded.path.name} is not what a run saves ({type(error).__name__}: {error}); "
             "use another one"
         ) from error
 
 
 def _replace(out: Path, parts: Iterator[Tensor]) -> None:
-    """Write a file under another name, and give it its own once the disk has all of it."""
-    saving = out.with_name(f".{out.name}.saving-{os.getpid()}")
+    """Write a file under a temporary name, and rename it once all of it is on the disk."""
+    temporary = out.with_name(f".{out.name}.saving-{os.getpid()}")
     try:
         try:
-            disk.write(saving, parts)
-            saving.replace(out)
+            disk.write(temporary, parts)
+            temporary.replace(out)
             disk.sync(out.parent)
         finally:
-            saving.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise CheckpointError(f"{out} can't be written: {error}") from error

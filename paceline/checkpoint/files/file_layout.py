@@ -1,7 +1,7 @@
-"""The layout of a snapshot as two files, planned first, so that bytes are copied once at most.
+"""The layout of a snapshot as two files. It is planned first, so bytes are copied once at most.
 
 NAME.json          {"version": ..., "tree": ..., "tensors": ...}
-                   "tensors" has notes on tensors that safetensors can't keep as they are
+                   "tensors" has notes on tensors that safetensors can't store directly
 NAME.safetensors   | length of the header | header | bytes of all tensors |
                    header: {"model/weight": {"dtype", "shape", "data_offsets"}, ...}
 """
@@ -25,7 +25,7 @@ from paceline.errors import CheckpointError
 from paceline.state.snapshot import Json, Snapshot, plain, raw
 
 _LENGTH: Final = struct.Struct("<Q")
-_ALIGNED: Final = 8  # bytes: where the tensors begin, and what the header is filled up to
+_ALIGNED: Final = 8  # The header is padded to a multiple of this number of bytes.
 NAMES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -42,8 +42,9 @@ NAMES: Final = {
 
 @dataclass(frozen=True)
 class FileLayout:
-    """One state on its way to the disk: `tree` is the content of the first file, `head` and the
-    bytes of `tensors` that of the second.
+    """The two files of one state, before they are written.
+
+    `tree` is the content of the first file. The second one has `head`, then the bytes of `tensors`.
     """
 
     tree: dict[str, Json]
@@ -56,8 +57,9 @@ class FileLayout:
         return len(self.head) + sum(tensor.nbytes for tensor in self.tensors)
 
     def parts(self) -> Iterator[Tensor]:
-        """Yield the bytes of the second file, in order (1-D, uint8); tensors come from their
-        device one by one.
+        """Yield the bytes of the second file in order, as tensors (1-D, uint8, on the CPU).
+
+        Tensors are copied from their device one by one.
         """
         if self.head:
             yield block(self.head)
@@ -65,39 +67,42 @@ class FileLayout:
             yield raw(tensor)
 
     def hold(self, room: CopyMemory, number: int) -> FileLayout:
-        """Copy all bytes into `room`, at the place `number`, in place of what it held; return
-        the layout of the copy.
+        """Copy all bytes into the block `number` of `room`, and return the layout of the copy.
+
+        The former content of the block is overwritten.
         """
-        whole = room.place(number, self.nbytes)
+        block_bytes = room.place(number, self.nbytes)
         end = len(self.head)
-        whole[:end].copy_(block(self.head))
+        block_bytes[:end].copy_(block(self.head))
         for tensor in self.tensors:
             begin, end = end, end + tensor.nbytes
             if begin < end:
-                whole[begin:end].view(tensor.dtype).view(tensor.shape).copy_(
+                block_bytes[begin:end].view(tensor.dtype).view(tensor.shape).copy_(
                     tensor, non_blocking=room.pinned
                 )
+        # Copies from a GPU to pinned memory are asynchronous. Wait for all of them.
         for device in {tensor.device for tensor in self.tensors if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-        return FileLayout(self.tree, b"", (whole,))
+        return FileLayout(self.tree, b"", (block_bytes,))
 
     def dump(self) -> Tensor:
-        """Pack all of it as one tensor of bytes, to be sent to another worker."""
+        """Pack both files into one tensor of bytes, to be sent to another worker."""
         tree = json.dumps(self.tree).encode()
-        whole = torch.empty(_LENGTH.size + len(tree) + self.nbytes, dtype=torch.uint8)
+        packed = torch.empty(_LENGTH.size + len(tree) + self.nbytes, dtype=torch.uint8)
         end = 0
         for part in itertools.chain([block(_LENGTH.pack(len(tree)) + tree)], self.parts()):
             begin, end = end, end + part.nbytes
-            whole[begin:end].copy_(part)
-        return whole
+            packed[begin:end].copy_(part)
+        return packed
 
 
 def image(snapshot: Snapshot) -> FileLayout:
-    """Lay `snapshot` out; its tensors stay where they are, and must not change before they are
-    held or written.
+    """Lay out `snapshot` as two files.
+
+    Its tensors are not copied. They must not change before they are copied or written.
     """
     tensors, notes = plain(snapshot.tensors)
-    # so that each is aligned for its dtype
+    # The largest elements come first. So each tensor is aligned for its dtype.
     order = sorted(tensors, key=lambda path: (-tensors[path].element_size(), path))
     tree = {"version": snapshot.version, "tree": snapshot.tree, "tensors": notes}
     return FileLayout(
@@ -107,19 +112,19 @@ def image(snapshot: Snapshot) -> FileLayout:
     )
 
 
-def received(whole: Tensor) -> FileLayout:
-    """Read the tensor of `FileLayout.dump` from another worker."""
-    data = whole.numpy().data
+def received(packed: Tensor) -> FileLayout:
+    """Unpack the result of `FileLayout.pack_bytes` from another worker."""
+    data = packed.numpy().data
     (length,) = _LENGTH.unpack_from(data)
     begin = _LENGTH.size + length
-    return FileLayout(json.loads(bytes(data[_LENGTH.size : begin])), b"", (whole[begin:],))
+    return FileLayout(json.loads(bytes(data[_LENGTH.size : begin])), b"", (packed[begin:],))
 
 
 def header(tensors: Mapping[str, Tensor], *, notes: Mapping[str, str] | None = None) -> bytes:
-    """Write the beginning of a file of safetensors, whose bytes follow in this order; `notes` is
-    what such files say of themselves.
+    """Write the beginning of a safetensors file. The bytes of `tensors` have to follow, in order.
 
-    Only dtypes and shapes are looked at: tensors may be on the device "meta".
+    Only dtypes and shapes are used, so tensors may be on the device "meta". `notes` becomes the
+    metadata of the file.
     """
     entries: dict[str, Any] = {} if notes is None else {"__metadata__": dict(notes)}
     end = 0
@@ -136,11 +141,13 @@ def header(tensors: Mapping[str, Tensor], *, notes: Mapping[str, str] | None = N
 
 
 class CopyMemory:
-    """Memory for copies that is used again and again: most of the time of a copy to fresh memory
-    goes into getting it.
+    """Memory for copies that is reused, because most of the time of a copy goes into new memory.
 
-    `pinned`: for copies from a GPU. Children that are forked don't have it, so that it needn't be
-    copied once more after they were.
+    The memory consists of numbered blocks. Forked children don't inherit it (MADV_DONTFORK), so
+    writing to it after a fork doesn't copy its pages.
+
+    Args:
+        pinned: Whether to use pinned memory, for copies from a GPU.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
@@ -148,9 +155,10 @@ class CopyMemory:
         self._places: dict[int, Tensor] = {}
 
     def place(self, number: int, nbytes: int) -> Tensor:
-        """Return so many bytes at a place, with arbitrary content."""
+        """Get `nbytes` bytes of the block `number`, with arbitrary content."""
         if number not in self._places or self._places[number].nbytes < nbytes:
-            self._places.pop(number, None)  # before there are two
+            # Free the old block first, so that there are never two of them.
+            self._places.pop(number, None)
             self._places[number] = _pinned(nbytes) if self.pinned else _mapped(nbytes)
         return self._places[number][:nbytes]
 
@@ -164,8 +172,8 @@ def _mapped(nbytes: int) -> Tensor:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise CheckpointError(
-            f"{nbytes / 1e6:.1f} MB for a copy of the state can't be had ({error.strerror}): "
-            "save without background=True"
+            f"{nbytes / 1e6:.1f} MB for a copy of the state can't be allocated "
+            f"({error.strerror}): save without background=True"
         ) from error
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         with contextlib.suppress(OSError, AttributeError):  # not every system knows them

@@ -1,5 +1,4 @@
-"""What a checkpoint says of itself: its manifest, which is sealed with its own hash, and of which
-nothing is believed.
+"""The manifest of a checkpoint. It is sealed with its own hash, and each field is checked.
 
 {"format": 1, "step": 40, "serial": 3, "own": [0, 1], "metric": {"best": "min", "value": 0.21},
 "files": {...}, "seal": "9f86d0..."}
@@ -19,8 +18,8 @@ from typing import Any, Final, Literal, get_args
 from paceline.checkpoint.files import disk
 from paceline.checkpoint.files.disk import WrittenFile
 
-FORMAT: Final = 2  # the newest that this paceline reads
-UNCUT: Final = 1  # what it writes where nothing is cut, so that older ones read it
+FORMAT: Final = 2  # the newest format that this paceline reads
+UNCUT: Final = 1  # written if nothing is cut, so that older versions can read it
 MANIFEST: Final = "manifest.json"
 NAME: Final = re.compile(r"step-(\d{8,})(\.\d+)?")
 _FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -31,28 +30,28 @@ BESTS: Final = get_args(Best)
 
 
 class Broken(Exception):
-    """Why one checkpoint can't be used; another one perhaps can."""
+    """One checkpoint can't be used. Another one perhaps can."""
 
 
 class Newer(Broken):
-    """A checkpoint of a newer paceline: it is left alone.
+    """A checkpoint was written by a newer paceline. It can't be used, and is never removed.
 
-    `serial`: its place in the order of saving, None if that can't be read.
+    `serial` is its place in the order of saving, or None if that can't be read.
     """
 
     def __init__(self, version: int, serial: Any) -> None:
         super().__init__(
-            f"it is of a newer paceline (format {version}; this one reads up to {FORMAT}), which "
-            "has to be there to use it"
+            f"it is of a newer paceline (format {version}; this one reads up to {FORMAT}): "
+            "install that version to use it"
         )
         self.serial = serial if type(serial) is int else None
 
 
 @dataclass(frozen=True)
 class Metric:
-    """What a checkpoint was measured by, and whether the smallest or the largest is the best.
+    """Metric of a checkpoint, and whether the smallest or the largest value is the best.
 
-    What isn't finite is never the best.
+    A value that isn't finite is never the best.
     """
 
     value: float
@@ -60,12 +59,12 @@ class Metric:
 
     @property
     def rank(self) -> float:
-        """The key to sort by, the best first."""
+        """Sort key that puts the best value first."""
         return self.value if self.best == "min" else -self.value
 
     @property
     def counts(self) -> bool:
-        """Whether this can be the best."""
+        """Whether this value can be the best."""
         return math.isfinite(self.value)
 
     def fields(self) -> dict[str, Any]:
@@ -74,29 +73,29 @@ class Metric:
 
     @staticmethod
     def of(manifest: Mapping[str, Any]) -> Metric | None:
-        """Read the metric of a manifest; None where it has none, or something else."""
-        found = manifest.get("metric")
-        if not isinstance(found, dict) or found.get("best") not in BESTS:
+        """Read the metric of a manifest; None if it has none, or one that makes no sense."""
+        fields = manifest.get("metric")
+        if not isinstance(fields, dict) or fields.get("best") not in BESTS:
             return None
-        value = found.get("value")
+        value = fields.get("value")
         if value is None:
-            return Metric(math.nan, found["best"])
+            return Metric(math.nan, fields["best"])
         return (
-            Metric(float(value), found["best"])
+            Metric(float(value), fields["best"])
             if type(value) in (int, float) and abs(value) <= 1e308
             else None
         )
 
 
 def step_of(path: Path) -> int:
-    """Return the step that the name of a checkpoint's folder has."""
+    """Parse the step from the name of a checkpoint's folder."""
     match = NAME.fullmatch(path.name)
     assert match
     return int(match[1])
 
 
 def state_files(state: str) -> tuple[str, str]:
-    """Return the two files of a state: of all ("") or of one rank."""
+    """Names of the two files of a state. The name of the shared state is empty."""
     return (
         (f"{state}.json", f"{state}.safetensors")
         if state
@@ -105,7 +104,7 @@ def state_files(state: str) -> tuple[str, str]:
 
 
 def sealed(manifest: Mapping[str, Any]) -> bytes:
-    """Write a manifest as the only bytes that are valid for it."""
+    """Write a manifest with its seal. Any other bytes for the same fields count as damaged."""
     body = json.dumps(manifest, sort_keys=True)
     seal = hashlib.sha256(body.encode()).hexdigest()
     return f'{body[:-1]}, "seal": "{seal}"}}\n'.encode()
@@ -118,6 +117,7 @@ def read(path: Path) -> dict[str, Any]:
         manifest: Any = json.loads(data)
         version = manifest.get("format") if isinstance(manifest, dict) else None
         if type(version) is int and version > FORMAT:
+            # This comes before the seal is checked: newer versions may seal in another way.
             raise Newer(version, manifest.get("serial"))
         if (
             not isinstance(manifest, dict)
@@ -139,9 +139,9 @@ def read(path: Path) -> dict[str, Any]:
 def contents(
     path: Path, manifest: Mapping[str, Any]
 ) -> tuple[int, dict[int, str], dict[str, WrittenFile]]:
-    """Read from a manifest the step, the states of single ranks, and the files.
+    """Parse the step, the names of the states of single ranks, and the files of a manifest.
 
-    A name never leads out of the folder. Raises `Broken`.
+    No file name leads out of the folder. Raises `BrokenCheckpoint`.
     """
     step, ranks, files = (manifest.get(name) for name in ("step", "own", "files"))
     if (
@@ -155,24 +155,27 @@ def contents(
         )
     if type(step) is not int or step != step_of(path):
         raise Broken(f"it was saved as step {step!r}, and its folder has been renamed")
-    if odd := next((file for file in files if not _FILE.fullmatch(file)), None):
-        raise Broken(f"{MANIFEST} names {odd!r}, which is no name of a file in it")
-    if odd := next((file for file, wanted in files.items() if not _written(wanted)), None):
+    if bad_name := next((file for file in files if not _FILE.fullmatch(file)), None):
+        raise Broken(f"{MANIFEST} names {bad_name!r}, which is not a valid file name")
+    if bad_name := next((file for file, written in files.items() if not _written(written)), None):
         raise Broken(
-            f"{MANIFEST} doesn't say what {odd} has to be: "
+            f"{MANIFEST} doesn't have the size and hash of {bad_name}: "
             "another version of paceline has written it"
         )
-    own = {rank: f"own-{rank:05d}" for rank in ranks}
-    absent = [
-        file for state in ("", *own.values()) for file in state_files(state) if file not in files
+    state_names = {rank: f"own-{rank:05d}" for rank in ranks}
+    missing = [
+        file
+        for state in ("", *state_names.values())
+        for file in state_files(state)
+        if file not in files
     ]
-    if absent:
-        raise Broken(f"{MANIFEST} doesn't name {', '.join(absent)}, which it has to have")
-    return step, own, {file: WrittenFile(**wanted) for file, wanted in files.items()}
+    if missing:
+        raise Broken(f"{MANIFEST} doesn't name {', '.join(missing)}, which each checkpoint has")
+    return step, state_names, {file: WrittenFile(**written) for file, written in files.items()}
 
 
-def _written(wanted: Any) -> bool:
-    return isinstance(wanted, dict) and {field: type(value) for field, value in wanted.items()} == {
+def _written(fields: Any) -> bool:
+    return isinstance(fields, dict) and {field: type(value) for field, value in fields.items()} == {
         "nbytes": int,
         "sha256": str,
     }

@@ -1,10 +1,10 @@
-"""Checkpoints that are being written: a folder of their own until all workers have written.
+"""Checkpoints that are being written: a temporary folder, until all workers have written.
 
     .saving-x1y2/new/    blocks-00000.safetensors     worker 0 has written its part
                          blocks-00002.safetensors     worker 2 is writing
-                         blocks-00000.done            what worker 0 has written, or its error
+                         blocks-00000.done            note of worker 0: its files, or its error
 
-The first worker waits for all others, and then gives the folder its name.
+The first worker waits for the notes of all workers, and then renames the folder.
 """
 
 from __future__ import annotations
@@ -27,17 +27,15 @@ from paceline.errors import CheckpointError
 from paceline.state.blocks import BlockIndex, from_json, to_json
 
 SAVING: Final = ".saving-"
-# what removing fails with while a process that is about to end still writes there
+# Errors of removing a folder while a process that is about to end still writes to it.
 _ALIVE: Final = (errno.ENOENT, errno.ENOTEMPTY)
 _NAP: Final = 0.01  # seconds between two looks at the folder
-_MOST: Final = 1 << 30  # bytes of what a worker says
+_MOST: Final = 1 << 30  # bytes of a worker's note
 
 
 @dataclass(frozen=True)
 class WrittenBlocks:
-    """What one worker has written into a checkpoint: its files, and where the tensors are that
-    it has blocks of.
-    """
+    """The files that one worker has written, and the places of the blocks in them."""
 
     files: dict[str, WrittenFile]
     index: BlockIndex
@@ -50,14 +48,16 @@ def reserve(folder: Path) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     _sweep(folder)
-    inner = Path(tempfile.mkdtemp(prefix=SAVING, dir=folder)) / "new"
-    inner.mkdir()  # with the permissions of any folder: those of mkdtemp are for its owner alone
-    return inner
+    # The folder of mkdtemp is for its owner alone. The inner one has the usual permissions, and
+    # becomes the checkpoint.
+    inner_folder = Path(tempfile.mkdtemp(prefix=SAVING, dir=folder)) / "new"
+    inner_folder.mkdir()
+    return inner_folder
 
 
 @contextlib.contextmanager
 def ending(place: Path) -> Iterator[Path]:
-    """Remove what `reserve` has made, after the checkpoint was given its name, or an error.
+    """Remove the folders of `reserve_folder` at the end of the block, also after an error.
 
     After an error other workers may still be writing. The folder gets another name first, so that
     they can't add files while it is removed.
@@ -65,13 +65,13 @@ def ending(place: Path) -> Iterator[Path]:
     try:
         yield place
     finally:
-        with contextlib.suppress(OSError):  # it has the name of the checkpoint
+        with contextlib.suppress(OSError):  # it was renamed to the name of the checkpoint
             place.rename(place.with_name("removed"))
         shutil.rmtree(place.parent, ignore_errors=True)
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the leftovers of a killed process."""
+    """Remove the leftovers of processes that were killed."""
     for path in folder.glob(f"{SAVING}*"):
         try:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -86,9 +86,18 @@ def leave(
     layout: BlocksLayout,
     moved: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Write the part of worker `number` into a checkpoint that is being written, and say so there.
+    """Write the part of a worker, and a note about it.
 
-    Raises `CheckpointError` where that fails, and leaves the reason for the first worker if it can.
+    If writing fails, the note has the reason, so that the first worker doesn't wait in vain.
+
+    Args:
+        place: Temporary folder of the checkpoint.
+        number: Rank of the worker.
+        layout: The part.
+        moved: Called with the number of bytes as they are written.
+
+    Raises:
+        CheckpointError: The part or its note couldn't be written.
     """
     try:
         written = disk.write(place / layout.file, layout.layout.parts(), moved=moved)
@@ -105,50 +114,51 @@ def leave(
         )
     except OSError as error:
         raise CheckpointError(
-            f"worker {number} can't say that it has written its part: {error}"
+            f"worker {number} can't write the note that it has written its part: {error}"
         ) from error
 
 
 def collect(place: Path, numbers: Sequence[int], seconds: float) -> list[WrittenBlocks]:
-    """Wait until these workers have left their parts, for this number of seconds at most.
+    """Wait until the workers with these ranks have written their parts.
 
-    Raises `CheckpointError` for the first worker that can't.
+    Raises `CheckpointError` for the first worker that fails, or that has no note after `seconds`.
     """
-    end = time.monotonic() + seconds
-    found = []
+    deadline = time.monotonic() + seconds
+    contents = []
     for number in numbers:
-        said = _sign(place, number)
-        while not said.exists():
-            if time.monotonic() > end:
+        note_path = _sign(place, number)
+        while not note_path.exists():
+            if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"worker {number} has not written its part of the checkpoint within "
-                    f"{seconds:g} s; see what it does, or raise "
-                    "start(deadline=seconds) for a disk that is so slow"
+                    f"{seconds:g} s; check whether that worker hangs, or raise "
+                    "start(deadline=seconds) if the disk is slow"
                 )
             time.sleep(_NAP)
-        found.append(_heard(said))
-    return found
+        contents.append(_heard(note_path))
+    return contents
 
 
 def _say(place: Path, number: int, what: dict[str, Any]) -> None:
-    sign = _sign(place, number)
-    half = sign.with_suffix(".half")
-    disk.write(half, [block(json.dumps(what).encode())])
-    half.replace(sign)
+    # The first worker polls for the note. The rename makes sure that it never reads half of one.
+    note_path = _sign(place, number)
+    half_path = note_path.with_suffix(".half")
+    disk.write(half_path, [block(json.dumps(what).encode())])
+    half_path.replace(note_path)
 
 
 def _heard(sign: Path) -> WrittenBlocks:
-    """Read what a worker has said, and remove it: it is no part of the checkpoint."""
+    """Read the note of a worker, and remove it, as it is no part of the checkpoint."""
     try:
-        said = json.loads(disk.read(sign, _MOST))
+        note = json.loads(disk.read(sign, _MOST))
         sign.unlink()
-        if "error" in said:
-            raise CheckpointError(said["error"])
+        if "error" in note:
+            raise CheckpointError(note["error"])
         return WrittenBlocks(
-            {said["file"]: WrittenFile(**said["written"])}, from_json(said["index"], partial=True)
+            {note["file"]: WrittenFile(**note["written"])}, from_json(note["index"], partial=True)
         )
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(f"what {sign.stem} says of itself can't be read: {error}") from error
+        raise CheckpointError(f"the note {sign.name} can't be read: {error}") from error
 
 
 def _sign(place: Path, number: int) -> Path:

@@ -106,8 +106,8 @@ def test_no_best_is_said(tmp_path: Path, value: float | None) -> None:
     with pytest.raises(
         CheckpointError,
         match=(
-            r"none was saved with a metric that is a number. run.save\(metric=loss, best='min'\) "
-            r"does so"
+            r"none was saved with a metric that is a number. "
+            r"Save with run.save\(metric=loss, best='min'\)"
         ),
     ):
         checkpoint.load(tmp_path, say=print, best=True)

@@ -271,8 +271,8 @@ def test_a_newer_format_is_said_and_never_removed(
         future.setattr(checkpoint, "UNCUT", 3)
         save(tmp_path, state(2), 2)
     newer = (
-        r"step-00000002: it is of a newer paceline \(format 3; this one reads up to 2\), which has "
-        r"to be there to use it"
+        r"step-00000002: it is of a newer paceline \(format 3; this one reads up to 2\): "
+        r"install that version to use it"
     )
     said: list[str] = []
     assert value(load(tmp_path, say=said.append)) == 1

@@ -78,7 +78,7 @@ def test_a_disk_that_refuses_leaves_nothing(
     with pytest.raises(
         CheckpointError,
         match=(
-            r"the best checkpoint so far, .*old/step-00000003, can't be taken along to .*No space "
+            r"the best checkpoint so far, .*old/step-00000003, can't be copied to .*No space "
             r"left"
         ),
     ):

@@ -217,8 +217,7 @@ def test_a_file_that_is_there_stays(
     save(tmp_path, nn.Linear(1, 1))
     assert run(monkeypatch, tmp_path, out) == 2
     assert (
-        "is there already; choose another name, or replace it with --force"
-        in capsys.readouterr().err
+        "exists already; choose another name, or replace it with --force" in capsys.readouterr().err
     )
     assert out.read_text() == "precious"
     assert run(monkeypatch, tmp_path, out, "--force") == 0
@@ -256,7 +255,7 @@ def test_what_such_files_cannot_keep_is_named(tmp_path: Path, value: Any, what: 
     checkpoint.save(tmp_path, pack({"model": {"w": torch.ones(1), "odd": value}}), 1)
     with pytest.raises(
         CheckpointError,
-        match=rf"odd is a {what}, which .safetensors can't keep; use paceline.state_dict",
+        match=rf"odd is a {what}, which .safetensors can't store; save the result of paceline",
     ):
         export.export(tmp_path, tmp_path / "o.safetensors", say=print)
     with pytest.raises(CheckpointError, match=r"this part is no dict"):

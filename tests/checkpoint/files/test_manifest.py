@@ -50,7 +50,7 @@ def test_one_that_was_changed_is_broken(tmp_path: Path) -> None:
         read(path)
     with pytest.raises(Newer, match="format 9"):
         read(written(tmp_path, format=9))
-    with pytest.raises(Broken, match=r"'\.\./up', which is no name of a file in it"):
+    with pytest.raises(Broken, match=r"'\.\./up', which is not a valid file name"):
         contents(path, read(written(tmp_path, files={"../up": {}})))
 
 
