@@ -72,9 +72,9 @@ class StepDecision:
 
 
 class FirstArrivals:
-    """The steps of one optimizer with backup workers: the first to arrive make a step, and later
-    workers are too late for it.
+    """The steps of one optimizer with backup workers.
 
+    The first workers to arrive at a step make it, and later workers are too late for it.
     `last_decided` is the number of the last step that was decided.
     """
 
@@ -255,10 +255,9 @@ class PartialSteps:
             self._prompt.append(span)
 
     def leave(self, absent: int) -> float:
-        """Compute the seconds that a turn may take before it is late, if `absent` workers are
-        still expected.
+        """Compute the seconds that a turn may take before it is late.
 
-        The usual limit is the median turn plus `SPREAD_FACTOR` times the median distance from it,
+        `absent` is the number of workers that are still expected. The usual limit is the median turn plus `SPREAD_FACTOR` times the median distance from it,
         within bounds. All workers may be slow at once, when another program has the processors.
         None of them is late then. So the limit grows with the turn of the worker that completes the
         first half of the workers on time: in proportion to the median, up to
