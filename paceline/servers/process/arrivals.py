@@ -257,11 +257,13 @@ class PartialSteps:
     def leave(self, absent: int) -> float:
         """Compute the seconds that a turn may take before it is late.
 
-        `absent` is the number of workers that are still expected. The usual limit is the median turn plus `SPREAD_FACTOR` times the median distance from it,
+        The usual limit is the median turn plus `SPREAD_FACTOR` times the median distance from it,
         within bounds. All workers may be slow at once, when another program has the processors.
         None of them is late then. So the limit grows with the turn of the worker that completes the
         first half of the workers on time: in proportion to the median, up to
         `MAX_COMMON_SLOWDOWN` times. It is also longer than the shortest turn of this step.
+
+        `absent` is the number of workers that are on time, but have not arrived yet.
         """
         median = statistics.median_low(self._spans)
         spread = statistics.median_low(abs(span - median) for span in self._spans)
