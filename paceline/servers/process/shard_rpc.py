@@ -265,7 +265,7 @@ class ShardRpc:
             )
         if request.step > steps_made:
             return None
-        # Without a copy, the memory of the shard itself is sent. In lockstep no worker can close the
+        # Without a copy, the memory of the shard is sent. In lockstep no worker can close the
         # next step meanwhile. Otherwise other workers may step while the values are sent.
         values: Tensor = flat.clone() if request.copy else flat
         return parameters.UnitValues(values)
