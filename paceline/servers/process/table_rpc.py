@@ -119,6 +119,7 @@ class TableService:
         if served.broken:
             raise UsageError(served.broken)
             # Out of lockstep, the table may be ahead of the step that the worker needs.
+        if request.free:
             return (
                 served
                 if step <= (served.alone[worker] if request.free == "alone" else served.step)
