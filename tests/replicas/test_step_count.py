@@ -194,6 +194,6 @@ def test_servers_notice_that_one_worker_has_skipped_a_step() -> None:
 
     with pytest.raises(
         Mismatch,
-        match=r"rank 0 after 1 steps of training, rank 1 after 2 steps.*somebody has skipped",
+        match=r"rank 0 after 1 steps of training, rank 1 after 2 steps.*a worker has skipped",
     ):
         workers(2, body, strategy=ParameterServer())

@@ -1,21 +1,24 @@
-"""Which gradients make a step together, if a worker may be late.
+"""Decides which gradients make a step together, if a worker may be late.
 
-With backup workers the first to arrive make a step, and what comes later is dropped
-(`FirstArrivals`). Within a bound of staleness a late gradient is in a later step (`PartialSteps`):
+There are two ways. With backup workers, the first gradients to arrive make a step, and later ones
+are dropped (`FirstArrivals`). Within a staleness bound, a late gradient is part of a later step
+(`PartialSteps`):
 
-    worker 0   turn | turn | turn | turn |          comes to a step, and goes on once it is made
+    worker 0   turn | turn | turn | turn |          arrives at a step, goes on once it is made
     worker 1   turn | turn | turn | turn |
-    worker 2   turn | slow turn - turn - turn       late: the second step is made without it, its
-                                                    gradient is in the third; it goes on
-    step            1      2      3      4          at once, its next one is in the fourth
+    worker 2   turn | slow turn - turn - turn       late: step 2 is made without it, and its
+                                                    gradient is in step 3. It goes on at once,
+    step            1      2      3      4          and its next gradient is in step 4
 
-A worker is late once its turn has taken longer than turns do in this run: their median, and some
-more (`leave`). A step is made by those that have come once all others are late; a late one is
-waited for only after it has come, to whichever step is open then (after the partial collectives of
-Li et al. 2020, "Taming unbalanced training workloads in deep learning with partial collective
-operations"). It goes on at once then, out of phase with the others (`part`), until it comes as the
-others do. So nothing that was pushed is lost, each step has a gradient of nearly all workers, and
-where none is late it is that of lockstep.
+A worker is late once its turn has taken longer than turns usually take in this run: the median and
+a margin (`compute_time_limit`). A step is made by the workers that have arrived, as soon as all
+other workers are late. A late worker is waited for again only after it has arrived at whichever
+step is open then. This follows the partial collectives of Li et al. 2020, "Taming unbalanced
+training workloads in deep learning with partial collective operations".
+
+A late worker that arrives goes on at once, out of phase with the others (`release_if_late`), until
+it arrives at the same time as they do. So no gradient is lost, each step has a gradient of nearly
+every worker, and a step without late workers is the same as in lockstep.
 
 Nothing here waits or sends, and the time is an argument.
 """
@@ -31,181 +34,211 @@ from typing import Any, NamedTuple
 
 from paceline.errors import Mismatch
 
-SPANS = 4  # turns of each worker whose times are remembered
-# of a median turn, of it, and of the median distance from it: what a turn may take longer
+# Number of turns per worker whose times are remembered.
+SPANS = 4
+# The margin that a turn may take beyond the median turn: `SPREAD_FACTOR` times the median distance
+# from that, but at least `MIN_MARGIN` and at most `MAX_MARGIN` times the median turn.
 LEAST, MOST, SPREAD = 0.05, 0.5, 4.0
-TOGETHER = 2.0  # times as long, when all are slow at once
-DECISIONS = 8  # of the last steps with backup workers that are remembered
-# of a median turn: for so long a late worker waits for the others, to be in phase again
+# Factor by which the limit may grow when all workers are slow at once.
+TOGETHER = 2.0
+# Number of past steps with backup workers that are remembered.
+DECISIONS = 8
+# Part of a median turn that a late worker waits for the others, to get back in phase with them.
 SHORT = 0.25
 
 
 class StepMade(NamedTuple):
-    """A step that was made: its number, and what each of its workers said."""
+    """A step that was made: its number, and the contribution of each of its workers."""
 
     number: int
     came: dict[int, Any]
-    # of those, the ones that wait for it: it is theirs to have it taken
+    # Workers in `contributions` that wait for this step. They ask the servers to take it.
     takers: frozenset[int] = frozenset()
 
 
 class OpenStep(NamedTuple):
-    """A step that is open, for whose end a late worker doesn't wait: how many were made before."""
+    """An open step that a late worker doesn't wait for. `steps_before`: steps made before it."""
 
     after: int
 
 
 @dataclass
 class StepDecision:
-    """The workers that make a step, with backup workers: the first that came, in the order of
-    their numbers.
-    """
+    """The workers that make a step with backup workers: the first to arrive, in rising order."""
 
-    # by worker, in the order in which they came: what it said
+    # By worker, in the order of arrival.
     came: dict[int, Any] = field(default_factory=dict)
-    workers: list[int] = field(default_factory=list)  # once it is decided
+    workers: list[int] = field(default_factory=list)  # empty until the step is decided
 
 
 class FirstArrivals:
-    """The steps of one optimizer with backup workers: the first to arrive make a step, and others
-    are too late for it.
+    """The steps of one optimizer with backup workers.
 
-    Workers are known by their numbers. `decided`: the last step that was decided.
+    The first workers to arrive at a step make it, and later workers are too late for it.
+    `last_decided` is the number of the last step that was decided.
     """
 
     def __init__(self, optimizer: int) -> None:
         self.decided = 0
         self._optimizer = optimizer
-        self._steps: dict[int, StepDecision] = {}  # the last ones, by number
+        # The last `REMEMBERED_DECISIONS` steps, by number.
+        self._steps: dict[int, StepDecision] = {}
 
     def came(self, step: int) -> Collection[int]:
-        """Return the workers that have come to a step."""
+        """Get the workers that have arrived at a step."""
         return self._steps[step].came if step in self._steps else ()
 
     def arrive(
-        self, worker: int, step: int, said: Any, running: Collection[int], enough: int
+        self, worker: int, step: int, contribution: Any, running: Collection[int], enough: int
     ) -> StepDecision | bool | None:
-        """Note that a worker has pushed all of its step.
+        """Record that a worker has pushed its whole gradient for a step.
 
-        The decision with it; False: it is too late; None: not decided yet.
+        The step is decided once `enough` workers, or all `running` ones, have arrived.
 
-        A step is decided once `enough` workers have come, or all that are `running`.
+        Returns:
+            The decision if this worker takes part in the step; False if the worker is too late;
+            None if the step isn't decided yet.
         """
         if step <= self.decided:
-            known = self._steps.get(step, StepDecision())
-            return known if worker in known.workers else False
+            decision = self._steps.get(step, StepDecision())
+            return decision if worker in decision.workers else False
         if step != self.decided + 1:
             raise Mismatch(
                 f"step {step} of optimizer {self._optimizer} can't come after step {self.decided}"
             )
         decision = self._steps.setdefault(step, StepDecision())
-        decision.came.setdefault(worker, said)
+        decision.came.setdefault(worker, contribution)
         if len(decision.came) < enough and not decision.came.keys() >= {*running}:
             return None
         decision.workers = sorted(decision.came)
         self.decided = step
-        self._steps.pop(step - DECISIONS, None)  # a worker that is so late knows it by the number
+        # A worker that is even later learns from `last_decided` that it is too late.
+        self._steps.pop(step - DECISIONS, None)
         return decision
 
-    def lose(self, living: Set[int]) -> list[int]:
-        """Go on with the living alone; return steps that are decided, and that none of them
-        makes.
+    def lose(self, survivors: Set[int]) -> list[int]:
+        """Go on with the survivors alone.
+
+        Returns:
+            The steps that are decided, but that none of the survivors takes part in.
         """
         for decision in self._steps.values():
             if not decision.workers:
                 decision.came = {
-                    worker: said for worker, said in decision.came.items() if worker in living
+                    worker: contribution
+                    for worker, contribution in decision.came.items()
+                    if worker in survivors
                 }
         return [
             step
             for step, decision in self._steps.items()
-            if decision.workers and living.isdisjoint(decision.workers)
+            if decision.workers and survivors.isdisjoint(decision.workers)
         ]
 
 
 class PartialSteps:
-    """The steps of one optimizer.
+    """The steps of one optimizer within a staleness bound.
 
-    Workers are known by their numbers; times are in seconds, of any clock.
+    Times are in seconds, of any clock. Invariants:
+
+    - `contributions` has the workers that arrived at the open step. Each of them either waits
+      for the step (`waiting_workers`) or has gone on without waiting (`_released_workers`), or is
+      about to do one of the two. No worker does both.
+    - A worker is in `_late_workers` from the step that was made without it until it has waited for
+      a step, or begins a turn while it isn't released.
+    - A worker without an entry in `_turn_starts` has a turn of unknown length: a step waits for it.
     """
 
     def __init__(self, began: Mapping[int, float] | None = None) -> None:
-        self.steps = 0  # that were made
-        self.came: dict[int, Any] = {}  # what each worker of the next step has said
-        self.takers: set[int] = set()  # of those, the ones that wait for it
-        self.due = math.inf  # when to look again, though nothing has come
-        self.sizes: Counter[int] = Counter()  # how many steps were made by so many workers
-        # of how many gradients so many other steps were made during their turns
+        self.steps = 0
+        self.came: dict[int, Any] = {}
+        self.takers: set[int] = set()
+        # Time of the next look at the open step if no message comes before.
+        self.due = math.inf
+        # Statistics: number of steps by the number of workers that made them, and number of
+        # gradients by the number of other steps that were made during their turns.
+        self.sizes: Counter[int] = Counter()
         self.ages: Counter[int] = Counter()
-        # by worker: how often it had come, and what came of it
+        # By worker: number of its gradients that are in a step, and the last such step.
         self._made: dict[int, tuple[int, StepMade]] = {}
-        self._began = dict(began or {})  # by worker: when its turn did
-        # by worker: the steps that were made before that
+        # By worker: start of its turn, and number of steps made before it.
+        self._began = dict(began or {})
         self._seen = dict.fromkeys(self._began, 0)
         self._late: set[int] = set()
-        # workers that have come late to the open step, and have gone on
         self._apart: set[int] = set()
-        # by worker that has come: the steps that were made before its turn
+        # By worker that has arrived: number of steps made before the turn of its gradient.
         self._from: dict[int, int] = {}
-        self._spans: deque[float] = deque()  # seconds that turns took
-        self._prompt: list[float] = []  # of workers that have come on time to the open step
+        # Seconds of the last turns of all workers, and of those that are on time in the open step.
+        self._spans: deque[float] = deque()
+        self._prompt: list[float] = []
 
     def begin(self, worker: int, now: float) -> None:
-        """Note that a worker begins a turn."""
+        """Record that a worker begins a turn."""
         self._began[worker], self._seen[worker] = now, self.steps
         if worker not in self._apart:
             self._late.discard(worker)
 
     def rest(self) -> None:
-        """Note that an epoch begins: its first turns take an unknown time, as readers start with
-        them.
+        """Begin an epoch.
+
+        Its first turns take an unknown time, because data readers start with them.
         """
         self._began.clear()
         self._late.clear()
         self._seen = dict.fromkeys(self._seen, self.steps)
 
-    def lose(self, living: Set[int]) -> list[int]:
-        """Go on with the living alone; return steps that were made, as far as is decided, and
-        that none of them makes.
+    def lose(self, survivors: Set[int]) -> list[int]:
+        """Go on with the survivors alone.
+
+        Returns:
+            The steps that were made, as far as is decided, but have no gradient of a survivor.
         """
-        self.came = {worker: said for worker, said in self.came.items() if worker in living}
+        self.came = {
+            worker: contribution
+            for worker, contribution in self.came.items()
+            if worker in survivors
+        }
         self._late, self._apart, self.takers = (
-            self._late & living,
-            self._apart & living,
-            self.takers & living,
+            self._late & survivors,
+            self._apart & survivors,
+            self.takers & survivors,
         )
-        self._began = {worker: began for worker, began in self._began.items() if worker in living}
-        self._seen = {worker: steps for worker, steps in self._seen.items() if worker in living}
+        self._began = {
+            worker: began for worker, began in self._began.items() if worker in survivors
+        }
+        self._seen = {worker: steps for worker, steps in self._seen.items() if worker in survivors}
         return sorted(
-            {made.number for _, made in self._made.values() if living.isdisjoint(made.came)}
+            {step.number for _, step in self._made.values() if survivors.isdisjoint(step.came)}
         )
 
-    def come(self, worker: int, number: int, said: Any, now: float) -> StepMade | None:
-        """Note that a worker has pushed all of gradient `number`, from 1 on; return its step,
-        once that has been made.
+    def come(self, worker: int, number: int, contribution: Any, now: float) -> StepMade | None:
+        """Record that a worker has pushed its whole gradient `number`, counted from 1 on.
+
+        Returns the step with that gradient if it has been made.
         """
-        before, made = self._made.get(worker, (0, None))
-        if made is not None and number == before:
-            return made
+        before, last_step = self._made.get(worker, (0, None))
+        if last_step is not None and number == before:
+            return last_step
         if number != before + 1:
             raise Mismatch(
                 f"gradient {number} of worker {worker} can't come after its gradient {before}"
             )
         if worker not in self.came:
-            self.came[worker], self._from[worker] = said, self._seen.get(worker, 0)
+            self.came[worker], self._from[worker] = contribution, self._seen.get(worker, 0)
             if worker in self._began:
                 self._clock(now - self._began[worker], late=worker in self._late)
         return None
 
     def part(self, worker: int, absent: Collection[int], now: float) -> bool:
-        """Whether a worker that has come goes on at once: it is late, no other waits yet, and
-        others are on time, though not soon.
+        """Whether a worker that has arrived goes on at once, without waiting for the step.
 
-        Otherwise it waits, now or when it asks again.
+        It does if it is late, no other worker waits for the step yet, and the workers that are on
+        time won't arrive soon. Otherwise it waits, now and whenever it asks again.
         """
         on_time = [other for other in absent if other not in self._late]
         first = worker not in self._apart and worker not in self.takers
         if first and worker in self._late and on_time and not self.takers:
+            # If a worker on time is expected soon, this one waits: both are in phase again then.
             begun = [self._began[other] for other in on_time if other in self._began]
             median = statistics.median_low(self._spans)
             if len(begun) < len(on_time) or max(begun) + (1 - SHORT) * median > now:
@@ -222,42 +255,51 @@ class PartialSteps:
             self._prompt.append(span)
 
     def leave(self, absent: int) -> float:
-        """Seconds that a turn may take before it is late, if this number of workers is absent.
+        """Compute the seconds that a turn may take before it is late.
 
-        The usual limit is the median turn plus `SPREAD` times the median distance from it, within
-        bounds. All workers may be slow at once, when another program has the processors, and then
-        none is late. So the limit grows with the turn of the worker that completes the first half
-        of those on time: in proportion to the median, up to `TOGETHER` times. It is also longer
-        than the first worker's turn.
+        The usual limit is the median turn plus `SPREAD_FACTOR` times the median distance from it,
+        within bounds. All workers may be slow at once, when another program has the processors.
+        None of them is late then. So the limit grows with the turn of the worker that completes the
+        first half of the workers on time: in proportion to the median, up to
+        `MAX_COMMON_SLOWDOWN` times. It is also longer than the shortest turn of this step.
+
+        `absent` is the number of workers that are on time, but have not arrived yet.
         """
         median = statistics.median_low(self._spans)
         spread = statistics.median_low(abs(span - median) for span in self._spans)
+        # Without the lower bound, equal turns would leave no margin; without the upper bound, a few
+        # very slow turns would.
         usual = median + min(max(SPREAD * spread, LEAST * median), MOST * median)
-        came, half = sorted(self._prompt), max((len(self._prompt) + absent) // 2, 1)
-        pace = came[half - 1] / median if half <= len(came) else TOGETHER
-        first = came[0] * (1 + LEAST) if came else 0.0
-        return max(usual * min(max(pace, 1.0), TOGETHER), first)
+        # How slow this step is for all: the turn of the middle worker. If fewer than half of the
+        # workers have arrived, the step may still be as slow as is allowed.
+        spans, half = sorted(self._prompt), max((len(self._prompt) + absent) // 2, 1)
+        pace = spans[half - 1] / median if half <= len(spans) else TOGETHER
+        shortest = spans[0] * (1 + LEAST) if spans else 0.0
+        return max(usual * min(max(pace, 1.0), TOGETHER), shortest)
 
     def awaited(self, absent: Collection[int], now: float) -> bool:
-        """Whether one of the absent may still be on time.
+        """Whether one of the absent workers may still be on time.
 
-        Those that are not count as late from now on.
+        If none may, the caller makes the step, and the absent workers count as late. Sets
+        `next_check` to the time when the answer may change.
         """
         self.due = math.inf
         on_time = [worker for worker in absent if worker not in self._late]
         if not on_time:
             return False
+        # Without enough turns to compare with, or with a turn that began at an unknown time, no
+        # worker counts as late.
         if len(self._spans) < len(absent) + len(self.came) or any(
             worker not in self._began for worker in on_time
         ):
-            return True  # it isn't known yet how long turns take
+            return True
         last = max(self._began[worker] for worker in on_time) + self.leave(len(on_time))
         if last > now:
             self.due = last
         return last > now
 
     def make(self, absent: Collection[int]) -> StepMade:
-        """Make the next step with the workers that have come; the absent are late."""
+        """Make the next step with the workers that have arrived. The absent workers are late."""
         self.steps += 1
         made = StepMade(
             self.steps,
@@ -268,6 +310,7 @@ class PartialSteps:
         for worker in made.came:
             self.ages[self.steps - 1 - self._from[worker]] += 1
             self._made[worker] = (self._made[worker][0] if worker in self._made else 0) + 1, made
+        # A worker that arrived and waits is in phase again. One that was released stays late.
         self._late = (self._late - (self.came.keys() - self._apart)) | {*absent}
         self.came, self._prompt, self.due = {}, [], math.inf
         self._apart, self.takers = set(), set()

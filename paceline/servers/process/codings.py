@@ -1,5 +1,6 @@
-"""The codings in which gradients travel to a server, and from which turn on: plain data that
-workers make of a codec.
+"""The codings in which gradients travel to a server, and the turns from which on they are used.
+
+Workers make this plain data from a codec:
 
 error_feedback(after(100, topk(0.01), before=half()))     turn 0 ... 99    half, with feedback
                                                           turn 100 ...     topk(0.01), with feedback
@@ -26,8 +27,9 @@ from paceline.errors import Mismatch, UsageError
 
 
 class CodingPhase(NamedTuple):
-    """From turn `begins` on: the coding (None: exact), and whether a worker keeps what is lost
-    in it.
+    """A coding that is used from turn `begins` on (None: exact).
+
+    `feedback`: a worker adds the loss of the coding to its next gradient.
     """
 
     begins: int
@@ -35,13 +37,12 @@ class CodingPhase(NamedTuple):
     feedback: bool = False
 
 
-Phases = tuple[CodingPhase, ...]  # by their beginnings; none where it is exact all the time
+# In the order of their beginnings. Empty if all turns are exact.
+Phases = tuple[CodingPhase, ...]
 
 
 def check(codec: Any) -> None:
-    """Raise `UsageError` for a codec that can't be used on the way to a server, wherever in a
-    codec it is.
-    """
+    """Raise `UsageError` if any part of a codec can't be used on the way to a server."""
     for leaf in _leaves(codec):
         _plainly(leaf)
 
@@ -60,7 +61,7 @@ def _leaves(codec: Any) -> Iterator[Any]:
 
 
 def _plainly(leaf: Any) -> Coding | None:
-    """Return the coding of a leaf; None for exact."""
+    """Get the coding of a leaf of a codec; None for exact. Raises `UsageError` if it has none."""
     if leaf is None or isinstance(leaf, exact | plain):
         return None
     if isinstance(leaf, auto) or leaf == "auto":
@@ -81,18 +82,19 @@ def _plainly(leaf: Any) -> Coding | None:
         raise UsageError(
             f"a codec is wanted, such as int8() or error_feedback(topk(0.01)), got {leaf!r}"
         )
+    # Writing it checks that a server can make it, too.
     write(leaf)
     coding: Coding = leaf
     return coding
 
 
 def phases(codec: Codec | Coding | None, name: str, shape: Size) -> Phases:
-    """Return the phases of a parameter with this name and shape.
+    """Make the phases of a parameter with this name and shape.
 
-    Raises `UsageError` as `check` does.
+    Raises `UsageError` as `check_codec` does.
     """
-    found = _phases(codec, name, shape)
-    return found if any(phase.coding is not None for phase in found) else ()
+    codec_phases = _phases(codec, name, shape)
+    return codec_phases if any(phase.coding is not None for phase in codec_phases) else ()
 
 
 def _phases(codec: Any, name: str, shape: Size) -> Phases:
@@ -106,6 +108,8 @@ def _phases(codec: Any, name: str, shape: Size) -> Phases:
             for phase in _phases(codec.codec, name, shape)
         )
     if isinstance(codec, after):
+        # Early phases end at `codec.steps`. Late phases begin there at the earliest. A late phase
+        # that ends before is left out: it would begin in the same turn as the next one.
         early = [
             phase for phase in _phases(codec.before, name, shape) if phase.begins < codec.steps
         ]
@@ -129,7 +133,7 @@ def _lasts(phase: CodingPhase, following: CodingPhase | None) -> bool:
 
 
 def at(phases: Phases, turn: int) -> CodingPhase:
-    """Return the phase of this turn."""
+    """Get the phase of this turn."""
     return next((phase for phase in reversed(phases) if phase.begins <= turn), CodingPhase(0, None))
 
 
@@ -153,35 +157,36 @@ def decode(phases: Phases, bucket: Bucket, message: Tensor, used: bytes, turn: i
     if coding is None:
         return message
     flat = bucket.flat
-    expected = nbytes(coding, flat.numel())
-    if message.dtype != torch.uint8 or message.shape != (expected,):
+    expected_bytes = nbytes(coding, flat.numel())
+    if message.dtype != torch.uint8 or message.shape != (expected_bytes,):
         raise Mismatch(
-            f"{coding!r} of {flat.numel()} elements is uint8 [{expected}], and not {message.dtype} "
-            f"{list(message.shape)}"
+            f"{coding!r} of {flat.numel()} elements is uint8 [{expected_bytes}], and not "
+            f"{message.dtype} {list(message.shape)}"
         )
     gradient = torch.empty(flat.numel(), dtype=torch.float32)
     coding.decode(parts(coding, flat.numel(), message), gradient)
+    # Decoding doesn't know about unused pieces, which have to be zero.
     for view, reached in zip(bucket.views_over(gradient), used, strict=True):
         if not reached:
             view.zero_()
     return gradient.to(flat.dtype)
 
 
-# ---- on the wire: a server has only the codings that are ours, and makes them by name
+# ---- on the wire: a server knows only the codings of paceline, and makes them by name
 
 
 @cache
 def kinds() -> Mapping[str, Any]:
-    """Import all codings of paceline, by name."""
-    places = {word: place.split(":")[0] for word, place in words().items()}
-    by_word = {
-        word: getattr(importlib.import_module(module), word) for word, module in places.items()
+    """Import all codings of paceline. Returns their classes by name."""
+    locations = {word: location.split(":")[0] for word, location in words().items()}
+    classes = {
+        word: getattr(importlib.import_module(module), word) for word, module in locations.items()
     }
-    return {word: kind for word, kind in by_word.items() if hasattr(kind, "layout")}
+    return {word: kind for word, kind in classes.items() if hasattr(kind, "layout")}
 
 
 def write(coding: Coding) -> list[Any]:
-    """Write a coding as plain data. Raises `UsageError` for one that a server doesn't know."""
+    """Convert a coding to plain data. Raises `UsageError` for one that servers don't know."""
     kind = type(coding)
     if kinds().get(kind.__name__) is not kind or not dataclasses.is_dataclass(coding):
         raise UsageError(
@@ -199,29 +204,30 @@ def write(coding: Coding) -> list[Any]:
     ]
 
 
-def read(found: Any) -> Coding:
-    """Read a coding that was written.
+def read(packed: Any) -> Coding:
+    """Make a coding from plain data.
 
-    Raises what comes of data that is none: `LookupError`, `TypeError`, `ValueError`, `UsageError`.
+    Raises `LookupError`, `TypeError`, `ValueError` or `UsageError` for other data.
     """
-    name, values = found
+    name, values = packed
     coding: Coding = kinds()[name](
         **{key: read(value) if isinstance(value, list) else value for key, value in values.items()}
     )
+    # A coding with invalid values fails here, and not at the first gradient.
     coding.layout(1)
     return coding
 
 
-def put(found: Phases) -> list[Any]:
-    """Write phases as plain data; whether workers keep what is lost is left out."""
+def put(phases: Phases) -> list[Any]:
+    """Convert phases to plain data, without `feedback`, which only workers need."""
     return [
-        [phase.begins, None if phase.coding is None else write(phase.coding)] for phase in found
+        [phase.begins, None if phase.coding is None else write(phase.coding)] for phase in phases
     ]
 
 
-def take(found: Any) -> Phases:
-    """Read phases that `put` has written; raises as `read` does."""
+def take(packed: Any) -> Phases:
+    """Make phases from plain data. Raises the errors of `unpack_coding` for other data."""
     return tuple(
         CodingPhase(int(begins), None if coding is None else read(coding))
-        for begins, coding in found
+        for begins, coding in packed
     )

@@ -1,4 +1,4 @@
-"""The endpoints of servers: their addresses, and the pool they come from."""
+"""The endpoints of servers: their addresses, and the pool that starts and replaces them."""
 
 from __future__ import annotations
 
@@ -12,54 +12,60 @@ from paceline.errors import PacelineError
 class ServerPool(Protocol):
     """Servers that outlive the workers that have started them.
 
-    `next`: the number of the one that is started next, alike on all.
+    `next_server` is the number of the server that is started next, the same on all workers.
     """
 
     next_step: int
 
     def join_info(self) -> Any:
-        """Return the facts that a newcomer needs for `join`, as JSON."""
+        """Get the facts (JSON) that a newcomer needs for `join`."""
         ...
 
     def join(self, info: Any) -> ServerEndpoints:
-        """Connect a newcomer to the servers, from the `join_info` of the others."""
+        """Connect a newcomer to the servers, with the `join_info` of another worker."""
         ...
 
     @property
     def here(self) -> str:
-        """The name of this worker's host, different from all others."""
+        """The name of this worker's host, unique among hosts."""
         ...
 
     def lose(self, numbers: Collection[int]) -> ServerEndpoints:
-        """Remove these servers, which are lost."""
+        """Remove lost servers."""
         ...
 
     def spawn(self, shard: int, *, mine: bool) -> int:
-        """Begin to start a server that keeps a copy of this shard, if it is this worker's task;
-        return its number. On all workers.
+        """Begin to start a server that keeps a copy of this shard. All workers call this.
+
+        `mine`: this worker is the one that starts it.
+
+        Returns:
+            The number of the server.
         """
         ...
 
     def spawned(self, number: int) -> Any:
-        """Return the facts of a started server that all need for `add`, once it has begun
-        (JSON); None before; False if it failed.
+        """Get the facts (JSON) about a started server that all workers need for `add`.
+
+        Returns:
+            The facts once the server has begun; None before; False if it failed.
         """
         ...
 
     def add(self, server: Any) -> ServerEndpoints:
-        """Add a server that has begun and holds its copy."""
+        """Add a server that has begun and holds its copy of a shard."""
         ...
 
     def at(self, server: Any) -> ServerEndpoints:
-        """Return the endpoints of one server that has begun and isn't added yet."""
+        """Get the endpoints of one server that has begun, but isn't added yet."""
         ...
 
     def homes(self) -> list[tuple[str, int]]:
-        """Return the host of each server, and its shard."""
+        """List the host and the shard of each server."""
         ...
 
     def on(self, hosts: Collection[str]) -> list[int]:
-        """Return the numbers of the servers on these hosts."""
+        """List the numbers of the servers on these hosts."""
         ...
 
     def leave(self) -> None:
@@ -68,15 +74,17 @@ class ServerPool(Protocol):
 
 
 class ServerEndpoints(NamedTuple):
-    """The addresses of the servers, and how they are watched and closed."""
+    """The addresses of the servers, and ways to watch and close them."""
 
+    # Empty for a newcomer to a run that survives lost servers, until it has joined the pool.
     addresses: tuple[str, ...]
-    names: tuple[str, ...]  # what they are called in messages
+    names: tuple[str, ...]  # names of the servers in messages
     keys: RpcKeys
-    # calls back when a server is lost, from another thread
+    # Registers a callback for a lost server. It is called from another thread.
     watch: Callable[[Callable[[PacelineError], None]], None]
-    close: Callable[[], None]  # ends those that this worker has started
-    numbers: tuple[int, ...] = ()  # of each server, never used twice
-    shards: tuple[int, ...] = ()  # which each of them keeps
-    # where losses are survived; `addresses` are empty on a newcomer then
+    # Ends the servers that this worker has started.
+    close: Callable[[], None]
+    numbers: tuple[int, ...] = ()  # number of each server, never used twice
+    shards: tuple[int, ...] = ()  # shard that each server keeps
+    # Only if the run survives lost servers.
     pool: ServerPool | None = None

@@ -1,14 +1,13 @@
-"""The server process: answers the requests of workers, one message after the other, with what it
-keeps.
+"""The server process: answers the requests of workers, one message after another.
 
-    shard_rpc       the shard: gradients, steps, parameters        protocol.parameters,
-                                                                   protocol.recovery
-    table_rpc       the rows of sparse tables                      protocol.rows
-    scheduler_rpc   samples, where workers are not in lockstep     protocol.samples
-    here            whether it lives, what it has done, its end    protocol.service
+    shard_rpc       the shard: gradients, steps, parameters          protocol.parameters,
+                                                                     protocol.recovery
+    table_rpc       the rows of sparse tables                        protocol.rows
+    scheduler_rpc   samples, if workers are not in lockstep          protocol.samples
+    main            signs of life, statistics, the end               protocol.service
 
-What can't be answered yet is put off, and looked at again after each message, and in time; nothing
-here waits for one worker alone.
+If a request can't be answered yet, it is put off. Requests that were put off are tried again after
+each message, and at certain times. Nothing here waits for one worker.
 """
 
 from __future__ import annotations
@@ -45,18 +44,25 @@ from paceline.state.snapshot import byte_tensor
 from paceline.timings import DEFAULTS, ServerTimings
 from paceline.trace import Trace
 
-WRONG = (  # the errors that a senseless message causes
+# Errors that a senseless message may cause. They refuse the message, and the server goes on.
+WRONG = (
     *(LookupError, TypeError, ValueError, ArithmeticError, RuntimeError),
     *(AttributeError, AssertionError, MemoryError, BufferError, struct.error),
 )
-LATER, LATER_EACH = 10_000, 2000  # messages that are put off: in all, and of each connection
-SPANS = 5000  # of what it has done last, for the timeline
+# Largest number of messages that are put off: in all, and of one connection.
+LATER, LATER_EACH = 10_000, 2000
+# Number of the last entries that the timeline has.
+SPANS = 5000
 
 
 class Server:
-    """Answers messages, until it is asked to end.
+    """Answers messages, until a worker ends the server.
 
-    `over` is asked now and then whether no worker is left.
+    Args:
+        receiver: Receives messages and sends replies.
+        over: Called before each message. If it returns True, no worker is left, and the server
+            ends.
+        timings: Limits in seconds.
     """
 
     def __init__(
@@ -67,33 +73,35 @@ class Server:
         timings: ServerTimings = DEFAULTS.servers,
     ) -> None:
         self._receiver, self._over, self._look = receiver, over, timings.look
-        self._later: list[tuple[RpcMessage, Request[Any]]] = []  # what can't be answered yet
+        # Requests that can't be answered yet, in the order of arrival.
+        self._later: list[tuple[RpcMessage, Request[Any]]] = []
         self._ended = False
         self._parameters, self._scheduling, self._tables = (
             ShardRpc(),
             SchedulerRpc(),
             TableService(),
         )
-        mine: Handlers = {
+        own: Handlers = {
             service.CheckAlive: lambda worker, request: service.Alive(time.perf_counter_ns()),
             service.Echo: lambda worker, request: service.Echoed(request.tensor),
             service.ReadFacts: self._facts,
             service.ReadTimeline: self._timeline,
             service.EndServer: self._end,
         }
-        first: Handlers = {**mine, **self._tables.handlers}
-        every = {**first, **self._parameters.handlers, **self._scheduling.handlers}
-        self._handlers = {request.kind: (request, act) for request, act in every.items()}
-        # what may come before there is a shard
-        self._first = {PlanShard.kind, *(request.kind for request in first)}
-        self._done_of: Counter[str] = Counter()  # messages by kind
-        self._most, self._busy = 0, 0.0  # messages that were put off at a time; seconds of work
+        before_plan: Handlers = {**own, **self._tables.handlers}
+        all_handlers = {**before_plan, **self._parameters.handlers, **self._scheduling.handlers}
+        self._handlers = {request.kind: (request, act) for request, act in all_handlers.items()}
+        # Requests that are answered before there is a shard.
+        self._first = {PlanShard.kind, *(request.kind for request in before_plan)}
+        self._done_of: Counter[str] = Counter()  # number of messages, by kind
+        # Largest number of messages that were put off at a time, and seconds of work.
+        self._most, self._busy = 0, 0.0
         self._trace = Trace(SPANS)
-        # how many are put off, from when on
+        # Time (ns) and number of messages put off, at each change.
         self._waiting: deque[tuple[int, int]] = deque(maxlen=SPANS)
 
     def run(self) -> None:
-        """Serve."""
+        """Serve until a worker ends the server, or no worker is left."""
         while not self._ended and not self._over():
             message = self._receiver.receive(self._scheduling.patience(self._look))
             began, waiting = time.perf_counter_ns(), len(self._later)
@@ -101,10 +109,11 @@ class Server:
             self._note(message, began, waiting)
 
     def take(self, message: RpcMessage | None) -> None:
-        """Handle a message that has come, if any, and those that were put off before."""
+        """Handle the message that has come, if any, and messages that were put off before."""
         request = None if message is None else self._read(message)
         if message is not None and request is not None and not self._serve(message, request):
             self._put_off(message, request)
+        # Every message may be what another one waits for, so all are tried again.
         if self._later:
             self._later = [
                 late for late in self._later if late[0] is message or not self._serve(*late)
@@ -122,26 +131,28 @@ class Server:
             self._waiting.append((now, len(self._later)))
 
     def _put_off(self, message: RpcMessage, request: Request[Any]) -> None:
-        of_it = (
+        # Counting the messages of a connection takes long, so it is left out while they are few.
+        same_connection = (
             sum(late.route == message.route for late, _ in self._later)
             if len(self._later) >= LATER_EACH
             else 0
         )
-        if len(self._later) < LATER and of_it < LATER_EACH:
+        if len(self._later) < LATER and same_connection < LATER_EACH:
             self._later.append((message, request))
             self._most = max(self._most, len(self._later))
         else:
             self._receiver.refuse(
-                message, f"{of_it or LATER} messages wait here for something that has not come"
+                message,
+                f"{same_connection or LATER} messages wait here for something that has not come",
             )
 
     def _read(self, message: RpcMessage) -> Request[Any] | None:
-        """Return the request in a message; None if it was refused."""
+        """Read the request in a message. None if it was refused."""
         kind, _ = self._handlers.get(message.kind, (None, None))
         if kind is None or (not self._parameters.begun and message.kind not in self._first):
             self._receiver.refuse(
                 message,
-                "nobody has said yet what is kept here"
+                "no worker has sent the plan of this server yet"
                 if kind is not None
                 else "there is no such message",
             )
@@ -153,7 +164,7 @@ class Server:
             return None
 
     def _serve(self, message: RpcMessage, request: Request[Any]) -> bool:
-        """Handle a request; whether it was answered, one way or the other."""
+        """Handle a request. Returns whether it was answered, by a reply or a refusal."""
         try:
             reply = self._handlers[message.kind][1](message.sender, request)
             if reply is not None:
@@ -167,10 +178,11 @@ class Server:
         if isinstance(error, PacelineError):
             self._receiver.refuse(message, str(error))
             return
-        why = str(error)[:200]  # torch adds where in its own code it was
+        # torch appends a stack trace of its own code, so the text is cut.
+        reason = str(error)[:200]
         self._receiver.refuse(
             message,
-            f"it lacks something, or has something else there ({type(error).__name__}: {why})",
+            f"a part of it is missing, or has a wrong value ({type(error).__name__}: {reason})",
         )
 
     # ---- about this process
@@ -198,39 +210,47 @@ class Server:
 
 
 def main() -> None:
-    """Run a server process: reads from stdin where to listen, writes to stdout where it does;
-    ends with its parent, or with a launcher.
+    """Run a server process.
+
+    It reads one line of instructions (JSON) from stdin, and prints the addresses where it listens.
+    It ends with its parent or its launcher.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends after its workers
-    asked = json.loads(sys.stdin.buffer.readline())
-    prepare = preparation(asked["parent"]) if "parent" in asked else None
+    # Ctrl-C reaches the whole process group, but the server has to end after its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    instructions = json.loads(sys.stdin.buffer.readline())
+    prepare = preparation(instructions["parent"]) if "parent" in instructions else None
     if prepare is not None:
         prepare()
+        # The preparation of a worker has set its own handler.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     _warm_up()
     folder = tempfile.mkdtemp(
         prefix=sockets(os.environ.get("PACELINE_JOB", "")), dir=place_of_sockets()
     )
+    # The descriptor becomes readable when the process that this server depends on has ended.
     poll = select.poll()
     poll.register(
-        sys.stdin.fileno() if "parent" in asked else os.pidfd_open(asked["launcher"]),
+        sys.stdin.fileno() if "parent" in instructions else os.pidfd_open(instructions["launcher"]),
         select.POLLIN | select.POLLHUP,
     )
     try:
         path = os.path.join(folder, "server")
-        given = environment_timings().servers
-        known = derive_rpc_keys(bytes.fromhex(asked["secret"]), asked["job"])
-        receiver = RpcServer(known, hosts=asked["hosts"], path=path, say=_say, timings=given)
+        timings = environment_timings().servers
+        keys = derive_rpc_keys(bytes.fromhex(instructions["secret"]), instructions["job"])
+        receiver = RpcServer(
+            keys, hosts=instructions["hosts"], path=path, say=_say, timings=timings
+        )
         with contextlib.closing(receiver):
             print(json.dumps(receiver.addresses), flush=True)
-            Server(receiver, lambda: bool(poll.poll(0)), timings=given).run()
+            Server(receiver, lambda: bool(poll.poll(0)), timings=timings).run()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _warm_up() -> None:
-    """Load what torch loads with its first optimizer, which takes a second or two: workers may
-    wait for the first plan.
+    """Step an optimizer once, because torch loads modules then, which takes a second or two.
+
+    Otherwise workers would wait for that with the first plan.
     """
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
@@ -238,7 +258,8 @@ def _warm_up() -> None:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # the server may outlive the reader
+    # The server may outlive the reader of its output.
+    with contextlib.suppress(OSError):
         print(f"paceline: a server: {text}", file=sys.stderr, flush=True)
 
 

@@ -1,8 +1,7 @@
-"""Optimizers as plain data, so that a server can make the same one: the class among torch's, and
-the settings of its groups.
+"""Optimizers as plain data, so that a server can make the same one.
 
-The settings travel again with every step in which they have changed, so schedulers go on working
-where they are.
+The data is the name of the class in torch.optim, and the settings of the parameter groups. Changed
+settings travel again with the next step, so learning rate schedulers go on working on the workers.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 
-WHOLE = ("Adafactor", "Muon")  # look at all of a matrix: their parameters can't be cut
+# Optimizers that need all of a matrix: their parameters can't be cut.
+WHOLE = ("Adafactor", "Muon")
 NAMES = (
     "ASGD",
     "Adadelta",
@@ -34,13 +34,14 @@ NAMES = (
     "SGD",
 )
 
-Settings = list[dict[str, Any]]  # of each group
+# The settings of each group.
+Settings = list[dict[str, Any]]
 
 
 def describe(optimizer: Optimizer) -> str:
-    """Return the name of an optimizer for `make`.
+    """Get the name of an optimizer for `make_optimizer`.
 
-    Raises `UsageError` for an optimizer that can't be made again elsewhere.
+    Raises `UsageError` for an optimizer that can't be made on a server.
     """
     kind = type(optimizer)
     name = kind.__name__
@@ -51,6 +52,8 @@ def describe(optimizer: Optimizer) -> str:
             f"possible are those of torch.optim ({', '.join(NAMES)}); "
             "for another one use AllReduce or LocalSGD"
         )
+    # Private in torch, and there is no public way to see hooks. If torch renames these attributes,
+    # this line raises `AttributeError`.
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise UsageError(
             f"the {name} has hooks on its step, and it steps on servers, where they are not: "
@@ -60,7 +63,7 @@ def describe(optimizer: Optimizer) -> str:
 
 
 def settings(optimizer: Optimizer) -> Settings:
-    """Return the present settings of the groups, all but their parameters."""
+    """Read the current settings of the groups, all but their parameters."""
     return [
         {name: _plain(name, value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -71,7 +74,7 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, tuple | list):
-        return [_plain(name, part) for part in value]
+        return [_plain(name, entry) for entry in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise UsageError(
@@ -81,14 +84,15 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def make(name: str, settings: Settings, parameters: Sequence[Sequence[Parameter]]) -> Optimizer:
-    """Make the optimizer of this name, with these parameters in its groups; groups without any
-    keep their place.
+    """Make the optimizer of this name with these parameters in its groups.
+
+    Groups without parameters keep their place.
     """
     if name not in NAMES or len(settings) != len(parameters):
         raise UsageError(f"no optimizer {name} of {len(parameters)} groups can be made here")
     kind: Any = getattr(torch.optim, name)
-    # A group has to have parameters when it comes to torch; one that has none here gets a
-    # placeholder that never has a gradient.
+    # torch refuses a group without parameters, so such a group gets a placeholder without a
+    # gradient. The learning rate is replaced below.
     groups = [{"params": list(group) or [Parameter(torch.empty(1, 1))]} for group in parameters]
     optimizer: Optimizer = kind(groups, lr=1e-3)
     put(optimizer, settings)
@@ -102,7 +106,7 @@ def put(optimizer: Optimizer, settings: Settings) -> None:
 
 
 def changed(before: Settings, now: Settings) -> dict[int, dict[str, Any]]:
-    """Return the settings that differ between `before` and `now`, by group."""
+    """Find the settings that differ between `before` and `now`, by group."""
     pairs = enumerate(zip(before, now, strict=True))
     differing = {
         group: {name: value for name, value in new.items() if name not in old or old[name] != value}
@@ -111,41 +115,42 @@ def changed(before: Settings, now: Settings) -> dict[int, dict[str, Any]]:
     return {group: values for group, values in differing.items() if values}
 
 
-def fits(optimizer: Optimizer, found: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raise `UsageError` if these can't be settings of the groups: a message may contain
-    anything.
+def fits(optimizer: Optimizer, changes: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raise `UsageError` if the groups can't have these settings.
+
+    The settings come from a message, which may contain anything.
     """
-    for number, values in found.items():
-        if not 0 <= number < len(optimizer.param_groups):
+    for group_index, values in changes.items():
+        if not 0 <= group_index < len(optimizer.param_groups):
             raise UsageError(
-                f"the optimizer has no group {number}: it has {len(optimizer.param_groups)}"
+                f"the optimizer has no group {group_index}: it has {len(optimizer.param_groups)}"
             )
-        group = optimizer.param_groups[number]
+        group = optimizer.param_groups[group_index]
         for name, value in values.items():
             if name == "params" or not _alike(group.get(name), value):
                 raise UsageError(
-                    f"group {number} of the optimizer can't have {name}={value!r}: "
+                    f"group {group_index} of the optimizer can't have {name}={value!r}: "
                     f"it has {group.get(name)!r}"
                 )
 
 
-def _alike(have: Any, value: Any) -> bool:
-    """Whether one value may replace the other."""
-    if isinstance(have, tuple | list):
+def _alike(present: Any, replacement: Any) -> bool:
+    """Whether a setting may have the second value in place of the first."""
+    if isinstance(present, tuple | list):
         return (
-            isinstance(value, tuple | list)
-            and len(value) == len(have)
-            and all(map(_alike, have, value))
+            isinstance(replacement, tuple | list)
+            and len(replacement) == len(present)
+            and all(map(_alike, present, replacement))
         )
-    if isinstance(have, bool) or not isinstance(have, int | float | Tensor):
-        return value is None or have is None or isinstance(value, type(have))
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(present, bool) or not isinstance(present, int | float | Tensor):
+        return replacement is None or present is None or isinstance(replacement, type(present))
+    return isinstance(replacement, int | float) and not isinstance(replacement, bool)
 
 
-def amend(optimizer: Optimizer, found: Mapping[int, Mapping[str, Any]]) -> None:
-    """Apply the settings that `changed` found."""
-    for number, values in found.items():
-        group = optimizer.param_groups[number]
+def amend(optimizer: Optimizer, changes: Mapping[int, Mapping[str, Any]]) -> None:
+    """Apply the changes that `diff_settings` found."""
+    for group_index, values in changes.items():
+        group = optimizer.param_groups[group_index]
         group.update(
             {
                 name: tuple(value) if isinstance(value, list) else value
@@ -155,7 +160,7 @@ def amend(optimizer: Optimizer, found: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def step(optimizer: Optimizer, part: float) -> None:
-    """Step an optimizer with its learning rates times `part`."""
+    """Step an optimizer once with its learning rates multiplied by `part`."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] *= part
@@ -165,7 +170,7 @@ def step(optimizer: Optimizer, part: float) -> None:
 
 
 def recall(optimizer: Optimizer, parameter: Parameter, memory: dict[str, Any]) -> None:
-    """Let an optimizer remember this of a parameter; nothing, where it is empty."""
+    """Set the optimizer's state of a parameter. An empty state removes it."""
     if memory:
         optimizer.state[parameter] = memory
     else:

@@ -1,5 +1,5 @@
-"""The partition of a model over servers: parameters, cut by rows where they are large, dealt by
-bytes.
+"""The partition of a model over servers: large parameters are cut by rows, and all pieces are dealt
+to the servers by size.
 
 parameters   | w0 ........................ | b0 | w1 ........ | b1 |
 pieces       | w0[:400] | w0[400:800] | .. | b0 | w1[:400] ...| b1 |
@@ -14,19 +14,20 @@ from typing import NamedTuple
 
 from paceline.comm.bucket_layout import BucketShape
 
-# of what each server has: no piece is larger than one, so that all come to about the same
+# No piece is larger than this part of a server's share, so that all servers get about the same.
 PARTS = 8
-SMALLEST = 64 << 10  # bytes: smaller parameters are not cut
+# In bytes. Smaller parameters are not cut.
+SMALLEST = 64 << 10
 
 
 class RowRange(NamedTuple):
-    """Some rows (dim 0) of a parameter; all of it where it has no rows, or may not be cut."""
+    """Some rows (dim 0) of a parameter, or the whole parameter."""
 
     slot: int  # the parameter's number
     start: int
     stop: int
     shape: BucketShape  # of these rows
-    whole: bool  # whether these are all
+    whole: bool  # whether these are all rows
 
     @property
     def nbytes(self) -> int:
@@ -35,8 +36,15 @@ class RowRange(NamedTuple):
 
 
 def pieces(shapes: Sequence[BucketShape], servers: int, whole: Sequence[bool]) -> list[RowRange]:
-    """Return all parameters, cut where one is more than the `PARTS`-th part of what a server
-    keeps; those that are `whole` are not.
+    """Cut parameters that have more bytes than the `PIECES_PER_SERVER`-th part of a server's share.
+
+    Args:
+        shapes: The parameters.
+        servers: Number of servers.
+        whole: By parameter: whether it may not be cut.
+
+    Returns:
+        All pieces, in the order of the parameters.
     """
     share = sum(shape.numel * shape.dtype.itemsize for shape in shapes) / max(servers, 1)
     limit = max(int(share / PARTS), SMALLEST)
@@ -53,21 +61,25 @@ def _cut(slot: int, shape: BucketShape, limit: int, *, whole: bool) -> Iterator[
     if whole or not shape.size or nbytes <= limit or rows < 2:
         yield RowRange(slot, 0, rows, shape, True)
         return
-    each = max(limit * rows // nbytes, 1)
-    for start in range(0, rows, each):
-        stop = min(start + each, rows)
+    rows_per_piece = max(limit * rows // nbytes, 1)
+    for start in range(0, rows, rows_per_piece):
+        stop = min(start + rows_per_piece, rows)
         yield RowRange(
             slot, start, stop, shape._replace(size=(stop - start, *shape.size[1:])), False
         )
 
 
 def deal(pieces: Sequence[RowRange], servers: int) -> list[list[int]]:
-    """Deal pieces to servers, as numbers in rising order: the largest first, to the server that
-    has least (LPT, Graham 1969).
+    """Deal pieces to servers: the largest first, each to the server that has the fewest bytes.
+
+    This is the LPT rule (Graham 1969).
+
+    Returns:
+        By server: the indices of its pieces, in rising order.
     """
     loads, dealt = [0] * servers, [list[int]() for _ in range(servers)]
     for index in sorted(range(len(pieces)), key=lambda index: (-pieces[index].nbytes, index)):
-        least = min(range(servers), key=lambda server: (loads[server], server))
-        loads[least] += pieces[index].nbytes
-        dealt[least].append(index)
+        server = min(range(servers), key=lambda server: (loads[server], server))
+        loads[server] += pieces[index].nbytes
+        dealt[server].append(index)
     return [sorted(numbers) for numbers in dealt]

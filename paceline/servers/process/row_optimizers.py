@@ -1,12 +1,13 @@
-"""Optimizers of single rows of a table: the initial values of rows, and the step of the rows that
-have a gradient.
+"""Optimizers of single rows of a table: initial values of rows, and the step of rows with a
+gradient.
 
-Both are lazy, and both give what torch gives for the whole table: a row that no batch has used
-keeps the value that follows from the seed and its number, and a step without a gradient leaves it
-as it is (SGD without momentum, Adagrad; SparseAdam is defined so).
+Both are lazy, and both give the same result as torch does for the whole table. A row that no batch
+has used keeps its initial value, which follows from the seed and the row's number. A step without a
+gradient for a row leaves the row as it is: that holds for SGD without momentum and Adagrad, and
+SparseAdam is defined so.
 
-    row r, columns 2c and 2c + 1:    mix(mix(seed) + r * pairs + c) -> two halves of 32 bits -> two
-                                     normal numbers (Box-Muller)
+    row r, columns 2c and 2c + 1:    mix_bits(mix_bits(seed) + r * pairs + c) -> two halves of 32
+                                     bits -> two normal numbers (Box-Muller)
 """
 
 from __future__ import annotations
@@ -23,27 +24,38 @@ from torch.optim import Optimizer
 from paceline.errors import UsageError
 from paceline.servers.process import optimizers
 
+# The increment of splitmix64: 2 ** 64 divided by the golden ratio, made odd.
 _ODD: Final = 0x9E3779B97F4A7C15
 _ALL: Final = (1 << 64) - 1
-# rows whose first values are made in one go: their hashes take some memory
+# Number of rows that are handled at a time, because their hashes take memory.
 AT_ONCE: Final = 1 << 16
 
 Settings = Mapping[str, Any]
 
 
-def mix(words: Any) -> Any:
-    """Return the finaliser of splitmix64 (Steele, Lea, Flood 2014), on an array of uint64: each
-    bit depends on all bits.
+def mix(bits: Any) -> Any:
+    """Mix an array of uint64 so that each bit of the result depends on all bits of a word.
+
+    This is the finalizer of splitmix64 (Steele, Lea, Flood 2014).
     """
-    words = words + np.uint64(_ODD)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+    bits = bits + np.uint64(_ODD)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
 
 
 def initial(ids: Tensor, dim: int, dtype: torch.dtype, *, seed: int, std: float) -> Tensor:
-    """Return the initial values of these rows (1-D, int64): normal numbers around 0 with this
-    deviation, by seed and row alone.
+    """Make initial values: normal numbers with mean 0, by seed and row alone.
+
+    Args:
+        ids: The rows, int64, [n].
+        dim: Number of columns.
+        dtype: Dtype of the result.
+        seed: Seed of the table.
+        std: Standard deviation.
+
+    Returns:
+        The values, [n, dim].
     """
     values = torch.empty(len(ids), dim, dtype=dtype)
     for start in range(0, len(ids), AT_ONCE):
@@ -55,6 +67,7 @@ def initial(ids: Tensor, dim: int, dtype: torch.dtype, *, seed: int, std: float)
 
 def _normal(ids: Any, dim: int, seed: int) -> Tensor:
     pairs = -(-dim // 2)
+    # Rows have disjoint ranges of counters, one counter for each pair of columns.
     begin = mix(np.array([seed & _ALL], dtype=np.uint64))
     bits = mix(
         begin
@@ -66,7 +79,8 @@ def _normal(ids: Any, dim: int, seed: int) -> Tensor:
         (bits & np.uint64(0xFFFFFFFF)).astype(np.float64),
     )
     radius, angle = torch.from_numpy(upper), torch.from_numpy(lower)
-    radius = radius.add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()  # never of 0
+    # Box-Muller: adding 0.5 keeps the logarithm away from 0.
+    radius = radius.add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
     angle = angle.mul_(2 * math.pi * 2.0**-32)
     return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=2).view(
         len(ids), 2 * pairs
@@ -74,17 +88,19 @@ def _normal(ids: Any, dim: int, seed: int) -> Tensor:
 
 
 class RowRule(NamedTuple):
-    """The rule of an optimizer for rows: the state that it keeps of each (names), and the step.
+    """The rule of an optimizer for single rows.
 
-    `step` changes the values and the state in place; it takes them, the gradient, the settings, and
-    the number of the step.
+    `state_names` are the names of the state tensors of each row. `step` takes the rows (values,
+    then states), the gradient, the settings, and the number of the step. It changes the rows in
+    place.
     """
 
     remembers: tuple[str, ...]
     step: Callable[[list[Tensor], Tensor, Settings, int], None]
-    # what it remembers of a row before its first step
+    # The value of a row's states before its first step, from the settings.
     first: Callable[[Settings], float] = lambda settings: 0.0
-    plain: Mapping[str, Any] = {}  # settings that have to be this: another value can't be honoured
+    # Settings that must have this value, because single rows can't honour another.
+    plain: Mapping[str, Any] = {}
 
 
 def _sgd(rows: list[Tensor], grad: Tensor, settings: Settings, count: int) -> None:
@@ -99,14 +115,15 @@ def _adagrad(rows: list[Tensor], grad: Tensor, settings: Settings, count: int) -
 
 
 def _adam(rows: list[Tensor], grad: Tensor, settings: Settings, count: int) -> None:
-    values, mean, square = rows
+    values, mean, mean_square = rows
     beta1, beta2 = settings["betas"]
     mean.add_(grad - mean, alpha=1 - beta1)
-    square.add_(grad.square().sub_(square), alpha=1 - beta2)
+    mean_square.add_(grad.square().sub_(mean_square), alpha=1 - beta2)
     rate = settings["lr"] * math.sqrt(1 - beta2**count) / (1 - beta1**count)
-    values.addcdiv_(mean, square.sqrt().add_(settings["eps"]), value=-rate)
+    values.addcdiv_(mean, mean_square.sqrt().add_(settings["eps"]), value=-rate)
 
 
+# Weight decay (and momentum, for SGD) would also change rows without a gradient.
 _PLAIN: Final = {"weight_decay": 0, "maximize": False, "differentiable": False}
 RULES: Final[Mapping[str, RowRule]] = {
     "SGD": RowRule((), _sgd, plain={**_PLAIN, "momentum": 0, "dampening": 0, "nesterov": False}),
@@ -115,15 +132,16 @@ RULES: Final[Mapping[str, RowRule]] = {
     ),
     "SparseAdam": RowRule(("exp_avg", "exp_avg_sq"), _adam, plain={"maximize": False}),
 }
+# The optimizer to recommend in place of one that changes all rows.
 _INSTEAD: Final = {name: "SparseAdam" for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")}
-# all else in a group says how torch computes
+# Settings that a rule reads. All others say how torch computes.
 _USED: Final = {"lr", "lr_decay", "eps", "betas", "initial_accumulator_value"}
 
 
 def described(name: str, optimizer: Optimizer, group: int) -> tuple[str, dict[str, Any]]:
-    """Return the rule and the settings for the table `name`, which is in this group.
+    """Get the name of the rule and the settings for the table `name`, which is in this group.
 
-    Raises `UsageError` for what servers can't do to single rows.
+    Raises `UsageError` for an optimizer or a setting that single rows can't honour.
     """
     kind = type(optimizer)
     if RULES.get(kind.__name__) is None or getattr(torch.optim, kind.__name__) is not kind:
@@ -138,7 +156,7 @@ def described(name: str, optimizer: Optimizer, group: int) -> tuple[str, dict[st
 
 
 def settings(name: str, optimizer: Optimizer, group: int) -> dict[str, Any]:
-    """Return the present settings of the group, as the rule reads them.
+    """Get the current settings of the group of the table `name`, as the rule reads them.
 
     Raises `UsageError` for a value that can't be honoured.
     """
@@ -154,19 +172,21 @@ def settings(name: str, optimizer: Optimizer, group: int) -> dict[str, Any]:
     return {setting: value for setting, value in values.items() if setting in _USED}
 
 
-def check(name: str, found: Settings) -> RowRule:
-    """Find the rule of this name, if these are its settings; raises `UsageError` (on a server,
-    for what has come).
+def check(name: str, settings: Settings) -> RowRule:
+    """Find the rule of this name. Raises `UsageError` unless the settings fit the rule.
+
+    A server calls this for settings from a message.
     """
-    wanted = {
+    settings_of_rule = {
         "SGD": ("lr",),
         "Adagrad": ("lr", "lr_decay", "eps", "initial_accumulator_value"),
         "SparseAdam": ("lr", "betas", "eps"),
     }
     if name not in RULES or any(
-        not _number(found.get(setting), pair=setting == "betas") for setting in wanted[name]
+        not _number(settings.get(setting), pair=setting == "betas")
+        for setting in settings_of_rule[name]
     ):
-        raise UsageError(f"no rows can be stepped by {name} with {dict(found)}")
+        raise UsageError(f"no rows can be stepped by {name} with {dict(settings)}")
     return RULES[name]
 
 
@@ -183,14 +203,22 @@ def _number(value: Any, *, pair: bool) -> bool:
 def summed(
     pushed: Sequence[tuple[Tensor, Tensor]], dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Sum the `pushed` (ids, each once, and gradients): all rows that are in any of them,
-    sorted, and the sums in that order.
+    """Sum the gradients of several workers.
+
+    Args:
+        pushed: For each worker its rows, each once, and their gradients.
+        dim: Number of columns.
+        dtype: Dtype of the sum.
+
+    Returns:
+        All rows of any worker, in rising order, and the sums.
     """
     if len(pushed) == 1:
         return pushed[0]
     ids, places = torch.unique(torch.cat([ids for ids, _ in pushed]), return_inverse=True)
+    # One worker after another, so that the order of the additions is always the same.
     total, end = torch.zeros(len(ids), dim, dtype=dtype), 0
-    for mine, grad in pushed:
-        begin, end = end, end + len(mine)
+    for worker_ids, grad in pushed:
+        begin, end = end, end + len(worker_ids)
         total.index_add_(0, places[begin:end], grad)
     return ids, total

@@ -1,17 +1,19 @@
-"""The scheduler of workers that are not in lockstep, on the first server: which worker may go on,
-and with which samples.
+"""The scheduler of workers that are not in lockstep.
+
+It runs on the first server, and decides which worker may go on, and with which samples:
 
     worker 0   take turn tick | take turn tick | take ...      clock 2
     worker 1   take turn ........ tick | take turn ...         clock 1    may be `bound` turns ahead
                                                                of the slowest, and waits then
-    scheduler  deals each global batch of an epoch piece by piece, to workers that ask; knows whose
-               pieces are under way
+    scheduler  deals each global batch of an epoch piece by piece to the workers that ask, and
+               remembers which worker works on which piece
 
-With backup workers the first to come to a step make it (`arrive`); a piece of a later one is
-dropped. Within a bound, the workers on time make it, and a later one is in the next (`gather`), and
-may go on before that is made.
+With backup workers, the first workers to arrive at a step make it (`record_arrival`), and the piece
+of a later worker is dropped. Within a staleness bound, the workers on time make a step; a later
+worker takes part in the next step (`record_gradient`), and may go on before that is made.
 
-Nothing here waits or sends: what can't be answered yet is None, and asked again.
+Nothing here waits or sends. If a question can't be answered yet, the answer is None, and the caller
+asks again.
 """
 
 from __future__ import annotations
@@ -35,19 +37,21 @@ from paceline.servers.process.arrivals import (
 from paceline.servers.process.spans import SampleSpan
 from paceline.servers.process.staleness import WorkerClocks
 
-SHOWN = 1000  # dropped pieces that are listed one by one
-Part = tuple[int, int]  # of an epoch: its number, and that of the first batch in the part
+# Number of dropped pieces that are listed one by one.
+SHOWN = 1000
+# A part of an epoch: number of the epoch, and number of the first batch in the part.
+Part = tuple[int, int]
 
 
 @dataclass
 class ScheduleTally:
     """Statistics of a scheduler, for the summary."""
 
-    # how often a worker went on that was so many turns ahead of the slowest
+    # Number of times that a worker went on, by its lead over the slowest worker, in turns.
     leads: Counter[int] = field(default_factory=Counter)
-    dropped: int = 0  # gradients that came too late
-    samples: int = 0  # of those
-    # epoch and piece that were dropped for good, the first `SHOWN`
+    dropped: int = 0  # gradients that were too late
+    samples: int = 0  # samples of these gradients
+    # Epoch and piece of the first `MAX_LISTED_PIECES` dropped gradients.
     pieces: list[tuple[int, SampleSpan]] = field(default_factory=list)
 
     def drop(self, epoch: int, piece: SampleSpan) -> None:
@@ -64,65 +68,78 @@ class ScheduleTally:
 
 
 class UndealtSamples:
-    """The samples of a part of an epoch that are still to be dealt: pieces that are dealt again,
-    then the global batches in order.
+    """The samples of a part of an epoch that are not dealt yet.
 
-    `part`: the epoch, and the number of the first batch in it.
+    Pieces that have to be dealt again come first, then the global batches in order. `epoch_part` is
+    the epoch and the number of the first batch in the part; `batch_sizes` are numbers of samples.
     """
 
     def __init__(self, part: Part | None = None, sizes: Sequence[int] = ()) -> None:
         self.part, self.sizes = part, sizes
-        self.stopped = False  # nothing more is dealt in this epoch
-        self._next = (0, 0)  # batch (from the first one on), and sample, that are dealt next
+        self.stopped = False  # no more samples are dealt in this epoch
+        # Batch (counted from the first one of the part) and sample that are dealt next.
+        self._next = (0, 0)
         self._todo = deque[SampleSpan]()
 
     @property
     def left(self) -> bool:
-        """Whether there are any."""
+        """Whether any samples are left."""
         return bool(self._todo) or self._next[0] < len(self.sizes)
 
     def again(self, pieces: Iterable[SampleSpan]) -> None:
-        """Deal these pieces again."""
+        """Take back pieces that have to be dealt again."""
         self._todo.extend(pieces)
 
     def cut(self, most: int) -> SampleSpan | None:
-        """Take the next piece, of at most so many samples; None where nothing is left."""
+        """Cut off the next piece, of at most `most` samples. None if no samples are left."""
         if self._todo:
             batch, start, stop = self._todo.popleft()
             if stop - start > most:
                 self._todo.appendleft(SampleSpan(batch, start + most, stop))
             return SampleSpan(batch, start, min(start + most, stop))
-        number, start = self._next
-        if self.part is None or number == len(self.sizes):
+        batch_offset, start = self._next
+        if self.part is None or batch_offset == len(self.sizes):
             return None
-        stop = min(start + most, self.sizes[number])
-        self._next = (number, stop) if stop < self.sizes[number] else (number + 1, 0)
-        return SampleSpan(self.part[1] + number, start, stop)
+        stop = min(start + most, self.sizes[batch_offset])
+        self._next = (
+            (batch_offset, stop) if stop < self.sizes[batch_offset] else (batch_offset + 1, 0)
+        )
+        return SampleSpan(self.part[1] + batch_offset, start, stop)
 
 
 class NoteBox:
-    """Notes of workers to the first worker, which are kept until it has them."""
+    """Notes from workers to the first worker. Each is kept until it has arrived there."""
 
     def __init__(self) -> None:
         self._notes: list[tuple[int, Tensor]] = []
-        self._last: dict[int, int] = {}  # by worker: the number of its last note
+        self._last: dict[int, int] = {}  # number of the last note, by worker
 
     def post(self, worker: int, letter: Tensor, number: int = 0) -> None:
-        """Keep a note, its `number` from 1 on; one that comes again is not kept twice."""
+        """Keep a note. `number` counts the worker's notes from 1 on: a repeated one is ignored."""
         if not number or number > self._last.get(worker, 0):
             self._notes.append((worker, letter))
             self._last[worker] = number
 
     def collect(self, had: int = 0) -> list[tuple[int, Tensor]]:
-        """Return all notes that have come, but for the first `had`: those have arrived."""
+        """Collect all notes, after removing the first `had`, which have arrived."""
         del self._notes[:had]
         return list(self._notes)
 
 
 class SampleScheduler:
-    """Deals the samples of one run, within the staleness bound (`staleness`).
+    """Deals the samples of one run to its workers, within the staleness bound (`worker_clocks`).
 
-    Workers are known by their numbers.
+    Invariants:
+
+    - `_parked_workers` is part of `_active_workers`, which have turns to take in this part of the
+      epoch. A parked worker asked for a piece when none was left, and waits for pieces that others
+      may drop. The active workers that aren't parked are the running workers.
+    - A dealt piece is in `_pieces_under_way` until its turn is complete. If no optimizer stepped in
+      that turn, the piece is then in `_carried_pieces` until one does. Only these pieces are dealt
+      again when their worker is lost.
+    - `_held_workers` have completed a turn, and may not begin the next one yet.
+    - `_first_arrivals` (backup workers) and `_partial_steps` (a bound) have an entry for each
+      optimizer. A run uses only one of the two.
     """
 
     def __init__(self) -> None:
@@ -131,26 +148,24 @@ class SampleScheduler:
         self.notes = NoteBox()
         self._samples = UndealtSamples()
         self._under_way: dict[int, list[SampleSpan]] = {}
-        # by worker: pieces whose turns are over, and whose gradients are in no step yet
         self._carried: dict[int, list[SampleSpan]] = {}
-        # by worker: the number of its last piece, and that
+        # By worker: its last piece and the number of that, to give it again if asked again.
         self._given: dict[int, tuple[int, SampleSpan]] = {}
         self._lost: set[int] = set()
-        self._active: set[int] = set()  # workers that have turns to take
-        # of those, the ones that asked for pieces when there were none, and wait for what others
-        # may drop
+        self._active: set[int] = set()
         self._parked: set[int] = set()
-        self._arrivals: dict[int, FirstArrivals] = {}  # by optimizer
-        self._gatherings: dict[int, PartialSteps] = {}  # by optimizer
-        self._began: dict[int, float] = {}  # by worker: when its turn did
-        # workers that have completed a turn, and may not begin the next
+        self._arrivals: dict[int, FirstArrivals] = {}
+        self._gatherings: dict[int, PartialSteps] = {}
+        self._began: dict[int, float] = {}  # start of the turn, by worker
         self._held: set[int] = set()
-        self._pausing = False  # no more pieces, until all have asked for some
-        self._times = 0  # how often the part was gone on with, after all had stopped taking
+        # Whether no more pieces are dealt, until all workers have asked for one and come together.
+        self._pausing = False
+        # Number of times that this part was resumed after such a pause.
+        self._times = 0
 
     @property
     def clocks(self) -> dict[int, int]:
-        """The turns that each worker has completed."""
+        """Number of turns that each worker has completed."""
         return self._clocks.of
 
     @property
@@ -162,25 +177,34 @@ class SampleScheduler:
     def begin(
         self, epoch: int, first: int, sizes: Sequence[int], workers: Iterable[int], times: int = 0
     ) -> None:
-        """Deal these global batches, the first of which has the number `first` in its epoch.
+        """Begin to deal the global batches of an epoch, or of the next part of one.
 
-        Called for all workers, when none has a turn.
+        Every worker calls this, when no worker has a turn under way. Only the first call counts.
 
-        `times`: how often the part is gone on with, perhaps by other workers, after all had stopped
-        taking (`pause`).
+        Args:
+            epoch: Number of the epoch.
+            first: Number of the first of these batches in the epoch.
+            sizes: Number of samples in each batch.
+            workers: The workers that take part.
+            times: Number of times that this part was resumed after a pause (`pause_dealing`),
+                perhaps by other workers.
+
+        Raises:
+            Mismatch: If workers disagree, or are in the middle of another part.
         """
         part, samples = (epoch, first), self._samples
         if samples.part == part and times == self._times:
             if list(sizes) != list(samples.sizes):
                 raise Mismatch(f"workers deal different batches in epoch {epoch}")
             return
-        left = [worker for worker in self._active if self._under_way.get(worker)]
-        if left:
+        busy_workers = [worker for worker in self._active if self._under_way.get(worker)]
+        if busy_workers:
             raise Mismatch(
-                f"epoch {epoch} can't begin: workers {left} are in the middle of another"
+                f"epoch {epoch} can't begin: workers {busy_workers} are in the middle of another"
             )
         if not sizes or min(sizes) < 1:
             raise Mismatch("there is nothing to deal, or a batch without samples")
+        # A part that is resumed keeps its samples, and goes on where it was paused.
         if samples.part == part:
             samples.sizes = sizes
         else:
@@ -192,33 +216,43 @@ class SampleScheduler:
         self._began.clear()
         for gathering in self._gatherings.values():
             gathering.rest()
+        # All workers begin at the same clock.
         latest = max(self.clocks.values(), default=0)
-        # all are at the same place
         self._clocks = WorkerClocks(dict.fromkeys(self._active, latest))
 
     def take(self, worker: int, most: int, number: int = 0) -> SampleSpan | bool | None:
-        """Take the next piece, of at most so many samples; False: there is none for this worker, or
-        not now; None: there may be later.
+        """Deal the next piece, of at most `most` samples, to a worker.
 
-        `number`: of the worker's pieces, from 1 on (0: not counted); one that it asks for again is
-        given again. A worker that gets False goes on when all have come together if `paused`. One
-        that hasn't any turns to take (`takes`) is done.
+        If `is_paused`, a worker that gets False goes on when all workers have come together. A
+        worker without turns to take (`is_active`) is done.
+
+        Args:
+            worker: The worker that asks.
+            most: Largest number of samples in the piece.
+            number: Count of the worker's pieces, from 1 on; 0: not counted. A worker that asks
+                again for the same piece gets it again.
+
+        Returns:
+            The piece; False if there is none for this worker, or not now; None if there may be one
+            later.
         """
         if worker not in self._under_way or most < 1:
             raise Mismatch(f"worker {worker} has no turns to take, or asks for {most} samples")
-        last = self._given.get(worker)
-        if last is not None and number == last[0] > 0:
-            return last[1]
+        last_piece = self._given.get(worker)
+        if last_piece is not None and number == last_piece[0] > 0:
+            return last_piece[1]
         if worker not in self._active:
             return False
-        found = None if self._samples.stopped or self.paused else self._samples.cut(most)
-        if found is not None:
+        piece = None if self._samples.stopped or self.paused else self._samples.cut(most)
+        if piece is not None:
             self._parked.discard(worker)
-            self._under_way[worker].append(found)
-            self._given[worker] = number, found
-            return found
-        if self._under_way[worker]:  # its own turns come first
+            self._under_way[worker].append(piece)
+            self._given[worker] = number, piece
+            return piece
+        # No piece is left for now. The worker first completes the turns that it has begun.
+        if self._under_way[worker]:
             return False
+        # Another worker may still drop its piece, which is dealt again then.
         if not self._samples.stopped and any(self._under_way[other] for other in self._active):
             self._parked.add(worker)
             return None
@@ -229,23 +263,25 @@ class SampleScheduler:
         return False
 
     def pause(self) -> None:
-        """Stop dealing, so that all end their turns and come together; unless some have ended
-        the epoch already.
+        """Stop dealing, so that all workers end their turns and come together.
+
+        Does nothing if a worker has ended the epoch already.
         """
         self._pausing = self._active == self.clocks.keys()
 
     @property
     def paused(self) -> bool:
-        """Whether dealing has stopped, with something left for later."""
+        """Whether dealing has stopped, with samples left for later."""
         return self._pausing and self._samples.left
 
-    def lose(self, living: Set[int]) -> tuple[list[tuple[int, int]], int]:
-        """Go on with the living alone, and deal again what others had under way.
+    def lose(self, survivors: Set[int]) -> tuple[list[tuple[int, int]], int]:
+        """Go on with the survivors alone, and deal the pieces of lost workers again.
 
-        Returns the steps (optimizer, step) that were decided, and that none of the living makes;
-        and how many samples nobody takes.
+        Returns:
+            The steps (optimizer, step) that were decided, but that none of the survivors makes; and
+            the number of samples that no worker takes any more.
         """
-        lost = self._under_way.keys() - living
+        lost = self._under_way.keys() - survivors
         self._lost |= lost
         pieces = [
             piece
@@ -253,14 +289,15 @@ class SampleScheduler:
             for piece in [*self._carried.pop(worker, ()), *self._under_way.pop(worker)]
         ]
         self._active, self._parked, self._held = (
-            self._active & living,
-            self._parked & living,
-            self._held & living,
+            self._active & survivors,
+            self._parked & survivors,
+            self._held & survivors,
         )
-        self._clocks.lose(living)
+        self._clocks.lose(survivors)
         if self._active:
             self._samples.again(pieces)
-        nobodys = (
+        # If the survivors have ended the epoch, no worker is left to take these samples.
+        undealt = (
             0
             if self._active or self._samples.stopped
             else sum(piece.stop - piece.start for piece in pieces)
@@ -270,25 +307,25 @@ class SampleScheduler:
             *self._gatherings.items(),
         ]
         return [
-            (optimizer, step) for optimizer, steps in makers for step in steps.lose(living)
-        ], nobodys
+            (optimizer, step) for optimizer, steps in makers for step in steps.lose(survivors)
+        ], undealt
 
     def busy(self, worker: int) -> bool:
-        """Whether the worker has turns of its own to take first."""
+        """Whether the worker has begun turns to complete first."""
         return bool(self._under_way.get(worker))
 
     def takes(self, worker: int) -> bool:
-        """Whether the worker has turns to take, or may have."""
+        """Whether the worker has turns to take in this epoch, or may have."""
         return worker in self._active
 
     def leave(self, worker: int) -> None:
-        """Note that a worker begins no more turns in this epoch; no other waits for it."""
+        """Record that a worker begins no more turns in this epoch. No other worker waits for it."""
         self._pausing = False
         self._active.discard(worker)
         self._parked.discard(worker)
 
     def stop(self) -> None:
-        """Deal no more pieces in this epoch."""
+        """Stop dealing for this epoch."""
         self._samples.stopped = True
 
     # ---- clocks
@@ -296,9 +333,13 @@ class SampleScheduler:
     def tick(
         self, worker: int, clock: int, *, dropped: bool = False, carried: bool = False
     ) -> None:
-        """Note that a worker has completed turn `clock`, of its oldest piece.
+        """Record that a worker has completed turn `clock`, of its oldest piece.
 
-        `dropped`: its samples are in no step; `carried`: not yet, as no optimizer has stepped.
+        Args:
+            worker: The worker.
+            clock: Number of turns that it has completed with this one.
+            dropped: The samples of the turn are in no step.
+            carried: The samples are in no step yet, because no optimizer stepped in the turn.
         """
         if not self._under_way.get(worker):
             raise Mismatch(f"worker {worker} has completed a turn that it hasn't begun")
@@ -312,25 +353,24 @@ class SampleScheduler:
 
     @property
     def slowest(self) -> int:
-        """The turns that every worker has completed which has turns to take now."""
+        """The smallest clock among the running workers."""
         return self._clocks.slowest(self._running)
 
     def may(self, worker: int, bound: float) -> bool:
-        """Whether a worker may begin its next turn: it takes none here, or is within the bound
-        of staleness.
-        """
+        """Whether a worker may begin its next turn: it is within the bound, or takes none here."""
         return worker not in self._active or self._clocks.may(worker, self._running, bound)
 
     def went(self, worker: int, now: float = 0.0) -> None:
-        """Note that the worker may go on, and knows it."""
+        """Record that a worker was told that it may go on."""
         self._held.discard(worker)
         self.starts(worker, now)
         self.tally.leads[max(self._clocks.lead(worker, self._running), 0)] += 1
 
     def starts(self, worker: int, now: float, *, first: bool = False) -> None:
-        """Note that a worker begins a turn now (seconds, of any clock).
+        """Record that a worker begins a turn at time `now` (seconds, of any clock).
 
-        `first`: of an epoch; only the first one of all counts.
+        `first`: the turn is the first one of an epoch. It counts only in the first epoch, because
+        later epochs begin with turns of unknown length.
         """
         if first and self._gatherings:
             return
@@ -339,19 +379,21 @@ class SampleScheduler:
             gathering.begin(worker, now)
 
     def behind(self, worker: int) -> list[tuple[int, int]]:
-        """Return the workers that this one waits for, and the turns that those have completed."""
+        """List the workers that this one waits for, and their clocks."""
         return self._clocks.behind(worker, self._running)
 
     # ---- which workers make a step, with backup workers
 
     def arrive(
-        self, worker: int, optimizer: int, step: int, said: Any, backups: int
+        self, worker: int, optimizer: int, step: int, contribution: Any, backups: int
     ) -> StepDecision | bool | None:
-        """Note that a worker has pushed all of its step.
+        """Record that a worker has pushed its whole gradient for a step.
 
-        The decision with it; False: it is too late; None: not decided yet.
+        The step is decided once all but `backups` of the workers with turns to take have arrived.
 
-        A step is decided once all but `backups` of the workers that have turns to take have come.
+        Returns:
+            The decision if this worker takes part in the step; False if the worker is too late;
+            None if the step isn't decided yet.
         """
         self._clocks.check(worker)
         arrivals, running = (
@@ -359,17 +401,19 @@ class SampleScheduler:
             self._running,
         )
         return arrivals.arrive(
-            worker, step, said, running, max(min(len(self.clocks) - backups, len(running)), 1)
+            worker,
+            step,
+            contribution,
+            running,
+            max(min(len(self.clocks) - backups, len(running)), 1),
         )
 
     def decided(self, optimizer: int) -> int:
-        """Return the last step that was decided."""
+        """Get the number of the last decided step of an optimizer."""
         return self._arrivals[optimizer].decided if optimizer in self._arrivals else 0
 
     def absent(self, optimizer: int, step: int) -> list[tuple[int, int]]:
-        """Return the workers that have not come to a step yet, and the turns that those have
-        completed.
-        """
+        """List the running workers that have not arrived at a step yet, and their clocks."""
         gathering, arrivals = (
             self._gatherings.get(optimizer),
             self._arrivals.get(optimizer, FirstArrivals(optimizer)),
@@ -386,31 +430,44 @@ class SampleScheduler:
         worker: int,
         optimizer: int,
         number: int,
-        said: Any,
+        contribution: Any,
         *,
         bound: float,
         now: float,
         part: bool = False,
     ) -> StepMade | OpenStep | None:
-        """Note that a worker has pushed all of gradient `number`: the step that it is in; None: not
-        made yet. `now`: in seconds.
+        """Record that a worker has pushed gradient `number`, and make the step if it is due.
 
-        A step is made by all that have turns to take; without the late ones (`PartialSteps`),
-        unless none of the others could go on then. `part`: a late worker may go on while it is
-        open, and learns that. It asks again before it pushes more.
+        A step has the gradients of all running workers. Late workers are left out (`PartialSteps`),
+        unless none of the other workers could go on with the step then.
+
+        Args:
+            worker: The worker that has pushed.
+            optimizer: Number of the optimizer.
+            number: Count of the worker's gradients for this optimizer, from 1 on.
+            contribution: What the worker contributes. It is part of the step.
+            bound: The staleness bound, in turns.
+            now: Time in seconds, of any clock.
+            part: A late worker may go on while the step is open. It asks again before it pushes
+                more.
+
+        Returns:
+            The step that has the gradient; an `OpenStep` if the worker goes on before it is made;
+            None if the step isn't made yet.
         """
         self._clocks.check(worker)
         gathering = self._gatherings.setdefault(optimizer, PartialSteps(self._began))
-        made = gathering.come(worker, number, said, now)
+        made = gathering.come(worker, number, contribution, now)
         if made is not None:
             return made
+        # The step isn't delayed by workers that wait themselves: for permission to begin a turn, or
+        # for a step of another optimizer.
         elsewhere = {
             other
             for one in self._gatherings.values()
             if one is not gathering
             for other in one.takers
         }
-        # the others wait themselves
         absent = self._running - self._held - elsewhere - gathering.came.keys()
         if gathering.part(worker, absent if part else (), now):
             self._clocks.part(optimizer, worker)
@@ -424,19 +481,19 @@ class SampleScheduler:
         return made
 
     def made(self) -> list[list[int]]:
-        """List the steps that were made of each optimizer within a bound: its number, and theirs.
+        """List the number of steps made within the bound: [optimizer, steps] for each optimizer.
 
-        They may be about to be taken.
+        The servers may not have taken the last one yet.
         """
         return [[optimizer, gathering.steps] for optimizer, gathering in self._gatherings.items()]
 
     @property
     def due(self) -> float:
-        """When to ask again for delayed answers, though no message has come."""
+        """Time of the next look at open steps if no message comes before."""
         return min((gathering.due for gathering in self._gatherings.values()), default=math.inf)
 
     def facts(self) -> dict[str, Any]:
-        """Return the statistics for the summary."""
+        """Collect the statistics for the summary."""
         gatherings = self._gatherings.values()
         return {
             "staleness": _counted([self.tally.leads]),
@@ -446,6 +503,6 @@ class SampleScheduler:
         }
 
 
-def _counted(found: Iterable[Counter[int]]) -> dict[str, int]:
-    """Add these up, in the form of the summary."""
-    return {str(number): count for number, count in sorted(sum(found, Counter[int]()).items())}
+def _counted(counters: Iterable[Counter[int]]) -> dict[str, int]:
+    """Add up the counters, with text as keys, as the summary has them."""
+    return {str(key): count for key, count in sorted(sum(counters, Counter[int]()).items())}

@@ -1,5 +1,6 @@
-"""The scheduler's messages: what workers ask the sample scheduler on the first server
-(`protocol.samples` has the messages).
+"""Answers the messages of workers to the sample scheduler on the first server.
+
+`protocol.samples` defines the messages.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from paceline.servers.process.scheduler import SampleScheduler
 from paceline.servers.protocol import samples
 from paceline.servers.protocol.message import Acknowledged, Handlers
 
-LONGEST = 1 << 22  # batches in a part of an epoch, and bytes of a note
+# Largest number of batches in a part of an epoch, and of bytes in a note.
+LONGEST = 1 << 22
 
 
 class SchedulerRpc:
-    """Answers the scheduler's messages.
+    """Answers messages to the scheduler.
 
-    `handlers`: what is done for each request of a worker; None where the reply has to wait.
+    `handlers` maps each request to the method that handles it. If that returns None, the reply has
+    to wait.
     """
 
     def __init__(self) -> None:
@@ -41,7 +44,10 @@ class SchedulerRpc:
         }
 
     def patience(self, most: float) -> float:
-        """Seconds to wait for a message before delayed answers are tried again, at most `most`."""
+        """Compute the seconds to wait for a message before waiting requests are tried again.
+
+        The result is at most `most`.
+        """
         return min(max(self.scheduler.due - time.monotonic(), 0.001), most)
 
     # ---- samples and turns
@@ -59,10 +65,11 @@ class SchedulerRpc:
         return samples.Clock(self.scheduler.clocks[worker])
 
     def _take(self, worker: int, request: samples.TakeSamples) -> samples.Samples | None:
-        found = self.scheduler.take(worker, request.most, request.number)
-        if found is None:
+        span = self.scheduler.take(worker, request.most, request.number)
+        if span is None:
             return None
-        piece = (found.batch, found.start, found.stop) if isinstance(found, tuple) else None
+        # A piece is a named tuple here, and plain numbers on the wire.
+        piece = (span.batch, span.start, span.stop) if isinstance(span, tuple) else None
         paused = piece is None and self.scheduler.paused and not self.scheduler.busy(worker)
         return samples.Samples(piece, over=not self.scheduler.takes(worker), paused=paused)
 
@@ -75,7 +82,7 @@ class SchedulerRpc:
         return Acknowledged()
 
     def _complete(self, worker: int, request: samples.CompleteTurn) -> samples.StepsDecided | None:
-        # else it has come before, and had to wait
+        # A request that had to wait is handled again, but its turn counts only once.
         if request.clock > self.scheduler.clocks.get(worker, -1):
             self.scheduler.tick(
                 worker, request.clock, dropped=request.dropped, carried=request.carried
@@ -94,14 +101,16 @@ class SchedulerRpc:
 
     def _arrive(self, worker: int, request: samples.ArriveAtStep) -> samples.StepAssignment | None:
         optimizer, contribution = request.optimizer, _sound(request.contribution)
-        found = self.scheduler.arrive(
+        decision = self.scheduler.arrive(
             worker, optimizer, request.step, contribution, request.backups
         )
-        if isinstance(found, StepDecision):
-            return _assigned(request.step, {other: found.came[other] for other in found.workers})
+        if isinstance(decision, StepDecision):
+            return _assigned(
+                request.step, {other: decision.came[other] for other in decision.workers}
+            )
         return (
             None
-            if found is None
+            if decision is None
             else samples.StepAssignment(self.scheduler.decided(optimizer), late=True)
         )
 
@@ -131,21 +140,21 @@ class SchedulerRpc:
     def _post(self, worker: int, request: samples.PostNote) -> samples.Notes:
         nbytes = request.note.nbytes
         if nbytes > LONGEST:
-            raise UsageError(f"a letter may have {LONGEST} bytes, and this one has {nbytes}")
+            raise UsageError(f"a note may have {LONGEST} bytes, and this one has {nbytes}")
         if nbytes:
             self.scheduler.notes.post(worker, request.note, request.number)
         if request.stop:
             self.scheduler.stop()
-        found = self.scheduler.notes.collect(request.had) if request.collect else []
-        return samples.Notes(tuple(other for other, _ in found), tuple(note for _, note in found))
+        notes = self.scheduler.notes.collect(request.had) if request.collect else []
+        return samples.Notes(tuple(other for other, _ in notes), tuple(note for _, note in notes))
 
     def _lose(self, worker: int, request: samples.LoseWorkers) -> samples.LostWork:
-        steps, nobodys = self.scheduler.lose({*request.living})
-        return samples.LostWork(tuple(steps), nobodys)
+        steps, undealt = self.scheduler.lose({*request.living})
+        return samples.LostWork(tuple(steps), undealt)
 
 
 def _sound(contribution: samples.Contribution) -> samples.Contribution:
-    """Check the message of a worker that comes to a step; it is kept, and sent to others.
+    """Check a worker's contribution to a step, which is kept, and sent to other workers.
 
     Raises `UsageError` for an invalid one.
     """
@@ -155,11 +164,17 @@ def _sound(contribution: samples.Contribution) -> samples.Contribution:
 
 
 def _assigned(
-    step: int, came: Mapping[int, samples.Contribution], *, mine: bool = True, slowest: int = 0
+    step: int,
+    contributions: Mapping[int, samples.Contribution],
+    *,
+    mine: bool = True,
+    slowest: int = 0,
 ) -> samples.StepAssignment:
-    """Return the step that these workers make together, with the settings of the first."""
+    """Assign a step to the workers that make it together, with the settings of the first."""
     parts, settings = (
-        math.fsum(each.part for each in came.values()),
-        next(iter(came.values())).settings,
+        math.fsum(contribution.part for contribution in contributions.values()),
+        next(iter(contributions.values())).settings,
     )
-    return samples.StepAssignment(step, False, False, mine, tuple(came), parts, settings, slowest)
+    return samples.StepAssignment(
+        step, False, False, mine, tuple(contributions), parts, settings, slowest
+    )

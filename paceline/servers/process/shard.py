@@ -2,12 +2,12 @@
 
     worker 0   push(unit 0) push(unit 1)         close(3)          read(unit 0) ...
     worker 1        push(unit 0) push(unit 1)       close(3)            read(unit 0) ...
-    shard      | kept by worker, as it came   | one step         | the same for all
-                                              | with the sum,
-                                              | in the order of workers
+    shard      | each worker's push is kept   | one step with    | the same values
+               | as it came                   | the sum, added   | for all workers
+                                              | in worker order
 
-Nothing here waits or sends: it is plain state, equal on all replicas that get the same messages in
-the same order.
+Nothing here waits or sends. A shard is plain state: it is equal on all replicas that get the same
+messages in the same order.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ from paceline.servers.process.partition import RowRange
 
 @dataclass
 class ShardPlan:
-    """The plan of a shard.
-
-    `runs`: the numbers of the pieces in each unit; all those of a unit belong to one optimizer.
-
-    `ways`: the codings in which each unit travels (left out: all exactly).
-    """
+    """The plan of a shard: its pieces, their units, and their optimizers."""
 
     pieces: list[RowRange]
+    # Numbers of the pieces in each unit. All pieces of a unit belong to one optimizer.
     runs: list[list[int]]
-    owners: list[tuple[int, int]]  # of each piece: its optimizer, and the group of it
+    # By piece: the number of its optimizer, and of its parameter group there.
+    owners: list[tuple[int, int]]
+    # Name and settings, for `optimizers.make_optimizer`.
     optimizers: list[tuple[str, recipe.Settings]]
+    # By unit: the codings in which its gradients travel. Default: all travel exactly.
     ways: list[Phases] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -49,14 +48,14 @@ class ShardPlan:
 
     @property
     def shapes(self) -> list[BucketShape]:
-        """The layout of the pieces in units: without gaps where they are coded."""
+        """The layout of each piece in its unit. Coded units have no gaps between pieces."""
         coded = {
-            number for run, ways in zip(self.runs, self.ways, strict=True) for number in run if ways
+            piece for run, ways in zip(self.runs, self.ways, strict=True) for piece in run if ways
         }
         cpu = torch.device("cpu")
         return [
-            piece.shape._replace(device=cpu, kind="coded" if n in coded else None)
-            for n, piece in enumerate(self.pieces)
+            piece.shape._replace(device=cpu, kind="coded" if index in coded else None)
+            for index, piece in enumerate(self.pieces)
         ]
 
 
@@ -68,21 +67,21 @@ class ShardUnit:
     bucket: Bucket
     optimizer: int
     parameters: list[Parameter]
-    ways: Phases  # codings in which gradients come; none if they come exactly
-    # by worker: addend, and which of its pieces were used
+    # Codings in which gradients come; empty if they come exactly.
+    ways: Phases
+    # By worker: its addend, and a byte for each piece: whether its backward reached the piece.
     pushed: dict[int, tuple[Tensor, bytes]] = field(default_factory=dict)
+    # The sum of pushes for the open step, once it is computed, with such bytes.
     total: tuple[Tensor, bytes] | None = None
-    version: int = 0  # how often it was changed
+    version: int = 0  # number of changes of the parameters
 
     def check(self, flat: Tensor) -> None:
-        """Raise `Mismatch` for a tensor that can't be the parameters of this unit, or their
-        gradient.
-        """
-        have = self.bucket.flat
-        if flat.dtype != have.dtype or flat.shape != have.shape:
+        """Raise `Mismatch` unless a tensor has the shape and dtype of this unit's parameters."""
+        own_flat = self.bucket.flat
+        if flat.dtype != own_flat.dtype or flat.shape != own_flat.shape:
             raise Mismatch(
-                f"unit {self.number} is {str(have.dtype).removeprefix('torch.')} "
-                f"{list(have.shape)}, and not "
+                f"unit {self.number} is {str(own_flat.dtype).removeprefix('torch.')} "
+                f"{list(own_flat.shape)}, and not "
                 f"{str(flat.dtype).removeprefix('torch.')} {list(flat.shape)}"
             )
 
@@ -93,7 +92,7 @@ class ShardUnit:
         self.version += 1
 
     def push(self, worker: int, flat: Tensor, used: bytes, *, keep: bool, turn: int) -> None:
-        """Keep a worker's part of the gradient: see `Shard.push`."""
+        """Keep a worker's part of the gradient: see `Shard.push_gradient`."""
         if self.ways:
             flat = decode(self.ways, self.bucket, flat, used, turn)
         self.check(flat)
@@ -102,6 +101,7 @@ class ShardUnit:
                 f"unit {self.number} has {len(self.parameters)} pieces, and it is said of "
                 f"{len(used)} whether they were used"
             )
+        # A push that came after the sum would be missing in the step, unless it is for a later one.
         if self.total is not None and not keep:
             raise Mismatch(
                 f"unit {self.number} has been summed for this step: worker {worker} comes too late"
@@ -109,8 +109,13 @@ class ShardUnit:
         self.pushed[worker] = flat, used
 
     def sum(self, workers: Sequence[int]) -> tuple[Tensor, bytes]:
-        """Sum what these workers have pushed, in their order, whichever came first; return it,
-        and which pieces any of them used.
+        """Sum the pushes of these workers, in the order of the list.
+
+        So the sum doesn't depend on which push came first. The pushes are removed, and the sum is
+        kept until the step.
+
+        Returns:
+            The sum, and a byte for each piece: whether the backward of any worker reached it.
         """
         if self.total is None:
             absent = [worker for worker in workers if worker not in self.pushed]
@@ -118,51 +123,53 @@ class ShardUnit:
                 raise Mismatch(f"workers {absent} have not pushed what they are to be summed with")
             flat, used = self.pushed[workers[0]]
             for worker in workers[1:]:
-                more, theirs = self.pushed[worker]
-                flat.add_(more)
-                used = bytes(one | other for one, other in zip(used, theirs, strict=True))
+                addend, other_used = self.pushed[worker]
+                flat.add_(addend)
+                used = bytes(one | other for one, other in zip(used, other_used, strict=True))
             self.total = flat, used
             for worker in workers:
                 del self.pushed[worker]
         return self.total
 
     def assign(self, flat: Tensor, used: bytes) -> None:
-        """Let this be the gradient of the pieces that were used."""
+        """Set the gradient of the pieces that were used. Other pieces get none."""
         for parameter, view, reached in zip(
             self.parameters, self.bucket.views_over(flat), used, strict=True
         ):
             parameter.grad = view if reached else None
 
     def stepped(self) -> None:
-        """Note that the optimizer has stepped."""
+        """Count the change, and drop the gradients, after the optimizer has stepped."""
         self.version += 1
         for parameter in self.parameters:
             parameter.grad = None
 
     def copy(self, own: Optimizer) -> dict[str, Any]:
-        """Copy what a step changes of it: values, and what the optimizer remembers."""
+        """Copy the state that a step changes: values, and the optimizer's state of each piece."""
         memories = [_cloned(own.state.get(parameter, {})) for parameter in self.parameters]
         return {"values": self.bucket.flat.clone(), "memories": memories}
 
-    def restore(self, own: Optimizer, copied: Mapping[str, Any]) -> None:
-        """Become what `copy` gave."""
-        self.bucket.flat.copy_(copied["values"])
+    def restore(self, own: Optimizer, state: Mapping[str, Any]) -> None:
+        """Return to a state that `copy_state` gave."""
+        self.bucket.flat.copy_(state["values"])
         self.version += 1
-        for parameter, memory in zip(self.parameters, copied["memories"], strict=True):
+        for parameter, memory in zip(self.parameters, state["memories"], strict=True):
             recipe.recall(own, parameter, memory)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of parameters and of pushes."""
+        """Bytes of the parameters and the pushes."""
         return self.bucket.flat.nbytes + sum(flat.nbytes for flat, _ in self.pushed.values())
 
 
 class Shard:
     """One server's part of the parameters.
 
-    A push is known by its worker and unit: one that comes again before it is applied replaces the
-    first. A step is known by its number (of each optimizer, from 1 on): one that comes again does
-    nothing.
+    A push is identified by its worker and unit. If it comes again before it is applied, it replaces
+    the earlier one. A step is identified by its optimizer and its number, from 1 on. If it comes
+    again, it does nothing. So a worker may repeat any message that it is unsure of.
+
+    `step_counts` has the number of the last step of each optimizer.
     """
 
     def __init__(self, plan: ShardPlan) -> None:
@@ -183,12 +190,13 @@ class Shard:
                 )
             )
         self.optimizers = [
-            self._optimizer(number, *found) for number, found in enumerate(plan.optimizers)
+            self._optimizer(number, *name_and_settings)
+            for number, name_and_settings in enumerate(plan.optimizers)
         ]
         self.steps = [0] * len(self.optimizers)
-        # by optimizer: the values before its last step, where it can be undone
+        # By optimizer: the state before its last step, if that can be undone.
         self._before: dict[int, dict[str, Any]] = {}
-        # by worker and optimizer: its steps, where workers are not in lockstep
+        # By worker and optimizer: number of its own steps, if workers are not in lockstep.
         self.applied: dict[tuple[int, int], int] = {}
 
     def _optimizer(self, number: int, name: str, settings: recipe.Settings) -> Optimizer:
@@ -207,9 +215,7 @@ class Shard:
         self._unit(unit).fill(flat)
 
     def read(self, unit: int) -> Tensor:
-        """Return the parameters of a unit as they are now: the memory itself, which the next
-        step changes.
-        """
+        """Get the parameters of a unit: the memory itself, which the next step changes."""
         return self._unit(unit).bucket.flat
 
     def _unit(self, number: int) -> ShardUnit:
@@ -229,26 +235,35 @@ class Shard:
         keep: bool = False,
         turn: int = 0,
     ) -> None:
-        """Add a worker's weighted part to the gradient of a unit; `used`: a byte for each piece,
-        whether its backward reached it.
+        """Add a worker's weighted part to the gradient of a unit. The shard keeps the tensor.
 
-        The tensor belongs to the shard from then on. `turn`: of the worker, which says in which
-        coding it comes. Raises `Mismatch` for a push that doesn't fit, and, unless it is to be kept
-        for a later step, for one that comes too late for this step.
+        Args:
+            number: Number of the unit.
+            worker: The worker that pushes.
+            flat: The gradient, 1-D, in the layout of the unit, or coded.
+            used: A byte for each piece: whether the worker's backward reached it.
+            keep: The push may be for a later step than the next one.
+            turn: The worker's turn, which determines the coding.
+
+        Raises:
+            Mismatch: If the push doesn't fit the unit, or comes too late for this step and `keep`
+                is False.
         """
         self._unit(number).push(worker, flat, used, keep=keep, turn=turn)
 
     def missing(self, optimizer: int, workers: Sequence[int]) -> list[int]:
-        """Return the workers, of these, that have not pushed everything yet."""
+        """List the workers, among these, that have not pushed all units of an optimizer yet."""
         units = [unit for unit in self.units if unit.optimizer == optimizer and unit.total is None]
         return [worker for worker in workers if any(worker not in unit.pushed for unit in units)]
 
     def norm(self, optimizer: int, workers: Sequence[int], kind: float = 2.0) -> float:
-        """Return the norm of these workers' pushed gradients, over all units of an optimizer;
-        nothing may be pushed any more.
+        """Compute the norm of the sum of these workers' gradients, over all units of an optimizer.
+
+        `kind` is the order of the norm, as in torch. Afterwards nothing more may be pushed for the
+        step, because the sums are kept.
         """
-        found = [unit.sum(workers) for unit in self.units if unit.optimizer == optimizer]
-        norms = [float(torch.linalg.vector_norm(flat, kind)) for flat, _ in found]
+        sums = [unit.sum(workers) for unit in self.units if unit.optimizer == optimizer]
+        norms = [float(torch.linalg.vector_norm(flat, kind)) for flat, _ in sums]
         if not kind > 0:
             raise Mismatch(f"there is no norm of kind {kind}")
         return (
@@ -269,14 +284,23 @@ class Shard:
         keep: bool = False,
         undo: bool = False,
     ) -> bool:
-        """Take a step with the sum of these workers' pushes, times `factor`; False if it has been
-        taken before.
+        """Take a step with the sum of these workers' pushes.
 
-        `settings`: what `optimizers.changed` found; the learning rate is multiplied by `part`, that
-        of the global batch which they have. `keep`: pushes of others stay, for a later step.
-        `undo`: so that `back` can undo it, until its next.
+        Args:
+            optimizer: Number of the optimizer.
+            step: Number of the step, from 1 on.
+            workers: The workers whose pushes are summed, in this order.
+            factor: Factor of the sum.
+            settings: Changed settings, as `optimizers.diff_settings` gives them.
+            part: Part of the global batch that these workers have. It multiplies the learning rate.
+            keep: Keep the pushes of other workers for a later step.
+            undo: Keep the state before the step, so that `undo_step` can undo it until the next.
 
-        Raises `Mismatch` for a step that isn't the next one.
+        Returns:
+            True; False if the step was taken before.
+
+        Raises:
+            Mismatch: If this isn't the next step.
         """
         if step <= self.steps[optimizer]:
             return False
@@ -290,8 +314,9 @@ class Shard:
             or not workers
             or len({*workers}) < len(workers)
         ):
-            who = absent or [*workers]
-            raise Mismatch(f"workers {who} have not pushed what they are to be summed with")
+            listed = absent or [*workers]
+            raise Mismatch(f"workers {listed} have not pushed what they are to be summed with")
+        # All checks come before the first change, so that a refused message has no effect.
         recipe.fits(self.optimizers[optimizer], settings or {})
         units = [unit for unit in self.units if unit.optimizer == optimizer]
         if undo:
@@ -316,8 +341,9 @@ class Shard:
         return True
 
     def skip(self, optimizer: int, step: int) -> None:
-        """Count a step as made with nothing in it, unless it has been made: nobody who was to
-        make it is left.
+        """Count a step as made, without changing anything, unless it has been made.
+
+        Called if none of the workers that were to make it is left.
         """
         if step == self.steps[optimizer] + 1:
             for unit in self.units:
@@ -325,9 +351,9 @@ class Shard:
             self.steps[optimizer] = step
 
     def back(self, optimizer: int, step: int) -> bool:
-        """Undo this step, which was made with `undo`; False if that has been done.
+        """Undo the last step, which was made with `undo`. Returns False if that has been done.
 
-        Raises `Mismatch` for another than the last one.
+        Raises `Mismatch` if `step` isn't the last one.
         """
         if self.steps[optimizer] == step - 1:
             return False
@@ -338,14 +364,14 @@ class Shard:
                 f"{self.steps[optimizer]} have been taken"
             )
         units = [unit for unit in self.units if unit.optimizer == optimizer]
-        for unit, copied in zip(units, before["units"], strict=True):
-            unit.restore(self.optimizers[optimizer], copied)
+        for unit, unit_state in zip(units, before["units"], strict=True):
+            unit.restore(self.optimizers[optimizer], unit_state)
         recipe.put(self.optimizers[optimizer], before["settings"])
         self.steps[optimizer] = step - 1
         return True
 
     def in_time(self, number: int, step: int) -> bool:
-        """Whether a push for this step of the unit's optimizer can still be in it."""
+        """Whether a push for this step of the unit's optimizer can still take part in it."""
         unit = self._unit(number)
         if step > self.steps[unit.optimizer] + 1:
             raise Mismatch(
@@ -364,18 +390,31 @@ class Shard:
         part: float = 1.0,
         settings: Any = None,
     ) -> bool:
-        """Take a step with this worker's push alone, times `factor`; False if its step of this
-        number has been taken before.
+        """Take a step with this worker's push alone.
 
-        The learning rate is multiplied by `part`, the worker's part of the global batch: what all
-        workers make of one comes to what a step with all of it would, to the first order.
-        `settings`: of all groups. Raises `Mismatch` for a step that isn't its next one.
+        The steps that all workers make of one global batch have about the same effect as one step
+        with all of it (equal to the first order), because each multiplies the learning rate by its
+        part.
+
+        Args:
+            optimizer: Number of the optimizer.
+            worker: The worker.
+            step: Number of this worker's step, from 1 on.
+            factor: Factor of the gradient.
+            part: The worker's part of the global batch. It multiplies the learning rate.
+            settings: Settings of all groups.
+
+        Returns:
+            True; False if the worker's step of this number was taken before.
+
+        Raises:
+            Mismatch: If this isn't the worker's next step.
         """
-        done = self.applied.get((worker, optimizer), 0)
-        if step <= done:
+        last_step = self.applied.get((worker, optimizer), 0)
+        if step <= last_step:
             return False
-        if step != done + 1:
-            raise Mismatch(f"step {step} of worker {worker} can't come after its step {done}")
+        if step != last_step + 1:
+            raise Mismatch(f"step {step} of worker {worker} can't come after its step {last_step}")
         units = [unit for unit in self.units if unit.optimizer == optimizer]
         if any(worker not in unit.pushed for unit in units):
             raise Mismatch(f"worker {worker} has not pushed all of its step {step}")
@@ -392,7 +431,7 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of parameters, of the optimizers' state, and of pushes."""
+        """Bytes of the parameters, the optimizers' state, and the pushes."""
         memories = [memory for optimizer in self.optimizers for memory in optimizer.state.values()]
         remembered = sum(
             value.nbytes
@@ -403,9 +442,7 @@ class Shard:
         return remembered + sum(unit.nbytes for unit in self.units)
 
     def drop(self, worker: int) -> None:
-        """Discard this worker's pushes that are not applied, and all sums, as the turn is dealt
-        again.
-        """
+        """Discard this worker's unapplied pushes, and all sums, because the turn is dealt again."""
         for unit in self.units:
             unit.total = None
             unit.pushed.pop(worker, None)
@@ -419,25 +456,26 @@ class Shard:
     # ---- state
 
     def memories(self) -> list[dict[str, Any]]:
-        """Return the optimizers' state of each piece, in the order of the pieces."""
-        found: list[dict[str, Any]] = [{} for _ in self.plan.pieces]
+        """Collect the optimizers' state of each piece, in the order of the pieces."""
+        memories_by_piece: list[dict[str, Any]] = [{} for _ in self.plan.pieces]
         for run, unit in zip(self.plan.runs, self.units, strict=True):
             for piece, parameter in zip(run, unit.parameters, strict=True):
-                found[piece] = dict(self.optimizers[unit.optimizer].state.get(parameter, {}))
-        return found
+                memories_by_piece[piece] = dict(
+                    self.optimizers[unit.optimizer].state.get(parameter, {})
+                )
+        return memories_by_piece
 
-    def remember(self, found: Sequence[Mapping[str, Any]]) -> None:
-        """Set the optimizers' state of each piece: what `memories` gave, perhaps for pieces that
-        were cut otherwise.
+    def remember(self, memories: Sequence[Mapping[str, Any]]) -> None:
+        """Set the optimizers' state of each piece, as `collect_memories` gives it.
+
+        The pieces may have been cut differently before.
         """
         for run, unit in zip(self.plan.runs, self.units, strict=True):
             for piece, parameter in zip(run, unit.parameters, strict=True):
-                recipe.recall(self.optimizers[unit.optimizer], parameter, _cloned(found[piece]))
+                recipe.recall(self.optimizers[unit.optimizer], parameter, _cloned(memories[piece]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a replica needs: values, the optimizers' state and settings,
-        steps, and pushes.
-        """
+        """Get the state that a replica needs, with pushes and the state before the last step."""
         return {
             "values": [unit.bucket.flat for unit in self.units],
             "versions": [unit.version for unit in self.units],
@@ -454,7 +492,7 @@ class Shard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become what `state_dict` gave on a shard of the same plan."""
+        """Take over the state of another shard with the same plan."""
         for number, (unit, flat, version) in enumerate(
             zip(self.units, state["values"], state["versions"], strict=True)
         ):
@@ -466,16 +504,18 @@ class Shard:
             total = state["totals"][number]
             unit.total = None if total is None else (total[0].clone(), total[1])
         self.remember(state["memories"])
-        for optimizer, found in zip(self.optimizers, state["settings"], strict=True):
-            recipe.put(optimizer, found)
+        for optimizer, saved in zip(self.optimizers, state["settings"], strict=True):
+            recipe.put(optimizer, saved)
         self.steps = list(state["steps"])
         self.applied = {(worker, optimizer): step for worker, optimizer, step in state["applied"]}
+        # Optimizers whose last step can't be undone have no state before it.
         self._before = {
-            optimizer: found for optimizer, found in enumerate(state["before"]) if found is not None
+            optimizer: saved for optimizer, saved in enumerate(state["before"]) if saved is not None
         }
 
 
-def _cloned(found: Mapping[str, Any]) -> dict[str, Any]:
+def _cloned(memory: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        name: value.clone() if isinstance(value, Tensor) else value for name, value in found.items()
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in memory.items()
     }

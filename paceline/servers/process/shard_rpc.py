@@ -1,7 +1,7 @@
-"""The shard of a server, as workers reach it: when each message on parameters is answered
-(`protocol.parameters` has the messages).
+"""Answers the messages of workers on the parameters of a shard.
 
-What can't be answered yet is None, and asked again; nothing here waits for one worker alone.
+`protocol.parameters` and `protocol.recovery` define the messages. If a request can't be answered
+yet, its handler returns None, and the server tries again later. Nothing here waits for one worker.
 """
 
 from __future__ import annotations
@@ -20,52 +20,51 @@ from paceline.servers.protocol.parameters import Changes
 from paceline.servers.protocol.samples import MissingWorkers
 from paceline.state.snapshot import byte_tensor, loads, pack
 
-KEPT = 8  # steps whose norms are remembered
-CHUNK = 1 << 28  # bytes of what is kept that travel as one tensor
+# Number of steps whose norms are remembered.
+KEPT = 8
+# Largest number of bytes of a shard that travel as one tensor.
+CHUNK = 1 << 28
 
 
 def _in_one_turn(optimizer: int, step: int, turns: Mapping[int, int]) -> None:
-    """Raise `UsageError` if workers make a step of an optimizer in different turns: some have
-    skipped theirs.
-    """
+    """Raise `UsageError` if workers make a step in different turns: some have skipped a step."""
     if len({*turns.values()}) > 1:
         sides = ", ".join(
             f"rank {worker} after {turn} steps of training" for worker, turn in turns.items()
         )
         raise UsageError(
             f"replicas part: step {step} of optimizer {optimizer} is made by {sides}; "
-            "somebody has skipped a step. Skip a step on all "
-            "workers or on none: decide by what all of them have, such as run.mean(loss)"
+            "a worker has skipped a step. Skip a step on all workers or on none: decide by a value "
+            "that is the same on all of them, such as run.mean(loss)"
         )
 
 
 def _differ(optimizer: int, step: int, *sides: tuple[float, Changes]) -> UsageError:
-    """Return the error where workers close a step differently: with another factor, or other
-    settings.
-    """
-    told = [(factor, [list(change) for change in settings]) for factor, settings in sides]
+    """Make the error for workers that close a step with different factors or settings."""
+    described = [(factor, [list(change) for change in settings]) for factor, settings in sides]
     return UsageError(
         f"workers take step {step} of optimizer {optimizer} with different settings, or clipped "
-        f"differently: {told}"
+        f"differently: {described}"
     )
 
 
 class ShardRpc:
     """Answers messages on parameters.
 
-    `handlers`: what is done for each request of a worker; None where the reply has to wait.
+    `handlers` maps each request to the method that handles it. If that returns None, the reply has
+    to wait.
     """
 
     def __init__(self) -> None:
         self._shard: Shard | None = None
         self._digest = b""
-        # by optimizer and step: the workers that have closed it
+        # By optimizer and step: the requests of the workers that have closed it so far.
         self._closing: dict[tuple[int, int], dict[int, parameters.CloseStep]] = {}
-        # by optimizer and step: the workers that have asked for its norm
+        # By optimizer and step: the workers that have asked for its norm so far.
         self._asking: dict[tuple[int, int], set[int]] = {}
-        # by optimizer: its last step, where any of the agreeing workers makes it
+        # By optimizer: the request that made its last step, if one worker's request is enough.
         self._made: dict[int, parameters.CloseStep] = {}
-        # by optimizer and step, and type
+        # By optimizer and step, then by the order of the norm.
         self._norms: dict[tuple[int, int], dict[float, float]] = {}
         self.handlers: Handlers = {
             parameters.PlanShard: self._plan,
@@ -88,7 +87,7 @@ class ShardRpc:
 
     @property
     def begun(self) -> bool:
-        """Whether it has been said what is kept here."""
+        """Whether a worker has sent the plan of the shard."""
         return self._shard is not None
 
     @property
@@ -99,10 +98,10 @@ class ShardRpc:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is kept."""
+        """Bytes of the shard."""
         return 0 if self._shard is None else self._shard.nbytes
 
-    # ---- how it begins
+    # ---- the beginning
 
     def _plan(self, worker: int, request: parameters.PlanShard) -> Acknowledged:
         packed = request.plan.numpy().tobytes()
@@ -131,6 +130,7 @@ class ShardRpc:
     # ---- steps
 
     def _push(self, worker: int, request: parameters.PushGradient) -> Acknowledged:
+        # A gradient that is too late for its step is acknowledged, and left out.
         if not request.drop_late or self.shard.in_time(request.unit, request.step):
             self.shard.push(
                 request.unit,
@@ -151,28 +151,31 @@ class ShardRpc:
 
     def _norm(self, worker: int, request: parameters.ReadNorm) -> parameters.Norm | None:
         shard, key = self.shard, (request.optimizer, request.step)
-        made = shard.steps[request.optimizer]
+        steps_made = shard.steps[request.optimizer]
         if not request.decided:
             self._check_next(*key)
-            asking = self._asking.setdefault(key, set())
-            asking.add(worker)
-            if not asking.issuperset(request.workers):
-                return None  # a worker may push something else yet
-        elif request.step > made + 1:
-            return None  # the step before has been decided, too
-        elif request.step <= made and key not in self._norms:
+            askers = self._asking.setdefault(key, set())
+            askers.add(worker)
+            if not askers.issuperset(request.workers):
+                # A worker that hasn't asked yet may still replace its push. The norm computes the
+                # sum, so it has to wait for all of them.
+                return None
+        elif request.step > steps_made + 1:
+            # The step before was decided, too, but its request has not come yet.
+            return None
+        elif request.step <= steps_made and key not in self._norms:
             raise UsageError(
                 f"step {request.step} of optimizer {request.optimizer} has been made, and its norm "
                 "is not known here"
             )
-        # another may have closed the step meanwhile
-        found = self._norms.setdefault(key, {}).get(request.norm_type)
-        if found is None:
-            found = self._norms[key][request.norm_type] = shard.norm(
+        # The norm is remembered, because another worker may have closed the step meanwhile.
+        norm = self._norms.setdefault(key, {}).get(request.norm_type)
+        if norm is None:
+            norm = self._norms[key][request.norm_type] = shard.norm(
                 request.optimizer, request.workers, request.norm_type
             )
         self._norms.pop((request.optimizer, request.step - KEPT), None)
-        return parameters.Norm(found)
+        return parameters.Norm(norm)
 
     def _check_next(self, optimizer: int, step: int) -> None:
         if step != self.shard.steps[optimizer] + 1:
@@ -183,23 +186,26 @@ class ShardRpc:
 
     def _close(self, worker: int, request: parameters.CloseStep) -> Acknowledged | None:
         key = optimizer, step = request.optimizer, request.step
-        made = self.shard.steps[optimizer]
-        if step <= made:
+        steps_made = self.shard.steps[optimizer]
+        # The request comes again, or another worker's request has made the step.
+        if step <= steps_made:
             self._check_same(request)
             return Acknowledged()
-        if request.decided and step > made + 1:
-            return None  # the step before has been decided, too
+        if request.decided and step > steps_made + 1:
+            # The step before was decided, too, but its request has not come yet.
+            return None
         self._check_next(optimizer, step)
         if request.decided:
             self._make(request)
             self._made[optimizer] = request
             return Acknowledged()
-        closing = self._closing.setdefault(key, {})
-        closing[worker] = request
-        if any(other not in closing for other in request.workers):
+        # In lockstep, the step is made when all workers have closed it in the same way.
+        requests = self._closing.setdefault(key, {})
+        requests[worker] = request
+        if any(other not in requests for other in request.workers):
             return None
-        _in_one_turn(optimizer, step, {other: closing[other].turn for other in request.workers})
-        sides = [(closing[other].factor, closing[other].settings) for other in request.workers]
+        _in_one_turn(optimizer, step, {other: requests[other].turn for other in request.workers})
+        sides = [(requests[other].factor, requests[other].settings) for other in request.workers]
         if any(side != sides[0] for side in sides):
             raise _differ(optimizer, step, *sides)
         self._make(request)
@@ -219,12 +225,13 @@ class ShardRpc:
         )
 
     def _check_same(self, request: parameters.CloseStep) -> None:
-        """Raise `UsageError` where a step that has been made is closed otherwise, though all
-        have to say the same.
+        """Raise `UsageError` if a step that has been made is closed in another way.
+
+        Only for steps that all workers have to close in the same way.
         """
-        made = self._made.get(request.optimizer, request)
-        sides = [(each.factor, each.settings) for each in (made, request)]
-        if request.same and made.step == request.step and sides[0] != sides[1]:
+        earlier = self._made.get(request.optimizer, request)
+        sides = [(close.factor, close.settings) for close in (earlier, request)]
+        if request.same and earlier.step == request.step and sides[0] != sides[1]:
             raise _differ(request.optimizer, request.step, *sides)
 
     def _await(self, worker: int, request: parameters.AwaitStep) -> Acknowledged | None:
@@ -232,16 +239,17 @@ class ShardRpc:
 
     def _list_absent(self, worker: int, request: parameters.ListAbsent) -> MissingWorkers:
         optimizer, step = request.optimizer, request.step
-        came = {
+        # A negative step stands for its norm: see `ListAbsent`.
+        present = {
             *(
                 self._closing.get((optimizer, step), ())
                 if step > 0
                 else self._asking.get((optimizer, -step), ())
             )
         }
-        made = self.shard.steps[optimizer]
+        steps_made = self.shard.steps[optimizer]
         return MissingWorkers(
-            tuple((other, made) for other in request.workers if other not in came)
+            tuple((other, steps_made) for other in request.workers if other not in present)
         )
 
     # ---- parameters
@@ -249,18 +257,20 @@ class ShardRpc:
     def _pull(self, worker: int, request: parameters.PullUnit) -> parameters.UnitValues | None:
         flat = self.shard.read(request.unit)
         unit = self.shard.units[request.unit]
-        done = self.shard.steps[unit.optimizer]
-        if request.step > done + 1 and not request.copy:
+        steps_made = self.shard.steps[unit.optimizer]
+        if request.step > steps_made + 1 and not request.copy:
             raise UsageError(
                 f"unit {request.unit} can't be read after step {request.step}: "
-                f"{done} have been taken"
+                f"{steps_made} have been taken"
             )
-        if request.step > done:
+        if request.step > steps_made:
             return None
-        values: Tensor = flat.clone() if request.copy else flat  # others may step while it is sent
+        # Without a copy, the memory of the shard is sent. In lockstep no worker can close the
+        # next step meanwhile. Otherwise other workers may step while the values are sent.
+        values: Tensor = flat.clone() if request.copy else flat
         return parameters.UnitValues(values)
 
-    # ---- losses
+    # ---- lost workers
 
     def _roll_back(self, worker: int, request: recovery.RollBackSteps) -> Acknowledged:
         for optimizer, step in request.steps:
@@ -271,7 +281,8 @@ class ShardRpc:
 
     def _skip(self, worker: int, request: recovery.SkipStep) -> Acknowledged | None:
         if request.step > self.shard.steps[request.optimizer] + 1:
-            return None  # the step before has been decided, too
+            # The step before was decided, too, but its request has not come yet.
+            return None
         self.shard.skip(request.optimizer, request.step)
         return Acknowledged()
 

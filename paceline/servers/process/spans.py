@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class SampleSpan(NamedTuple):
-    """A part of a global batch: its number in the epoch, and samples `start` to `stop` of it."""
+    """Samples `start` to `stop` (exclusive) of global batch `batch` of an epoch."""
 
     batch: int
     start: int

@@ -1,9 +1,9 @@
-"""One server's shard of a sparse table: the rows that were stepped, their optimizer state, and the
-index of where each lies.
+"""One server's shard of a sparse table: the rows that were stepped, their optimizer state, and an
+index of their slots.
 
-    row (number in the table)   ->  index  ->  slot     values, memories: tensors of slots, made
-                                                        twice as long when they are full
-    a row that never had a gradient has no slot: a read gives the value that it begins with
+    row number on this server   ->  index  ->  slot     values and states: tensors with an entry for
+                                                        each slot, doubled when they are full
+    A row that never had a gradient has no slot: a read computes its initial value.
 
 Rows are dealt by their numbers: row r lies on server r % servers, as number r // servers.
 """
@@ -24,10 +24,11 @@ from paceline.errors import Mismatch, UsageError
 from paceline.servers.process import row_optimizers
 from paceline.servers.process.row_optimizers import Settings
 
-# rows of a server for which a place each is cheap: 4 bytes, taken from the system when they are
-# first used
+# Largest number of rows of a server for which a `DirectIndex` is cheap: it takes 4 bytes for each,
+# which the system provides when they are first used.
 DIRECT: Final = 1 << 26
-FIRST: Final = 1 << 10  # slots to begin with
+# Number of slots of an empty table.
+FIRST: Final = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ class TableSpec:
     @property
     def sound(self) -> bool:
         """Whether such a table can exist."""
-        whole = all(type(number) is int for number in (self.rows, self.dim, self.seed)) and type(
-            self.std
-        ) in (int, float)
+        are_numbers = all(
+            type(number) is int for number in (self.rows, self.dim, self.seed)
+        ) and type(self.std) in (int, float)
         return (
-            whole
+            are_numbers
             and 0 < self.rows < 1 << 62
             and 0 < self.dim < 1 << 40
             and self.dtype in ("float32", "float64")
@@ -56,34 +57,35 @@ class TableSpec:
 
     @property
     def kind(self) -> torch.dtype:
-        """The dtype as torch has it."""
+        """The dtype as a torch object."""
         return DTYPES[self.dtype]
 
     def plain(self) -> dict[str, Any]:
-        """Write as plain data, for a message."""
+        """Convert to plain data for a message."""
         return asdict(self)
 
     def initial(self, ids: Tensor) -> Tensor:
-        """Return the initial values of these rows."""
+        """Make the initial values of these rows."""
         return row_optimizers.initial(ids, self.dim, self.kind, seed=self.seed, std=self.std)
 
 
 class RowIndex(Protocol):
-    """Maps row numbers to slots, which are dealt in order, from 0 on."""
+    """Maps the numbers of rows on this server to slots, counted from 0 in order of first use."""
 
     def find(self, ids: Any) -> Any:
-        """Find the slots of these (int64, each once); -1 for one that has none."""
+        """Find the slot of each row (int64, each row once); -1 for a row without a slot."""
         ...
 
     def add(self, ids: Any, first: int) -> None:
-        """Give these, which have none, the slots `first`, `first` + 1, ..."""
+        """Give rows that have no slot yet the slots `first`, `first` + 1, ..."""
         ...
 
 
 class DirectIndex:
-    """An index with a place for each number that there could be.
+    """An index with a place for each row that the server could have.
 
-    Unused places take no memory: the system gives it when it is written.
+    A place has the slot + 1, so that 0 means no slot. Unused places take no memory: the system
+    provides the pages of zeros when they are first written.
     """
 
     def __init__(self, count: int) -> None:
@@ -97,8 +99,9 @@ class DirectIndex:
 
 
 class HashedIndex:
-    """An index with open addressing and linear probing, all numbers of a call at once; at most
-    half full.
+    """A hash table with open addressing and linear probing, at most half full.
+
+    Each loop handles all rows of a call at once: one turn looks at one place for each row.
     """
 
     def __init__(self) -> None:
@@ -107,20 +110,22 @@ class HashedIndex:
         self._used = 0
 
     def find(self, ids: Any) -> Any:
-        found = np.full(len(ids), -1, dtype=np.int64)
-        open_, places = np.arange(len(ids)), self._begin(ids)
-        while len(open_):
+        slots = np.full(len(ids), -1, dtype=np.int64)
+        unresolved, places = np.arange(len(ids)), self._begin(ids)
+        while len(unresolved):
             keys = self._keys[places]
-            hit = keys == ids[open_]
-            found[open_[hit]] = self._slots[places[hit]]
-            on = ~hit & (keys != -1)
-            open_, places = open_[on], (places[on] + 1) & (len(self._keys) - 1)
-        return found
+            is_hit = keys == ids[unresolved]
+            slots[unresolved[is_hit]] = self._slots[places[is_hit]]
+            goes_on = ~is_hit & (keys != -1)
+            # An empty place ends the search of a row; another row's place leads on to the next.
+            unresolved, places = unresolved[goes_on], (places[goes_on] + 1) & (len(self._keys) - 1)
+        return slots
 
     def add(self, ids: Any, first: int) -> None:
+        # Double the table until it has room. All entries get new places.
         while 2 * (self._used + len(ids)) > len(self._keys):
-            kept = self._keys != -1
-            keys, slots = self._keys[kept], self._slots[kept]
+            in_use = self._keys != -1
+            keys, slots = self._keys[in_use], self._slots[in_use]
             self._keys, self._slots = (
                 np.full(2 * len(self._keys), -1, dtype=np.int64),
                 np.zeros(2 * len(self._keys), dtype=np.int64),
@@ -133,7 +138,9 @@ class HashedIndex:
         places = self._begin(ids)
         while len(ids):
             free = self._keys[places] == -1
-            self._keys[places[free]] = ids[free]  # where two want one place, the last has it
+            # If several rows write to one free place, the last write wins. The read below shows
+            # which row that was, and the others go on to the next place.
+            self._keys[places[free]] = ids[free]
             won = self._keys[places] == ids
             self._slots[places[won]] = slots[won]
             ids, slots, places = ids[~won], slots[~won], (places[~won] + 1) & (len(self._keys) - 1)
@@ -145,26 +152,30 @@ class HashedIndex:
 
 
 class RowsBefore(NamedTuple):
-    """The rows that a step has changed, as they were before."""
+    """What is needed to undo a step: the changed rows as they were before, and the counts."""
 
-    steps: int  # as optimizers count them
+    steps: int  # number of steps, as the optimizer counts them
     settings: dict[str, Any]
-    used: int  # slots
-    slots: Tensor  # that were in use
-    kept: list[Tensor]
+    used: int  # number of slots in use
+    slots: Tensor  # the changed slots that were in use
+    kept: list[Tensor]  # values and optimizer state in these slots
 
 
 class TableShard:
-    """One server's rows: those with numbers r, r + `servers`, r + 2 * `servers`, ..., where r is
-    the number of this server.
+    """One server's rows of a table: numbers r, r + `servers`, r + 2 * `servers`, ... for server r.
 
-    Ids that come and go are those of the whole table. `count` is how many steps there were, as
-    optimizers count them.
+    Row ids in arguments and results are numbers in the whole table. Invariants:
+
+    - Slots 0 ... `used_slots` - 1 are in use. `_ids_by_slot` and each of `_row_tensors` (values,
+      then the optimizer's states) have an entry for each of them, and room for more.
+    - The index has exactly the rows in `_ids_by_slot`, and maps each to its slot.
+    - `step_count` is the number of steps with a gradient, as the optimizer counts them.
     """
 
     def __init__(self, spec: TableSpec, settings: Settings, *, server: int, servers: int) -> None:
         if not (spec.sound and type(server) is type(servers) is int and 0 <= server < servers):
             raise UsageError(f"this is no table: {spec}, on server {server} of {servers}")
+        # Values, a copy while they grow, and gradients: refuse a table that has no room for them.
         free = memory()
         if free is not None and 3 * FIRST * spec.dim * spec.kind.itemsize > free:
             raise UsageError(
@@ -179,20 +190,20 @@ class TableShard:
 
     def _empty(self) -> None:
         self._index = self._indexed(0)
-        self._ids = torch.empty(FIRST, dtype=torch.int64)  # by slot
+        self._ids = torch.empty(FIRST, dtype=torch.int64)
         self._kept = [
             torch.empty(FIRST, self.spec.dim, dtype=self.spec.kind)
             for _ in range(1 + len(self._rule.remembers))
         ]
-        self.used = 0  # slots
+        self.used = 0
 
     def _indexed(self, used: int) -> RowIndex:
-        """Make an index of so many rows, in the order of their first use."""
-        mine = len(range(self._server, self.spec.rows, self._servers))
-        found: RowIndex = DirectIndex(mine) if mine <= DIRECT else HashedIndex()
+        """Build an index of the first `used` slots."""
+        row_count = len(range(self._server, self.spec.rows, self._servers))
+        index: RowIndex = DirectIndex(row_count) if row_count <= DIRECT else HashedIndex()
         if used:
-            found.add(self._ids[:used].numpy() // self._servers, 0)
-        return found
+            index.add(self._ids[:used].numpy() // self._servers, 0)
+        return index
 
     def __len__(self) -> int:
         return self.used
@@ -201,20 +212,20 @@ class TableShard:
     def nbytes(self) -> int:
         """Bytes of the rows in use, with their optimizer state."""
         return self.used * (
-            self._ids.itemsize + sum(kept.shape[1] * kept.itemsize for kept in self._kept)
+            self._ids.itemsize + sum(tensor.shape[1] * tensor.itemsize for tensor in self._kept)
         )
 
     # ---- rows
 
     def read(self, ids: Tensor) -> Tensor:
-        """Return the values of these rows as they are now; no row is made."""
+        """Read the current values of some rows. Rows without a slot don't get one."""
         slots = torch.from_numpy(self._index.find(self._mine(ids)))
         if not self.used:
             return self.spec.initial(ids)
         values = self._kept[0].index_select(0, slots.clamp(min=0))
-        new = (slots < 0).nonzero()[:, 0]
-        if len(new):
-            values[new] = self.spec.initial(ids[new])
+        absent = (slots < 0).nonzero()[:, 0]
+        if len(absent):
+            values[absent] = self.spec.initial(ids[absent])
         return values
 
     def step(
@@ -226,11 +237,20 @@ class TableShard:
         factor: float = 1.0,
         part: float = 1.0,
     ) -> RowsBefore:
-        """Step with the sum of the `pushed`, each some rows (every id once) and their gradients;
-        the sum is in their order.
+        """Take a step with the sum of some gradients, added in their order.
 
-        The sum is multiplied by `factor`, the learning rate by `part`. Returns what `back` takes,
-        with `undo`; without it that has no rows.
+        Args:
+            pushed: Rows and gradient of each worker. Rows are in rising order, each once.
+            settings: The optimizer's settings from now on. Default: no change.
+            undo: Keep the rows as they were, so that `undo_step` can undo the step.
+            factor: Factor of the sum.
+            part: Factor of the learning rate, in this step alone.
+
+        Returns:
+            The argument of `undo_step`. Without `undo` it has no rows.
+
+        Raises:
+            Mismatch: If a gradient doesn't fit the table.
         """
         before = self.change(settings)
         for ids, grad in pushed:
@@ -244,26 +264,30 @@ class TableShard:
         ids, grad = row_optimizers.summed(pushed, self.spec.dim, self.spec.kind)
         self.count += 1
         slots = self._slots(ids)
+        # Rows that get their first slot in this step need no copy: undoing removes the slot.
         if undo:
-            old = slots[slots < before.used]
+            changed_slots = slots[slots < before.used]
             before = before._replace(
-                slots=old, kept=[kept.index_select(0, old) for kept in self._kept]
+                slots=changed_slots,
+                kept=[tensor.index_select(0, changed_slots) for tensor in self._kept],
             )
-        found = [kept.index_select(0, slots) for kept in self._kept]
-        how = self.settings if part == 1.0 else {**self.settings, "lr": self.settings["lr"] * part}
-        self._rule.step(found, grad if factor == 1.0 else grad * factor, how, self.count)
-        for kept, values in zip(self._kept, found, strict=True):
-            kept.index_copy_(0, slots, values)
+        rows = [tensor.index_select(0, slots) for tensor in self._kept]
+        step_settings = (
+            self.settings if part == 1.0 else {**self.settings, "lr": self.settings["lr"] * part}
+        )
+        self._rule.step(rows, grad if factor == 1.0 else grad * factor, step_settings, self.count)
+        for tensor, values in zip(self._kept, rows, strict=True):
+            tensor.index_copy_(0, slots, values)
         return before
 
     def change(self, settings: Settings | None) -> RowsBefore:
-        """Step without a gradient: other settings count from now on, if there are any.
+        """Take a step without a gradient: change the settings, if there are any.
 
-        Returns what `back` takes.
+        Returns the argument of `undo_step`.
         """
-        nothing = [kept.new_empty(0, self.spec.dim) for kept in self._kept]
+        no_rows = [tensor.new_empty(0, self.spec.dim) for tensor in self._kept]
         before = RowsBefore(
-            self.count, self.settings, self.used, torch.empty(0, dtype=torch.int64), nothing
+            self.count, self.settings, self.used, torch.empty(0, dtype=torch.int64), no_rows
         )
         if settings:
             row_optimizers.check(self.spec.rule, settings)
@@ -271,100 +295,101 @@ class TableShard:
         return before
 
     def back(self, before: RowsBefore) -> None:
-        """Undo the last step."""
+        """Undo the last step, from the result of `take_step` or `change_settings`."""
         self.count, self.settings = before.steps, before.settings
-        for kept, values in zip(self._kept, before.kept, strict=True):
-            kept.index_copy_(0, before.slots, values)
+        for tensor, values in zip(self._kept, before.kept, strict=True):
+            tensor.index_copy_(0, before.slots, values)
+        # Rows that were new in the step lie in the last slots. An index can't remove rows, so it is
+        # built again.
         if self.used > before.used:
             self._index, self.used = self._indexed(before.used), before.used
 
     def _mine(self, ids: Tensor) -> Any:
-        """Return the numbers of these rows on this server."""
+        """Compute the numbers of some rows on this server. Raises `Mismatch` for foreign rows."""
         if ids.dtype != torch.int64 or ids.dim() != 1:
             raise Mismatch(f"rows are named by one int64 each, and not by {_form(ids)}")
-        found = ids.numpy()
-        if len(found) and (
-            found.min() < 0
-            or found.max() >= self.spec.rows
-            or (found % self._servers != self._server).any()
+        numbers = ids.numpy()
+        if len(numbers) and (
+            numbers.min() < 0
+            or numbers.max() >= self.spec.rows
+            or (numbers % self._servers != self._server).any()
         ):
             raise Mismatch(
                 f"some rows don't lie here: row r of {self.spec.rows} does where r % "
                 f"{self._servers} is {self._server}"
             )
-        return found // self._servers
+        return numbers // self._servers
 
     def _slots(self, ids: Tensor) -> Tensor:
-        """Return the slots of these rows; new ones are made."""
-        mine = self._mine(ids)
-        slots = self._index.find(mine)
-        new = np.flatnonzero(slots < 0)
-        if len(new):
-            first, fresh = self.used, ids[torch.from_numpy(new)]
-            self._make_room(first + len(new))
-            self._index.add(mine[new], first)
-            slots[new] = np.arange(first, first + len(new))
-            place = slice(first, first + len(new))
-            self._ids[place], self._kept[0][place] = fresh, self.spec.initial(fresh)
-            for memory in self._kept[1:]:
-                memory[place] = self._rule.first(self.settings)
-            self.used = first + len(new)
+        """Get the slots of some rows, giving a slot and initial values to rows without one."""
+        numbers = self._mine(ids)
+        slots = self._index.find(numbers)
+        absent = np.flatnonzero(slots < 0)
+        if len(absent):
+            first, new_ids = self.used, ids[torch.from_numpy(absent)]
+            self._make_room(first + len(absent))
+            self._index.add(numbers[absent], first)
+            slots[absent] = np.arange(first, first + len(absent))
+            new_slots = slice(first, first + len(absent))
+            self._ids[new_slots], self._kept[0][new_slots] = new_ids, self.spec.initial(new_ids)
+            for state in self._kept[1:]:
+                state[new_slots] = self._rule.first(self.settings)
+            self.used = first + len(absent)
         return torch.from_numpy(slots)
 
-    def _make_room(self, wanted: int) -> None:
+    def _make_room(self, slots: int) -> None:
         size = len(self._ids)
-        while size < wanted:
+        while size < slots:
             size *= 2
         if size > len(self._ids):
             self._ids = _longer(self._ids, size, self.used)
-            self._kept = [_longer(kept, size, self.used) for kept in self._kept]
+            self._kept = [_longer(tensor, size, self.used) for tensor in self._kept]
 
     # ---- state
 
     def part(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Return rows `start` to `stop` of those in use, in the order of their first use, with
-        their optimizer state.
-        """
+        """Get rows `start` to `stop` in the order of first use, with their optimizer state."""
         names = ("values", *self._rule.remembers)
         return {"ids": self._ids[start : min(stop, self.used)]} | {
-            name: kept[start : min(stop, self.used)]
-            for name, kept in zip(names, self._kept, strict=True)
+            name: tensor[start : min(stop, self.used)]
+            for name, tensor in zip(names, self._kept, strict=True)
         }
 
     def put(self, part: Mapping[str, Tensor]) -> None:
-        """Load rows that `part` gave, perhaps on another server; those in it that lie elsewhere
-        are left out.
-        """
+        """Load rows from `get_part`, perhaps of another server. Skips rows that lie elsewhere."""
         here = part["ids"] % self._servers == self._server
         slots = self._slots(part["ids"][here])
-        for name, kept in zip(("values", *self._rule.remembers), self._kept, strict=True):
-            kept.index_copy_(0, slots, part[name][here])
+        for name, tensor in zip(("values", *self._rule.remembers), self._kept, strict=True):
+            tensor.index_copy_(0, slots, part[name][here])
 
     def forget(self, seed: int, count: int) -> None:
-        """Reset as if no row had been used; the initial values are those of this seed."""
+        """Reset the table as if no row had been used. Initial values follow from the seed."""
         self.spec, self.count = replace(self.spec, seed=seed), count
         self._empty()
 
     def fingerprint(self) -> int:
-        """Compute a sum over the rows in use, modulo 2 ** 64: the same in any order of making,
-        and however rows are dealt to servers.
+        """Compute a sum over the rows in use, modulo 2 ** 64.
+
+        It depends neither on the order in which rows were first used nor on how many servers there
+        are.
         """
         total = 0
         for start in range(0, self.used, row_optimizers.AT_ONCE):
             part = self.part(start, start + row_optimizers.AT_ONCE)
             words = part["values"].contiguous().view(torch.int32).numpy().astype(np.uint64)
             state = row_optimizers.mix(part["ids"].numpy().astype(np.uint64))
+            # Mix the columns of all rows in turn, then add up the rows: addition has no order.
             for column in words.T:
                 state = row_optimizers.mix(state ^ column)
             total += int(state.sum(dtype=np.uint64))
         return total % (1 << 64)
 
 
-def _longer(kept: Tensor, size: int, used: int) -> Tensor:
-    found = torch.empty(size, *kept.shape[1:], dtype=kept.dtype)
-    found[:used] = kept[:used]
-    return found
+def _longer(tensor: Tensor, size: int, used: int) -> Tensor:
+    longer = torch.empty(size, *tensor.shape[1:], dtype=tensor.dtype)
+    longer[:used] = tensor[:used]
+    return longer
 
 
-def _form(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

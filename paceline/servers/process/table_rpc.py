@@ -1,10 +1,14 @@
-"""The table service of a server: when each message on a sparse table is answered (`protocol.rows`
-has the messages).
+"""Answers the messages of workers on the sparse tables of a server.
 
-Workers step a table together, in lockstep; or each alone, or with those who make a step. Where
-losses are survived, what was pushed makes no step by itself, but once all have decided on it.
-Workers say there how many calls they have completed together (`calls`): a push of a lost worker for
-a discarded turn may come after others have gone on, and does nothing then.
+`protocol.rows` defines the messages. There are three ways to step a table:
+
+- In lockstep, a step is made as soon as all its workers have pushed their gradients.
+- If the run survives lost workers, pushed gradients are only kept. A step is made once all workers
+  have decided on it (`_make_row_steps`), and can be undone when the turn is discarded. Each request
+  says how many calls the workers have completed together (`calls`). So a request of a lost worker
+  for a discarded turn, which may come after others have gone on, does nothing.
+- Out of lockstep, each worker steps by itself (`_apply_rows`), or together with the other workers
+  of a step, by gradients that are held here (`_hold_rows`, `_close_row_step`).
 """
 
 from __future__ import annotations
@@ -20,37 +24,43 @@ from paceline.servers.protocol import rows
 from paceline.servers.protocol.message import Acknowledged, Handlers
 from paceline.servers.protocol.rows import RowGradient
 
-TABLES, STEPS = 1000, 1000  # on a server; of a table in a turn
+# Largest number of tables on a server, and of steps in a turn that can be undone.
+TABLES, STEPS = 1000, 1000
 
 
 class RowStep(NamedTuple):
-    """A step that may be undone."""
+    """A step that may still be undone."""
 
     step: int
-    calls: int  # when it was made
+    calls: int  # calls that the workers had completed when it was made
     before: RowsBefore
 
 
 @dataclass
 class ServedTable:
-    """A table, with the step that it is at and the gradients for the next."""
+    """A table, the number of its last step, and gradients for later steps."""
 
     table: TableShard
     step: int = 0
-    given: dict[int, RowGradient] = field(default_factory=dict)  # for the next step, by worker
-    broken: str = ""  # why there can't be a next step
-    made: list[RowStep] = field(default_factory=list)  # in the turn under way
-    discarded: int = -1  # calls when a turn was discarded last
-    # out of lockstep, by worker: what it has come with, and is in no step yet
+    # Gradients for the next step, by worker.
+    given: dict[int, RowGradient] = field(default_factory=dict)
+    # Why no more step can be made; empty if nothing is wrong.
+    broken: str = ""
+    # Steps of the current turn.
+    made: list[RowStep] = field(default_factory=list)
+    # Calls that the workers had completed when a turn was last discarded.
+    discarded: int = -1
+    # Out of lockstep, by worker: a gradient that is in no step yet.
     held: dict[int, RowGradient] = field(default_factory=dict)
-    # out of lockstep, by worker: the steps that it has made alone
+    # Out of lockstep, by worker: number of steps that it has made by itself.
     alone: Counter[int] = field(default_factory=Counter)
 
 
 class TableService:
-    """The tables of one server.
+    """Answers messages on the tables of one server.
 
-    `handlers`: what is done for each request of a worker; None where the reply has to wait.
+    `handlers` maps each request to the method that handles it. If that returns None, the reply has
+    to wait.
     """
 
     def __init__(self) -> None:
@@ -76,20 +86,20 @@ class TableService:
     @property
     def nbytes(self) -> int:
         """Bytes of rows in use, of their optimizer state, and of gradients for the next steps."""
-        given = [
+        tensors = [
             tensor
-            for shelf in self._shelves.values()
-            for found in (*shelf.given.values(), *shelf.held.values())
-            for tensor in (found.ids, found.grad)
+            for served in self._shelves.values()
+            for gradient in (*served.given.values(), *served.held.values())
+            for tensor in (gradient.ids, gradient.grad)
         ]
-        return sum(shelf.table.nbytes for shelf in self._shelves.values()) + sum(
-            tensor.nbytes for tensor in given
+        return sum(served.table.nbytes for served in self._shelves.values()) + sum(
+            tensor.nbytes for tensor in tensors
         )
 
     def facts(self) -> dict[str, Any]:
-        """Return the statistics for the summary: how many rows are in use."""
+        """Collect the statistics for the summary: the number of rows in use."""
         return (
-            {"rows": sum(len(shelf.table) for shelf in self._shelves.values())}
+            {"rows": sum(len(served.table) for served in self._shelves.values())}
             if self._shelves
             else {}
         )
@@ -104,179 +114,193 @@ class TableService:
         worker: int,
         request: rows.PullRows | rows.DigestTable | rows.ReadRows | rows.ClearTable,
     ) -> ServedTable | None:
-        """Return the table of this message if it is at the step that the message waits for, and
-        workers are in lockstep.
-        """
-        shelf, step = self._shelf(request.table), request.step
-        if shelf.broken:
-            raise UsageError(shelf.broken)
+        """Get the table of a request once it is at the step that the request needs, else None."""
+        served, step = self._shelf(request.table), request.step
+        if served.broken:
+            raise UsageError(served.broken)
+            # Out of lockstep, the table may be ahead of the step that the worker needs.
         if request.free:
             return (
-                shelf
-                if step <= (shelf.alone[worker] if request.free == "alone" else shelf.step)
+                served
+                if step <= (served.alone[worker] if request.free == "alone" else served.step)
                 else None
             )
-        if step < shelf.step:
+        # In lockstep, a worker has to see exactly its step.
+        if step < served.step:
             raise Mismatch(
-                f"table {request.table} is asked for as it was after step {step}, and {shelf.step} "
-                "have been taken"
+                f"table {request.table} is asked for as it was after step {step}, and "
+                f"{served.step} have been taken"
             )
-        return shelf if step == shelf.step else None
+        return served if step == served.step else None
 
     def _open(self, worker: int, request: rows.OpenTable) -> Acknowledged:
         spec, settings = TableSpec(**request.spec), dict(request.settings)
-        found = self._shelves.get(request.table)
-        if found is None:
+        served = self._shelves.get(request.table)
+        if served is None:
             self._put(
                 request.table,
                 ServedTable(
                     TableShard(spec, settings, server=request.server, servers=request.servers)
                 ),
             )
-        elif found.table.spec != spec or found.table.settings != settings:
+        elif served.table.spec != spec or served.table.settings != settings:
             raise UsageError(
-                f"workers have prepared different tables: {found.table.spec} and {spec}"
+                f"workers have prepared different tables: {served.table.spec} and {spec}"
             )
         return Acknowledged()
 
-    def _put(self, number: int, shelf: ServedTable) -> None:
+    def _put(self, number: int, served: ServedTable) -> None:
         if len(self._shelves) >= TABLES and number not in self._shelves:
             raise Mismatch(
                 f"{TABLES} tables are here, and table {number} would be "
                 "one more than a model may have"
             )
-        self._shelves[number] = shelf
+        self._shelves[number] = served
 
     def _pull(self, worker: int, request: rows.PullRows) -> rows.Rows | None:
-        shelf = self._at_step(worker, request)
-        return None if shelf is None else rows.Rows(shelf.table.read(request.ids))
+        served = self._at_step(worker, request)
+        return None if served is None else rows.Rows(served.table.read(request.ids))
 
     # ---- steps
 
     def _push(self, worker: int, request: rows.PushRows) -> Acknowledged | None:
-        found = [(self._shelf(gradient.table), gradient) for gradient in request.gradients]
-        if any(gradient.step > shelf.step + 1 for shelf, gradient in found):
-            return None  # a worker has not pushed anything for the step before
-        for shelf, gradient in found:
-            if shelf.broken:
-                raise UsageError(shelf.broken)
-            # where others decide whether the step is made, what is pushed again counts in place of
-            # the first
-            if gradient.step != shelf.step + 1 or (worker in shelf.given and not request.decided):
+        gradients_by_table = [
+            (self._shelf(gradient.table), gradient) for gradient in request.gradients
+        ]
+        if any(gradient.step > served.step + 1 for served, gradient in gradients_by_table):
+            # Another worker has not pushed its gradient for the step before.
+            return None
+        for served, gradient in gradients_by_table:
+            if served.broken:
+                raise UsageError(served.broken)
+            # If the workers decide on the step later, a repeated push replaces the first.
+            if gradient.step != served.step + 1 or (worker in served.given and not request.decided):
                 raise Mismatch(
                     f"worker {worker} gives step {gradient.step} of table {gradient.table}, which "
                     "it has given before"
                 )
-            shelf.given[worker] = gradient
-            if not request.decided and all(other in shelf.given for other in request.workers):
-                self._step(gradient.table, shelf, request.workers)
+            served.given[worker] = gradient
+            if not request.decided and all(other in served.given for other in request.workers):
+                self._step(gradient.table, served, request.workers)
         return Acknowledged()
 
     def _list_pushers(self, worker: int, request: rows.ListPushers) -> rows.Workers:
         return rows.Workers(tuple(sorted(self._shelf(request.table).given)))
 
     def _step(
-        self, number: int, shelf: ServedTable, workers: Sequence[int], *, undo: bool = False
+        self, number: int, served: ServedTable, workers: Sequence[int], *, undo: bool = False
     ) -> RowsBefore:
-        """Take the step, in the order of the workers: all are here."""
-        found = [shelf.given[worker] for worker in workers]
-        settings = found[0].settings
-        if any(given.settings != settings for given in found):
+        """Take the next step with the gradients of these workers, in the order of the list."""
+        gradients = [served.given[worker] for worker in workers]
+        settings = gradients[0].settings
+        # Different settings can't be repaired later: the table fails for all workers.
+        if any(gradient.settings != settings for gradient in gradients):
             sides = "; ".join(
-                f"worker {worker}: {given.settings}"
-                for worker, given in zip(workers, found, strict=True)
+                f"worker {worker}: {gradient.settings}"
+                for worker, gradient in zip(workers, gradients, strict=True)
             )
-            shelf.broken = (
+            served.broken = (
                 f"workers step table {number} with different settings ({sides}): "
                 "let schedules be alike on all of them"
             )
-            raise UsageError(shelf.broken)
-        if any(given.used for given in found):
-            before = shelf.table.step(
-                [(given.ids, given.grad) for given in found], settings, undo=undo
+            raise UsageError(served.broken)
+        if any(gradient.used for gradient in gradients):
+            before = served.table.step(
+                [(gradient.ids, gradient.grad) for gradient in gradients], settings, undo=undo
             )
         else:
-            before = shelf.table.change(settings)
-        shelf.given, shelf.step = {}, shelf.step + 1
+            before = served.table.change(settings)
+        served.given, served.step = {}, served.step + 1
         return before
 
     # ---- out of lockstep
 
     def _apply(self, worker: int, request: rows.ApplyRows) -> Acknowledged:
         for gradient in request.gradients:
-            shelf = self._shelf(gradient.table)
-            _free_step(shelf.table, [gradient], request)
-            shelf.alone[worker] += 1
+            served = self._shelf(gradient.table)
+            _free_step(served.table, [gradient], request)
+            served.alone[worker] += 1
         return Acknowledged()
 
     def _hold(self, worker: int, request: rows.HoldRows) -> Acknowledged | None:
-        found = [(self._shelf(gradient.table), gradient) for gradient in request.gradients]
-        if any(shelf.step < request.after for shelf, _ in found):
-            return None  # what it held before may be in that
-        for shelf, gradient in found:
-            shelf.held[worker] = gradient
+        gradients_by_table = [
+            (self._shelf(gradient.table), gradient) for gradient in request.gradients
+        ]
+        if any(served.step < request.after for served, _ in gradients_by_table):
+            # The gradient that this worker held before may still be needed for that step.
+            return None
+        for served, gradient in gradients_by_table:
+            served.held[worker] = gradient
         return Acknowledged()
 
     def _close(self, worker: int, request: rows.CloseRowStep) -> Acknowledged | None:
         step, workers = request.step, request.workers
         for number in request.tables:
-            shelf = self._shelf(number)
-            if step <= shelf.step:
+            served = self._shelf(number)
+            # The request comes again, or another worker's request has made the step.
+            if step <= served.step:
                 continue
-            if step > shelf.step + 1:
-                return None  # the step before has been decided, too
-            absent = [other for other in workers if other not in shelf.held]
+            if step > served.step + 1:
+                # The step before was decided, too, but its request has not come yet.
+                return None
+            absent = [other for other in workers if other not in served.held]
             if absent or not workers:
                 raise Mismatch(
                     f"workers {absent} have come with nothing for step {step} of table {number}"
                 )
-            _free_step(shelf.table, [shelf.held.pop(other) for other in workers], request)
-            shelf.step = step
+            _free_step(served.table, [served.held.pop(other) for other in workers], request)
+            served.step = step
         return Acknowledged()
 
-    # ---- where losses are survived
+    # ---- runs that survive lost workers
 
     def _make(self, worker: int, request: rows.MakeRowSteps) -> Acknowledged | None:
         for step in request.steps:
-            shelf = self._shelf(step.table)
-            if shelf.broken:
-                raise UsageError(shelf.broken)
-            if request.calls <= shelf.discarded or step.step <= shelf.step:
+            served = self._shelf(step.table)
+            if served.broken:
+                raise UsageError(served.broken)
+            # A discarded turn, or a step that another worker's request has made.
+            if request.calls <= served.discarded or step.step <= served.step:
                 continue
-            if step.step > shelf.step + 1:
+            if step.step > served.step + 1:
                 raise Mismatch(
                     f"step {step.step} of table {step.table} can't be made: "
-                    f"{shelf.step} have been taken"
+                    f"{served.step} have been taken"
                 )
-            if any(other not in shelf.given for other in request.workers):
-                return None  # losses are not survived yet
-            shelf.made = [made for made in shelf.made if made.step > step.floor]
-            if len(shelf.made) >= STEPS:
+            if any(other not in served.given for other in request.workers):
+                # A gradient that all have decided on is still on its way.
+                return None
+            # Steps of earlier turns can't be undone any more.
+            served.made = [earlier for earlier in served.made if earlier.step > step.floor]
+            if len(served.made) >= STEPS:
                 raise Mismatch(
                     f"table {step.table} has made {STEPS} steps in a turn, and keeps no more of "
                     "them to be undone"
                 )
-            before = self._step(step.table, shelf, request.workers, undo=True)
-            shelf.made.append(RowStep(step.step, request.calls, before))
+            before = self._step(step.table, served, request.workers, undo=True)
+            served.made.append(RowStep(step.step, request.calls, before))
         return Acknowledged()
 
     def _roll_back(self, worker: int, request: rows.RollBackRows) -> Acknowledged:
         for number, step in request.steps:
-            shelf = self._shelf(number)
-            shelf.discarded = max(shelf.discarded, request.calls)
+            served = self._shelf(number)
+            served.discarded = max(served.discarded, request.calls)
+            # Undo in reverse order, but no steps of later calls, which aren't part of that turn.
             while (
-                shelf.made and shelf.made[-1].step > step and shelf.made[-1].calls <= request.calls
+                served.made
+                and served.made[-1].step > step
+                and served.made[-1].calls <= request.calls
             ):
-                made = shelf.made.pop()
-                shelf.table.back(made.before)
-                shelf.step = made.step - 1
+                undone = served.made.pop()
+                served.table.back(undone.before)
+                served.step = undone.step - 1
         return Acknowledged()
 
     def _describe(self, worker: int, request: rows.DescribeTable) -> rows.TableState:
-        shelf = self._shelf(request.table)
-        table = shelf.table
+        served = self._shelf(request.table)
+        table = served.table
         return rows.TableState(
-            table.spec.plain(), dict(table.settings), table.count, shelf.step, shelf.discarded
+            table.spec.plain(), dict(table.settings), table.count, served.step, served.discarded
         )
 
     def _copy(self, worker: int, request: rows.CopyTable) -> Acknowledged:
@@ -294,26 +318,26 @@ class TableService:
     # ---- state
 
     def _digest(self, worker: int, request: rows.DigestTable) -> rows.TableDigest | None:
-        shelf = self._at_step(worker, request)
-        if shelf is None:
+        served = self._at_step(worker, request)
+        if served is None:
             return None
         return rows.TableDigest(
-            f"{shelf.table.fingerprint():016x}", len(shelf.table), shelf.table.count
+            f"{served.table.fingerprint():016x}", len(served.table), served.table.count
         )
 
     def _read(self, worker: int, request: rows.ReadRows) -> rows.RowsPart | None:
-        shelf = self._at_step(worker, request)
-        if shelf is None:
+        served = self._at_step(worker, request)
+        if served is None:
             return None
-        part = shelf.table.part(request.start, request.stop)
-        return rows.RowsPart(tuple(part), tuple(x.clone() for x in part.values()))
+        part = served.table.part(request.start, request.stop)
+        return rows.RowsPart(tuple(part), tuple(tensor.clone() for tensor in part.values()))
 
     def _clear(self, worker: int, request: rows.ClearTable) -> Acknowledged | None:
-        shelf = self._at_step(worker, request)
-        if shelf is None:
+        served = self._at_step(worker, request)
+        if served is None:
             return None
-        shelf.table.forget(request.seed, request.count)
-        shelf.held.clear()
+        served.table.forget(request.seed, request.count)
+        served.held.clear()
         return Acknowledged()
 
     def _load(self, worker: int, request: rows.LoadRows) -> Acknowledged:
@@ -322,15 +346,16 @@ class TableService:
 
 
 def _free_step(
-    table: TableShard, found: Sequence[RowGradient], how: rows.ApplyRows | rows.CloseRowStep
+    table: TableShard, gradients: Sequence[RowGradient], request: rows.ApplyRows | rows.CloseRowStep
 ) -> None:
-    """Step with the settings of the first worker, whose schedule may be elsewhere than that of
-    the others.
-    """
-    settings = found[0].settings
-    if any(given.used for given in found):
+    """Step with the settings of the first worker, as schedules differ between workers here."""
+    settings = gradients[0].settings
+    if any(gradient.used for gradient in gradients):
         table.step(
-            [(given.ids, given.grad) for given in found], settings, factor=how.factor, part=how.part
+            [(gradient.ids, gradient.grad) for gradient in gradients],
+            settings,
+            factor=request.factor,
+            part=request.part,
         )
     else:
         table.change(settings)

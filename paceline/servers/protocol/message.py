@@ -1,12 +1,12 @@
-"""Conversion of a dataclass to a message on the wire and back; its fields define valid content.
+"""Converts dataclasses to messages on the wire and back. The fields define the valid content.
 
     PullRows(table=0, step=7, free="", ids=<Tensor>)
         --pack-->    {"table": 0, "step": 7, "free": ""}    [ids]
         <--unpack--  tensors travel as they lie in memory, and are not copied
 
 A field is an int, a float, a bool, a str, bytes, an `Index`, a map of plain values, a tensor, a
-`Message`, or a tuple of those; with `| None` it may be absent. `unpack` refuses everything else,
-and missing or additional fields, before the message has any effect.
+`Message`, or a tuple of these types. A field with `| None` may be None. `unpack` refuses all other
+values, and missing or additional fields, before the message has any effect.
 """
 
 from __future__ import annotations
@@ -33,34 +33,41 @@ from torch import Tensor
 from paceline.comm.rpc import RpcClient, RpcMessage
 from paceline.errors import Mismatch, UsageError
 
-Index = NewType("Index", int)  # the number of a unit, an optimizer or a table, from 0 on
-# what `unpack` raises
+# Number of a unit, an optimizer or a table, from 0 on.
+Index = NewType("Index", int)
+# Errors that `unpack` may raise.
 MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, UsageError)
 
 
 class FieldCodec(NamedTuple):
-    """How the values of one type travel."""
+    """How the values of one field type travel."""
 
-    # from the field's name and what has come, to the value
+    # Converts the received value of the named field. Takes tensors from the iterator.
     load: Callable[[str, Any, Iterator[Tensor]], Any]
-    # from the value to what travels, tensors into the list; None: as it is
+    # Converts a value to the one that travels, and appends tensors to the list. None: no change.
     dump: Callable[[Any, list[Tensor]], Any] | None = None
-    plain: frozenset[type] = frozenset()  # types of values that are taken as they come
+    # Received values of these types need no `load_value`.
+    plain: frozenset[type] = frozenset()
 
 
 class Content(NamedTuple):
-    """The content of a message, as `RpcClient` and `RpcServer` take it."""
+    """The content of a message, as `RpcClient` and `RpcServer` send and receive it."""
 
     body: dict[str, Any]
     tensors: list[Tensor]
 
 
 class Message:
-    """The base of all messages, which are frozen dataclasses: their fields are what travels."""
+    """The base of all messages, which are frozen dataclasses. Their fields travel.
 
-    _values: ClassVar[dict[str, FieldCodec]] = {}  # of fields in the header
-    _tensors: ClassVar[dict[str, FieldCodec]] = {}  # of fields beside it
-    # fields in the header that don't travel as they are
+    Each subclass looks up the codecs of its fields once, when it is defined.
+    """
+
+    # Codecs of fields in the header, by name.
+    _values: ClassVar[dict[str, FieldCodec]] = {}
+    # Codecs of tensor fields, which travel after the header.
+    _tensors: ClassVar[dict[str, FieldCodec]] = {}
+    # Header fields that are converted before they travel.
     _dumped: ClassVar[list[tuple[str, Callable[[Any, list[Tensor]], Any]]]] = []
 
     def __init_subclass__(cls) -> None:
@@ -77,25 +84,27 @@ class Message:
         ]
 
     def pack(self) -> Content:
-        """Write as what travels.
+        """Convert to the content that travels.
 
-        Tensors are not copied: they have to stay as they are until they have arrived.
+        Tensors are not copied, so they must not change until they have arrived.
         """
         tensors: list[Tensor] = []
         return Content(self.dump(tensors), tensors)
 
     @classmethod
     def unpack(cls, body: Mapping[str, Any], tensors: Sequence[Tensor]) -> Self:
-        """Read what `pack` has written. Raises one of `MALFORMED` for anything else."""
+        """Make a message from what `pack` gave. Raises one of `MALFORMED_ERRORS` for other data."""
         rest = iter(tensors)
-        found = cls.load(body, rest)
+        message = cls.load(body, rest)
         if next(rest, None) is not None:
             raise ValueError(f"{cls.__name__} has not so many tensors")
-        return found
+        return message
 
     def dump(self, tensors: list[Tensor]) -> dict[str, Any]:
-        """Write what stands in the header, and add the tensors to the list."""
+        """Make the header, and append the tensors to the list."""
         body = dict(vars(self))
+        # The tensors of nested messages come first, then those of this one: `load_fields` takes
+        # them in the same order.
         for name in self._tensors:
             del body[name]
         for name, dump in self._dumped:
@@ -107,13 +116,12 @@ class Message:
 
     @classmethod
     def load(cls, body: Mapping[str, Any], tensors: Iterator[Tensor]) -> Self:
-        """Read what `dump` has written, taking as many of the tensors as there are fields for
-        them.
-        """
+        """Make a message from what `dump_fields` gave, taking its tensors from the iterator."""
         if not isinstance(body, Mapping):
             raise TypeError(f"{cls.__name__} is no {body!r:.100}")
         message = cls.__new__(cls)
-        fields = vars(message)  # of a frozen dataclass: filled here without a call for each
+        # Fill the fields directly: a frozen dataclass would need a slow call for each of them.
+        fields = vars(message)
         for name, codec in cls._values.items():
             value = body[name]
             fields[name] = value if type(value) in codec.plain else codec.load(name, value, tensors)
@@ -128,16 +136,16 @@ class Message:
 
 @dataclass(frozen=True)
 class Acknowledged(Message):
-    """The reply to what has been done, or is kept."""
+    """The reply to a request that was carried out, or whose content is kept."""
 
 
 R = TypeVar("R", bound=Message)
 
 
 class Request(Message, Generic[R]):
-    """The base of all requests of workers, each with the class of its reply.
+    """The base of all requests of workers, with the class of the reply: `Request[Reply]`.
 
-    `kind` is its name on the wire, and in statistics.
+    `kind` is the name of the request on the wire and in statistics.
     """
 
     kind: ClassVar[str]
@@ -146,27 +154,29 @@ class Request(Message, Generic[R]):
     def __init_subclass__(cls, kind: str) -> None:
         super().__init_subclass__()
         cls.kind = kind
+        # The reply is the parameter of the base class, which Python keeps in this attribute.
         (cls.reply,) = (get_args(base)[0] for base in vars(cls)["__orig_bases__"])
 
     @property
     def step_served(self) -> int:
-        """Return the step that it is about, for the timeline; 0: none."""
+        """The step of the request, for the timeline; 0 if it has none."""
         return max(getattr(self, "step", 0), 0)
 
 
-# from a worker and its request to the reply; None: it waits
+# By class of the request: a function from the worker and its request to the reply. If that is None,
+# the reply has to wait.
 Handlers = dict[type[Request[Any]], Callable[[int, Any], Message | None]]
 
 
 class SentRequest(NamedTuple, Generic[R]):
-    """A request under way to a server."""
+    """A request on its way to a server."""
 
     caller: RpcClient
     number: int
     request: type[Request[R]]
 
     def wait(self, seconds: float) -> R:
-        """Wait for the reply. Raises what `RpcClient.wait_for_answer` raises."""
+        """Wait for the reply. Raises the errors of `RpcClient.wait_for_answer`."""
         return _replied(
             self.request, self.caller, self.caller.wait_for_answer(self.number, seconds)
         )
@@ -175,8 +185,7 @@ class SentRequest(NamedTuple, Generic[R]):
 def send(caller: RpcClient, request: Request[R], seconds: float) -> SentRequest[R]:
     """Send a request.
 
-    Its tensors have to stay as they are until the reply has come. Raises what `RpcClient.send`
-    raises.
+    Its tensors must not change until the reply has come. Raises the errors of `RpcClient.send`.
     """
     body, tensors = request.pack()
     number = caller.send(
@@ -186,7 +195,7 @@ def send(caller: RpcClient, request: Request[R], seconds: float) -> SentRequest[
 
 
 def call(caller: RpcClient, request: Request[R], seconds: float) -> R:
-    """Send a request and wait for its reply. Raises what `RpcClient.call` raises."""
+    """Send a request and wait for its reply. Raises the errors of `RpcClient.call`."""
     body, tensors = request.pack()
     answer = caller.call(
         request.kind, step=request.step_served, body=body, tensors=tensors, seconds=seconds
@@ -194,17 +203,17 @@ def call(caller: RpcClient, request: Request[R], seconds: float) -> R:
     return _replied(type(request), caller, answer)
 
 
-def _replied(request: type[Request[R]], caller: RpcClient, answer: RpcMessage) -> R:
+def _replied(request_class: type[Request[R]], caller: RpcClient, answer: RpcMessage) -> R:
     try:
-        return request.reply.unpack(answer.body, answer.tensors)  # type: ignore[return-value]
+        return request_class.reply.unpack(answer.body, answer.tensors)  # type: ignore[return-value]
     except MALFORMED as error:
         raise Mismatch(
-            f"{caller.who} answered {request.kind} with something else: {error}"
+            f"{caller.who} answered {request_class.kind} with something else: {error}"
         ) from error
 
 
 def _of(*types: type) -> FieldCodec:
-    """Carry values of these types as they are."""
+    """Make the codec of values of these types, which travel as they are."""
 
     def load(name: str, value: Any, tensors: Iterator[Tensor]) -> Any:
         if type(value) not in types:
@@ -215,8 +224,9 @@ def _of(*types: type) -> FieldCodec:
 
 
 def _index(name: str, value: Any, tensors: Iterator[Tensor]) -> Any:
-    """Check a number that is counted from 0 on: with a negative one Python would count from the
-    end.
+    """Check a number that is counted from 0 on.
+
+    With a negative number, Python would count from the end of a list.
     """
     if type(value) is not int or value < 0:
         raise UsageError(f"there is no {name} {value!r:.100}")
@@ -224,40 +234,40 @@ def _index(name: str, value: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _tensor(name: str, value: Any, tensors: Iterator[Tensor]) -> Tensor:
-    found = next(tensors, None)
-    if found is None:
+    tensor = next(tensors, None)
+    if tensor is None:
         raise LookupError(f"there is no tensor {name}")
-    return found
+    return tensor
 
 
-def _optional(one: FieldCodec) -> FieldCodec:
+def _optional(inner: FieldCodec) -> FieldCodec:
     def load(name: str, value: Any, tensors: Iterator[Tensor]) -> Any:
-        return None if value is None else one.load(name, value, tensors)
+        return None if value is None else inner.load(name, value, tensors)
 
     def dump(value: Any, tensors: list[Tensor]) -> Any:
-        return None if value is None or one.dump is None else one.dump(value, tensors)
+        return None if value is None or inner.dump is None else inner.dump(value, tensors)
 
-    return FieldCodec(load, one.dump and dump, one.plain | {NoneType})
+    return FieldCodec(load, inner.dump and dump, inner.plain | {NoneType})
 
 
 def _list(each: FieldCodec, length: int | None = None) -> FieldCodec:
-    """Carry a tuple, of this length if there is one."""
+    """Make the codec of a tuple with values of one type. `length`: the valid length, if fixed."""
 
     def load(name: str, value: Any, tensors: Iterator[Tensor]) -> Any:
         if not isinstance(value, list | tuple) or len(value) != (
             len(value) if length is None else length
         ):
             raise TypeError(f"{name} is {value!r:.100}")
-        return tuple([each.load(name, one, tensors) for one in value])
+        return tuple([each.load(name, entry, tensors) for entry in value])
 
     def dump(value: Any, tensors: list[Tensor]) -> Any:
-        return value if each.dump is None else [each.dump(one, tensors) for one in value]
+        return value if each.dump is None else [each.dump(entry, tensors) for entry in value]
 
     return FieldCodec(load, each.dump and dump)
 
 
 def _pair(first: FieldCodec, second: FieldCodec) -> FieldCodec:
-    """Carry a tuple of two plain values of different types."""
+    """Make the codec of a tuple of two plain values of different types."""
 
     def load(name: str, value: Any, tensors: Iterator[Tensor]) -> Any:
         if not isinstance(value, list | tuple) or len(value) != 2:
@@ -275,7 +285,7 @@ def _message(kind: type[Message]) -> FieldCodec:
 
 
 def _codec(hint: Any) -> FieldCodec:
-    """Codec for fields of this type. Raises `AssertionError` for a type without one."""
+    """Make the codec of a field type. Raises `AssertionError` for a type that can't travel."""
     if hint in _PLAIN:
         return _PLAIN[hint]
     origin, args = get_origin(hint), get_args(hint)

@@ -1,17 +1,17 @@
-"""Messages on the parameters of a shard: how it begins, gradients that are pushed, steps, and
-parameters that are pulled.
+"""Messages on the parameters of a shard: its plan, pushed gradients, steps, and pulled parameters.
 
 worker                                 server
-PlanShard, FillUnit, LoadMemories      what it keeps, and how it begins
-PushGradient         ------------->    kept until the step; acknowledged
-ReadNorm             ------------->    the norm of the sums, once all workers' pushes are there
-CloseStep            ------------->    the step, once all workers have closed it, or once it is
-                                       decided who makes it
-ApplyGradient        ------------->    a step with what this worker alone has pushed
-PullUnit             ------------->    the parameters, once that step has been taken
-ListAbsent           ------------->    the workers that have not closed a step yet
+PlanShard, FillUnit, LoadMemories      begins the shard, and sets its state
+PushGradient         ------------->    keeps the gradient until the step, and acknowledges it
+ReadNorm             ------------->    replies with the norm of the sums, once all workers' pushes
+                                       have come
+CloseStep            ------------->    takes the step, once all workers have closed it, or once it
+                                       is decided which workers make it
+ApplyGradient        ------------->    takes a step with this worker's pushes alone
+PullUnit             ------------->    replies with the parameters, once that step has been taken
+ListAbsent           ------------->    lists the workers that have not closed a step yet
 
-Optimizers, and the units of a shard, are known by their numbers; the steps of an optimizer are
+Optimizers and the units of a shard are identified by their numbers. The steps of an optimizer are
 counted from 1 on.
 """
 
@@ -26,23 +26,23 @@ from torch import Tensor
 from paceline.servers.protocol.message import Acknowledged, Index, Message, Request
 from paceline.servers.protocol.samples import MissingWorkers
 
-# of settings: numbers of groups, and their settings that count from now on
+# Changed settings: number of each group, and its settings from now on.
 Changes = tuple[tuple[int, Mapping[str, Any]], ...]
 
 
-# ---- how it begins
+# ---- the beginning
 
 
 @dataclass(frozen=True)
 class PlanShard(Request[Acknowledged], kind="plan"):
-    """Begin the shard of this plan (`plans.write`, as uint8), or make sure that it is this one."""
+    """Begin the shard of this plan (`plans.pack_plan`, as uint8), or check that it is this one."""
 
     plan: Tensor
 
 
 @dataclass(frozen=True)
 class FillUnit(Request[Acknowledged], kind="fill"):
-    """Set the parameters of a unit: 1-D, in its layout and of its dtype."""
+    """Set the parameters of a unit: 1-D, in the layout and the dtype of the unit."""
 
     unit: Index
     values: Tensor
@@ -50,8 +50,9 @@ class FillUnit(Request[Acknowledged], kind="fill"):
 
 @dataclass(frozen=True)
 class OptimizerMemories(Message):
-    """What optimizers remember of each piece of the plan: a packed snapshot with a list of
-    "memories", as uint8.
+    """The optimizers' state of each piece of the plan.
+
+    `packed` is a packed snapshot with a list of "memories", as uint8.
     """
 
     packed: Tensor
@@ -59,13 +60,14 @@ class OptimizerMemories(Message):
 
 @dataclass(frozen=True)
 class ReadMemories(Request[OptimizerMemories], kind="memories"):
-    """Read what optimizers remember of each piece."""
+    """Read the optimizers' state of each piece."""
 
 
 @dataclass(frozen=True)
 class LoadMemories(Request[Acknowledged], kind="remember"):
-    """Set what optimizers remember of each piece: what `ReadMemories` gave, perhaps for pieces
-    that were cut otherwise.
+    """Set the optimizers' state of each piece, as `ReadMemories` gives it.
+
+    The pieces may have been cut differently before.
     """
 
     packed: Tensor
@@ -76,12 +78,16 @@ class LoadMemories(Request[Acknowledged], kind="remember"):
 
 @dataclass(frozen=True)
 class PushGradient(Request[Acknowledged], kind="push"):
-    """Push this worker's weighted gradient of a unit for `step`, in place of what it had pushed
-    before.
+    """Push this worker's weighted gradient of a unit for `step`. It replaces an earlier push.
 
-    `turn` (of training) says in which coding it comes, `used` has a byte for each piece: whether
-    the backward reached it. `keep`: it may be for a later step; `drop_late`: it is left out if it
-    can't be in `step` any more. `gradient`: 1-D, in the layout of the unit, or coded (uint8).
+    Args:
+        unit: Number of the unit.
+        step: The step that the gradient is for.
+        turn: The worker's turn, which determines the coding.
+        used: A byte for each piece: whether the worker's backward reached it.
+        keep: The gradient may be for a later step than the next one.
+        drop_late: Leave out the gradient if it comes too late for `step`.
+        gradient: 1-D, in the layout of the unit, or coded (uint8).
     """
 
     unit: Index
@@ -95,18 +101,18 @@ class PushGradient(Request[Acknowledged], kind="push"):
 
 @dataclass(frozen=True)
 class Norm(Message):
-    """The norm of the sum of gradients, over all units of an optimizer on the server."""
+    """The norm of the sum of gradients, over all units of an optimizer on this server."""
 
     norm: float
 
 
 @dataclass(frozen=True)
 class ReadNorm(Request[Norm], kind="norm"):
-    """Ask for the norm (`norm_type` as in torch, inf for the largest) of the sum of these workers'
-    gradients for a step.
+    """Read the norm of the sum of these workers' gradients for a step.
 
-    It waits until all of them have asked for it; or, where it is `decided` that they make the step,
-    until that is the next one.
+    The reply waits until all of these workers have asked for the norm. If it is `decided` that they
+    make the step, it waits until the step is the next one instead. `norm_type` is the order of the
+    norm, as in torch; inf is the largest absolute value.
     """
 
     optimizer: Index
@@ -118,15 +124,24 @@ class ReadNorm(Request[Norm], kind="norm"):
 
 @dataclass(frozen=True)
 class CloseStep(Request[Acknowledged], kind="close"):
-    """Make a step of an optimizer with the sum of these workers' gradients, times `factor`, if that
-    has not been done.
+    """Make a step of an optimizer with the sum of these workers' gradients, unless it was made.
 
-    It waits until all of them have closed it in the same `turn`, with the same `settings`; or,
-    where it is `decided` that they make the step, until that is the next one. Then
-    - `part`: the learning rate is multiplied by it, the part of the global batch that they have;
-    - `keep`: pushes of others stay, for a later step;
-    - `same`: all workers say this, in lockstep, and have to say the same;
-    - `undo`: the step can be undone until the next.
+    The reply waits until all of these workers have closed the step in the same turn and with the
+    same settings. If it is `decided` that they make the step, it waits until the step is the next
+    one instead.
+
+    Args:
+        optimizer: Number of the optimizer.
+        step: Number of the step.
+        turn: The worker's turn of training.
+        workers: The workers whose gradients are summed, in this order.
+        factor: Factor of the sum.
+        settings: Changed settings.
+        decided: It was decided before that these workers make the step.
+        part: Part of the global batch that these workers have. It multiplies the learning rate.
+        keep: Keep the pushes of other workers for a later step.
+        same: All workers send this request, in lockstep, and have to send the same one.
+        undo: Keep the step so that it can be undone until the next.
     """
 
     optimizer: Index
@@ -152,10 +167,10 @@ class AwaitStep(Request[Acknowledged], kind="taken"):
 
 @dataclass(frozen=True)
 class ApplyGradient(Request[Acknowledged], kind="apply"):
-    """Take a step with what this worker alone has pushed, times `factor`, if its `step` of this
-    number has not been taken.
+    """Take a step with this worker's pushes alone, unless its step of this number was taken.
 
-    `part` as in `CloseStep`; `settings` of all groups.
+    The gradient is multiplied by `factor`. `part` is as in `CloseStep`. `settings` are the settings
+    of all groups.
     """
 
     optimizer: Index
@@ -167,8 +182,9 @@ class ApplyGradient(Request[Acknowledged], kind="apply"):
 
 @dataclass(frozen=True)
 class ListAbsent(Request[MissingWorkers], kind="absent"):
-    """Ask which of these workers have not closed a step yet; for -step: not asked for the norm
-    of it.
+    """List which of these workers have not closed a step yet.
+
+    A negative step stands for its norm: list the workers that have not asked for it yet.
     """
 
     optimizer: Index
@@ -181,7 +197,7 @@ class ListAbsent(Request[MissingWorkers], kind="absent"):
 
 @dataclass(frozen=True)
 class UnitValues(Message):
-    """The parameters of a unit, 1-D, in its layout."""
+    """The parameters of a unit, 1-D, in the layout of the unit."""
 
     values: Tensor
 
@@ -190,7 +206,7 @@ class UnitValues(Message):
 class PullUnit(Request[UnitValues], kind="read"):
     """Read the parameters of a unit once `step` has been taken.
 
-    `copy`: others may step while they are sent.
+    `copy`: send a copy, because other workers may step while the parameters are sent.
     """
 
     unit: Index

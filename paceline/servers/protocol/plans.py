@@ -1,5 +1,6 @@
-"""How the plan of a shard travels: as bytes, and what is no plan, or takes more memory than
-there is, is refused.
+"""The plan of a shard as bytes.
+
+Bytes that are no plan are refused, and so is a plan that takes more memory than there is.
 """
 
 from __future__ import annotations
@@ -17,46 +18,60 @@ from paceline.servers.process.shard import ShardPlan
 
 
 def write(plan: ShardPlan) -> bytes:
-    """Write a plan as bytes that a server reads."""
-    cut = [
+    """Convert a plan to bytes for a server."""
+    piece_entries = [
         [
-            p.slot,
-            p.start,
-            p.stop,
-            list(p.shape.size),
-            list(p.shape.stride),
-            str(p.shape.dtype).removeprefix("torch."),
-            p.whole,
+            piece.slot,
+            piece.start,
+            piece.stop,
+            list(piece.shape.size),
+            list(piece.shape.stride),
+            str(piece.shape.dtype).removeprefix("torch."),
+            piece.whole,
         ]
-        for p in plan.pieces
+        for piece in plan.pieces
     ]
     owners, optimizers = (
         [list(owner) for owner in plan.owners],
-        [list(found) for found in plan.optimizers],
+        [list(optimizer) for optimizer in plan.optimizers],
     )
     packed: bytes = msgpack.packb(
-        [cut, plan.runs, owners, optimizers, [codings.put(ways) for ways in plan.ways]]
+        [
+            piece_entries,
+            plan.runs,
+            owners,
+            optimizers,
+            [codings.put(phases) for phases in plan.ways],
+        ]
     )
     return packed
 
 
 def read(packed: bytes) -> ShardPlan:
-    """Read a plan that was written.
+    """Make a plan from bytes.
 
-    Raises `UsageError` for bytes that are none, or for more than there is memory for.
+    Raises `UsageError` for other bytes, or for a plan that takes more memory than there is.
     """
     try:
-        cut, runs, owners, optimizers, ways = msgpack.unpackb(packed)
+        piece_entries, runs, owners, optimizers, ways = msgpack.unpackb(packed)
         cpu = torch.device("cpu")
         pieces = [
-            RowRange(slot, start, stop, BucketShape(tuple(s), tuple(t), DTYPES[dtype], cpu), whole)
-            for slot, start, stop, s, t, dtype, whole in cut
+            RowRange(
+                slot,
+                start,
+                stop,
+                BucketShape(tuple(size), tuple(stride), DTYPES[dtype], cpu),
+                whole,
+            )
+            for slot, start, stop, size, stride, dtype, whole in piece_entries
         ]
-        owned, recipes = (
+        owner_pairs, optimizer_pairs = (
             [(optimizer, group) for optimizer, group in owners],
-            [(name, found) for name, found in optimizers],
+            [(name, entry) for name, entry in optimizers],
         )
-        plan = ShardPlan(pieces, runs, owned, recipes, [codings.take(found) for found in ways])
+        plan = ShardPlan(
+            pieces, runs, owner_pairs, optimizer_pairs, [codings.take(entry) for entry in ways]
+        )
         nbytes = sum(_size(piece) for piece in pieces)
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise UsageError(f"this is no plan of a server: {type(error).__name__}") from error
@@ -66,6 +81,7 @@ def read(packed: bytes) -> ShardPlan:
             f"a server is to keep {nbytes:,} bytes of parameters, and its host has {free:,} bytes "
             "of memory left: use more servers, on more hosts (--servers)"
         )
+    # Each piece has to be in exactly one unit.
     numbers = sorted(number for run in runs for number in run)
     if (
         numbers != list(range(len(pieces)))
@@ -77,11 +93,9 @@ def read(packed: bytes) -> ShardPlan:
 
 
 def _size(piece: RowRange) -> int:
-    """Return the number of bytes that a piece takes; raises `ValueError` for one that has no
-    size.
-    """
-    numbers = (piece.slot, piece.start, piece.stop, *piece.shape.size, *piece.shape.stride)
-    if any(type(number) is not int or not 0 <= number < 1 << 48 for number in numbers) or len(
+    """Count the bytes of a piece. Raises `ValueError` if its sizes and strides are invalid."""
+    values = (piece.slot, piece.start, piece.stop, *piece.shape.size, *piece.shape.stride)
+    if any(type(value) is not int or not 0 <= value < 1 << 48 for value in values) or len(
         piece.shape.size
     ) != len(piece.shape.stride):
         raise ValueError("a piece has sizes and strides")

@@ -1,11 +1,11 @@
-"""Messages after a loss: what servers discard, and what a copy of a server becomes.
+"""Messages after workers or servers were lost: what servers discard, and how a copy begins.
 
-RollBackSteps                  in lockstep: discard this worker's pushes, and undo steps of this
+RollBackSteps                  in lockstep: discards this worker's pushes, and undoes steps of this
                                turn
-ReadShard, LoadShard           in lockstep: all that is kept, for a copy that has begun
-SkipStep                       out of lockstep: leave out a step that lost workers alone were to
+ReadShard, LoadShard           in lockstep: copies the whole state to a server that has just begun
+SkipStep                       out of lockstep: leaves out a step that only lost workers were to
                                make
-DiscardPushes                  discard pushes that are in no step
+DiscardPushes                  discards pushes that are in no step
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from paceline.servers.protocol.message import Acknowledged, Index, Message, Requ
 
 @dataclass(frozen=True)
 class RollBackSteps(Request[Acknowledged], kind="back"):
-    """Begin a turn again: discard this worker's pushes for it, and undo these steps (optimizer,
-    step), if that has not been done.
+    """Begin a turn again: discard this worker's pushes for it, and undo steps of it.
+
+    `steps` are pairs of optimizer and step. A step that was undone before is left out.
     """
 
     steps: tuple[tuple[int, int], ...]
@@ -28,8 +29,9 @@ class RollBackSteps(Request[Acknowledged], kind="back"):
 
 @dataclass(frozen=True)
 class SkipStep(Request[Acknowledged], kind="skip"):
-    """Count a step as made, with nothing in it, unless it has been made; as soon as it is the
-    next one.
+    """Count a step as made, without changing anything, unless it was made.
+
+    The reply waits until the step is the next one.
     """
 
     optimizer: Index
@@ -43,18 +45,18 @@ class DiscardPushes(Request[Acknowledged], kind="void"):
 
 @dataclass(frozen=True)
 class ShardState(Message):
-    """All that a server keeps of its shard: a packed snapshot, as uint8, in chunks."""
+    """The whole state of a server's shard: a packed snapshot, as uint8, in chunks."""
 
     chunks: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class ReadShard(Request[ShardState], kind="state"):
-    """Read all that is kept of the shard, for a copy that has begun."""
+    """Read the whole state of the shard, for a copy that has just begun."""
 
 
 @dataclass(frozen=True)
 class LoadShard(Request[Acknowledged], kind="become"):
-    """Become what `ReadShard` gave."""
+    """Take over the state that `ReadShard` gave."""
 
     chunks: tuple[Tensor, ...]

@@ -1,35 +1,34 @@
 """Messages on sparse tables.
 
-A table is known by its number; a shard of servers keeps the rows that are dealt to it.
+A table is identified by its number. Each server keeps the rows that are dealt to it.
 
 worker                                         server
-OpenTable                    ----------->      what the table is
-PullRows(step)               ----------->      the rows, once that step has been taken: may be asked
-                                               for before
-PushRows(step)               ----------->      some rows and their gradients, acknowledged; the last
-                                               worker's is followed by the step
-DigestTable, ReadRows        ----------->      what is in use, and in which state, once the step has
-                                               been taken
-ClearTable, LoadRows         ----------->      what was saved comes back
+OpenTable                    ----------->      begins the table
+PullRows(step)               ----------->      replies with rows, once that step has been taken; the
+                                               request may come before
+PushRows(step)               ----------->      acknowledges rows and gradients; takes the step after
+                                               the last worker's push
+DigestTable, ReadRows        ----------->      replies with the rows in use and their state, once
+                                               the step has been taken
+ClearTable, LoadRows         ----------->      takes back rows that were saved
 
-Where losses are survived, what is pushed makes no step by itself:
+If the run survives lost workers, pushes alone don't make a step:
 
-PushRows(decided)            ----------->      acknowledged
-MakeRowSteps                 ----------->      all have decided that it is made: the first to say so
-                                               makes it
-RollBackRows                 ----------->      the turn comes again: so many steps have been made,
-                                               and no more
-DescribeTable, CopyTable     ----------->      what a table is and how far, for a copy that has
-                                               begun; then its rows: ReadRows, LoadRows
+PushRows(decided)            ----------->      acknowledges
+MakeRowSteps                 ----------->      makes the steps that all workers have decided on, at
+                                               the first of their requests
+RollBackRows                 ----------->      undoes steps of a turn that begins again
+DescribeTable, CopyTable     ----------->      copies a table without its rows to a server that has
+                                               just begun; ReadRows and LoadRows copy the rows
 
-Workers that are not in lockstep have no step in common that they wait for, so a pull may have later
-ones in it:
+Workers that are not in lockstep don't wait for a common step, so that a pull may contain later
+steps:
 
-ApplyRows                    ----------->      a step with this gradient alone
-HoldRows(after)              ----------->      kept, in place of what this worker held, once that
-                                               step has been made
-CloseRowStep(step)           ----------->      the step is made by these workers, with what is held
-                                               of them: the first to say so makes it
+ApplyRows                    ----------->      takes a step with this gradient alone
+HoldRows(after)              ----------->      keeps the gradient in place of this worker's last one,
+                                               once step `after` has been made
+CloseRowStep(step)           ----------->      makes the step of these workers from the gradients
+                                               that are kept, at the first of their requests
 """
 
 from __future__ import annotations
@@ -45,11 +44,15 @@ from paceline.servers.protocol.message import Acknowledged, Index, Message, Requ
 
 @dataclass(frozen=True)
 class RowGradient(Message):
-    """The gradient of one worker for a step of a table, of the rows of one server.
+    """One worker's gradient of a table for one step: the rows of one server.
 
-    `step` counts the steps of the table, from 1 on. `used`: whether a backward of it has reached
-    the table. `settings` of its optimizer, where they are others than before. `ids`: rows, int64,
-    [n], in order, each once; `grad`: [n, dim], of the table's dtype.
+    Args:
+        table: Number of the table.
+        step: Step of the table, counted from 1 on.
+        used: Whether a backward of the step reached the table.
+        settings: The optimizer's settings from now on. None: no change.
+        ids: Rows in rising order, each once: int64, [n].
+        grad: Their gradients: [n, dim], of the table's dtype.
     """
 
     table: Index
@@ -62,9 +65,9 @@ class RowGradient(Message):
 
 @dataclass(frozen=True)
 class DecidedRowStep(Message):
-    """A step of a table that all have decided on.
+    """A step of a table that all workers have decided on.
 
-    `floor`: how many it had taken when the turn began: they can't be undone any more.
+    `floor` is the number of steps before the current turn, which can't be undone any more.
     """
 
     table: Index
@@ -77,11 +80,10 @@ class DecidedRowStep(Message):
 
 @dataclass(frozen=True)
 class OpenTable(Request[Acknowledged], kind="rows.table"):
-    """Begin a table, or make sure that it is this one.
+    """Begin a table, or check that it is this one.
 
-    `spec`: the fields of a `TableSpec`; `settings` of its optimizer.
-
-    The server keeps the rows r of which r % `servers` is `server`.
+    `spec` has the fields of a `TableSpec`; `settings` are those of its optimizer. The server keeps
+    the rows r with r % `servers` == `server`.
     """
 
     table: Index
@@ -93,7 +95,7 @@ class OpenTable(Request[Acknowledged], kind="rows.table"):
 
 @dataclass(frozen=True)
 class Rows(Message):
-    """The values of the rows that were asked for: [n, dim], in their order."""
+    """The values of the requested rows: [n, dim], in the order of the request."""
 
     values: Tensor
 
@@ -102,9 +104,9 @@ class Rows(Message):
 class PullRows(Request[Rows], kind="rows.pull"):
     """Read the rows `ids` (int64, [n]) of this server once `step` has been taken.
 
-    `free`: "" where workers are in lockstep, and that step has to be the last one. Else later steps
-    may be in it; "alone": steps that this worker has taken by itself count, "together": those that
-    were closed.
+    If workers are in lockstep, `free` is "", and `step` has to be the last step of the table.
+    Otherwise the values may contain later steps. "alone": `step` counts the steps that this worker
+    has taken by itself; "together": it counts the steps that were closed.
     """
 
     table: Index
@@ -117,8 +119,8 @@ class PullRows(Request[Rows], kind="rows.pull"):
 class PushRows(Request[Acknowledged], kind="rows.give"):
     """Push this worker's gradients for the next step of some tables.
 
-    The step is made once all `workers` have pushed theirs; or, if it is `decided` by others whether
-    it is made, by `MakeRowSteps`.
+    The step is made once all `workers` have pushed theirs. If it is `decided` separately whether
+    the step is made, `MakeRowSteps` makes it instead.
     """
 
     gradients: tuple[RowGradient, ...]
@@ -135,23 +137,20 @@ class Workers(Message):
 
 @dataclass(frozen=True)
 class ListPushers(Request[Workers], kind="rows.given"):
-    """Ask which workers have pushed a gradient for the next step: a worker that waits in vain
-    wants to know.
-    """
+    """List the workers that have pushed a gradient for the next step, for an error message."""
 
     table: Index
 
 
-# ---- where losses are survived
+# ---- runs that survive lost workers
 
 
 @dataclass(frozen=True)
 class MakeRowSteps(Request[Acknowledged], kind="rows.make"):
-    """Make these steps with the gradients of these workers, in their order, if that has not been
-    done.
+    """Make these steps with the gradients of these workers, in their order, unless they were made.
 
-    `calls`: how many calls the workers have completed together. What comes late, of a turn that was
-    discarded since, does nothing.
+    `calls` is the number of calls that the workers have completed together. A late request of a
+    turn that was discarded does nothing.
     """
 
     steps: tuple[DecidedRowStep, ...]
@@ -161,9 +160,10 @@ class MakeRowSteps(Request[Acknowledged], kind="rows.make"):
 
 @dataclass(frozen=True)
 class RollBackRows(Request[Acknowledged], kind="rows.back"):
-    """Undo the steps of a discarded turn: of each of these tables all but so many (table, steps).
+    """Undo the steps of a discarded turn.
 
-    `calls` as in `MakeRowSteps`.
+    `steps` are pairs of a table and the number of its steps that stay. `calls` is as in
+    `MakeRowSteps`.
     """
 
     steps: tuple[tuple[int, int], ...]
@@ -172,10 +172,14 @@ class RollBackRows(Request[Acknowledged], kind="rows.back"):
 
 @dataclass(frozen=True)
 class TableState(Message):
-    """What a table is, and how far: all that a copy needs but for the rows.
+    """The state of a table without its rows.
 
-    `count`: steps in which any row had a gradient, `step`: those that were taken, `discarded`:
-    calls when a turn was discarded last.
+    Args:
+        spec: The fields of a `TableSpec`.
+        settings: The optimizer's settings.
+        count: Number of steps in which any row had a gradient.
+        step: Number of all steps.
+        discarded: The calls that the workers had completed when a turn was last discarded.
     """
 
     spec: Mapping[str, Any]
@@ -187,16 +191,16 @@ class TableState(Message):
 
 @dataclass(frozen=True)
 class DescribeTable(Request[TableState], kind="rows.stand"):
-    """Ask what a table is, and how far."""
+    """Read the state of a table without its rows."""
 
     table: Index
 
 
 @dataclass(frozen=True)
 class CopyTable(Request[Acknowledged], kind="rows.become"):
-    """Begin a copy of a table of another server of the shard, without its rows.
+    """Begin a copy of a table of another server of the same shard, without its rows.
 
-    `server` and `servers` as in `OpenTable`.
+    `server` and `servers` are as in `OpenTable`.
     """
 
     table: Index
@@ -210,8 +214,9 @@ class CopyTable(Request[Acknowledged], kind="rows.become"):
 
 @dataclass(frozen=True)
 class ApplyRows(Request[Acknowledged], kind="rows.apply"):
-    """Take a step with this worker's gradients alone, times `factor`, with `part` of the
-    learning rate.
+    """Take a step with this worker's gradients alone.
+
+    `factor` multiplies the gradients, `part` the learning rate.
     """
 
     gradients: tuple[RowGradient, ...]
@@ -221,8 +226,9 @@ class ApplyRows(Request[Acknowledged], kind="rows.apply"):
 
 @dataclass(frozen=True)
 class HoldRows(Request[Acknowledged], kind="rows.hold"):
-    """Keep this worker's gradients, in place of what is held of it, once step `after` of the
-    tables has been made.
+    """Keep this worker's gradients in place of the ones that are held.
+
+    The reply waits until step `after` of the tables has been made.
     """
 
     gradients: tuple[RowGradient, ...]
@@ -231,11 +237,10 @@ class HoldRows(Request[Acknowledged], kind="rows.hold"):
 
 @dataclass(frozen=True)
 class CloseRowStep(Request[Acknowledged], kind="rows.close"):
-    """Make a step of these tables with what is held of these workers, in their order, if that has
-    not been done.
+    """Make a step of these tables with the held gradients of these workers, unless it was made.
 
-    Their sum is multiplied by `factor`, the learning rate by `part`, that of the global batch which
-    they have.
+    The gradients are added in the order of the workers. `factor` multiplies the sum. `part`, the
+    workers' part of the global batch, multiplies the learning rate.
     """
 
     tables: tuple[Index, ...]
@@ -250,8 +255,10 @@ class CloseRowStep(Request[Acknowledged], kind="rows.close"):
 
 @dataclass(frozen=True)
 class TableDigest(Message):
-    """A digest of a server's rows in use (16 hexadecimal digits), how many `rows` those are, and
-    the `count` of steps with any.
+    """A digest of a server's rows in use.
+
+    `digest` has 16 hexadecimal digits. `rows` is the number of rows in use, `count` the number of
+    steps in which any row had a gradient.
     """
 
     digest: str
@@ -261,7 +268,7 @@ class TableDigest(Message):
 
 @dataclass(frozen=True)
 class DigestTable(Request[TableDigest], kind="rows.digest"):
-    """Ask for the digest of a table once `step` has been taken. `free` as in `PullRows`."""
+    """Read the digest of a table once `step` has been taken. `free` is as in `PullRows`."""
 
     table: Index
     step: int
@@ -270,8 +277,9 @@ class DigestTable(Request[TableDigest], kind="rows.digest"):
 
 @dataclass(frozen=True)
 class RowsPart(Message):
-    """Some rows in use, and what is remembered of them: `names` of the tensors, each with an
-    entry a row.
+    """Some rows in use, with their optimizer state.
+
+    `names` are the names of the tensors. Each tensor has an entry for each row.
     """
 
     names: tuple[str, ...]
@@ -280,8 +288,9 @@ class RowsPart(Message):
 
 @dataclass(frozen=True)
 class ReadRows(Request[RowsPart], kind="rows.part"):
-    """Read rows in use, from number `start` to `stop` in the order of the server, once `step`
-    has been taken. `free` as in `PullRows`.
+    """Read rows `start` to `stop` of those in use, once `step` has been taken.
+
+    The rows are in the order of their first use on the server. `free` is as in `PullRows`.
     """
 
     table: Index
@@ -293,8 +302,10 @@ class ReadRows(Request[RowsPart], kind="rows.part"):
 
 @dataclass(frozen=True)
 class ClearTable(Request[Acknowledged], kind="rows.clear"):
-    """Let no row be in use any more, once `step` has been taken: rows begin by `seed` now, after
-    `count` steps. `free` as in `PullRows`.
+    """Remove all rows once `step` has been taken.
+
+    From then on, initial values follow from `seed`, and the next step is number `count` + 1. `free`
+    is as in `PullRows`.
     """
 
     table: Index
@@ -306,7 +317,7 @@ class ClearTable(Request[Acknowledged], kind="rows.clear"):
 
 @dataclass(frozen=True)
 class LoadRows(Request[Acknowledged], kind="rows.put"):
-    """Take up what `ReadRows` gave."""
+    """Load rows that `ReadRows` gave."""
 
     table: Index
     names: tuple[str, ...]

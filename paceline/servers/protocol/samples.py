@@ -1,21 +1,21 @@
-"""Messages of workers out of lockstep to the scheduler on the first server.
+"""Messages of workers that are not in lockstep to the scheduler on the first server.
 
-They are about samples, turns, and the workers that make a step.
+They are about samples, turns, and the workers that make a step:
 
-DealSamples      begin an epoch, or the next part of one
-TakeSamples      the worker's next samples, when there are some
-CompleteTurn     a turn is over: answered once the next may begin
-LeaveEpoch       take no more turns in the epoch
-PauseDealing     let all workers stop taking, and come together
-ArriveAtStep     answered once it is decided which workers make the step
-GatherStep       answered once it is decided which step this is, or that the worker goes on
-ListBehind       the workers waited for
-ListNotArrived   the workers waited for in a step
-PostNote         a note to the first worker
-LoseWorkers      go on with the remaining workers
+DealSamples      begins an epoch, or the next part of one
+TakeSamples      replies with the worker's next samples, once there are some
+CompleteTurn     ends a turn: the reply comes once the next turn may begin
+LeaveEpoch       takes no more turns in the epoch
+PauseDealing     lets all workers stop taking samples, and come together
+ArriveAtStep     replies once it is decided which workers make the step
+GatherStep       replies once it is decided which step has the gradient, or that the worker goes on
+ListBehind       lists the workers that this one waits for before its next turn
+ListNotArrived   lists the workers that a step waits for
+PostNote         sends a note to the first worker
+LoseWorkers      goes on with the remaining workers
 
-A request that comes again, because its worker was interrupted by a loss, does nothing twice, and
-gets the same answer.
+A worker that was interrupted by a loss repeats its request. A repeated request does nothing twice,
+and gets the same answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from paceline.servers.protocol.message import Acknowledged, Index, Message, Request
 
-# of a global batch: its number in the epoch, the first sample, and the one after the last
+# Part of a global batch: its number in the epoch, its first sample, and the one after its last.
 Piece = tuple[int, int, int]
 
 
@@ -37,17 +37,21 @@ Piece = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Clock(Message):
-    """How many turns this worker has completed."""
+    """Number of turns that this worker has completed."""
 
     clock: int
 
 
 @dataclass(frozen=True)
 class DealSamples(Request[Clock], kind="deal"):
-    """Deal the global batches of these sizes (int64, [n]), the first of which has the number
-    `first` in its epoch, to these workers.
+    """Deal the global batches of an epoch, or of the next part of one, to these workers.
 
-    `times`: how often that part of the epoch is gone on with, after all had stopped taking.
+    Args:
+        epoch: Number of the epoch.
+        first: Number of the first of these batches in the epoch.
+        workers: The workers that take part.
+        times: Number of times that this part was resumed after a pause.
+        sizes: Number of samples in each batch: int64, [n].
     """
 
     epoch: int
@@ -59,8 +63,9 @@ class DealSamples(Request[Clock], kind="deal"):
 
 @dataclass(frozen=True)
 class Samples(Message):
-    """The next samples of a worker; None: there are none, for now if `paused`; `over`: it has no
-    more turns to take.
+    """The next samples of a worker.
+
+    `piece` is None if there are none: for now if `paused`, and for this epoch if `over`.
     """
 
     piece: Piece | None
@@ -70,7 +75,7 @@ class Samples(Message):
 
 @dataclass(frozen=True)
 class TakeSamples(Request[Samples], kind="take"):
-    """Take the next samples, at most so many: piece `number` of this worker, from 1 on."""
+    """Take the next samples, at most `most`. `number` counts the worker's pieces from 1 on."""
 
     most: int
     number: int
@@ -78,27 +83,30 @@ class TakeSamples(Request[Samples], kind="take"):
 
 @dataclass(frozen=True)
 class LeaveEpoch(Request[Acknowledged], kind="leave"):
-    """Take no more turns in this epoch: nobody waits for this worker."""
+    """Take no more turns in this epoch. No other worker waits for this one."""
 
 
 @dataclass(frozen=True)
 class PauseDealing(Request[Acknowledged], kind="pause"):
-    """Stop dealing, so that all end their turns and come together."""
+    """Stop dealing, so that all workers end their turns and come together."""
 
 
 @dataclass(frozen=True)
 class StepsDecided(Message):
-    """The last step that was decided of each optimizer (optimizer, step)."""
+    """The last decided step of each optimizer, as pairs of optimizer and step."""
 
     made: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class CompleteTurn(Request[StepsDecided], kind="tick"):
-    """Complete turn `clock`, and wait until the next may begin: at most `bound` turns ahead of the
-    slowest.
+    """Complete turn `clock`, and wait until the next turn may begin.
 
-    `dropped`: its samples are in no step; `carried`: not yet, as no optimizer has stepped.
+    Args:
+        clock: Number of turns that this worker has completed.
+        dropped: The samples of the turn are in no step.
+        carried: The samples are in no step yet, because no optimizer stepped in the turn.
+        bound: Largest lead over the slowest worker, in turns, with which a turn may begin.
     """
 
     clock: int
@@ -109,23 +117,24 @@ class CompleteTurn(Request[StepsDecided], kind="tick"):
 
 @dataclass(frozen=True)
 class MissingWorkers(Message):
-    """Workers that are waited for, and how many turns, or steps, each has completed."""
+    """The workers that are waited for, with the turns or steps that each has completed."""
 
     missing: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class ListBehind(Request[MissingWorkers], kind="behind"):
-    """Ask which workers this one waits for."""
+    """List the workers that this one waits for."""
 
 
-# ---- who makes which step
+# ---- the workers that make a step
 
 
 @dataclass(frozen=True)
 class Contribution(Message):
-    """What a worker says of the gradient that it comes with: the `part` of a global batch in it,
-    and the settings of all groups.
+    """What a worker contributes to a step, beside its pushed gradient.
+
+    `part` is the part of a global batch in the gradient. `settings` are those of all groups.
     """
 
     part: float
@@ -134,12 +143,18 @@ class Contribution(Message):
 
 @dataclass(frozen=True)
 class StepAssignment(Message):
-    """The step that a gradient is in, and who makes it: the workers, the `settings` of the first,
-    and the sum of their `parts`.
+    """The step that has a gradient, and the workers that make it.
 
-    `late`: it is too late, and `step` the last that was decided. `is_open`: the worker goes on
-    before it is made, and `step` is the last one before. `mine`: this worker has it made.
-    `slowest`: turns that all have completed.
+    Args:
+        step: Number of the step. If `late`, the last one that was decided; if `is_open`, the last
+            one that was made.
+        late: The gradient is too late for its step.
+        is_open: The worker goes on before the step is made.
+        mine: This worker asks the servers to take the step.
+        workers: The workers that make the step.
+        parts: Sum of their parts of the global batch.
+        settings: The optimizer settings of the first of them.
+        slowest: Number of turns that all workers have completed.
     """
 
     step: int
@@ -154,9 +169,10 @@ class StepAssignment(Message):
 
 @dataclass(frozen=True)
 class ArriveAtStep(Request[StepAssignment], kind="arrive"):
-    """Come to a step of an optimizer, which the first to come make: all but so many `backups`.
+    """Arrive at a step of an optimizer with backup workers.
 
-    Step 0: the worker wants to be late.
+    The first workers to arrive make the step: all but `backups` of them. A worker that wants to be
+    late sends step 0.
     """
 
     optimizer: Index
@@ -167,9 +183,9 @@ class ArriveAtStep(Request[StepAssignment], kind="arrive"):
 
 @dataclass(frozen=True)
 class GatherStep(Request[StepAssignment], kind="gather"):
-    """Come with gradient `number` of this worker to whichever step of an optimizer is next.
+    """Add gradient `number` of this worker to whichever step of an optimizer is next.
 
-    `bound` as in `CompleteTurn`. `may_go_on`: a late worker may go on before it is made.
+    `bound` is as in `CompleteTurn`. `may_go_on`: a late worker may go on before the step is made.
     """
 
     optimizer: Index
@@ -181,18 +197,18 @@ class GatherStep(Request[StepAssignment], kind="gather"):
 
 @dataclass(frozen=True)
 class ListNotArrived(Request[MissingWorkers], kind="missing"):
-    """Ask which workers have not come to a step yet."""
+    """List the workers that have not arrived at a step yet."""
 
     optimizer: Index
     step: int
 
 
-# ---- notes, and losses
+# ---- notes, and lost workers
 
 
 @dataclass(frozen=True)
 class Notes(Message):
-    """Notes that have come to the first worker, each a tensor of bytes, and whose they are."""
+    """Notes to the first worker, each a tensor of bytes, with the workers that sent them."""
 
     workers: tuple[int, ...]
     notes: tuple[Tensor, ...]
@@ -200,11 +216,14 @@ class Notes(Message):
 
 @dataclass(frozen=True)
 class PostNote(Request[Notes], kind="post"):
-    """Send a note (uint8, empty: none) to the first worker, this worker's `number` from 1 on, or 0
-    where it can't come twice.
+    """Send a note to the first worker, or read its notes.
 
-    `stop`: no more samples are dealt in this epoch. `collect`: read the notes that have come, but
-    for the first `had`, which arrived.
+    Args:
+        number: Count of this worker's notes, from 1 on; 0 if the request is never repeated.
+        stop: Stop dealing samples in this epoch.
+        collect: Reply with all notes, except the first `had`.
+        had: Number of notes that have arrived.
+        note: The note, uint8. Empty: there is none.
     """
 
     number: int
@@ -216,8 +235,10 @@ class PostNote(Request[Notes], kind="post"):
 
 @dataclass(frozen=True)
 class LostWork(Message):
-    """What went with lost workers: `steps` (optimizer, step) that they alone were to make, and
-    how many samples nobody takes any more.
+    """What was lost with lost workers.
+
+    `steps` (optimizer, step) are decided, but no worker is left to make them. `samples` is the
+    number of samples that no worker takes any more.
     """
 
     steps: tuple[tuple[int, int], ...]
@@ -226,6 +247,6 @@ class LostWork(Message):
 
 @dataclass(frozen=True)
 class LoseWorkers(Request[LostWork], kind="lose"):
-    """Go on with these workers alone, the `living`: what others had under way is dealt again."""
+    """Go on with the workers `living` alone. Pieces of lost workers are dealt again."""
 
     living: tuple[int, ...]

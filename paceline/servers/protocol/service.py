@@ -1,6 +1,4 @@
-"""Messages to a server as a process: whether it lives, how fast the way to it is, what it has
-done, and its end.
-"""
+"""Messages to the server process: signs of life, the speed of its link, statistics, and its end."""
 
 from __future__ import annotations
 
@@ -15,14 +13,14 @@ from paceline.servers.protocol.message import Acknowledged, Message, Request
 
 @dataclass(frozen=True)
 class Alive(Message):
-    """A server lives, and its clock (`time.perf_counter_ns`) is there."""
+    """The reply of a live server, with its clock (`time.perf_counter_ns`)."""
 
     clock: int
 
 
 @dataclass(frozen=True)
 class CheckAlive(Request[Alive], kind="alive"):
-    """Ask whether the server lives."""
+    """Ask whether the server is alive."""
 
 
 @dataclass(frozen=True)
@@ -41,26 +39,29 @@ class Echo(Request[Echoed], kind="echo"):
 
 @dataclass(frozen=True)
 class Facts(Message):
-    """What a server has done so far, for the summary."""
+    """Statistics of a server so far, for the summary."""
 
     facts: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class ReadFacts(Request[Facts], kind="facts"):
-    """Ask what the server has done so far."""
+    """Read the statistics of the server."""
 
 
 @dataclass(frozen=True)
 class Timeline(Message):
-    """When a server did what, and how many messages waited: in msgpack, as uint8."""
+    """The last actions of a server, and the number of waiting messages over time.
+
+    `packed` is in msgpack, as uint8.
+    """
 
     packed: Tensor
 
 
 @dataclass(frozen=True)
 class ReadTimeline(Request[Timeline], kind="timeline"):
-    """Ask when the server did what, as far as it remembers."""
+    """Read the server's timeline, as far back as it remembers."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from tests.harness.shard_plans import SECONDS
 
 PUSH = PushGradient(Index(0), 1, 0, b"\1", False, False, torch.ones(16))
 CLOSE = CloseStep(Index(0), 1, 0, (0,), 1.0, ())
-LACKING = "it lacks something, or has something else there"
+LACKING = "a part of it is missing, or has a wrong value"
 WRONG: dict[str, tuple[str, dict[str, Any], bool, str]] = {
     "an unknown message": ("dance", {}, False, "there is no such message"),
     "a unit that is no number": (PUSH.kind, {"unit": "x"}, True, "there is no unit 'x'"),

@@ -124,7 +124,7 @@ def test_through_a_codec_it_is_refused_with_its_reason(coded: Any, name: str) ->
 
 
 def test_nothing_is_kept_before_a_plan(call: Any) -> None:
-    with pytest.raises(Mismatch, match="nobody has said yet what is kept here"):
+    with pytest.raises(Mismatch, match="no worker has sent the plan"):
         call(0, pull(0, 0))
 
 

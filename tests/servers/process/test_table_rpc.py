@@ -228,9 +228,9 @@ class TestRefusals:
             call(one, rows.PullRows(Index(4), 0, "", torch.tensor([1])), SECONDS)
         with pytest.raises(Mismatch, match="don't lie here"):
             wait(pull(one, 0, 100))
-        with pytest.raises(Mismatch, match="it lacks something"):
+        with pytest.raises(Mismatch, match="a part of it is missing"):
             one.call(rows.PullRows.kind, body={}, seconds=SECONDS)
-        with pytest.raises(Mismatch, match="nobody has said yet"):
+        with pytest.raises(Mismatch, match="no worker has sent"):
             one.call("close", body={}, seconds=SECONDS)
 
 
