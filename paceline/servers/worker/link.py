@@ -110,8 +110,8 @@ class ServerLink:
     def enter(self, endpoints: ServerEndpoints) -> None:
         """Connect to these servers, and deal the parameters to them."""
         self._replicated = endpoints.pool is not None
-        # In lockstep the agreement notices a loss. Out of it, waits for servers must end by
-        # themselves.
+        # Out of lockstep no common call notices that workers have changed, so the scope ends the
+        # waits for servers.
         self.connections.follow(self.context.cancel_scope if self.free else None)
         self.connections.open(endpoints, self.workers[self.context.group.rank])
         self.layout = UnitLayout(
@@ -199,9 +199,9 @@ class ServerLink:
 
         Returns the units of the optimizer.
 
-        With `wait`, the pushes have arrived on all servers but the first on return. The first
-        server gets this worker's next message anyway, and messages stay in order. In runs that
-        survive losses the pushes have arrived on all servers.
+        With `wait`, returns once the pushes have arrived on all servers but the first. The first
+        has the scheduler: messages to it stay in order, so it sees the push before the next
+        request. In runs that survive losses it is waited for, too.
         """
         if self._lost is not None:
             raise self._lost
