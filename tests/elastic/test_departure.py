@@ -128,7 +128,7 @@ def test_killed_before_that_it_takes_with_it_what_it_keeps(job: Jobs) -> None:
     for server in kept:
         server.kill()
     end = launched[0].end()
-    assert end.code == 1 and "nobody else has what was kept there" in end.err, end
+    assert end.code == 1 and "no other server has a copy of its state" in end.err, end
 
 
 @SOAK
@@ -144,7 +144,7 @@ def test_where_nobody_can_take_over_it_goes_in_the_end(job: Jobs) -> None:
     servers(launched[0])[1].suspend()
     assert launched[1].end().code == LEFT
     end = launched[0].end()
-    assert end.code == 1 and "nobody else has what was kept there" in end.err, end
+    assert end.code == 1 and "no other server has a copy of its state" in end.err, end
 
 
 @SOAK

@@ -86,7 +86,7 @@ def test_a_server_without_a_copy_ends_the_run(job: Jobs) -> None:
     servers(launched)[1].kill()
     let_go(job.folder / "killed")
     end = launched.end()
-    assert end.code == 1 and "nobody else has what was kept there" in end.err, end.err
+    assert end.code == 1 and "no other server has a copy of its state" in end.err, end.err
 
 
 @SOAK

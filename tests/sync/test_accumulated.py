@@ -123,7 +123,9 @@ def test_gossip_weighs_gradients_themselves() -> None:
 
 
 def test_gradients_that_are_changed_by_hand_then_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"p\.grad was changed where this worker has no samples"):
+    with pytest.raises(
+        UsageError, match=r"p\.grad was changed in a turn in which this worker has no samples"
+    ):
         workers(
             3, lambda run: train(run, 14, by_hand=True), strategy=ParameterServer(), deadline=10
         )

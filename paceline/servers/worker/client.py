@@ -40,7 +40,13 @@ from paceline.trace import Served
 
 
 class ParameterServerSync:
-    """The running side of `ParameterServer`."""
+    """The running side of `ParameterServer`.
+
+    Slots are numbered twice: by the index that backward uses, and by the index among the slots of
+    `link`, which has only parameters that an optimizer steps. `_link_slots` maps the first to the
+    second. `_gradient_sums` is keyed by the index in `link`; a parameter without an optimizer has
+    the key `~index` instead.
+    """
 
     exchanges_in_backward = False  # backward doesn't wait
 
@@ -49,19 +55,18 @@ class ParameterServerSync:
     ) -> None:
         if context.servers is None:
             raise UsageError(
-                "ParameterServer needs servers, and nobody starts any here: "
+                "ParameterServer needs servers, and this launcher starts none: "
                 "start the workers with `paceline run`"
             )
         self.context = context
         self.link = ServerLink(
             context, options, lockstep=model.lockstep, drops=model.drops, alone=model.alone
         )
-        # what else these optimizers step, where workers are not in lockstep
+        # Sparse tables that the same optimizers step, if workers are not in lockstep.
         self.rows = PerWorkerRowSteps(self.link)
         self.consistency = model.make(self.link, self.rows)
         self._endpoints: ServerEndpoints | None = None
-        self._waiting = False  # this worker hasn't been told yet where servers are
-        # number of a slot, as backward counts -> its place among the link's slots
+        self._waiting = False  # this worker has joined, and has no addresses of servers yet
         self._at: dict[int, int] = {}
         self._grads: dict[int, Tensor] = {}
 
@@ -73,37 +78,35 @@ class ParameterServerSync:
     def sample_queue(self) -> SampleQueue | None:
         return self.consistency.sample_queue if self.link.free else None
 
-    # ---- what lies where
+    # ---- parameters and their servers
 
     def attach(self, slots: Sequence[Slot]) -> None:
         link = self.link
         if any(link.steps_taken):
             raise UsageError(
-                "parameters that were frozen, or have come with another model, are trained now, "
-                "and servers can't take in more of them "
-                "once they have stepped: prepare all of them before, and let them require "
-                "gradients then, or use AllReduce"
+                "parameters that were frozen, or belong to a new model, are trained now, and "
+                "servers take no more parameters after the first step: prepare all models "
+                "before it, with requires_grad=True, or use AllReduce"
             )
         if any(slot.parameter.device.type != "cpu" for slot in slots):
             raise UsageError(
-                "ParameterServer can't serve models on GPUs yet; say start(device='cpu'), or use "
+                "ParameterServer can't serve models on GPUs yet; use start(device='cpu') or "
                 "another strategy"
             )
-        stepped = [slot.optimizer is not None for slot in slots]
-        self._at = {
-            number: at
-            for at, number in enumerate(number for number, some in enumerate(stepped) if some)
-        }
+        stepped = [index for index, slot in enumerate(slots) if slot.optimizer is not None]
+        self._at = {index: link_index for link_index, index in enumerate(stepped)}
         link.attach(
             [slot for slot in slots if slot.optimizer is not None],
-            [known for known in link.optimizers if self.rows.has(known)],
+            [optimizer for optimizer in link.optimizers if self.rows.has(optimizer)],
         )
+        # Slots may be attached again, with more parameters: the earlier servers end.
         link.connections.dismiss(told=self.context.group.rank == 0)
         assert self.context.servers is not None
         endpoints = self.context.servers(link.options.servers, link.options.replicas)
         if (copies := transfer.replication(link, endpoints)) is not None:
             self.consistency.survive(copies)
         self._waiting = endpoints.pool is not None and not endpoints.addresses
+        # A worker that joins later connects in `regroup`, and finds the servers filled.
         if not self._waiting:
             self._enter(endpoints)
             link.codec.measure(link.connections, link.seconds)
@@ -117,29 +120,35 @@ class ParameterServerSync:
         self.consistency.begin()
 
     def _hand_over(self, memories: Sequence[Mapping[str, Any]] | None) -> None:
-        """Fill servers with the first worker's parameters and `memories` (None: its optimizers'
-        state). Collective.
+        """Fill servers with the first worker's parameters and optimizer state. Collective.
+
+        `memories` is the optimizer state of each slot. None: the state of the local optimizers.
         """
         link = self.link
-        mine = [
+        # Servers keep the state from here on, so the local optimizer forgets it.
+        local_memories = [
             slot.optimizer.state.pop(slot.parameter, {})
             for slot in link.slots
             if slot.optimizer is not None
         ]
         if link.connections.of and self.context.group.rank == 0:
-            transfer.fill(link, mine if memories is None else memories)
+            transfer.fill(link, local_memories if memories is None else memories)
         self.context.agreement.meet("servers")
 
-    # ---- backward: what is complete leaves
+    # ---- backward: complete units are pushed
 
     def ready(self, number: int, grad: Tensor, scale: float) -> None:
         factor = self.link.factor(grad, scale)
+        # A factor of 0 means zeros, even for gradients that are inf or nan.
         value = (
             torch.zeros_like(grad) if factor == 0.0 else grad if factor == 1.0 else grad * factor
         )
-        at = self._at.get(number, ~number)  # what no optimizer steps stays here
-        self._grads[at] = self._grads[at] + value if at in self._grads else value
-        for unit in self.link.layout.of.get(at, ()):
+        # The gradient of a parameter that no optimizer steps isn't pushed.
+        key = self._at.get(number, ~number)
+        self._grads[key] = self._grads[key] + value if key in self._grads else value
+        # Push a unit as soon as all of its parameters have a gradient. Later changes of p.grad
+        # are pushed again before the step.
+        for unit in self.link.layout.of.get(key, ()):
             if not unit.pushed and all(piece.slot in self._grads for piece, _ in unit.members):
                 self.consistency.pushing(unit.optimizer)
                 self.link.push_early(
@@ -148,10 +157,9 @@ class ParameterServerSync:
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
         self.link.weigh()
-        found, self._grads = self._grads, {}
-        return [(number, found[at]) for number, at in self._at.items() if at in found] + [
-            (~at, x) for at, x in found.items() if at < 0
-        ]
+        sums, self._grads = self._grads, {}
+        served = [(index, sums[key]) for index, key in self._at.items() if key in sums]
+        return served + [(~key, grad) for key, grad in sums.items() if key < 0]
 
     # ---- a step
 
@@ -161,24 +169,30 @@ class ParameterServerSync:
 
     def steps(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer steps on servers."""
-        return any(known is optimizer for known in self.link.optimizers)
+        return any(other is optimizer for other in self.link.optimizers)
 
     def step(self, optimizer: Optimizer) -> None:
         """Make a step of this optimizer on the servers, instead of its own."""
-        number = next(n for n, known in enumerate(self.link.optimizers) if known is optimizer)
+        index = next(i for i, other in enumerate(self.link.optimizers) if other is optimizer)
         began = time.perf_counter()
-        self.consistency.step(number)
+        self.consistency.step(index)
         self.link.codec.waited(began, time.perf_counter() - began, len(self.link.callers))
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Let the next steps be clipped by the norm of the gradients that make them, and return
-        that norm.
+        """Clip the next step of these parameters, and return the norm of its gradient.
+
+        The gradient is the one that makes the step: the mean over the workers that take part in it.
+
+        Args:
+            parameters: All parameters of one or more optimizers.
+            max_norm: Norm that the clipped gradient may have at most.
+            norm_type: Order p of the p-norm.
         """
         link = self.link
-        numbers = covered(parameters, link.slots, [owner for owner, _ in link.layout.owners])
-        asked = PendingClip(numbers, max_norm, norm_type)
+        indices = covered(parameters, link.slots, [owner for owner, _ in link.layout.owners])
+        pending = PendingClip(indices, max_norm, norm_type)
         return torch.tensor(
-            link.clip_by(asked, self.consistency.norms(numbers, norm_type, max_norm))
+            link.clip_by(pending, self.consistency.norms(indices, norm_type, max_norm))
         )
 
     def commit(self) -> None:
@@ -198,10 +212,12 @@ class ParameterServerSync:
             self.context.agreement,
             self.consistency.sample_queue,
         )
+        # Out of lockstep workers end an epoch with different parameters. All stop pushing, then
+        # read the same state of the servers.
         if link.free and link.slots and sample_queue is not None and sample_queue.open:
             sample_queue.rest()
             agreement.meet("servers rest")  # from here on no worker pushes
-            # what lost workers had pushed
+            # Gradients of lost workers that are in no step yet are dropped.
             if self.context.survives and self.context.group.rank == 0:
                 agreement.retry_after_losses(
                     lambda: [call(caller, DiscardPushes(), link.seconds) for caller in link.callers]
@@ -220,9 +236,9 @@ class ParameterServerSync:
         }
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
-        """Go on with the workers and servers that are left.
+        """Go on with the remaining workers and servers.
 
-        Raises `StateLost` where what a lost server kept is nowhere else.
+        Raises `StateLost` if no copy of a lost server's state is left.
         """
         self.context = context
         self.link.regroup(context)
@@ -230,6 +246,7 @@ class ParameterServerSync:
             return
         recovery, sample_queue = self.consistency.recovery, self.consistency.sample_queue
         assert recovery is not None
+        # This worker has just joined: it connects, and takes the counts of the other workers.
         if self._waiting:
             self._waiting = False
             self._enter(recovery.copies.pool.join(layout["room"]))
@@ -239,18 +256,22 @@ class ParameterServerSync:
         self.consistency.regroup()
 
     def load_from_peer(self, state: dict[str, Any]) -> None:
-        """Do nothing, as all state is on servers or came with the parameters."""
+        """Do nothing: all state is on servers or came with the parameters."""
 
     def detach(self) -> None:
         connections, pool = (
             self.link.connections,
             None if self._endpoints is None else self._endpoints.pool,
         )
-        left = connections.left
+        is_leaving = connections.left
         if self.copies is not None:
             self.copies.close()
-        connections.dismiss(told=pool is not None and not left and self.context.group.rank == 0)
-        if pool is not None and left:
+        # Servers of a run that survives losses outlive workers, so the first worker ends them,
+        # unless this worker leaves a run that goes on.
+        connections.dismiss(
+            told=pool is not None and not is_leaving and self.context.group.rank == 0
+        )
+        if pool is not None and is_leaving:
             pool.leave()
         elif self._endpoints is not None:
             self._endpoints.close()
@@ -261,7 +282,7 @@ class ParameterServerSync:
         return None if recovery is None or self._endpoints is None else recovery.copies
 
     def facts(self) -> list[dict[str, Any]]:
-        """Work of each server so far, for the summary."""
+        """Work of each server so far, for the summary of the run."""
         return self.context.agreement.retry_after_losses(
             lambda: self.link.connections.facts(self.link.seconds)
         )
@@ -270,16 +291,14 @@ class ParameterServerSync:
         return self.link.connections.served(self.link.seconds) if self.context.trace.kept else []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of optimizers on servers for each parameter, on the first worker; and
-        what this worker's codec keeps.
-        """
-        kept = self.link.codec.state_dict(self.link.slots)
+        """State of this worker's codec and, on the first worker, the optimizer state of servers."""
+        codec_state = self.link.codec.state_dict(self.link.slots)
         if not self.link.callers or self.context.group.rank:
-            return {"memories": None, **kept}
-        return {"memories": transfer.memories(self.link, len(self.link.slots)), **kept}
+            return {"memories": None, **codec_state}
+        return {"memories": transfer.memories(self.link, len(self.link.slots)), **codec_state}
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Let servers go on from the parameters that are here, and the saved state."""
-        found = [state for state in states if state]
-        self._hand_over(transfer.saved(found, len(self.link.slots)))
-        self.link.codec.load_state_dicts(found)
+        """Fill servers with this worker's present parameters and the saved optimizer state."""
+        saved_states = [state for state in states if state]
+        self._hand_over(transfer.saved(saved_states, len(self.link.slots)))
+        self.link.codec.load_state_dicts(saved_states)

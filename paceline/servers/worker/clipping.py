@@ -13,8 +13,12 @@ from paceline.sync.base import Slot
 
 
 class PendingClip(NamedTuple):
-    """A clip of the next steps of these optimizers (`numbers`) together, to a norm of at most
-    `most`, of this kind.
+    """A clip of the next steps of several optimizers together.
+
+    Args:
+        optimizers: Index of each optimizer.
+        max_norm: Norm that their gradients may have together at most.
+        norm_type: Order p of the p-norm.
     """
 
     numbers: list[int]
@@ -22,9 +26,7 @@ class PendingClip(NamedTuple):
     kind: float
 
     def shrink(self, norms: Sequence[float]) -> tuple[float, float]:
-        """Return the norm of the whole, from those of its parts, and the factor that gradients
-        are multiplied by.
-        """
+        """Compute the total norm from the norms of all parts, and the factor of the gradients."""
         total = float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), self.kind))
         return total, shrink(total, self.most)
 
@@ -32,28 +34,28 @@ class PendingClip(NamedTuple):
 def covered(
     parameters: Sequence[Tensor], slots: Sequence[Slot], owners: Sequence[int]
 ) -> list[int]:
-    """Return the optimizers of these parameters.
+    """Find the optimizers of these parameters. `owners` is the optimizer of each slot.
 
-    Raises `UsageError` if one has others, too. `owners`: the optimizer of each slot.
+    Raises `UsageError` if one of them has other parameters, too.
     """
-    mine = {id(parameter) for parameter in parameters}
-    numbers = sorted(
-        {owner for slot, owner in zip(slots, owners, strict=True) if id(slot.parameter) in mine}
+    given = {id(parameter) for parameter in parameters}
+    optimizers = sorted(
+        {owner for slot, owner in zip(slots, owners, strict=True) if id(slot.parameter) in given}
     )
-    theirs = {
-        id(slot.parameter) for slot, owner in zip(slots, owners, strict=True) if owner in numbers
+    owned = {
+        id(slot.parameter) for slot, owner in zip(slots, owners, strict=True) if owner in optimizers
     }
-    if not numbers or not theirs <= mine:
+    if not optimizers or not owned <= given:
         raise UsageError(
             "with ParameterServer run.clip takes all parameters of an optimizer together, as only "
-            "servers have the gradients of all "
-            "workers: give it the model that the optimizer was made for"
+            "servers have the gradients of all workers: give it the model that the optimizer was "
+            "made for"
         )
-    return numbers
+    return optimizers
 
 
 def own_norm(slots: Sequence[Slot], kind: float) -> float:
-    """Return the norm of this worker's own gradients of these parameters."""
+    """Compute the norm of this worker's own gradients of these parameters."""
     return float(
         nn.utils.get_total_norm(
             [slot.parameter.grad for slot in slots if slot.parameter.grad is not None], kind
@@ -62,5 +64,5 @@ def own_norm(slots: Sequence[Slot], kind: float) -> float:
 
 
 def shrink(norm: float, limit: float) -> float:
-    """Return the factor that clips gradients of such a norm (as in `nn.utils.clip_grad_norm_`)."""
+    """Compute the factor that clips a gradient to `limit`, as `nn.utils.clip_grad_norm_` does."""
     return min(1.0, limit / (norm + 1e-6))

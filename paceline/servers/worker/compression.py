@@ -1,14 +1,14 @@
-"""The codec between a worker and the servers, on the worker's side: what a push loses is kept and
-sent with the next one.
+"""The worker's side of the codec: it encodes pushes, and adds each residual to the next push.
 
     worker                                                  server
-    push   gradient + residual  --encode-->  message  --->  decode, add to those of the other
-                                                            workers
-           residual = what the message lost
+    push   gradient + residual  --encode-->  message  --->  decode, add to the gradients of the
+                                                            other workers
+           residual = input - decoded message
     pull   parameters           <-------------------------  parameters, exactly
 
-A residual counts when the turn is over (`commit`), and is discarded if the turn failed (`forget`).
-A gradient that is pushed twice in a step is encoded from the same residual.
+The new residual counts when the turn is over (`commit_residuals`), and is discarded if the turn has
+failed (`discard_residuals`). A gradient that is pushed twice in a step is encoded with the same
+residual.
 """
 
 from __future__ import annotations
@@ -41,64 +41,68 @@ from paceline.sync.codec_cost import (
 )
 from paceline.sync.context import SyncContext
 
-Key = tuple[int, int]  # a unit: its server, and its number there
+Key = tuple[int, int]  # server of a unit, and the unit's number there
 
 
 class PushTimes(NamedTuple):
-    """One push: when it left; its bytes, and those of the exact tensor; seconds of a processor
-    to encode it, and to decode it.
-    """
+    """Time, size and cost of one push."""
 
-    when: float
-    sent: int
-    exact: int
-    encoding: float
-    decoding: float
+    when: float  # reading of the performance counter when the push left
+    sent: int  # bytes of the message
+    exact: int  # bytes of the tensor without a codec
+    encoding: float  # seconds of processor time
+    decoding: float  # seconds of processor time
 
 
 @dataclass
 class CodecCounts:
-    """Counts of what went through the codec."""
+    """The pushes of one step."""
 
     pushes: list[PushTimes] = field(default_factory=list)
 
 
 class PushPullCodec:
-    """The codec of one worker."""
+    """The codec of one worker.
+
+    Residuals move through three maps, all keyed by unit. `_pending_residuals` has the residuals of
+    pushes that are in no step yet, `_stepped_residuals` the ones of steps in this turn, and
+    `_committed_residuals` the ones of finished turns. Only the last counts if the turn fails. All
+    of them are empty without a codec, as `_coded_units` is.
+    """
 
     def __init__(self, context: SyncContext, codec: Codec | Coding | None) -> None:
         self._context, self._codec = context, codec
-        self._units: dict[Key, TransferUnit] = {}  # the coded ones
-        self._numbers: dict[Key, int] = {}  # numbers of the coded units
-        self._kept: dict[Key, Tensor] = {}  # residuals, as of the last turn that counted
-        self._stepped: dict[Key, Tensor] = {}  # as of the last step, in this turn
-        self._pushed: dict[Key, Tensor] = {}  # residuals that the next step would leave
-        self._narrowed = False  # whether it was said that float64 values are narrowed
-        self._every = 1  # one element in so many is sampled
-        self._decoding: dict[int, float] = {}  # seconds of decoding, by unit
+        self._units: dict[Key, TransferUnit] = {}
+        self._numbers: dict[Key, int] = {}  # index of each coded unit, alike on all workers
+        self._kept: dict[Key, Tensor] = {}
+        self._stepped: dict[Key, Tensor] = {}
+        self._pushed: dict[Key, Tensor] = {}
+        self._narrowed = False  # whether the user was told that float64 values are narrowed
+        self._every = 1  # one in this many elements is sampled
+        self._decoding: dict[int, float] = {}  # seconds of decoding, by index of the unit
         self._counted, self._turn = CodecCounts(), CodecTurn(0, 0, 0, 0, 0)
         self.account = CodecAccount(repr(codec), "what servers got of a gradient")
 
     def ways(self, slot: Slot) -> Phases:
-        """Return the codings of a parameter; none for dtypes that aren't real."""
-        found = phases(self._codec, slot.name, slot.parameter.shape)
-        if found and not slot.parameter.dtype.is_floating_point:
+        """Choose the codings of a parameter; none for dtypes that aren't real."""
+        codings = phases(self._codec, slot.name, slot.parameter.shape)
+        if codings and not slot.parameter.dtype.is_floating_point:
             self._context.announce(
                 f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for "
                 "real numbers"
             )
             return ()
-        if found and slot.parameter.dtype == torch.float64 and not self._narrowed:
+        if codings and slot.parameter.dtype == torch.float64 and not self._narrowed:
             self._narrowed = True
             self._context.announce(NARROWED)
-        return found
+        return codings
 
     def lay_out(self, units: Sequence[TransferUnit]) -> None:
         """Code these units from now on, without residuals."""
         self._units = {(unit.server, unit.number): unit for unit in units if unit.ways}
         self._numbers = {key: number for number, key in enumerate(self._units)}
-        for kept in (self._kept, self._stepped, self._pushed):
-            kept.clear()
+        for residuals in (self._kept, self._stepped, self._pushed):
+            residuals.clear()
         self._every = max(1, sum(unit.flat.numel() for unit in self._units.values()) // SAMPLE)
         if self._units and self.account not in self._context.accounts:
             self._context.accounts.append(self.account)
@@ -107,89 +111,94 @@ class PushPullCodec:
         """Measure how fast the link to the servers is, if anything is coded. Collective."""
         if self._units and self.account.rate is None:
             before = connections.traffic + Traffic()
-            found = measure(
+            link_rate = measure(
                 self._context.group,
                 torch.device("cpu"),
                 lambda x: LinkEcho(connections, x, seconds),
             )
-            self.account.rate = ExactRate(found.latency, found.per_byte, 2.0)  # there and back
+            # Each byte of the probe travels twice, to the server and back.
+            self.account.rate = ExactRate(link_rate.latency, link_rate.per_byte, 2.0)
             self._context.probe_traffic.add_sent(connections.traffic - before)
 
-    # ---- what is sent
+    # ---- encoding
 
     def encode(self, unit: TransferUnit, used: bytes, *, counts: bool) -> Tensor:
-        """Encode a unit whose gradients are laid out, with its residual but for pieces that were
-        not `used`. Returns the message.
+        """Encode the gradients in a unit's memory, plus their residual. Returns the message.
 
-        `counts`: whether the server will use it; if not, all residuals are kept.
+        Args:
+            unit: The unit, whose gradients have been packed.
+            used: A flag for each member: whether it has a gradient. The residual of a member
+                without one stays here.
+            counts: Whether the server will use the message. If not, all residuals stay here.
         """
         if not unit.ways:
             return unit.flat
-        began, key, turn = (
-            time.thread_time(),
-            (unit.server, unit.number),
-            self._context.step_state.turn,
-        )
-        phase, base = (
-            at(unit.ways, turn),
-            self._stepped.get(key, self._kept.get(key)) if counts else None,
-        )
+        began = time.thread_time()
+        key, turn = (unit.server, unit.number), self._context.step_state.turn
+        phase = at(unit.ways, turn)
+        # Start from the residual before this step, also when a unit is pushed again: the residual
+        # of the first push is dropped.
+        base = self._stepped.get(key, self._kept.get(key)) if counts else None
         self._pushed.pop(key, None)
-        held = None  # the part of the residual that stays here, as its piece is not used
-        given = unit.flat if phase.coding is None else unit.flat.float()
+        held = None  # part of the residual that stays here, as its members are not used
+        total = unit.flat if phase.coding is None else unit.flat.float()
         if base is not None:
             held = _unused(unit, used, base)
-            given = (given + (base if held is None else base - held)).to(given.dtype)
-        sent, left = given, None
+            total = (total + (base if held is None else base - held)).to(total.dtype)
+        message, residual = total, None
         if phase.coding is not None:
-            sent, left = self._code(phase, given, self._numbers[key], spare=given is not unit.flat)
-        if left is None and base is not None:
+            message, residual = self._code(
+                phase, total, self._numbers[key], spare=total is not unit.flat
+            )
+        # Remember the new residual until the step is made. An overflow (inf, nan) leaves none,
+        # or it would spoil all later steps.
+        if residual is None and base is not None:
             self._pushed[key] = torch.zeros_like(base) if held is None else held
-        elif left is not None and counts and finite(left):
-            for view, reached in zip(unit.over(left), used, strict=True):
-                if not reached:
-                    view.zero_()  # the server leaves out whatever the coding makes of zeros there
-            self._pushed[key] = left if held is None else left.add_(held)
+        elif residual is not None and counts and finite(residual):
+            for view, is_used in zip(unit.over(residual), used, strict=True):
+                if not is_used:
+                    view.zero_()  # the server ignores these members of the message
+            self._pushed[key] = residual if held is None else residual.add_(held)
         decoding = self._decoding.get(self._numbers[key], 0.0) if phase.coding is not None else 0.0
-        took = time.thread_time() - began
+        encoding = time.thread_time() - began
         self._counted.pushes.append(
-            PushTimes(time.perf_counter(), sent.nbytes, unit.flat.nbytes, took, decoding)
+            PushTimes(time.perf_counter(), message.nbytes, unit.flat.nbytes, encoding, decoding)
         )
-        return sent
+        return message
 
     def _code(
-        self, phase: CodingPhase, given: Tensor, index: int, *, spare: bool
+        self, phase: CodingPhase, flat: Tensor, index: int, *, spare: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the message, and the residual if one is kept.
+        """Encode a flat tensor. Returns the message, and the residual with error feedback.
 
-        `spare`: `given` isn't needed afterwards.
+        `spare` says that `flat` isn't needed afterwards and may be overwritten.
         """
         coding, turn = phase.coding, self._context.step_state.turn
         assert coding is not None
-        whole, message = room(coding, given.numel())
-        coding.encode(given, message, seeded(turn, index, self._context.group.rank))
-        looked = index == turn % len(self._units)  # one unit is sampled in a turn
-        if not phase.feedback and not looked:
-            return whole, None
-        before = sampled(given, self._every, turn)
-        left = given if spare else given.clone()
+        buffer, message = room(coding, flat.numel())
+        coding.encode(flat, message, seeded(turn, index, self._context.group.rank))
+        # One unit in each turn is decoded here, to measure the codec's error and time.
+        is_sampled = index == turn % len(self._units)
+        if not phase.feedback and not is_sampled:
+            return buffer, None
+        before = sampled(flat, self._every, turn)
+        residual = flat if spare else flat.clone()
         began = time.thread_time()
-        coding.add(message, left, minus=True)
+        coding.add(message, residual, minus=True)
         self._decoding[index] = time.thread_time() - began
-        if looked:
-            self.account.compare(FinishedWork(before), before - sampled(left, self._every, turn))
-        return whole, left if phase.feedback else None
+        if is_sampled:
+            after = sampled(residual, self._every, turn)
+            self.account.compare(FinishedWork(before), before - after)
+        return buffer, residual if phase.feedback else None
 
-    # ---- what is kept
+    # ---- residuals
 
     def over(self, units: Sequence[TransferUnit], *, stepped: bool) -> None:
-        """Keep the new residuals of these units, whose pushes are in a step; discard them if not
-        `stepped`.
-        """
+        """End the pushes of these units. If not `stepped`, their new residuals are discarded."""
         for key in {(unit.server, unit.number) for unit in units}.intersection(self._pushed):
-            left = self._pushed.pop(key)
+            residual = self._pushed.pop(key)
             if stepped:
-                self._stepped[key] = left
+                self._stepped[key] = residual
 
     def commit(self) -> None:
         """Let the residuals of this turn count."""
@@ -207,76 +216,86 @@ class PushPullCodec:
         self._counted, self._turn = CodecCounts(), CodecTurn(0, 0, 0, 0, 0)
 
     def residuals(self, slots: Sequence[Slot]) -> list[Tensor | None]:
-        """Return the residual of each slot, with the turn under way, in the shape of the
-        parameter; None where there is none.
+        """Residual of each slot in the shape of its parameter, or None.
+
+        It includes the steps of the turn under way.
         """
-        found: list[Tensor | None] = [None] * len(slots)
+        slot_residuals: list[Tensor | None] = [None] * len(slots)
         for key, residual in (self._kept | self._stepped).items():
             for (piece, _), view in zip(
                 self._units[key].members, self._units[key].over(residual), strict=True
             ):
-                whole = found[piece.slot]
-                if whole is None:
-                    whole = found[piece.slot] = torch.zeros_like(
+                slot_residual = slot_residuals[piece.slot]
+                if slot_residual is None:
+                    slot_residual = slot_residuals[piece.slot] = torch.zeros_like(
                         slots[piece.slot].parameter, dtype=torch.float32, requires_grad=False
                     )
-                rows(whole, piece).copy_(view)
-        return found
+                rows(slot_residual, piece).copy_(view)
+        return slot_residuals
 
-    def take_over(self, found: Sequence[Sequence[Tensor | None]]) -> None:
-        """Replace my residuals by the sum of these `residuals` of several workers, to send them
-        later.
+    def take_over(self, worker_residuals: Sequence[Sequence[Tensor | None]]) -> None:
+        """Replace this worker's residuals by the sum of the residuals of several workers.
+
+        `worker_residuals` has for each of these workers the residual of each slot. The sum is sent
+        with the next pushes.
         """
         self.forget()
         self._kept.clear()
         for key, unit in self._units.items():
-            numbers = {piece.slot for piece, _ in unit.members}
-            if any(states[number] is not None for states in found for number in numbers):
+            slots = {piece.slot for piece, _ in unit.members}
+            if any(residuals[slot] is not None for residuals in worker_residuals for slot in slots):
                 self._kept[key] = torch.zeros(unit.flat.numel(), dtype=torch.float32)
                 for (piece, _), view in zip(unit.members, unit.over(self._kept[key]), strict=True):
-                    for whole in (states[piece.slot] for states in found):
-                        if whole is not None:
-                            view.add_(rows(whole, piece))
+                    for slot_residual in (residuals[piece.slot] for residuals in worker_residuals):
+                        if slot_residual is not None:
+                            view.add_(rows(slot_residual, piece))
 
     def state_dict(self, slots: Sequence[Slot]) -> dict[str, Any]:
-        """State of this worker that must survive; empty without a codec."""
+        """The codec and its residuals, for a checkpoint; empty without a codec."""
         return (
             {"codec": repr(self._codec), "residuals": self.residuals(slots)} if self._units else {}
         )
 
-    def load_state_dicts(self, found: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from every worker's `state_dict`, in rank order: the sum of all residuals stays
-        the same.
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Load the `state_dict` of every worker, in rank order.
+
+        There may be more or fewer workers now. The sum of all residuals stays the same.
         """
-        written = next((state["codec"] for state in found if "codec" in state), None)
-        mine, group = repr(self._codec) if self._units else None, self._context.group
-        if written is not None and written != mine:
+        saved_codec = next((state["codec"] for state in states if "codec" in state), None)
+        own_codec, group = repr(self._codec) if self._units else None, self._context.group
+        if saved_codec is not None and saved_codec != own_codec:
             self._context.announce(
-                f"the checkpoint was written with codec={written}, this is codec={mine}: "
-                "what that had kept is dropped"
+                f"the checkpoint was written with codec={saved_codec}, this is codec={own_codec}: "
+                "its residuals are dropped"
             )
-            found = []
+            states = []
+        # Rank r takes the residuals of the saved ranks r, r + size, r + 2 size, ...
         self.take_over(
             [
                 state["residuals"]
-                for state in found[group.rank :: group.size]
+                for state in states[group.rank :: group.size]
                 if "residuals" in state
             ]
         )
 
-    # ---- does it pay
+    # ---- whether the codec pays
 
     def waited(self, needed: float, shown: float, servers: int) -> None:
-        """Count a step that was waited for since `needed` (of the performance counter), for `shown`
-        seconds in all.
+        """Account for one step, and estimate the wait without a codec.
 
-        Servers are taken to code as fast as this worker.
+        Servers are assumed to decode as fast as this worker.
+
+        Args:
+            needed: Reading of the performance counter when the optimizer began to wait.
+            shown: Seconds that it waited.
+            servers: Number of servers.
         """
-        found, self._counted, rate = self._counted, CodecCounts(), self.account.rate
-        if rate is None or not found.pushes:
+        counts, self._counted, rate = self._counted, CodecCounts(), self.account.rate
+        if rate is None or not counts.pushes:
             return
-        pushes, half = found.pushes, rate.per_byte / 2
-        # a server decodes what all have pushed
+        # The rate is of the way there and back: a push takes half of it.
+        pushes, half = counts.pushes, rate.per_byte / 2
+        # A server decodes the pushes of all workers, for its part of the parameters.
         ready, each = [push.when for push in pushes], self._context.group.size / servers
         coded = exposed(
             ready,
@@ -292,7 +311,7 @@ class PushPullCodec:
             needed,
         )
         encoding = sum(push.encoding for push in pushes)
-        more = coded + encoding - exact  # my encoding is part of backward
+        more = coded + encoding - exact  # encoding makes backward longer
         self._turn.sent += sum(push.sent for push in pushes)
         self._turn.exact += sum(push.exact for push in pushes)
         self._turn.coding += encoding
@@ -301,7 +320,7 @@ class PushPullCodec:
 
 
 class LinkEcho:
-    """Measures a link: a tensor goes to all servers, a part to each, and comes back."""
+    """An exchange that measures a link: each server gets a part of a tensor and sends it back."""
 
     def __init__(self, connections: ServerLinks, x: Tensor, seconds: float) -> None:
         self._seconds = seconds
@@ -321,13 +340,11 @@ class LinkEcho:
 
 
 def _unused(unit: TransferUnit, used: bytes, base: Tensor) -> Tensor | None:
-    """Return the pieces of a residual that are not used, with zeros elsewhere; None if all are
-    used.
-    """
+    """Select the residuals of unused members, with zeros elsewhere; None if all are used."""
     if all(used):
         return None
     held = base.clone()
-    for view, reached in zip(unit.over(held), used, strict=True):
-        if reached:
+    for view, is_used in zip(unit.over(held), used, strict=True):
+        if is_used:
             view.zero_()
     return held

@@ -1,13 +1,13 @@
 """Connections of a worker to the primary and copies of each shard.
 
-All receive the same messages, the primary answers, and a copy replaces a lost primary.
+All get the same messages, and the primary answers. A copy replaces a lost primary.
 
     worker     push, close  --->  primary of shard 0 (server 0)
                             --->  copy of shard 0 (server 2, on another host)
                read         --->  primary of shard 0; its copy, if the primary is lost
 
-A push counts once all remaining copies have it. Their state is equal, as it depends on the messages
-they receive, not on the order of the workers.
+A push counts once all remaining copies have it. Their states are equal, as they depend on the
+messages, and not on the order in which workers send them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from paceline.servers.worker.units import ServerLinks
 from paceline.timings import DEFAULTS, ServerTimings
 from paceline.trace import Served, Span
 
-PINGS = 8  # messages by which a server's clock is compared
+PINGS = 8  # messages that compare a server's clock with this worker's
 
 
 class ServerTraffic:
-    """Counts what is sent to servers from now on (a `Sender`). The connections outlive it."""
+    """Counts the traffic to servers from now on (a `Sender`). The connections outlive it."""
 
     def __init__(self, connections: ServerLinks) -> None:
         self._connections, self._sent, self._waited = (
@@ -59,21 +59,24 @@ class ServerTraffic:
 
 
 def _ahead(caller: RpcClient, seconds: float) -> int:
-    """Nanoseconds by which a server's clock is ahead of this worker's.
+    """Measure by how many nanoseconds a server's clock is ahead of this worker's.
 
-    The error is at most half of the fastest answer.
+    The error is at most half of the shortest round trip.
     """
-    found = []
+    samples = []  # round trip and lead, in nanoseconds
     for _ in range(PINGS):
         before = time.perf_counter_ns()
-        there = call(caller, CheckAlive(), seconds).clock
+        server_clock = call(caller, CheckAlive(), seconds).clock
         after = time.perf_counter_ns()
-        found.append((after - before, there - (before + after) // 2))
-    return min(found)[1]
+        samples.append((after - before, server_clock - (before + after) // 2))
+    return min(samples)[1]
 
 
 class ReplicaConnections(ServerLinks):
-    """Connections to all living servers. `of`: by shard, the primary first."""
+    """Connections to all servers that are alive.
+
+    `callers_by_shard` has the connections of each shard, the primary first.
+    """
 
     def __init__(self, *, timings: ServerTimings = DEFAULTS.servers) -> None:
         super().__init__(timings=timings)
@@ -87,9 +90,9 @@ class ReplicaConnections(ServerLinks):
         return [copies[0] for copies in self.of]
 
     def open(self, endpoints: ServerEndpoints, me: int) -> None:
-        """Connect to these servers, as worker `me`.
+        """Connect to these servers, as worker number `me`.
 
-        Where servers outlive workers, a lost one ends only the waits for itself.
+        If servers outlive workers, a lost server ends only the waits for itself.
         """
         self._by_number.clear()
         if endpoints.pool is None:
@@ -98,12 +101,12 @@ class ReplicaConnections(ServerLinks):
         self.reach(endpoints, me)
 
     def tell(self, shard: int, request: Request[Acknowledged], seconds: float) -> None:
-        """Send to all copies of a shard, and wait until they have answered."""
+        """Send a request to all copies of a shard, and wait until they have answered."""
         for caller in self.of[shard]:
             call(caller, request, seconds)
 
     def ask(self, shard: int, request: Request[R], seconds: float) -> R:
-        """Ask a shard, and return the answer of the first copy that is alive."""
+        """Ask a shard, and return the answer of the first copy that answers."""
         *others, last = self.of[shard]
         for caller in others:
             with contextlib.suppress(ServerLost):
@@ -111,32 +114,32 @@ class ReplicaConnections(ServerLinks):
         return call(last, request, seconds)
 
     def reach(self, endpoints: ServerEndpoints, me: int) -> None:
-        """Connect to new servers among these endpoints, and hang up on servers that are not
-        among them any more.
-        """
-        numbers = endpoints.numbers or tuple(range(len(endpoints.addresses)))
-        for place, number in enumerate(numbers):
-            if number not in self._by_number:
-                self._by_number[number] = self.call(endpoints, me, place)
-        for number in self._by_number.keys() - {*numbers}:
-            caller = self._by_number.pop(number)
-            # another server is asked instead
+        """Connect to the new servers among these endpoints, and hang up on removed ones."""
+        servers = endpoints.numbers or tuple(range(len(endpoints.addresses)))
+        for index, server in enumerate(servers):
+            if server not in self._by_number:
+                self._by_number[server] = self.call(endpoints, me, index)
+        for server in self._by_number.keys() - {*servers}:
+            caller = self._by_number.pop(server)
+            # Waits for this server end, and the caller asks another copy.
             caller.end_waits(ServerLost(f"{caller.who} is not among the servers any more"))
             self._hang_up(caller)
-        shards = endpoints.shards or numbers
+        # Servers are numbered in the order in which they started, so the oldest copy of a shard
+        # becomes its primary, on all workers alike.
+        shards = endpoints.shards or servers
         self.of = [[] for _ in range(max(shards, default=-1) + 1)]
-        for number, shard in sorted(zip(numbers, shards, strict=True)):
-            self.of[shard].append(self._by_number[number])
+        for server, shard in sorted(zip(servers, shards, strict=True)):
+            self.of[shard].append(self._by_number[server])
         self.callers = list(self._by_number.values())
 
     def call(self, endpoints: ServerEndpoints, me: int, place: int = 0) -> RpcClient:
         """Connect to the server at index `place` of these endpoints."""
         address, name, timings = endpoints.addresses[place], endpoints.names[place], self._timings
-        found = RpcClient(
+        caller = RpcClient(
             address, endpoints.keys, sender=me, who=name, alert=timings.silence, timings=timings
         )
-        found.cancel_scope = self.cancel_scope
-        return found
+        caller.cancel_scope = self.cancel_scope
+        return caller
 
     def follow(self, cancel_scope: CancelScope | None) -> None:
         """End all waits when this scope is cancelled."""
@@ -144,72 +147,74 @@ class ReplicaConnections(ServerLinks):
         for caller in self.callers:
             caller.cancel_scope = cancel_scope
 
-    def know(self, number: int, caller: RpcClient | None) -> None:
-        """Keep a connection that exists already, for when `reach` comes to that server."""
+    def know(self, server: int, caller: RpcClient | None) -> None:
+        """Add an open connection, which `update_servers` then uses for that server."""
         if caller is not None:
-            self._by_number[number] = caller
+            self._by_number[server] = caller
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time inside as waiting for servers, or for other workers there."""
+        """Count the time of this block as waiting for servers and slower workers."""
         began = time.perf_counter()
         yield
         self.waited += time.perf_counter() - began
 
     def lost(self, seconds: float) -> list[int]:
-        """Return the numbers of servers that don't answer within so many seconds.
+        """Find the servers that don't answer within `seconds`.
 
         Messages under way are forgotten.
         """
-        end, asked, lost = time.monotonic() + seconds, dict[int, SentRequest[Alive]](), list[int]()
-        for number, caller in self._by_number.items():
+        end, pings, lost = time.monotonic() + seconds, dict[int, SentRequest[Alive]](), list[int]()
+        # Send all pings before the first wait: several lost servers cost one timeout.
+        for server, caller in self._by_number.items():
             caller.forget_messages()
             try:
-                asked[number] = send(caller, CheckAlive(), max(end - time.monotonic(), 0.0))
+                pings[server] = send(caller, CheckAlive(), max(end - time.monotonic(), 0.0))
             except (*LOSSES, DeadlineExceeded):
-                lost.append(number)
-        for number, sent in asked.items():
+                lost.append(server)
+        for server, ping in pings.items():
             try:
-                sent.wait(max(end - time.monotonic(), 0.0))
+                ping.wait(max(end - time.monotonic(), 0.0))
             except (*LOSSES, DeadlineExceeded):
-                lost.append(number)
+                lost.append(server)
         return lost
 
-    def names(self, numbers: Collection[int]) -> list[str]:
-        """Return the names of these servers."""
+    def names(self, servers: Collection[int]) -> list[str]:
+        """Names of these servers, without unknown ones."""
         return [
-            self._by_number[number].who for number in sorted(numbers) if number in self._by_number
+            self._by_number[server].who for server in sorted(servers) if server in self._by_number
         ]
 
     def facts(self, seconds: float) -> list[dict[str, Any]]:
-        """Return name and counts of each primary, for the summary."""
+        """Read the name and the counts of each primary, for the summary of the run."""
         return [
             {"name": self.primaries[shard].who, **self.ask(shard, ReadFacts(), seconds).facts}
             for shard in range(len(self.of))
         ]
 
     def served(self, seconds: float) -> list[Served]:
-        """Return when each primary did what, as far as it remembers."""
-        found = []
+        """Read the timeline of each primary, as far as it remembers."""
+        timelines = []
         for caller in self.primaries:
             with contextlib.suppress(*LOSSES):  # a lost server's timeline is lost with it
                 packed = call(caller, ReadTimeline(), seconds).packed.numpy().tobytes()
-                ahead = 0 if caller.near else _ahead(caller, seconds)
+                # Servers on this host share the worker's clock.
+                lead = 0 if caller.near else _ahead(caller, seconds)
                 spans, waiting = msgpack.unpackb(packed)
-                found.append(
+                timelines.append(
                     Served(
                         caller.who,
-                        ahead,
+                        lead,
                         [Span(*span) for span in spans],
                         [(when, count) for when, count in waiting],
                     )
                 )
-        return found
+        return timelines
 
     def dismiss(self, *, told: bool = True) -> None:
-        """Hang up; with `told`, tell all servers first that they can end.
+        """Hang up; with `told`, end all servers first.
 
-        One that doesn't answer is ended by its launcher.
+        The launcher ends a server that doesn't answer.
         """
         for caller in self.callers if told else ():
             with contextlib.suppress(*LOSSES, DeadlineExceeded):
@@ -218,12 +223,10 @@ class ReplicaConnections(ServerLinks):
 
 
 class ServerWait(NamedTuple):
-    """A wait for a server: which rank waits, among which workers (their numbers, by rank), and
-    for how many seconds.
-    """
+    """A wait for a server: the rank that waits, the numbers of all workers, and its limit."""
 
     rank: int
-    workers: Sequence[int]
+    workers: Sequence[int]  # by rank
     seconds: float
 
 
@@ -234,24 +237,29 @@ def named(
     who: Request[MissingWorkers],
     waiter: ServerWait,
 ) -> DeadlineExceeded:
-    """Return the error with the names of the missing workers.
+    """Add the ranks of the missing workers to an error.
 
-    The request `who` asks the server for them.
+    Args:
+        error: The error of the wait.
+        caller: The server that was waited for.
+        what: The call of the user that waited.
+        who: A request for the missing workers, which is answered at once.
+        waiter: The worker that waited.
     """
     try:
-        found = call(caller, who, min(waiter.seconds, 2.0)).missing
+        missing_turns = call(caller, who, min(waiter.seconds, 2.0)).missing
     except PacelineError:
         return error  # the server itself doesn't answer
     ranks = {worker: rank for rank, worker in enumerate(waiter.workers)}
     names = ", ".join(
         f"rank {ranks[worker]}, which has completed {turns} turns"
-        for worker, turns in found
+        for worker, turns in missing_turns
         if worker in ranks
     )
-    missing = tuple(ranks[worker] for worker, _ in found if worker in ranks)
+    missing = tuple(ranks[worker] for worker, _ in missing_turns if worker in ranks)
     text = (
         f"{what}: rank {waiter.rank} waited {waiter.seconds:g} s in vain for "
-        f"{names or 'nobody who can be named'}"
+        f"{names or 'a worker that the server does not know'}"
     )
     return DeadlineExceeded(
         f"{text}. If it is only slow, raise start(deadline=seconds); else look at its own output",

@@ -10,8 +10,8 @@
     Asynchronous       each applies its own push as a step
                        no worker waits
 
-In all but the first each worker takes its samples when it is ready for them (`sample_queue`). If
-losses are survived, a model has a recovering part (`recovery`).
+In all but the first model each worker takes its samples when it is ready for them (`sample_queue`).
+In runs that survive losses a model has a recovering part (`recovery`).
 """
 
 from __future__ import annotations
@@ -49,39 +49,47 @@ T = TypeVar("T")
 
 
 class Consistency(Protocol):
-    """A consistency model. Optimizers are known by their numbers."""
+    """A consistency model. Optimizers are numbered as in `ServerLink`."""
 
     @property
     def sample_queue(self) -> SampleQueueClient | None:
-        """The queue from which workers that are not in lockstep take their samples; None where
-        they are.
-        """
+        """The queue from which workers out of lockstep take their samples; None in lockstep."""
         ...
 
     @property
     def recovery(self) -> ServerRecovery | None:
-        """The part that goes on after a loss; None where nothing can be lost."""
+        """The part that recovers from losses; None if a loss ends the run."""
         ...
 
     def survive(self, copies: ServerReplication) -> None:
-        """Make steps from now on so that servers and workers may be lost."""
+        """Make all later steps so that servers and workers may be lost."""
         ...
 
     def begin(self) -> None:
-        """Begin, as servers have been started."""
+        """Get ready for steps, after servers have been started."""
         ...
 
     def pushing(self, number: int) -> None:
-        """Prepare for a gradient of an optimizer to be pushed."""
+        """Prepare for the first push of an optimizer's next gradient."""
         ...
 
     def step(self, number: int) -> None:
-        """Make a step of an optimizer. Raises `CallDiscarded` where the turn is dealt again."""
+        """Make a step of an optimizer.
+
+        Raises `CallDiscarded` if the samples of the turn are dealt again.
+        """
         ...
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        """Return norms of parts of the gradients that will make the next steps of these
-        optimizers, clipped to `limit` together.
+        """Compute norms of the gradients that make the next steps of these optimizers.
+
+        Args:
+            numbers: The optimizers.
+            kind: Order p of the p-norm.
+            limit: Norm to which the gradients will be clipped together.
+
+        Returns:
+            The norm of each part. Their p-norm is the total norm.
         """
         ...
 
@@ -90,28 +98,26 @@ class Consistency(Protocol):
         ...
 
     def abort(self) -> None:
-        """Undo the turn on servers, as it is dealt again.
+        """Undo the turn on servers, as its samples are dealt again.
 
-        Raises `StateLost` where that can't be.
+        Raises `StateLost` if servers can't undo it.
         """
         ...
 
     def regroup(self) -> None:
-        """Go on with the workers and servers that are there now.
+        """Go on with the present workers and servers.
 
-        Collective. Raises `StateLost` where no copy of a shard is left.
+        Collective. Raises `StateLost` if no copy of a shard is left.
         """
         ...
 
 
 class ConsistencyModel(NamedTuple):
-    """A consistency model that was asked for: what makes it for a link and row steps, and what
-    pushes and pulls depend on.
-    """
+    """A consistency model as data: the function that makes it, and its properties."""
 
     make: Callable[[ServerLink, PerWorkerRowSteps], Consistency]
-    lockstep: bool = False  # all workers are meant to take the same steps
-    drops: bool = False  # servers leave out what is pushed too late
+    lockstep: bool = False  # all workers take the same steps
+    drops: bool = False  # servers drop gradients that come too late
     alone: bool = False  # each gradient is a step of its own
 
 
@@ -122,7 +128,7 @@ class BulkSynchronous:
 
     def __init__(self, link: ServerLink, rows: PerWorkerRowSteps) -> None:
         self._link = link
-        self._told: list[optimizers.Settings] = []  # by optimizer: the settings that servers know
+        self._told: list[optimizers.Settings] = []  # by optimizer: settings that servers have
         self.recovery: LockstepRecovery | None = None
 
     def survive(self, copies: ServerReplication) -> None:
@@ -134,14 +140,14 @@ class BulkSynchronous:
     def pushing(self, number: int) -> None: ...
 
     def _settle(self, number: int, *, wait: bool = True) -> tuple[int, ...]:
-        """Push what this step is made of; return the workers that make it."""
+        """Push the gradients of the next step. Returns the workers that make it."""
         if self.recovery is not None:
             return tuple(self.recovery.settle(number))
         self._link.settle(number, wait=wait)
         return tuple(self._link.workers)
 
     def _repeat(self, act: Callable[[], T], what: str) -> T:
-        """Run `act`; where losses are survived, again after each loss, on all workers."""
+        """Run `act`. After a loss that the run survives, run it again on all workers."""
         return (
             act()
             if self.recovery is None
@@ -149,10 +155,9 @@ class BulkSynchronous:
         )
 
     def _wait(self, sent: SentRequest[R], what: str, number: int, step: int) -> R:
-        """Return the reply to a request; servers wait for the other workers before, unless all
-        are known to have come.
-        """
+        """Wait for the reply to a request that servers answer when all workers have pushed."""
         link = self._link
+        # A settled step waits for no other worker, so there is none to name in an error.
         if self.recovery is not None:
             return sent.wait(link.seconds)
         return link.wait(sent, what, ListAbsent(Index(number), step, tuple(link.workers)))
@@ -164,6 +169,7 @@ class BulkSynchronous:
             optimizers.settings(link.optimizers[number]),
             link.steps_taken[number] + 1,
         )
+        # After a loss a server may not have got the last change, so it gets all settings.
         changes = (
             optimizers.changed(self._told[number], now)
             if self.recovery is None
@@ -174,6 +180,8 @@ class BulkSynchronous:
         if self.recovery is not None:
             close = self.recovery.decided(close)
 
+        # The parameters are requested before the step is made: servers answer as soon as they
+        # have them.
         def act() -> None:
             closes, reads = link.everywhere(number, close), link.ask_for(units, step)
             with link.connections.waiting():
@@ -187,22 +195,24 @@ class BulkSynchronous:
             self.recovery.stepped(number)
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        link, decided = self._link, self.recovery is not None
+        link, is_settled = self._link, self.recovery is not None
+        # Gradients must be on servers before the clip, and may not change after it.
         makers = {number: self._settle(number) for number in numbers}
         steps = {number: link.steps_taken[number] + 1 for number in numbers}
-        asks = {
-            number: ReadNorm(Index(number), steps[number], makers[number], kind, decided)
+        requests = {
+            number: ReadNorm(Index(number), steps[number], makers[number], kind, is_settled)
             for number in numbers
         }
 
         def act() -> list[float]:
-            asked = [
+            all_sent = [
                 (number, sent)
                 for number in numbers
-                for sent in link.everywhere(number, asks[number], ask=decided)
+                for sent in link.everywhere(number, requests[number], ask=is_settled)
             ]
             return [
-                self._wait(sent, "run.clip", number, -steps[number]).norm for number, sent in asked
+                self._wait(sent, "run.clip", number, -steps[number]).norm
+                for number, sent in all_sent
             ]
 
         return self._repeat(act, "run.clip")
@@ -243,20 +253,21 @@ class Asynchronous(ScheduledSteps):
 
 
 class StaleSynchronous(ScheduledSteps):
-    """Stale-synchronous: a step is made by all workers on time, and by those that were late for the
-    one before.
+    """Stale-synchronous: a step takes the gradients of all workers that are on time, and of workers
+    that were late for the step before.
 
-    Where nothing can be lost, a late worker doesn't wait for the open step, but goes on with the
-    parameters there are; before it pushes more, that step has been made.
+    If a loss ends the run, a late worker doesn't wait for the open step, but goes on with the
+    present parameters. It waits for that step before it pushes its next gradient. In runs that
+    survive losses, late workers wait.
     """
 
     def __init__(self, link: ServerLink, rows: PerWorkerRowSteps, *, bound: int) -> None:
         super().__init__(link, rows, bound)
-        # by optimizer: turns that all had completed when its parameters were last read
+        # By optimizer: turns that all workers had completed when its parameters were last read.
         self._known: dict[int, int] = {}
-        # optimizers whose step with this worker's last gradient had not been made when it went on
+        # Optimizers whose step with this worker's last gradient was open when it went on.
         self._open: set[int] = set()
-        # of the open ones: the kind of norm, and its limit
+        # By optimizer with an open step: the type of the norm, and its limit.
         self._clips: dict[int, tuple[float, float]] = {}
 
     def _ask(self, number: int, *, may_go_on: bool) -> StepAssignment:
@@ -265,7 +276,7 @@ class StaleSynchronous(ScheduledSteps):
         )
 
     def _gather(self, number: int, gradient: int, *, may_go_on: bool) -> StepAssignment:
-        """Ask in which step a gradient is; with `may_go_on` it may be open still."""
+        """Ask the scheduler for the step of a gradient; with `may_go_on` it may still be open."""
         return self._call(
             number,
             gradient,
@@ -273,52 +284,56 @@ class StaleSynchronous(ScheduledSteps):
             partial(GatherStep, Index(number), gradient, self._bound, may_go_on),
         )
 
-    def _close(self, number: int, found: StepAssignment, *, read: bool = True) -> None:
-        if found.is_open:
+    def _close(self, number: int, assignment: StepAssignment, *, read: bool = True) -> None:
+        # An open step is closed later, in `prepare_push`. Until then the worker trains on the
+        # parameters of the last step that was made.
+        if assignment.is_open:
             link, units = self._link, self._link.units(number)
             self._open.add(number)
-            link.take_in(units, link.ask_for(units, found.step))
-            link.steps_taken[number] = found.step
-            self._rows.go(number, found.step)
+            link.take_in(units, link.ask_for(units, assignment.step))
+            link.steps_taken[number] = assignment.step
+            self._rows.go(number, assignment.step)
         else:
-            super()._close(number, found, read=read)
+            super()._close(number, assignment, read=read)
         if read:
-            self._known[number] = found.slowest
+            self._known[number] = assignment.slowest
 
     def pushing(self, number: int) -> None:
-        """Wait until what I pushed before is in a step that servers have made."""
+        """Wait until this worker's last gradient is in a step that servers have made."""
         if number not in self._open:
             return
         link, clip = self._link, self._clips.pop(number, None)
-        found = self._gather(number, self._count[number], may_go_on=False)
+        assignment = self._gather(number, self._count[number], may_go_on=False)
         self._open.remove(number)
-        if found.mine:
+        # One of the workers of the step closes it, and the others wait for it.
+        if assignment.mine:
             if clip is not None:
-                link.factors[number] = shrink(self._norm(number, found, clip[0]), clip[1])
-            self._close(number, found, read=False)
+                link.factors[number] = shrink(self._norm(number, assignment, clip[0]), clip[1])
+            self._close(number, assignment, read=False)
             link.factors.pop(number, None)
         else:
-            for sent in link.everywhere(number, AwaitStep(Index(number), found.step)):
+            for sent in link.everywhere(number, AwaitStep(Index(number), assignment.step)):
                 link.wait(
-                    sent, f"optimizer.step {found.step}", ListNotArrived(Index(number), found.step)
+                    sent,
+                    f"optimizer.step {assignment.step}",
+                    ListNotArrived(Index(number), assignment.step),
                 )
-            self._rows.go(number, found.step)
+            self._rows.go(number, assignment.step)
 
     def _norm_of_step(self, number: int, kind: float, limit: float, *, may_go_on: bool) -> float:
-        """Return the norm of the gradients that make the step; of mine, where I go on before
-        that.
-        """
-        found = self._decide(number, may_go_on=may_go_on)
-        if not found.is_open:
-            return self._norm(number, found, kind)
+        """Compute the norm of a step's gradient; of the own gradient if the step is still open."""
+        assignment = self._decide(number, may_go_on=may_go_on)
+        if not assignment.is_open:
+            return self._norm(number, assignment, kind)
         self._clips[number] = kind, limit
         return self._link.norm([number], kind)
 
     def _follow(self) -> None:
-        """Wait where I am too far ahead of the slowest, and then read what I waited for."""
+        """If this worker is too far ahead of the slowest, wait, and read the new parameters."""
         link, sample_queue = self._link, self.sample_queue
-        known = min(self._known.get(number, 0) for number in range(len(link.optimizers)))
-        if sample_queue.clock - known <= self._bound:
+        turns_read = min(self._known.get(number, 0) for number in range(len(link.optimizers)))
+        # The bound holds for the parameters: they must have all gradients of `bound` turns ago.
+        if sample_queue.clock - turns_read <= self._bound:
             return
         steps = sample_queue.go()
         link.context.agreement.retry_after_losses(lambda: link.catch_up(steps))
@@ -330,9 +345,9 @@ class StaleSynchronous(ScheduledSteps):
 
 
 class BackupWorkers(ScheduledSteps):
-    """Backup workers: the first to arrive make a step, all but so many `backups`.
+    """Backup workers: the first workers to arrive make a step, all but `backups` of them.
 
-    Gradients that come later are dropped.
+    Later gradients are dropped.
     """
 
     def __init__(self, link: ServerLink, rows: PerWorkerRowSteps, *, backups: int) -> None:
@@ -340,7 +355,7 @@ class BackupWorkers(ScheduledSteps):
         self._backups = backups
 
     def _gradient(self, number: int) -> int:
-        """Return the number of the step: a gradient that is late for one is in no later one."""
+        """Number of the next step. A gradient that is late for its step is in no later one."""
         return self._link.steps_taken[number] + 1
 
     def _ask(self, number: int, *, may_go_on: bool) -> StepAssignment:
@@ -349,8 +364,8 @@ class BackupWorkers(ScheduledSteps):
             number, step, step, partial(ArriveAtStep, Index(number), step, self._backups)
         )
 
-    def _weigh(self, found: StepAssignment) -> tuple[float, float, bool]:
-        return found.parts, 1.0, False
+    def _weigh(self, assignment: StepAssignment) -> tuple[float, float, bool]:
+        return assignment.parts, 1.0, False
 
     def _skip(self, number: int, step: int) -> None:
         link, units = self._link, self._link.units(number)

@@ -1,6 +1,4 @@
-"""A worker's link to the servers: gradients go there unit by unit, parameters come back, and all
-servers can be sent the same.
-"""
+"""A worker's link to the servers: it pushes gradients and pulls parameters, unit by unit."""
 
 from __future__ import annotations
 
@@ -27,9 +25,19 @@ from paceline.sync.context import SyncContext
 
 
 class ServerLink:
-    """Connections, layout and codec that a client's parts share.
+    """Connections, layout and codec, which the parts of a worker's parameter server client share.
 
-    Optimizers are known by their numbers, in the order of `optimizers`.
+    Optimizers are numbered in the order of `optimizers`: first the ones that have parameters on
+    servers, then the ones that have only sparse tables. `optimizers` and `steps_taken` have the
+    same length. A unit is pushed at most once in a step, except for gradients that were changed
+    afterwards. `_share`, `_owed` and `_lost` describe the turn under way.
+
+    Args:
+        context: The group of workers, its agreement and its deadline.
+        options: Options of `ParameterServer`.
+        lockstep: Whether all workers take the same steps.
+        drops: Whether servers drop gradients that arrive too late.
+        alone: Whether each gradient is a step of its own (asynchronous).
     """
 
     def __init__(
@@ -42,23 +50,20 @@ class ServerLink:
         alone: bool,
     ) -> None:
         self.context, self.options = context, options
-        self.lockstep = lockstep  # all workers are meant to take the same steps
-        self.drops = drops  # servers leave out what is pushed too late
-        self.alone = alone  # each gradient is a step of its own
-        self.workers = list(range(context.group.size))  # numbers of the workers, by rank
+        self.lockstep, self.drops, self.alone = lockstep, drops, alone
+        # Servers know a worker by a number that stays the same when others are lost. By rank.
+        self.workers = list(range(context.group.size))
         self.slots: list[Slot] = []
         self.optimizers: list[Optimizer] = []
         self.steps_taken: list[int] = []
-        self.factors: dict[int, float] = {}  # of optimizers whose next step is clipped
+        self.factors: dict[int, float] = {}  # by optimizer: the clip factor of its next step
         self.layout = UnitLayout([], [], 1, 1)
         self.connections = ReplicaConnections(timings=context.timings.servers)
         self.codec = PushPullCodec(context, options.codec)
-        # the first of the optimizers have parameters on servers, the others nothing but sparse
-        # tables
-        self._dense = 0
-        self._replicated = False  # servers are replaced where they are lost
-        self._share = 0.0  # this worker's part of the step that its gradients are for
-        # the step for which I last pushed what I had added up, having no samples in its turn
+        self._dense = 0  # number of optimizers that have parameters on servers
+        self._replicated = False  # whether lost servers are replaced
+        self._share = 0.0  # this worker's share of the step that its gradients are for
+        # The last turn in which this worker had no samples, but pushed a sum from `no_sync`.
         self._owed: int | None = None
         self._lost: PacelineError | None = None  # the loss of a server in a backward of this turn
         context.extra_groups.append(ServerTraffic(self.connections))
@@ -70,7 +75,7 @@ class ServerLink:
 
     @property
     def callers(self) -> list[RpcClient]:
-        """Connections to the servers that answer, by shard."""
+        """Connections to the primary server of each shard."""
         return self.connections.primaries
 
     @property
@@ -80,15 +85,15 @@ class ServerLink:
 
     @property
     def seconds(self) -> float:
-        """How many seconds anything is waited for."""
+        """Seconds that a wait may take."""
         return self.context.deadline
 
-    # ---- what lies where
+    # ---- parameters and their servers
 
     def attach(self, slots: Sequence[Slot], others: Sequence[Optimizer]) -> None:
-        """Take charge of these parameters.
+        """Take charge of the parameters of these slots.
 
-        The optimizers of sparse tables alone are `others`: they come after those of parameters.
+        `others` are optimizers that step only sparse tables. They come last in `optimizers`.
         """
         self.slots = list(slots)
         dense = list(
@@ -98,46 +103,49 @@ class ServerLink:
         )
         self._dense = len(dense)
         self.optimizers = dense + [
-            known for known in others if all(known is not one for one in dense)
+            optimizer for optimizer in others if all(optimizer is not other for other in dense)
         ]
         self.steps_taken = [0] * len(self.optimizers)
 
     def enter(self, endpoints: ServerEndpoints) -> None:
         """Connect to these servers, and deal the parameters to them."""
         self._replicated = endpoints.pool is not None
+        # Out of lockstep no common call notices that workers have changed, so the scope ends the
+        # waits for servers.
         self.connections.follow(self.context.cancel_scope if self.free else None)
         self.connections.open(endpoints, self.workers[self.context.group.rank])
-        ways, nbytes = (
-            [self.codec.ways(slot) for slot in self.slots],
-            int(self.options.bucket_mb * 1e6),
-        )
         self.layout = UnitLayout(
-            self.slots, self.optimizers[: self._dense], len(self.connections.of), nbytes, ways=ways
+            self.slots,
+            self.optimizers[: self._dense],
+            len(self.connections.of),
+            int(self.options.bucket_mb * 1e6),
+            ways=[self.codec.ways(slot) for slot in self.slots],
         )
         self.codec.lay_out(self.layout.units)
 
     def regroup(self, context: SyncContext) -> None:
-        """Go on with the workers of this context; a loss in a backward before counts no more."""
+        """Go on with the workers of this context, and forget a loss in an earlier backward."""
         self.context, self.workers, self._lost = context, list(context.agreement.origins), None
         context.extra_groups.append(ServerTraffic(self.connections))
 
     def units(self, optimizer: int) -> list[TransferUnit]:
-        """Return the units in which the parameters of an optimizer travel."""
+        """List the units that carry the parameters of an optimizer."""
         return [unit for unit in self.layout.units if unit.optimizer == optimizer]
 
-    # ---- gradients go
+    # ---- pushing gradients
 
     def weigh(self) -> None:
-        """Let what is pushed from now on count for my share of the step under way."""
+        """Set the weight of the next pushes to this worker's share of the step under way."""
         self._share = 1.0 if self._owed is not None else self.context.step_state.share_of_step
 
     def factor(self, grad: Tensor, scale: float) -> float:
-        """Return by what a gradient that counts `scale` in the step is multiplied before it is
-        pushed, for the share that it counts for.
+        """Compute the factor of a gradient that has weight `scale` in the step.
 
-        What was added up under `run.no_sync()` counts for 1 where I have no samples in the turn
-        that exchanges it, as all else of mine is zero there. Out of lockstep, where a push has one
-        weight, that is refused.
+        Pushes are multiplied by the share of the step, so the factor makes up for it.
+
+        A sum from `run.no_sync()` may be exchanged in a turn in which this worker has no samples.
+        Its share is then 0, and the sum is pushed with weight 1: the worker's other gradients of
+        the turn are zero. Out of lockstep a push has one weight, so this is refused.
         """
         state = self.context.step_state
         if self._owed != state.turn:
@@ -150,20 +158,22 @@ class ServerLink:
     def push_early(self, unit: TransferUnit, grads: Mapping[int, Tensor | None]) -> None:
         """Push a unit while backward runs.
 
-        After a loss nothing more is pushed until the turn is dealt again.
+        After a loss nothing more is pushed until the samples of the turn are dealt again.
         """
         try:
             if self._lost is None:
                 self._push(unit, grads)
         except LOSSES as error:
             self._lost = error
+            # Out of lockstep the gradient is pushed again when the optimizer steps.
             if self.lockstep or not self.context.survives:
-                raise  # otherwise it is pushed again when the optimizer steps
+                raise
 
     def _push(self, unit: TransferUnit, grads: Mapping[int, Tensor | None]) -> None:
-        """Send these gradients, weighted, in place of what was pushed before."""
-        self._await([unit])  # its memory may still be on its way
-        # alone: servers step by the share instead
+        """Send these gradients, weighted, in place of an earlier push."""
+        # An earlier push may still be sent from the same memory.
+        self._await([unit])
+        # Asynchronous servers scale the learning rate by the share, not the gradient.
         weight = self._share if not self.alone else 1.0 if self._share else 0.0
         used = unit.pack(self.slots, grads, weight)
         sent = self.codec.encode(unit, used, counts=weight > 0 or self.lockstep)
@@ -179,18 +189,19 @@ class ServerLink:
             raise
 
     def _await(self, units: Sequence[TransferUnit]) -> None:
-        """Wait until what was pushed of these units has arrived."""
+        """Wait until the servers have acknowledged all pushes of these units."""
         for unit in units:
             while unit.sent:
                 unit.sent.pop().wait(self.seconds)
 
     def settle(self, optimizer: int, *, wait: bool = True) -> list[TransferUnit]:
-        """Push all that p.grad is now; what was changed since it was pushed, again.
+        """Push the final values of p.grad: units that were not pushed yet or changed since.
 
         Returns the units of the optimizer.
 
-        `wait` until it has arrived on all servers but the first, where messages stay in order; on
-        all, where losses are survived.
+        With `wait`, returns once the pushes have arrived on all servers but the first. The first
+        has the scheduler: messages to it stay in order, so it sees the push before the next
+        request. In runs that survive losses it is waited for, too.
         """
         if self._lost is not None:
             raise self._lost
@@ -200,15 +211,14 @@ class ServerLink:
             if unit.changed(grads):
                 if self._owed is not None and unit.pushed:
                     raise UsageError(
-                        "p.grad was changed where this worker has no samples, but pushed what it "
-                        "had added up under run.no_sync(): let the "
-                        "turn that exchanges it be of a whole batch (drop_last=True), use "
-                        "run.clip, or AllReduce"
+                        "p.grad was changed in a turn in which this worker has no samples, after "
+                        "it had pushed a sum from run.no_sync(): exchange the sum in a turn with "
+                        "a whole batch (drop_last=True), use run.clip, or AllReduce"
                     )
                 if optimizer in self.factors:
                     raise UsageError(
-                        "p.grad was changed after run.clip, when servers have the sum of all "
-                        "workers already: change it before that"
+                        "p.grad was changed after run.clip, and servers have the sum of all "
+                        "workers already: change it before run.clip"
                     )
                 self._push(unit, grads)
         if wait:
@@ -216,23 +226,23 @@ class ServerLink:
         return units
 
     def release(self) -> None:
-        """Discard what was pushed and is in no step."""
+        """Discard pushes that are in no step yet."""
         for unit in self.layout.units:
             unit.forget()
 
     def arrived(self) -> None:
-        """Note that what was pushed has arrived: after a loss no answer comes any more."""
+        """Take all pushes as arrived: after a loss their acknowledgements don't come any more."""
         for unit in self.layout.units:
             unit.sent.clear()
 
-    # ---- servers are told, and asked
+    # ---- requests to servers
 
     def everywhere(
         self, optimizer: int, request: Request[R], *, ask: bool = False
     ) -> list[SentRequest[R]]:
-        """Send this to the servers that keep parameters of an optimizer.
+        """Send a request to the servers that keep parameters of an optimizer.
 
-        `ask`: to only one of the copies of a shard.
+        With `ask`, only the primary of each shard gets it; else all copies do.
         """
         shards = sorted({unit.server for unit in self.units(optimizer)})
         callers = [
@@ -243,11 +253,14 @@ class ServerLink:
         return [send(caller, request, self.seconds) for caller in callers]
 
     def wait(self, sent: SentRequest[R], what: str, who: Request[MissingWorkers]) -> R:
-        """Return the reply to a request that is answered once other workers have come.
+        """Wait for the reply to a request that servers answer after other workers have arrived.
 
-        Raises `DeadlineExceeded` that names them.
+        Raises `DeadlineExceeded` with the ranks of the missing workers.
 
-        `who`: the request that is answered at once with the workers that are missing.
+        Args:
+            sent: The request.
+            what: The call of the user that waits, for the message.
+            who: A request for the missing workers, which is answered at once.
         """
         try:
             return sent.wait(self.seconds)
@@ -260,27 +273,30 @@ class ServerLink:
                 ServerWait(self.context.group.rank, self.workers, self.seconds),
             ) from error
 
-    # ---- parameters come
+    # ---- pulling parameters
 
     def ask_for(self, units: Sequence[TransferUnit], step: int) -> list[SentRequest[UnitValues]]:
-        """Ask for the parameters in these units, as they are once `step` has been made."""
-        asked = dict[int, SentRequest[UnitValues]]()
-        # forward uses the first layers first
-        for place, unit in sorted(enumerate(units), key=lambda found: found[1].first):
+        """Request the parameters in these units, as they are after `step`."""
+        requests = dict[int, SentRequest[UnitValues]]()
+        # Forward uses the first layers first.
+        for index, unit in sorted(enumerate(units), key=lambda entry: entry[1].first):
             pull = PullUnit(unit.number, step, not self.lockstep)
-            asked[place] = send(self.callers[unit.server], pull, self.seconds)
-        return [asked[place] for place in range(len(units))]
+            requests[index] = send(self.callers[unit.server], pull, self.seconds)
+        return [requests[index] for index in range(len(units))]
 
     def take_in(
         self,
         units: Sequence[TransferUnit],
-        asked: Sequence[SentRequest[UnitValues]],
+        requests: Sequence[SentRequest[UnitValues]],
         *,
         stepped: bool = True,
     ) -> None:
-        """Set parameters to the replies. `stepped`: they include what I pushed."""
+        """Set parameters to the replies of `request_units`.
+
+        `stepped` says whether they include this worker's pushes.
+        """
         with torch.no_grad():
-            for unit, sent in zip(units, asked, strict=True):
+            for unit, sent in zip(units, requests, strict=True):
                 unit.give(self.slots, sent.wait(self.seconds).values)
         self._await(units)
         for unit in units:
@@ -288,7 +304,7 @@ class ServerLink:
         self.codec.over(units, stepped=stepped)
 
     def catch_up(self, steps: Mapping[int, int]) -> None:
-        """Take in the servers' parameters of now, or after so many `steps` of an optimizer."""
+        """Read all parameters as they are now, or after step `steps[optimizer]`."""
         reads = [
             self.ask_for([unit], steps.get(unit.optimizer, 0))[0] for unit in self.layout.units
         ]
@@ -296,21 +312,19 @@ class ServerLink:
 
     # ---- clipping
 
-    def norm(self, numbers: Sequence[int], kind: float) -> float:
-        """Return the norm of my own gradients of the parameters of these optimizers."""
+    def norm(self, optimizers: Sequence[int], norm_type: float) -> float:
+        """Compute the norm of this worker's own gradients for these optimizers."""
         return own_norm(
             [
                 slot
                 for slot, (owner, _) in zip(self.slots, self.layout.owners, strict=True)
-                if owner in numbers
+                if owner in optimizers
             ],
-            kind,
+            norm_type,
         )
 
-    def clip_by(self, asked: PendingClip, norms: Sequence[float]) -> float:
-        """Let the steps still to come be clipped by these norms of all parts, and return the
-        norm of the whole.
-        """
-        total, factor = asked.shrink(norms)
-        self.factors |= dict.fromkeys(asked.numbers, factor)
+    def clip_by(self, clip: PendingClip, norms: Sequence[float]) -> float:
+        """Clip the next steps by the norms of all parts, and return the total norm."""
+        total, factor = clip.shrink(norms)
+        self.factors |= dict.fromkeys(clip.numbers, factor)
         return total

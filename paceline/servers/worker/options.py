@@ -1,6 +1,4 @@
-"""Options of the parameter server's client, whatever the consistency model (`ParameterServer`
-says what each means).
-"""
+"""Options of the parameter server's client that don't depend on the consistency model."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from paceline.codec.coding import Coding
 
 
 class ServerOptions(Protocol):
-    """The arguments of `ParameterServer` but for those that ask for a consistency model."""
+    """The arguments of `ParameterServer`, without the ones that choose a consistency model."""
 
     @property
     def servers(self) -> int | None: ...

@@ -1,21 +1,21 @@
-"""The additional part of a consistency model in a run that survives losses.
+"""The part of a consistency model that recovers from losses, in a run that survives them.
 
-In lockstep a step is settled once all gradients are on all copies, and is made then:
+In lockstep a step is settled once all gradients are on all copies. Then it is made:
 
     push all | settled: all workers' pushes are on all copies | close, read by each worker
 
-    a loss before this is settled      nothing counts, and the turn is dealt again
-    a worker is lost after it          the step is made, with the gradient that the worker pushed;
-                                       the first to close makes it
-    a server is lost after it          its copies have everything
+    a loss before the step is settled  nothing counts, and the samples of the turn are dealt again
+    a worker is lost after that        the step is made, with the gradient that the worker pushed;
+                                       the first worker to close it makes it
+    a server is lost after that        its copies have everything
 
-Out of lockstep servers have no copies, and a lost server ends the run. So the scheduler lives, and
-each request may come twice: a worker that was interrupted by the loss of another asks again. The
-scheduler deals the samples of a lost worker again. If it was to make a step with others, they make
-it, with its gradient; a step that it was to make alone is left out. So its last samples may count
-twice.
+Out of lockstep servers have no copies, and a lost server ends the run. So the scheduler is alive in
+all that follows. Each request may come twice: a worker that was interrupted by the loss of another
+worker asks again. The scheduler deals the samples of a lost worker again. If the lost worker was to
+make a step with other workers, they make it, with its gradient; a step that it was to make alone is
+left out. So its last samples may count twice.
 
-A copy that is started in place of a lost server gets the state of the others between two steps.
+A copy that is started in place of a lost server is filled between two steps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from paceline.servers.worker.sample_queue import SampleQueueClient
 
 
 class ServerRecovery(Protocol):
-    """The recovering part of a consistency model, as others see it."""
+    """The recovering part of a consistency model, as the rest of the package sees it."""
 
     @property
     def copies(self) -> ServerReplication:
@@ -46,26 +46,26 @@ class ServerRecovery(Protocol):
 
 
 class LockstepRecovery:
-    """The recovering part where workers are in lockstep."""
+    """The recovering part if workers are in lockstep."""
 
     def __init__(self, link: ServerLink, copies: ServerReplication) -> None:
         self._link, self.copies = link, copies
-        # by optimizer: the workers whose gradients make its next step, once that is settled
+        # By optimizer: the workers whose gradients make its next step, once that is settled.
         self._makers: dict[int, list[int]] = {}
-        self._made: list[int] = []  # the optimizers that have stepped in this turn
+        self._made: list[int] = []  # optimizers that have stepped in this turn, in order
 
     def decided(self, close: CloseStep) -> CloseStep:
-        """Terms on which a decided step is closed: alike on all workers.
+        """Mark the request as one for a settled step, which is the same on all workers.
 
-        It can be undone while the step of another optimizer may still fail.
+        With several optimizers the step can be undone, as the step of another one may still fail.
         """
         return replace(close, decided=True, same=True, undo=len(self._link.optimizers) > 1)
 
     def settle(self, number: int) -> list[int]:
-        """Make sure that all gradients of the next step are on all servers, whoever is lost then;
-        return the workers that make it.
+        """Push the gradients of the next step, and agree that all of them are on all servers.
 
-        Raises `CallDiscarded`, on all, if they can't be any more.
+        Returns the workers that make the step, even if one of them is lost afterwards. Raises
+        `CallDiscarded` on all workers if a loss came before.
         """
         link = self._link
         if number in self._makers:
@@ -82,61 +82,63 @@ class LockstepRecovery:
         return self._makers[number]
 
     def stepped(self, number: int) -> None:
-        """Note that an optimizer has stepped, and take in copies that have begun.
+        """Note that an optimizer has stepped, and take in new copies.
 
-        Collective, if any are being started.
+        Collective, if any copies are being started.
         """
         self._made.append(number)
         del self._makers[number]
+        # A copy is filled between two steps, when no push is under way.
         if self.copies.waits:
             self._link.context.agreement.repeat_until_settled(self._quieten, what="optimizer.step")
         self.copies.renew()
 
     def _quieten(self) -> None:
-        """Wait until my pushes for other optimizers have arrived, too, so that a new copy is
-        filled with them.
+        """Wait until this worker's pushes for other optimizers have arrived.
+
+        A new copy is then filled with them, too.
         """
+        # Messages stay in order: a server answers after it has taken in all earlier pushes.
         for caller in self._link.connections.callers:
-            call(caller, CheckAlive(), self._link.seconds)  # answered after it
+            call(caller, CheckAlive(), self._link.seconds)
 
     def commit(self) -> None:
         """Note that the turn is over."""
         self._made.clear()
 
     def abort(self) -> None:
-        """Undo the turn on servers, as it is dealt again.
+        """Undo the turn on servers, as its samples are dealt again.
 
-        Raises `StateLost` where one optimizer steps twice in it.
+        Raises `StateLost` if one optimizer steps twice in the turn.
         """
-        link, made = self._link, self._made
+        link, stepped = self._link, self._made
         link.release()
         self._makers.clear()
         link.factors.clear()
-        if len({*made}) < len(made) or (made and len(link.optimizers) == 1):
+        # Servers keep what they need to undo one step, and with a single optimizer not even that.
+        if len({*stepped}) < len(stepped) or (stepped and len(link.optimizers) == 1):
             raise StateLost(
-                "a worker was lost in a turn in which an optimizer steps twice, and servers go "
-                "back by one step of each alone: resume from a checkpoint"
+                "a worker was lost in a turn in which an optimizer steps twice, and servers can "
+                "undo only one step of each optimizer: resume from a checkpoint"
             )
-        back = RollBackSteps(tuple((number, link.steps_taken[number]) for number in made))
+        roll_back = RollBackSteps(tuple((index, link.steps_taken[index]) for index in stepped))
         for caller in link.connections.callers:
-            with contextlib.suppress(*LOSSES):  # one that is lost now shows it in the next call
-                call(caller, back, link.seconds)
-        for number in made:
-            link.steps_taken[number] -= 1
+            with contextlib.suppress(*LOSSES):  # the next call notices a server that is lost now
+                call(caller, roll_back, link.seconds)
+        for index in stepped:
+            link.steps_taken[index] -= 1
         self._made.clear()
 
     def regroup(self) -> None:
-        """Go on with the workers and servers that are left.
+        """Go on with the remaining workers and servers.
 
-        Collective. Raises `StateLost` where no copy of a shard is left.
+        Collective. Raises `StateLost` if no copy of a shard is left.
         """
         self.copies.survey(self._link.context)
 
 
 class QueueRecovery:
-    """The recovering part where workers are not in lockstep, and take their samples from a
-    queue.
-    """
+    """The recovering part if workers are not in lockstep, and take samples from a queue."""
 
     def __init__(
         self, link: ServerLink, copies: ServerReplication, sample_queue: SampleQueueClient
@@ -146,21 +148,24 @@ class QueueRecovery:
     def regroup(self) -> None:
         """Go on after workers have changed.
 
-        Collective. Raises `StateLost` where a server was lost.
+        Collective. Raises `StateLost` if a server was lost.
         """
         link = self._link
         link.connections.follow(link.context.cancel_scope)
-        self.copies.survey(link.context)  # all that I have sent has arrived
+        # Afterwards all servers have answered a ping, so everything sent before has arrived.
+        self.copies.survey(link.context)
         link.arrived()
         self._sample_queue.resume()
+        # One worker tells the scheduler. It may find steps that only lost workers were to make:
+        # servers skip them, so that later steps don't wait for them.
         if link.context.group.rank == 0:
             lost = call(link.callers[0], LoseWorkers(tuple(link.workers)), link.seconds)
             for optimizer, step in lost.steps:
-                # it may have to wait for steps of the living
+                # Not waited for: an earlier step may still need the remaining workers.
                 link.everywhere(optimizer, SkipStep(Index(optimizer), step))
             if lost.samples:
                 epoch = self._sample_queue.part[0]
                 link.context.announce(
-                    f"{lost.samples} samples of epoch {epoch} were lost with a worker, when all "
-                    "others had ended it"
+                    f"{lost.samples} samples of epoch {epoch} were lost with a worker, after all "
+                    "other workers had ended it"
                 )

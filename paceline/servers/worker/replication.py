@@ -1,16 +1,15 @@
-"""Replacement of servers that are lost, or leave: which are lost, which worker starts a copy where,
-and from when on it counts.
+"""Replacement of servers that are lost or leave, by new copies of their shards.
 
-    a server is lost      all say which they miss: its copies go on; a worker begins to start
-                          another, on a host without one of that shard
-    some turns later      it has begun: while no worker sends servers anything, the first worker
-                          fills it, piece by piece
-    then                  it counts
-    a host leaves         the same for what only its servers keep; once those copies count, its
-                          servers don't any more, and it goes
+    a server is lost      all workers tell which servers they miss; its copies go on; one worker
+                          starts a new copy, on a host that has none of the shard
+    some turns later      the copy has begun; while no worker sends servers anything, the first
+                          worker fills it, piece by piece
+    then                  the copy counts: all workers send to it
+    a host leaves         new copies are started of the shards that only this host has; once they
+                          count, its servers don't count any more, and it goes
 
-Some workers may have come further than others when the next server is lost: so all also say which
-copies they start, which have been taken in, and which servers have left.
+Some workers may be further in this protocol than others when the next server is lost. So all also
+tell which copies they start, which have been taken in, and which servers have left.
 """
 
 from __future__ import annotations
@@ -29,30 +28,39 @@ from paceline.sync.context import SyncContext
 
 
 class StartingReplica(NamedTuple):
-    """A copy that is being started: its shard, and the worker that starts it."""
+    """A copy that is being started: its shard, and the number of the worker that starts it."""
 
     shard: int
     starter: int
 
 
-Fill = Callable[[int, RpcClient], Iterator[None]]  # fills a copy of this shard, a piece at a time
+Fill = Callable[[int, RpcClient], Iterator[None]]  # fills a copy of a shard, piece by piece
 
 
 def gone(names: Collection[str]) -> StateLost:
-    """Return the error for servers of whose data no copy is left."""
+    """Make the error for lost servers if no copy of their state is left."""
     return StateLost(
-        f"{' and '.join(names)}: gone, and nobody else has what was kept there; "
+        f"{' and '.join(names)}: lost, and no other server has a copy of its state; "
         "resume from a checkpoint, as --restarts does without "
-        "--min-workers (in lockstep replicas=2 has a copy on another host go on)"
+        "--min-workers (in lockstep, replicas=2 keeps a copy on another host)"
     )
 
 
 class ServerReplication:
-    """One worker's part in keeping `copies` of each shard.
+    """One worker's part in keeping several copies of each shard.
 
-    `pool` starts servers, `connections` reach them.
+    All workers hold the same copies in `_starting_copies`, except between a loss and the end of
+    `agree_on_losses`. A copy leaves it when it counts or could not begin. `_early_connections` has
+    only copies in `_starting_copies`, and only on the worker that fills them.
+    `_last_taken_in` lets workers that missed the end of `take_in_copies` catch up.
 
-    `kind`: what a server is called in messages.
+    Args:
+        context: The group of workers and its agreement.
+        pool: Starts servers.
+        connections: Connections to the servers.
+        copies: Number of servers that keep each shard.
+        fill: Fills a copy.
+        kind: Name of a server in messages. Default: "server".
     """
 
     def __init__(
@@ -68,11 +76,11 @@ class ServerReplication:
         self.context, self.pool, self.kind = context, pool, kind
         self._connections, self._copies, self._fill = connections, copies, fill
         self._lost: list[str] = []  # names of servers
-        self._left: set[int] = set()  # servers that went with their hosts
-        self._taken: list[Any] = []  # descriptions of the copies that were taken in last
-        self._anew: dict[int, StartingReplica] = {}  # copies being started, by number
-        self._early: dict[int, RpcClient] = {}  # connections to copies that don't count yet
-        self._seen: set[int] = set()  # numbers of copies that this worker has taken in
+        self._left: set[int] = set()  # numbers of servers that left with their hosts
+        self._taken: list[Any] = []  # number and description of each copy that was taken in last
+        self._anew: dict[int, StartingReplica] = {}  # by number of the server
+        self._early: dict[int, RpcClient] = {}  # by number of the server
+        self._seen: set[int] = set()  # numbers of all copies that this worker has taken in
 
     @property
     def workers(self) -> list[int]:
@@ -92,36 +100,39 @@ class ServerReplication:
     # ---- after a loss
 
     def survey(self, context: SyncContext) -> None:
-        """Go on with the workers and servers that are left, and begin to start what is missing.
+        """Agree which servers are left, go on with them, and begin to replace the lost ones.
 
-        Collective.
-
-        Raises `StateLost` where no copy of a shard is left.
+        Collective. Raises `StateLost` if no copy of a shard is left.
         """
         self.context, connections, pool = context, self._connections, self.pool
-        anew = [
-            [number, list(found)]
-            for number, found in sorted(self._anew.items())
-            if found.starter == self.me
+        # Each worker reports the copies that it starts itself: copies that a lost worker was
+        # starting are dropped, and started anew below.
+        starting = [
+            [server, list(copy)]
+            for server, copy in sorted(self._anew.items())
+            if copy.starter == self.me
         ]
-        mine = {
+        report = {
             "lost": connections.lost(min(context.deadline, context.timings.servers.alive)),
             "left": sorted(self._left),
-            "anew": anew,
+            "anew": starting,
             "taken": self._taken,
+            "here": pool.here,
+            "next": pool.next_step,
         }
-        mine |= {"here": pool.here, "next": pool.next_step}
-        answers = [
-            json.loads(body) for body in context.group.gather_bytes(json.dumps(mine).encode())
+        reports = [
+            json.loads(body) for body in context.group.gather_bytes(json.dumps(report).encode())
         ]
-        lost = {number for each in answers for number in each["lost"]}
-        pool.next_step = max(each["next"] for each in answers)
+        # A server that one worker can't reach is lost for all.
+        lost = {server for each in reports for server in each["lost"]}
+        pool.next_step = max(each["next"] for each in reports)
         self._anew = {
-            number: StartingReplica(*found) for each in answers for number, found in each["anew"]
+            server: StartingReplica(*copy) for each in reports for server, copy in each["anew"]
         }
-        for number, found in [taken for each in answers for taken in each["taken"]]:
-            self._count(number, found)
-        self._left |= {number for each in answers for number in each["left"]}
+        # Copies that any worker has taken in count for all, before the lost ones are removed.
+        for server, description in [taken for each in reports for taken in each["taken"]]:
+            self._count(server, description)
+        self._left |= {server for each in reports for server in each["left"]}
         shards = len(connections.of)
         self._lost += (names := connections.names(lost - self._left))
         endpoints = pool.lose(lost | self._left)
@@ -129,41 +140,45 @@ class ServerReplication:
             raise gone(names or [f"a {self.kind}"])
         connections.reach(endpoints, self.me)
         self._taken = [
-            [number, found] for number, found in self._taken if number in endpoints.numbers
+            [server, description]
+            for server, description in self._taken
+            if server in endpoints.numbers
         ]
         self._replace(
-            {worker: each["here"] for worker, each in zip(self.workers, answers, strict=True)},
+            {worker: each["here"] for worker, each in zip(self.workers, reports, strict=True)},
             endpoints,
         )
 
     def _replace(self, hosts: Mapping[int, str], endpoints: ServerEndpoints) -> None:
-        """Begin to start missing copies. `hosts`: of the living workers."""
-        wanted = [
+        """Begin to start the missing copies. `hosts` has the host of each remaining worker."""
+        missing = [
             shard
             for shard in range(len(self._connections.of))
             for _ in range(self._copies - endpoints.shards.count(shard))
         ]
-        for _, found in sorted(self._anew.items()):
-            if found.shard in wanted:
-                wanted.remove(found.shard)
-        self._start(wanted, hosts)
+        for _, copy in sorted(self._anew.items()):
+            if copy.shard in missing:
+                missing.remove(copy.shard)
+        self._start(missing, hosts)
 
     def _start(self, shards: Iterable[int], hosts: Mapping[int, str]) -> None:
-        """Begin to start copies of these shards, on hosts that have none of the shard, those
-        with the fewest servers first.
+        """Begin to start a copy of each of these shards.
+
+        It goes to a host that has no copy of the shard, among these the one with the fewest
+        servers. All workers compute the same hosts from the same facts, so they need no message.
         """
-        homes, all_of_them = self.pool.homes(), [*hosts.values()]
+        homes, worker_hosts = self.pool.homes(), [*hosts.values()]
         homes += [
-            (hosts[found.starter], found.shard)
-            for _, found in sorted(self._anew.items())
-            if found.starter in hosts
+            (hosts[copy.starter], copy.shard)
+            for _, copy in sorted(self._anew.items())
+            if copy.starter in hosts
         ]
         for shard in shards:
-            free = [host for host in dict.fromkeys(all_of_them) if (host, shard) not in homes]
-            if not free and len(set(all_of_them)) > 1:
-                continue  # each host has one: another there would die with it
+            free = [host for host in dict.fromkeys(worker_hosts) if (host, shard) not in homes]
+            if not free and len(set(worker_hosts)) > 1:
+                continue  # each host has a copy: a second one there would be lost with it
             home = min(
-                free or all_of_them, key=lambda host: sum(host == other for other, _ in homes)
+                free or worker_hosts, key=lambda host: sum(host == other for other, _ in homes)
             )
             homes.append((home, shard))
             starter = next(worker for worker, host in hosts.items() if host == home)
@@ -174,46 +189,48 @@ class ServerReplication:
     # ---- leaving hosts
 
     def relieve(self, hosts: Mapping[int, str], leaving: Collection[str]) -> bool:
-        """Begin to copy what only `leaving` hosts keep; return whether nothing (more) is kept by
-        them alone.
+        """Begin to copy the shards that only leaving hosts have. Collective.
 
-        `hosts`: of all workers, some of which stay. Collective.
+        Returns whether the hosts can leave: other hosts have a copy of each shard.
+
+        Args:
+            hosts: The host of each worker, of which some stay.
+            leaving: Hosts that leave.
         """
         staying = {worker: host for worker, host in hosts.items() if host not in leaving}
-        kept = {shard for home, shard in self.pool.homes() if home not in leaving}
-        bare = {*range(len(self._connections.of))} - kept
-        self._start(
-            sorted(
-                bare - {found.shard for found in self._anew.values() if found.starter in staying}
-            ),
-            staying,
-        )
-        return not bare
+        staying_shards = {shard for home, shard in self.pool.homes() if home not in leaving}
+        missing = {*range(len(self._connections.of))} - staying_shards
+        starting = {copy.shard for copy in self._anew.values() if copy.starter in staying}
+        self._start(sorted(missing - starting), staying)
+        return not missing
 
     def part(self, leaving: Collection[str]) -> None:
-        """Let the servers on leaving hosts count no more.
+        """Remove the servers on leaving hosts.
 
-        On all workers, while none sends servers anything.
+        All workers call it, while none sends servers anything.
         """
-        numbers = self.pool.on(leaving)
-        self._left |= {*numbers}
-        self._connections.reach(self.pool.lose(numbers), self.me)
+        servers = self.pool.on(leaving)
+        self._left |= {*servers}
+        self._connections.reach(self.pool.lose(servers), self.me)
 
     # ---- new copies
 
     def begun(self) -> list[Any]:
-        """This worker's copies that have begun or failed to, with facts for the other workers."""
-        mine = {
-            number: self.pool.spawned(number)
-            for number, found in self._anew.items()
-            if found.starter == self.me
+        """List this worker's copies that have begun or could not, as JSON values.
+
+        Each is the server's number, and its description for the other workers or False.
+        """
+        outcomes = {
+            server: self.pool.spawned(server)
+            for server, copy in self._anew.items()
+            if copy.starter == self.me
         }
-        return [[number, found] for number, found in mine.items() if found is not None]
+        return [[server, outcome] for server, outcome in outcomes.items() if outcome is not None]
 
     def filling(self, server: Any) -> Iterator[bool]:
-        """Fill a new copy from the others of its shard.
+        """Fill a new copy from another copy of its shard.
 
-        Yields True after each piece, False if it is lost already.
+        Yields True after each piece, and False if the new copy is lost already.
         """
         endpoints = self.pool.at(server)
         number, shard = endpoints.numbers[0], endpoints.shards[0]
@@ -226,36 +243,41 @@ class ServerReplication:
             yield False
 
     def take_in(self, servers: Iterable[Any], filled: Collection[int]) -> None:
-        """Let the filled copies count from now on."""
-        self._taken = [[number, found] for number, found in servers if found and number in filled]
-        for number, found in self._taken:
-            self._count(number, found)
-        for number in [number for number, _ in servers if number not in filled]:
-            self._anew.pop(number, None)
-            if (early := self._early.pop(number, None)) is not None:
+        """Let the filled copies count from now on, and forget the others.
+
+        `servers` has the number and the description of each copy that has begun or could not.
+        """
+        self._taken = [
+            [server, description]
+            for server, description in servers
+            if description and server in filled
+        ]
+        for server, description in self._taken:
+            self._count(server, description)
+        for server in [server for server, _ in servers if server not in filled]:
+            self._anew.pop(server, None)
+            if (early := self._early.pop(server, None)) is not None:
                 early.close()
             self.context.announce(
                 f"a copy of a {self.kind}, to replace one that was lost or leaves, could not "
                 "begin: there is one less"
             )
 
-    def _count(self, number: int, found: Any) -> None:
-        """Let a copy count, unless it does already, or has been lost since."""
-        self._anew.pop(number, None)
-        # a worker that has just joined was told where servers are
-        known = self._seen | {*self.pool.lose(()).numbers}
-        self._seen.add(number)
-        if number not in known:
-            self._connections.know(number, self._early.pop(number, None))
-            self._connections.reach(self.pool.add(found), self.me)
+    def _count(self, server: int, description: Any) -> None:
+        """Let a copy count, unless it counts already or has been lost since."""
+        self._anew.pop(server, None)
+        # A worker that has just joined knows the copy from the list of servers that it was sent.
+        counted = self._seen | {*self.pool.lose(()).numbers}
+        self._seen.add(server)
+        if server not in counted:
+            self._connections.know(server, self._early.pop(server, None))
+            self._connections.reach(self.pool.add(description), self.me)
 
     def renew(self) -> None:
-        """Fill the copies that have begun and take them in, while no worker sends servers anything.
+        """Fill the copies that have begun and take them in. Collective, if any are being started.
 
-        Collective, if any are being started.
-
-        The first worker fills a copy with what others have; the rest wait, and all meet now and
-        then as long as that takes.
+        No worker may send servers anything meanwhile. The first worker fills a copy from another
+        copy. The rest wait: all meet from time to time, so that no deadline passes.
         """
         if self.waits:
             self.take_in(
@@ -265,32 +287,36 @@ class ServerReplication:
             )
 
     def _renewed(self) -> tuple[list[Any], list[int]]:
-        """Return the copies that have begun, with what all workers need to know, and the numbers
-        of those that were filled.
+        """Fill the copies that have begun on any worker.
+
+        Returns number and description of each copy, and the numbers of the filled ones.
         """
         answers = self.context.agreement.meet(
             f"{self.kind}s begin", json.dumps(self.begun()).encode()
         )
-        servers = sorted(found for answer in answers for found in json.loads(answer))
-        return servers, [number for number, found in servers if found and self._filled(found)]
+        servers = sorted(outcome for answer in answers for outcome in json.loads(answer))
+        return servers, [
+            server for server, description in servers if description and self._filled(description)
+        ]
 
     def _filled(self, server: Any) -> bool:
-        """Whether the first worker could fill this copy. Collective."""
-        first = self.context.group.rank == 0
-        filling = self.filling(server) if first else iter(())
+        """Fill a copy on the first worker, and tell all whether it could. Collective."""
+        is_first = self.context.group.rank == 0
+        filling = self.filling(server) if is_first else iter(())
+        # Meet well before the deadline of the other workers' wait.
         seconds = min(self.context.timings.servers.fill, self.context.deadline / 4)
         while True:
-            word = _slice(filling, seconds) if first else b""
-            answer = self.context.agreement.meet(f"{self.kind}s are filled", word)[0]
+            progress = _slice(filling, seconds) if is_first else b""
+            answer = self.context.agreement.meet(f"{self.kind}s are filled", progress)[0]
             if answer != b"on":
                 return answer == b"filled"
 
-    # ---- for others
+    # ---- reports and end
 
     def take_lost(self) -> list[str]:
-        """Return the names of the servers that were lost since the last call."""
-        found, self._lost = self._lost, []
-        return found
+        """Take the names of the servers that were lost since the last call."""
+        names, self._lost = self._lost, []
+        return names
 
     def close(self) -> None:
         """Hang up on copies that don't count yet."""
@@ -301,10 +327,10 @@ class ServerReplication:
 
 
 def _slice(filling: Iterator[bool], seconds: float) -> bytes:
-    """Fill for a while. Returns b"on" if there is more to do."""
+    """Fill a copy for some seconds. Returns b"on" if there is more to do, b"filled" or b"lost"."""
     end = time.monotonic() + seconds
-    for alive in filling:
-        if not alive:
+    for is_alive in filling:
+        if not is_alive:
             return b"lost"
         if time.monotonic() > end:
             return b"on"

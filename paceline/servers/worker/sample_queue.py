@@ -1,9 +1,9 @@
-"""One worker's end of the sample queue: it asks the scheduler for samples, and whether to go on.
+"""One worker's end of the sample queue: it asks the scheduler for samples, and when to go on.
 
     take 4   take 6   take 7   tick   take 9   tick
 
-Each tick says that the turn of the oldest piece is over. If losses are survived, each call is begun
-anew after a loss, and does nothing twice.
+Each tick (`complete_turn`) reports that the turn of the oldest piece is over. In runs that survive
+losses each call is repeated after a loss, and does nothing twice.
 """
 
 from __future__ import annotations
@@ -40,28 +40,33 @@ NONE: Part = (-1, -1)
 
 
 class SampleQueueClient:
-    """Asks the scheduler for samples, and whether to go on.
+    """Asks the scheduler for samples, and when to begin the next turn.
 
-    `leaving` is called before this worker takes no more turns.
+    A turn ends in two halves: `complete_turn` sends `_turn_report`, and `wait_for_turn` waits for
+    the answer. Between them `_awaits_next_turn` is set. `_turn_permit` is the request under way; a
+    loss clears it, and the report is sent again. `_has_stepped` is of the present turn,
+    `_pieces_taken` of all epochs.
+
+    Args:
+        link: The connection to the servers. The first server has the scheduler.
+        leaving: Called before this worker takes no more turns.
     """
 
     def __init__(self, link: ServerLink, leaving: Callable[[], None] = lambda: None) -> None:
         self._link, self._leaving = link, leaving
-        self.clock = 0  # turns that are over
-        self.open = False  # an epoch is under way
-        self.part: Part = NONE
-        self.times = 0  # how many times this part of an epoch was resumed after all had paused
-        self.paused = False  # all workers have stopped taking pieces, to meet
-        self._asked: Part = NONE  # the part in which this worker asked for a pause
-        self._taken = 0  # pieces
-        self._stepped = False  # an optimizer has stepped in this turn
-        self._left = False
-        self._owes = False  # a turn is over, and this worker may not begin the next yet
-        # what the scheduler is told of my last turn
+        self.clock = 0  # turns that this worker has completed
+        self.open = False  # whether an epoch is under way
+        self.part: Part = NONE  # epoch and first sample of the present part of an epoch
+        self.times = 0  # how often this part was resumed after all workers had paused
+        self.paused = False  # whether all workers have stopped taking pieces, to meet
+        self._asked: Part = NONE  # the part in which this worker has asked for a pause
+        self._taken = 0
+        self._stepped = False
+        self._left = False  # whether the scheduler knows that this worker takes no more pieces
+        self._owes = False
         self._tick = CompleteTurn(0, False, False, math.inf)
-        # the request that is answered when it may
         self._going: SentRequest[StepsDecided] | None = None
-        self._had = self._letters = 0  # how many letters came last, and how many were sent
+        self._had = self._letters = 0  # notes received in the last answer, and notes sent
 
     def _lasting(self, act: Callable[[], T]) -> T:
         return self._link.context.agreement.retry_after_losses(act)
@@ -78,6 +83,8 @@ class SampleQueueClient:
 
     def begin(self, epoch: int, first: int, sizes: Sequence[int]) -> None:
         link, tensor = self._link, torch.tensor(sizes, dtype=torch.int64)
+        # The count tells the scheduler a part that goes on after a pause from one that is dealt
+        # anew. A call that is repeated after a loss keeps its count.
         times = (
             self.times + 1
             if self.paused
@@ -108,43 +115,47 @@ class SampleQueueClient:
                 ListBehind(),
             )
 
-        found = self._wait(act)
-        self._left, self.paused = found.over, found.paused
-        self._taken += found.piece is not None
-        return found.piece
+        # The request has the number of the piece, so that a repeated one gets the same piece.
+        samples = self._wait(act)
+        self._left, self.paused = samples.over, samples.paused
+        self._taken += samples.piece is not None
+        return samples.piece
 
     def leave(self) -> None:
         link = self._link
         if self.open and link.callers:
-            left, self._left = self._left, True
-            with contextlib.suppress(PacelineError):  # a run that fails, too, comes here
-                self._leaving()  # or what was pushed last might be in no step
-                if not left:
+            has_left, self._left = self._left, True
+            # A run that fails comes here, too. Its own error is the one to show.
+            with contextlib.suppress(PacelineError):
+                self._leaving()  # else the last gradients might be in no step
+                if not has_left:
                     call(link.callers[0], LeaveEpoch(), link.seconds)
 
     def rest(self) -> None:
-        """Note that all workers have ended the epoch, and are in lockstep until the next."""
+        """End the epoch: all workers are in lockstep until the next one."""
         self.open = False
 
     def pause(self) -> None:
-        if self._link.context.survives and self._asked != self.part:  # elsewhere nobody is let in
+        # Only runs that survive losses let workers join, and so need a pause.
+        if self._link.context.survives and self._asked != self.part:
             self._asked = self.part
             self._call(PauseDealing())
 
     def stepped(self) -> None:
-        """Note that an optimizer has stepped: samples of this turn, and of those before it, are
-        in a step, or were left out.
+        """Note that an optimizer has stepped.
+
+        The samples of this turn, and of earlier ones, are then in a step or dropped.
         """
         self._stepped = True
 
     # ---- turns
 
     def tick(self, bound: float, *, dropped: bool) -> None:
-        """End my turn, that of the oldest piece.
+        """Report the end of this worker's turn, which had the oldest piece.
 
-        `bound`: how many turns I may be ahead of the slowest in the next.
-
-        `dropped`: the samples of the piece are in no step.
+        Args:
+            bound: Turns that the next turn may be ahead of the slowest worker.
+            dropped: Whether the samples of the piece are in no step.
         """
         self.go()
         self.clock, self._owes = self.clock + 1, True
@@ -153,14 +164,16 @@ class SampleQueueClient:
         self._lasting(self._send)
 
     def _send(self) -> None:
-        """Tell the scheduler that my turn is over, unless that message is under way."""
+        """Send the report of the last turn, unless it is under way or answered."""
         link = self._link
         if self._owes and self._going is None:
             self._going = send(link.callers[0], self._tick, link.seconds)
 
     def go(self) -> dict[int, int]:
-        """Wait until I may begin the next turn; return the last step that was decided of each
-        optimizer, if that had to be asked.
+        """Wait until this worker may begin the next turn.
+
+        Returns the last step of each optimizer that was decided; nothing if the worker did not
+        have to wait.
         """
         link = self._link
 
@@ -172,11 +185,11 @@ class SampleQueueClient:
 
         if not self._owes:
             return {}
-        found = self._wait(act)
+        decided = self._wait(act)
         self._owes, self._going = False, None
-        return {} if found is None else dict(found.made)
+        return {} if decided is None else dict(decided.made)
 
-    # ---- letters
+    # ---- notes
 
     def together(self) -> AbstractContextManager[None]:
         return self._link.context.agreement.lockstep.all_entered()
@@ -193,16 +206,16 @@ class SampleQueueClient:
                 link.seconds,
             )
 
-        found = self._lasting(act)
-        self._had = len(found.notes)
-        return letters(found)
+        notes = self._lasting(act)
+        self._had = len(notes.notes)
+        return letters(notes)
 
     # ---- losses, and workers that join
 
     def join(self, times: int) -> None:
-        """Take up how often the part of the epoch was resumed, as the others count it."""
+        """Take over the other workers' count of resumptions of this part of the epoch."""
         self.times = times
 
     def resume(self) -> None:
-        """Go on after a loss, in which what was asked has been forgotten here."""
+        """Forget the request under way: after a loss its answer doesn't come any more."""
         self._going = None

@@ -1,14 +1,14 @@
-"""Steps of workers that are not in lockstep: the scheduler decides by which workers a step is made,
-and each of those has servers make it.
+"""Steps of workers out of lockstep: the scheduler assigns workers to a step, and each of them asks
+the servers to make it.
 
     worker            push ....... decide             close | read                        tick
     all servers       | kept                          | the step, once, whoever closes it
     scheduler                      | this step, by these workers; or too late             | the next
                                    turn may begin
 
-Models differ in what they ask the scheduler, and in what a late worker does (`consistency`). Where
-losses are survived, each call is begun anew after one: a gradient that is pushed again replaces the
-first, a step that is decided stays so, and a server makes it once.
+Models differ in their request to the scheduler, and in what a late worker does (`consistency`). In
+runs that survive losses each call is repeated after a loss. This is safe: a gradient that is pushed
+again replaces the first, the scheduler keeps its decisions, and a server makes a step once.
 """
 
 from __future__ import annotations
@@ -34,17 +34,23 @@ if TYPE_CHECKING:
 
 
 class ScheduledSteps:
-    """The base of consistency models in which workers are not in lockstep."""
+    """Base of the consistency models in which workers are out of lockstep.
+
+    Args:
+        link: The connection to the servers.
+        rows: Steps of the sparse tables that the same optimizers step.
+        bound: Turns that this worker may be ahead of the slowest. Default: any number.
+    """
 
     def __init__(self, link: ServerLink, rows: PerWorkerRowSteps, bound: float = math.inf) -> None:
         self._link, self._rows, self._bound = link, rows, bound
         self.sample_queue = SampleQueueClient(link, self._leave)
         self.recovery: QueueRecovery | None = None
-        # by optimizer: how many gradients of this worker are in steps, or were left out
+        # By optimizer: gradients of this worker that are in a step, or were dropped.
         self._count: dict[int, int] = {}
-        # by optimizer: the decision on its next step, where that has been asked for
+        # By optimizer: the scheduler's answer for the next gradient, if it has been asked.
         self._decided: dict[int, StepAssignment] = {}
-        self._late = False  # in this turn, for any optimizer
+        self._late = False  # whether a gradient of this turn was dropped
 
     def survive(self, copies: ServerReplication) -> None:
         self.recovery = QueueRecovery(self._link, copies, self.sample_queue)
@@ -54,7 +60,7 @@ class ScheduledSteps:
     def pushing(self, number: int) -> None: ...
 
     def _leave(self) -> None:
-        """Wait until all that I have pushed is in a step, as I take no more turns."""
+        """Wait until all pushed gradients are in a step, as this worker takes no more turns."""
         for number in range(len(self._link.optimizers)):
             self.pushing(number)
 
@@ -65,8 +71,8 @@ class ScheduledSteps:
         if not self.sample_queue.open and link.free:
             raise UsageError(
                 "with staleness or backup_workers optimizers step inside the loop over a prepared "
-                "DataLoader, whose samples are dealt to "
-                "whoever is ready for them: prepare the loader too, or leave both out"
+                "DataLoader, whose samples are dealt to the workers that are ready for them: "
+                "prepare the loader too, or leave both out"
             )
         gradient = self._gradient(number)
         link.context.agreement.retry_after_losses(lambda: self._step(number))
@@ -76,22 +82,23 @@ class ScheduledSteps:
         self.sample_queue.stepped()
 
     def _gradient(self, number: int) -> int:
-        """Return the number of my next gradient."""
+        """Number of this worker's next gradient, from 1 on."""
         return self._count.get(number, 0) + 1
 
     def _step(self, number: int) -> None:
-        found = self._decide(number)
+        assignment = self._decide(number)
         self._link.settle(number)  # raises if p.grad has been changed since run.clip
-        if found.late:
-            self._skip(number, found.step)
+        if assignment.late:
+            self._skip(number, assignment.step)
         else:
-            self._close(number, found)
+            self._close(number, assignment)
 
     def _decide(self, number: int, *, may_go_on: bool = True) -> StepAssignment:
-        """Ask which step I am in, and who makes it.
+        """Get the step of the next gradient, and the workers that make it.
 
-        `may_go_on`: before it is made, if I am late and the model allows that.
+        `may_go_on` lets a late worker go on before the step is made, if the model allows it.
         """
+        # The gradient must be on all servers before the scheduler counts on it.
         if number not in self._decided:
             self.pushing(number)
             self._link.settle(number)
@@ -100,7 +107,7 @@ class ScheduledSteps:
         return self._decided[number]
 
     def _ask(self, number: int, *, may_go_on: bool) -> StepAssignment:
-        """Ask the scheduler in which step my next gradient is, which has been pushed."""
+        """Ask the scheduler for the step of the next gradient, which has been pushed."""
         raise NotImplementedError
 
     def _call(
@@ -108,45 +115,51 @@ class ScheduledSteps:
         number: int,
         gradient: int,
         step: int,
-        come: Callable[[Contribution], Request[StepAssignment]],
+        make_request: Callable[[Contribution], Request[StepAssignment]],
     ) -> StepAssignment:
-        """Come to the scheduler with this gradient, and wait until it is decided in which step
-        of an optimizer it is.
+        """Offer a gradient to the scheduler, and wait until it has assigned a step.
+
+        Args:
+            number: The optimizer.
+            gradient: Number of the gradient.
+            step: Step to look for missing workers in, if the wait fails.
+            come: Makes the request.
         """
-        link, part = self._link, self._link.context.step_state.share_of_step
+        link, share = self._link, self._link.context.step_state.share_of_step
         contribution = Contribution(
-            part, tuple(enumerate(optimizers.settings(link.optimizers[number])))
+            share, tuple(enumerate(optimizers.settings(link.optimizers[number])))
         )
         with link.connections.waiting():
-            sent = send(link.callers[0], come(contribution), link.seconds)
+            sent = send(link.callers[0], make_request(contribution), link.seconds)
             return link.wait(
                 sent, f"optimizer.step {gradient}", ListNotArrived(Index(number), step)
             )
 
-    def _weigh(self, found: StepAssignment) -> tuple[float, float, bool]:
-        """Divisor of a step's sum, its part of the learning rate, and whether other pushes are
-        kept.
-        """
-        return found.parts, found.parts, True
+    def _weigh(self, assignment: StepAssignment) -> tuple[float, float, bool]:
+        """Divisor of a step's sum, factor of its learning rate, and whether late pushes stay."""
+        return assignment.parts, assignment.parts, True
 
-    def _close(self, number: int, found: StepAssignment, *, read: bool = True) -> None:
-        """Let the found workers make this step, on all copies. `read`: take in the result."""
-        link, step, units = self._link, found.step, self._link.units(number) if read else []
-        divisor, part, keep = self._weigh(found)
+    def _close(self, number: int, assignment: StepAssignment, *, read: bool = True) -> None:
+        """Make the assigned step on all copies, and with `read` take in the result.
+
+        Each of the step's workers sends the same request, and servers make the step once.
+        """
+        link, step, units = self._link, assignment.step, self._link.units(number) if read else []
+        divisor, part, keep = self._weigh(assignment)
         factor, turn = link.factors.get(number, 1.0) / divisor, link.context.step_state.step
         close = CloseStep(
             Index(number),
             step,
             turn,
-            found.workers,
+            assignment.workers,
             factor,
-            found.settings,
+            assignment.settings,
             decided=True,
             part=part,
             keep=keep,
         )
         closes, reads = link.everywhere(number, close), link.ask_for(units, step)
-        closes += self._rows.close(number, step, found, part)
+        closes += self._rows.close(number, step, assignment, part)
         for sent in closes:
             sent.wait(link.seconds)
         if read:
@@ -154,7 +167,7 @@ class ScheduledSteps:
         link.steps_taken[number] = step
 
     def _skip(self, number: int, step: int) -> None:
-        """Go on from this step, which I am too late for."""
+        """Go on from a step for which this worker is too late."""
         raise NotImplementedError
 
     # ---- clipping
@@ -165,24 +178,32 @@ class ScheduledSteps:
         )
 
     def _ask_norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        alone = len(numbers) == 1  # several are waited for: none goes on before its step is made
-        return [self._norm_of_step(number, kind, limit, may_go_on=alone) for number in numbers]
+        # With several optimizers the total norm needs all steps, so none may stay open.
+        is_single = len(numbers) == 1
+        return [self._norm_of_step(number, kind, limit, may_go_on=is_single) for number in numbers]
 
     def _norm_of_step(self, number: int, kind: float, limit: float, *, may_go_on: bool) -> float:
-        """Return the norm of the gradients that make the step; of mine, where I am too late."""
-        found = self._decide(number)
-        return self._link.norm([number], kind) if found.late else self._norm(number, found, kind)
-
-    def _norm(self, number: int, found: StepAssignment, kind: float) -> float:
-        """Return the norm of the mean of the gradients of a step that is decided."""
-        link = self._link
-        asked = link.everywhere(
-            number, ReadNorm(Index(number), found.step, found.workers, kind, decided=True), ask=True
+        """Compute the norm of a step's gradient; of the own gradient if it is too late."""
+        assignment = self._decide(number)
+        return (
+            self._link.norm([number], kind)
+            if assignment.late
+            else self._norm(number, assignment, kind)
         )
-        norms = [sent.wait(link.seconds).norm for sent in asked]
+
+    def _norm(self, number: int, assignment: StepAssignment, kind: float) -> float:
+        """Read the norm of the mean gradient of an assigned step."""
+        link = self._link
+        requests = link.everywhere(
+            number,
+            ReadNorm(Index(number), assignment.step, assignment.workers, kind, decided=True),
+            ask=True,
+        )
+        norms = [sent.wait(link.seconds).norm for sent in requests]
+        # Servers have sums, weighted by shares. Dividing by the total share gives the mean.
         return (
             float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), kind))
-            / found.parts
+            / assignment.parts
         )
 
     # ---- the end of a turn, and losses
@@ -195,7 +216,7 @@ class ScheduledSteps:
         self._follow()
 
     def _follow(self) -> None:
-        """Wait if I am too far ahead of the slowest."""
+        """If this worker is too far ahead of the slowest, wait."""
 
     def abort(self) -> None: ...
 

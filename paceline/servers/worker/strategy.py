@@ -33,7 +33,7 @@ from paceline.sync.context import SyncContext
 )
 @dataclass(frozen=True)
 class ParameterServer:
-    """Keep parameters on servers, which step them.
+    """Keep parameters on servers, where optimizers step them.
 
     >>> pl.start(sync=pl.ParameterServer(servers=2, staleness=4))
 
@@ -87,8 +87,8 @@ class ParameterServer:
         check(self.codec)
         if self.servers is not None and self.servers < 1:
             raise UsageError(
-                f"servers={self.servers} is no number of servers; give 1 or more, or leave it out "
-                "for one on each host"
+                f"servers={self.servers} is not a number of servers; give 1 or more, or leave it "
+                "out for one on each host"
             )
         if not self.bucket_mb > 0:
             raise UsageError(
@@ -100,12 +100,12 @@ class ParameterServer:
             or (self.staleness >= 0 and self.staleness == int(self.staleness))
         ):
             raise UsageError(
-                f"staleness={self.staleness} is no bound; give 0 (in lockstep), a number of turns, "
-                "or inf (no bound)"
+                f"staleness={self.staleness} is not a bound; give 0 (in lockstep), a number of "
+                "turns, or inf (no bound)"
             )
         if self.backup_workers < 0:
             raise UsageError(
-                f"backup_workers={self.backup_workers} is no number of workers; give 0 or more"
+                f"backup_workers={self.backup_workers} is not a number of workers; give 0 or more"
             )
         if self.backup_workers and self.staleness:
             raise UsageError(
@@ -114,14 +114,14 @@ class ParameterServer:
             )
         if self.replicas < 1:
             raise UsageError(
-                f"replicas={self.replicas} is no number of servers that keep the same; "
-                "give 1 (no copies) or more"
+                f"replicas={self.replicas} is not a number of copies; give 1 (each parameter is on "
+                "one server) or more"
             )
         if self.replicas > 1 and (self.staleness or self.backup_workers):
             raise UsageError(
                 f"replicas={self.replicas} is for workers in lockstep, and with staleness or "
-                "backup_workers they are not: leave out "
-                "replicas, and save checkpoints; or leave those out"
+                "backup_workers they are not: leave out replicas and save checkpoints, or leave "
+                "out staleness and backup_workers"
             )
 
     def begin(self, context: SyncContext) -> Sync:

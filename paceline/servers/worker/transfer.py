@@ -1,6 +1,4 @@
-"""Transfer of whole states: filling servers, reading them to be saved, and filling copies;
-parameters and optimizer state.
-"""
+"""Transfer of parameters and optimizer state: to servers, to copies, and back to be saved."""
 
 from __future__ import annotations
 
@@ -24,25 +22,25 @@ from paceline.sync.base import check_strategy
 
 
 def fill(link: ServerLink, memories: Sequence[Mapping[str, Any]]) -> None:
-    """Fill servers with my parameters, and with the state of their optimizers."""
+    """Fill servers with this worker's parameters, and with their optimizer state."""
     for unit in link.layout.units:
         for piece, view in unit.members:
             view.copy_(rows(link.slots[piece.slot].parameter.detach(), piece))
         link.connections.tell(unit.server, FillUnit(unit.number, unit.flat), link.seconds)
     for server, plan in enumerate(link.plans):
-        found = [
+        shard_memories = [
             part(memories[piece.slot], piece, link.slots[piece.slot].parameter)
             for piece in plan.pieces
         ]
         link.connections.tell(
-            server, LoadMemories(packed(pack({"memories": found}).dumps())), link.seconds
+            server, LoadMemories(packed(pack({"memories": shard_memories}).dumps())), link.seconds
         )
 
 
 def copy(link: ServerLink, shard: int, caller: RpcClient) -> Iterator[None]:
-    """Fill a copy of this shard, at the other end of `caller`, from a living one.
+    """Fill a new copy of a shard from a copy that is alive. Yields after each message.
 
-    Yields after each piece.
+    `caller` is the connection to the new copy.
     """
     state = link.connections.ask(shard, ReadShard(), link.seconds)
     call(caller, PlanShard(packed(write(link.plans[shard]))), link.seconds)
@@ -52,33 +50,36 @@ def copy(link: ServerLink, shard: int, caller: RpcClient) -> Iterator[None]:
 
 
 def memories(link: ServerLink, slots: int) -> list[dict[str, Any]]:
-    """Return the state of optimizers on servers, for each parameter."""
-    found: list[list[tuple[RowRange, dict[str, Any]]]] = [[] for _ in range(slots)]
+    """Read the optimizer state of each parameter from the servers."""
+    by_slot: list[list[tuple[RowRange, dict[str, Any]]]] = [[] for _ in range(slots)]
     for server, plan in enumerate(link.plans):
         body = link.connections.ask(server, ReadMemories(), link.seconds).packed.numpy().tobytes()
         for piece, memory in zip(plan.pieces, loads(body).unpack()["memories"], strict=True):
-            found[piece.slot].append((piece, memory))
-    return [whole(parts) for parts in found]
+            by_slot[piece.slot].append((piece, memory))
+    return [whole(pieces) for pieces in by_slot]
 
 
 def saved(states: Sequence[Mapping[str, Any]], slots: int) -> list[Any] | None:
-    """Return the `memories` in the states of all workers in a checkpoint.
+    """Find the optimizer state of all parameters in a checkpoint, among the states of all workers.
 
-    Raises `UsageError` for another strategy, or model.
+    Raises `UsageError` if another strategy or model wrote it.
     """
     check_strategy("ParameterServer", states, "memories")
-    found = next((state["memories"] for state in states if state["memories"] is not None), None)
-    if found is not None and len(found) != slots:
+    saved_memories = next(
+        (state["memories"] for state in states if state["memories"] is not None), None
+    )
+    if saved_memories is not None and len(saved_memories) != slots:
         raise UsageError(
-            f"this checkpoint is of a model of {len(found)} parameters, and here are {slots}"
+            f"this checkpoint is of a model with {len(saved_memories)} parameters, and this model "
+            f"has {slots}: load it into the model that wrote it"
         )
-    return found
+    return saved_memories
 
 
 def replication(link: ServerLink, endpoints: ServerEndpoints) -> ServerReplication | None:
-    """Make the replacement of lost servers by copies; None if no copy can be started.
+    """Make the object that replaces lost servers by copies; None if no copy can be started.
 
-    Copies are filled from other servers. Raises `UsageError` for replicas if none can be started.
+    Raises `UsageError` if `replicas` asks for copies and none can be started.
     """
     replicas = link.options.replicas
     if endpoints.pool is not None:

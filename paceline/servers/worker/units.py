@@ -1,4 +1,4 @@
-"""Transfer units: what travels to servers and back in one message, as a worker has it."""
+"""Transfer units: the parts of parameters that travel in one message to a server and back."""
 
 from __future__ import annotations
 
@@ -27,21 +27,18 @@ from paceline.timings import DEFAULTS, ServerTimings
 
 @dataclass
 class TransferUnit:
-    """A unit of a server, as this worker has it: the memory that travels, and the parts of
-    parameters in it.
-    """
+    """A unit of a server, as this worker has it: the memory that travels, and its members."""
 
     server: int
     number: Index  # on that server
     optimizer: int
     flat: Tensor
-    members: list[tuple[RowRange, Tensor]]  # parts of parameters, and where each lies
-    # pushes that wait to be acknowledged
+    members: list[tuple[RowRange, Tensor]]  # rows of parameters, and their views of `flat`
+    # Pushes that were not acknowledged yet.
     sent: list[SentRequest[Acknowledged]] = field(default_factory=list)
-    pushed: dict[int, tuple[Tensor | None, int]] = field(
-        default_factory=dict
-    )  # of this step: which gradients, by slot, as of which version
-    ways: Phases = ()  # the codings in which it travels
+    # Gradients that were pushed for this step, by slot, and their versions at that time.
+    pushed: dict[int, tuple[Tensor | None, int]] = field(default_factory=dict)
+    ways: Phases = ()  # codings of its pushes
 
     @property
     def first(self) -> int:
@@ -49,12 +46,12 @@ class TransferUnit:
         return min(piece.slot for piece, _ in self.members)
 
     def forget(self) -> None:
-        """Discard what was pushed of this unit."""
+        """Discard the pushes of this unit."""
         self.pushed = {}
         self.sent.clear()
 
     def over(self, flat: Tensor) -> list[Tensor]:
-        """Places of the members in another flat tensor of the same length."""
+        """View the members in another flat tensor of the same length."""
         start = self.flat.storage_offset()
         return [
             flat.as_strided(view.size(), view.stride(), view.storage_offset() - start)
@@ -64,8 +61,9 @@ class TransferUnit:
     def pack(
         self, slots: Sequence[Slot], grads: Mapping[int, Tensor | None], factor: float
     ) -> bytes:
-        """Lay these gradients, times `factor`, into the memory that travels; return a flag for
-        each member: whether it has a gradient.
+        """Write these gradients, times `factor`, into the memory that travels.
+
+        Returns a flag for each member: whether it has a gradient.
         """
         used = bytearray()
         for piece, view in self.members:
@@ -84,21 +82,27 @@ class TransferUnit:
         return bytes(used)
 
     def changed(self, grads: Mapping[int, Tensor | None]) -> bool:
-        """Whether these gradients differ from those that were pushed."""
+        """Whether these gradients differ from the pushed ones."""
         return not self.pushed or any(
             grad is not self.pushed[slot][0] or version(grad) != self.pushed[slot][1]
             for slot, grad in grads.items()
         )
 
     def give(self, slots: Sequence[Slot], flat: Tensor) -> None:
-        """Copy what has come into the parameters."""
+        """Copy the values in a flat tensor into the parameters."""
         for (piece, _), values in zip(self.members, self.over(flat), strict=True):
             rows(slots[piece.slot].parameter.detach(), piece).copy_(values)
 
 
 class UnitLayout:
-    """The layout of parameters: each server's part (`plans`), and its units here (`units`; `of`:
-    by slot). `ways`: codings of each slot.
+    """The layout of parameters over servers: the plan of each server, and its units here.
+
+    Args:
+        slots: The parameters.
+        optimizers: Their optimizers.
+        servers: Number of servers.
+        nbytes: Size of a unit in bytes.
+        ways: Codings of each slot. Default: none.
     """
 
     def __init__(
@@ -113,33 +117,36 @@ class UnitLayout:
         shapes = [BucketShape.of_parameter(slot.parameter) for slot in slots]
         settings = [recipe.settings(optimizer) for optimizer in optimizers]
         names = [recipe.describe(optimizer) for optimizer in optimizers]
-        # optimizer and group of each slot
+        # Optimizer and parameter group of each slot.
         self.owners = [_owner(slot, optimizers) for slot in slots]
-        found = pieces(
+        # Some optimizers need a parameter as a whole. Others let it be cut by rows.
+        all_pieces = pieces(
             shapes, servers, [names[optimizer] in recipe.WHOLE for optimizer, _ in self.owners]
         )
         ways = ways or [()] * len(slots)
         self.plans: list[ShardPlan] = []
         self.units: list[TransferUnit] = []
         self.of: dict[int, list[TransferUnit]] = {}
-        for server, numbers in enumerate(deal(found, servers)):
-            mine = [found[number] for number in numbers]
+        for server, indices in enumerate(deal(all_pieces, servers)):
+            shard = [all_pieces[index] for index in indices]
+            # Parameters share a unit only if they have the same optimizer and codings.
             kinds = [
                 piece.shape._replace(kind=(self.owners[piece.slot][0], ways[piece.slot]))
-                for piece in mine
+                for piece in shard
             ]
-            runs = cut_runs(kinds, reversed(range(len(mine))), nbytes)
+            # Backward reaches the last parameters first, so units are cut from the end.
+            runs = cut_runs(kinds, reversed(range(len(shard))), nbytes)
             owners, coded = (
-                [self.owners[piece.slot] for piece in mine],
-                [ways[mine[run[0]].slot] for run in runs],
+                [self.owners[piece.slot] for piece in shard],
+                [ways[shard[run[0]].slot] for run in runs],
             )
-            plan = ShardPlan(mine, runs, owners, list(zip(names, settings, strict=True)), coded)
+            plan = ShardPlan(shard, runs, owners, list(zip(names, settings, strict=True)), coded)
             self.plans.append(plan)
             for number, (run, bucket) in enumerate(
                 zip(runs, build_buckets(plan.shapes, runs, _empty), strict=True)
             ):
                 members = [
-                    (mine[piece], view) for piece, view in zip(run, bucket.views, strict=True)
+                    (shard[index], view) for index, view in zip(run, bucket.views, strict=True)
                 ]
                 unit = TransferUnit(
                     server,
@@ -155,21 +162,21 @@ class UnitLayout:
 
 
 class ServerLinks:
-    """Connections to servers, as a part of what the worker sends (a `Sender`)."""
+    """Connections to servers, whose traffic counts for the run (a `Sender`)."""
 
     def __init__(self, *, timings: ServerTimings = DEFAULTS.servers) -> None:
         self._timings = timings
-        self.waited = 0.0  # seconds, for workers that closed a step later
+        self.waited = 0.0  # seconds of waiting for slower workers
         self.callers: list[RpcClient] = []
-        self.left = False  # this worker leaves, and others may go on
-        self._past = Traffic()  # on connections that were closed
+        self.left = False  # whether this worker leaves a run that may go on
+        self._past = Traffic()  # of closed connections
 
     @property
     def traffic(self) -> Traffic:
         return sum((_sent(caller) for caller in self.callers), self._past)
 
     def open(self, endpoints: ServerEndpoints, me: int) -> None:
-        """Connect to these servers, as worker `me`; all waits end when one of them is lost."""
+        """Connect to these servers, as worker number `me`. The loss of one ends all waits."""
         self.callers = [
             RpcClient(address, endpoints.keys, sender=me, who=name, timings=self._timings)
             for address, name in zip(endpoints.addresses, endpoints.names, strict=True)
@@ -196,7 +203,8 @@ class ServerLinks:
 
 
 def packed(body: bytes) -> Tensor:
-    """Return bytes as a tensor, to be sent."""
+    """Copy bytes into a uint8 tensor, the form in which messages carry them."""
+    # torch.frombuffer refuses an empty buffer.
     return (
         torch.frombuffer(bytearray(body), dtype=torch.uint8)
         if body
@@ -204,13 +212,11 @@ def packed(body: bytes) -> Tensor:
     )
 
 
-def letters(found: Notes) -> list[tuple[int, bytes]]:
-    """Return the letters that the scheduler has passed on: the sender's number, and the
-    contents.
-    """
+def letters(notes: Notes) -> list[tuple[int, bytes]]:
+    """Unpack the notes that the scheduler passed on: the number of each sender, and the bytes."""
     return [
-        (worker, letter.numpy().tobytes())
-        for worker, letter in zip(found.workers, found.notes, strict=True)
+        (worker, note.numpy().tobytes())
+        for worker, note in zip(notes.workers, notes.notes, strict=True)
     ]
 
 
@@ -219,10 +225,10 @@ def _sent(caller: RpcClient) -> Traffic:
 
 
 def _owner(slot: Slot, optimizers: Sequence[Optimizer]) -> tuple[int, int]:
-    for number, optimizer in enumerate(optimizers):
-        for group, values in enumerate(optimizer.param_groups):
-            if any(parameter is slot.parameter for parameter in values["params"]):
-                return number, group
+    for index, optimizer in enumerate(optimizers):
+        for group_index, group in enumerate(optimizer.param_groups):
+            if any(parameter is slot.parameter for parameter in group["params"]):
+                return index, group_index
     raise AssertionError(f"{slot.name} is in no group of its optimizer")
 
 
@@ -231,17 +237,19 @@ def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def rows(x: Tensor, piece: RowRange) -> Tensor:
-    """Return the rows `piece` of a parameter, or of a tensor with its shape."""
+    """Select the rows `piece` of a parameter, or of a tensor of the same shape."""
     return x if piece.whole else x[piece.start : piece.stop]
 
 
 def version(grad: Tensor | None) -> int:
-    """Return a number that grows when a gradient is changed in place."""
+    """Get a number that grows when a gradient is changed in place."""
+    # Private in torch: the counter by which autograd notices changes in place. Without it,
+    # gradients that were clipped or scaled after their push would go unnoticed.
     return 0 if grad is None else grad._version
 
 
 def part(memory: Mapping[str, Any], piece: RowRange, parameter: Tensor) -> dict[str, Any]:
-    """Return an optimizer's state for some rows, from that for all rows."""
+    """Cut the optimizer state of some rows out of the state of a whole parameter."""
     return {
         name: rows(value, piece).contiguous()
         if isinstance(value, Tensor) and value.shape == parameter.shape
@@ -251,17 +259,18 @@ def part(memory: Mapping[str, Any], piece: RowRange, parameter: Tensor) -> dict[
 
 
 def whole(parts: Sequence[tuple[RowRange, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return an optimizer's state for a parameter, from those for its pieces."""
+    """Join the optimizer states of the pieces of a parameter."""
     first, memory = parts[0]
     if first.whole:
         return dict(memory)
-    ordered = [found for _, found in sorted(parts, key=lambda found: found[0].start)]
-    like = {
+    ordered = [memory for _, memory in sorted(parts, key=lambda entry: entry[0].start)]
+    # State in the shape of the piece has rows. Other state (step counts) is the same for all.
+    with_rows = {
         name
         for name, value in memory.items()
         if isinstance(value, Tensor) and value.shape == first.shape.size
     }
     return {
-        name: torch.cat([found[name] for found in ordered]) if name in like else value
+        name: torch.cat([state[name] for state in ordered]) if name in with_rows else value
         for name, value in memory.items()
     }

@@ -253,7 +253,7 @@ def test_a_server_is_killed(job: Jobs, mode: str, which: int) -> None:
     assert (
         end.code
         and f"server {which} on" in end.err
-        and "gone, and nobody else has what was kept there" in end.err
+        and "lost, and no other server has a copy of its state" in end.err
     ), end.err
     assert "resume from a checkpoint" in end.err
 

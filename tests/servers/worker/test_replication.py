@@ -261,7 +261,7 @@ def test_a_server_that_dies_before_it_has_handed_over_is_lost() -> None:
         replacing.relieve(dict(enumerate(HOSTS)), ["b"])
         ends.dead.append(1)
         with pytest.raises(
-            StateLost, match="server 1: gone, and nobody else has what was kept there"
+            StateLost, match="server 1: lost, and no other server has a copy of its state"
         ):
             replacing.survey(replacing.context)
 

@@ -14,10 +14,10 @@ from paceline.servers.worker.strategy import ParameterServer
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"staleness": -1}, "is no bound"),
-        ({"staleness": 1.5}, "is no bound"),
-        ({"staleness": math.nan}, "is no bound"),
-        ({"backup_workers": -1}, "is no number of workers"),
+        ({"staleness": -1}, "is not a bound"),
+        ({"staleness": 1.5}, "is not a bound"),
+        ({"staleness": math.nan}, "is not a bound"),
+        ({"backup_workers": -1}, "is not a number of workers"),
         ({"staleness": 1, "backup_workers": 1}, "leave out staleness, or backup_workers"),
         ({"replicas": 2, "staleness": 2}, "is for workers in lockstep"),
         ({"replicas": 2, "staleness": math.inf}, "is for workers in lockstep"),
