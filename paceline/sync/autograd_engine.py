@@ -91,7 +91,9 @@ class AnnouncingEngine(torch._C._ImperativeEngine):
                 for thread, ref in self.listeners
                 if (listener := ref()) is not None
             ]
-            own_listeners = [listener for thread, listener in live_listeners if thread == own_thread]
+            own_listeners = [
+                listener for thread, listener in live_listeners if thread == own_thread
+            ]
             # A pass inside of another one, such as a reentrant checkpoint, is part of that one.
             for listener in own_listeners if own_thread not in self.running else ():
                 listener.pass_begins()
