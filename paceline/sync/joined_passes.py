@@ -117,7 +117,7 @@ class JoiningTracker:
         if torch._C._current_graph_task_id() != -1 and self._by_id:
             raise UsageError(
                 f"{where} was called inside of loss.backward() (from a hook of a parameter), "
-                "when gradients are not the mean over all workers yet; remove the hook, and call "
+                "when gradients are not the mean over all workers yet; take the hook out, and call "
                 "optimizer.step() after loss.backward()"
             )
 
