@@ -76,8 +76,8 @@ class FragmentUnit:
 class Fragment:
     """Some units, and the state of their round.
 
-    When a round is sent, `sent_steps` and `own_weight` take over its counts, and `local_steps` counts the next round. `in_exchange` is true from then
-    until the mean change has been applied.
+    When a round is sent, `sent_steps` and `own_weight` take over its counts, and `local_steps`
+    counts the next round. `in_exchange` is true from then until the mean change has been applied.
     """
 
     landed: int = 0  # step after which the last round ended

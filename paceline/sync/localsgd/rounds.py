@@ -40,9 +40,9 @@ class LocalSGDSync:
 
     While `_warm_up` isn't None, the strategy is AllReduce and there are no units. Afterwards each
     parameter is in one unit of one of the `_fragments`. A step is open from its first backward to
-    `commit`. `_step_counted` says whether the open step is already part of the fragments' counts: `converge` may
-    end a round in the middle of a step. Memories of the outer optimizer live in the units, and in
-    `_memories` while parameters are in no unit.
+    `commit`. `_step_counted` says whether the fragments have counted the open step already, as
+    `converge` may end a round in the middle of a step. The state of the outer optimizer lives in
+    the units, and in `_memories` while a parameter is in no unit.
     """
 
     replicas_diverge = True  # replicas differ between rounds, and so do their optimizers
@@ -233,7 +233,7 @@ class LocalSGDSync:
         fragment = self._rounds[index]
         fragment.mine, fragment.length = fragment.parts / fragment.steps, fragment.steps
         fragment.steps, fragment.parts, fragment.flying, fragment.here = 0, 0.0, True, False
-        # Without a delay, the round is finished at once, and `_wait_for_changes` starts the exchange.
+        # Without a delay, `_wait_for_changes` starts the exchange, as it follows at once.
         self._launch(index, adapt=True) if self._options.delay else None
 
     def _launch(self, index: int, *, adapt: bool) -> None:
@@ -256,7 +256,7 @@ class LocalSGDSync:
             except LOSSES:
                 if agreement.recovery is None:
                     raise
-                # The missing works show `_wait_for_changes` that the exchange must be started again.
+                # Works are missing now, so `_wait_for_changes` starts the exchange again.
                 return
 
     def _changed(self, unit: FragmentUnit, into: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def test_what_a_codec_has_kept_needs_the_same_parameters(tmp_path: Path) -> None
         UsageError,
         match=(
             "with other parameters unfrozen, or with other fragments or bucket_mb, "
-            "and a codec has kept"
+            "and its residuals of a codec"
         ),
     ):
         workers(2, lambda run: thawed(run, 8, resume=True), strategy=strategy, folder=tmp_path)
