@@ -33,10 +33,11 @@ CHUNK_INDICES = 65_536  # most indices in a chunk, about
 class EpochIndices:
     """The global batches (of indices) of one epoch, by step.
 
-    Batches from `first` to before `high` are here. The first worker draws batches from `_source`
-    and has drawn `_drawn` of them. If it isn't at `_high` (this worker has just become the first,
-    or the epoch begins in the middle), `_reopen` draws the same order again from `origin`. A *mark*
-    is a checksum of all batches before a step; it shows whether an order is the same.
+    Batches from `first_step` to before `end_of_batches` are here. The first worker draws batches
+    from `_source`, `_drawn_batches` of them so far. If these aren't the batches before `_next_step`
+    (this worker has just become the first, or the epoch begins in the middle), `_reopen_source`
+    draws the same order again from `origin`. A *mark* is a checksum of all batches before a step,
+    which shows whether two orders are the same.
 
     Made on every worker with the same arguments.
 
@@ -114,7 +115,7 @@ class EpochIndices:
         for past in [earlier for earlier in self._batches if earlier < step]:
             del self._batches[past]
             del self._marks[past]
-        # `settle` needs the last state at or before the present step.
+        # `undo_later_draws` needs the last state at or before the present step.
         if self._states:
             oldest = max((drawn for drawn in self._states if drawn <= step), default=0)
             for drawn in [drawn for drawn in self._states if drawn < oldest]:
