@@ -254,7 +254,7 @@ class Pipeline(Protocol):
         ...
 
     def regroup(self, index: int) -> None:
-        """Deal `index` next as `redeal_step` does, to the present workers of the terms. Collective."""
+        """Deal `index` next as `redeal_step` does, to the present workers. Collective."""
         ...
 
     def state(self, index: int) -> dict[str, Any]:
