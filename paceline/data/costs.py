@@ -1,15 +1,13 @@
-"""Dealing by cost, if samples differ: workers get equal sums of costs instead of equal counts.
+"""Dealing by cost: workers get equal sums of costs, or sums in proportion to their parts.
 
-With parts, sums are in proportion to them.
+largest costs first        11 9 8 | 7 6 5 | 4 3 3 2 2 1 1      each sample goes to the worker
+(`deal_by_cost`)           11     9     8                      with the smallest sum so far, so
+                            5     6     7                      each gets large and small ones
+                            3     3     4
+                            2 1   2     1        sums 22 20 20
 
-costs, the largest first     11 9 8 | 7 6 5 | 4 3 3 2 2 1 1      each goes to the worker with the
-                             11     9     8                      smallest sum so far: large and
-                              5     6     7                      small ones for every worker
-                              3     3     4
-                              2 1   2     1        sums 22 20 20
-
-padded to the longest        1 1 2 2 3 3 4 | 5 6 7 | 8 9 | 11    cut at consecutive places: similar
-count x longest                         28      21    18   11    costs go together
+padded to the longest      1 1 2 2 3 3 4 | 5 6 7 | 8 9 | 11    samples of similar cost stay
+(`deal_padded`)                       28      21    18   11    together: count x largest cost
 """
 
 from __future__ import annotations
@@ -29,16 +27,16 @@ from paceline.data import rng
 from paceline.errors import DataError
 
 Cost = Callable[[Any], float]
-"""The cost of a sample, as the data set gives it: a number, zero or more, such as its length."""
+"""Sample of a data set -> its cost: a number, zero or more, such as a length."""
 
-ABOVE = 1.01  # times its part: what a worker gets at most before samples change places
-TRIFLE = 1e-6  # of the mean cost: what a sample takes at least while it is dealt
-EXCHANGES = 8  # for each worker, at most
-HALVINGS = 40  # of the range in which the least is that a worker has to have
+ABOVE = 1.01  # a worker's sum / its part of all costs, above which samples are exchanged
+TRIFLE = 1e-6  # times the mean cost: added to each sample, so that samples of cost 0 count
+EXCHANGES = 8  # most exchanges per worker
+HALVINGS = 40  # steps of the bisection for the smallest padded cost
 
 
 class PaddedCost:
-    """Cost of samples that a worker pads to the longest: their count times the largest cost."""
+    """A cost function for workers that pad their samples: count times largest cost."""
 
     def __init__(self, cost: Cost) -> None:
         self._cost = cost
@@ -48,18 +46,19 @@ class PaddedCost:
 
 
 def padded(cost: Cost) -> PaddedCost:
-    """Say that a worker's samples are padded to the longest of them.
+    """Mark a cost function for batches that are padded to their longest sample.
 
     >>> import paceline as pl
     >>> by_length = pl.padded(len)      # loader = run.prepare(loader, cost=by_length)
     >>> by_length("abc")
     3
 
-    The work of a worker is then the count of its samples times the largest of their costs. Samples
-    of similar cost go to one worker, and fewer of them if they are large. So little is padded, and
-    workers finish at the same time.
+    The work of a worker is then the number of its samples times the largest of their costs. Samples
+    of similar cost go to one worker, and large samples in small numbers. So there is little
+    padding, and workers finish at the same time.
 
-    Raises `DataError` for anything but a function.
+    Raises:
+        DataError: The cost isn't a function.
     """
     if not callable(cost):
         raise DataError(f"pl.padded takes a function of a sample, such as len, and not {cost!r}")
@@ -67,17 +66,19 @@ def padded(cost: Cost) -> PaddedCost:
 
 
 def deal_by_cost(costs: Sequence[float], parts: Sequence[float]) -> list[list[int]]:
-    """Places of the samples of each rank, by rising cost, with sums in proportion to `parts`.
+    """Deal samples so that the costs of ranks sum up in proportion to `parts`.
 
-    The largest are dealt first, each to the rank that has least in proportion to its part (LPT:
-    Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). So counts are in proportion as
-    well, as far as costs allow it, and work that a sample takes beside its cost is even, too. A
-    rank whose part is zero gets none.
+    The largest samples are dealt first, each to the rank with the smallest sum in proportion to its
+    part (LPT: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). This keeps counts in
+    proportion too, as far as costs allow it, and so the work per sample that its cost leaves out.
+
+    Returns:
+        Places in `costs` of each rank's samples, by rising cost. None for a rank whose part is 0.
     """
     ranks = [rank for rank, part in enumerate(parts) if part > 0]
     shares, sums = np.array([parts[rank] for rank in ranks]), np.zeros(len(ranks))
     loads = [_Load(parts[rank]) for rank in ranks]
-    # so that samples of no cost are dealt evenly, too
+    # Samples of cost 0 are dealt evenly, too.
     trifle = TRIFLE * math.fsum(costs) / max(len(costs), 1) or 1.0
     for place in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
         least = int(np.argmin((sums + costs[place]) / shares))
@@ -93,17 +94,20 @@ def deal_by_cost(costs: Sequence[float], parts: Sequence[float]) -> list[list[in
 
 
 def deal_padded(costs: Sequence[float], parts: Sequence[float]) -> list[list[int]]:
-    """Places of the samples of each rank, by rising cost, for workers that pad.
+    """Deal samples to workers that pad: the largest padded cost / part is as small as possible.
 
-    The largest value of count times largest cost, divided by the part, is as small as possible.
-    Samples are cut at consecutive places of their order by cost, and larger parts get larger
-    samples. A rank whose part is zero gets none.
+    The padded cost of a rank is its count times its largest cost. Samples are sorted by cost and
+    cut into one piece per rank; larger parts get larger samples.
+
+    Returns:
+        Places in `costs` of each rank's samples, by rising cost. None for a rank whose part is 0.
     """
     order = sorted(range(len(costs)), key=lambda place: costs[place])
     rising = [costs[place] for place in order]
     ranks = sorted(
         (rank for rank, part in enumerate(parts) if part > 0), key=lambda rank: parts[rank]
     )
+    # Bisect for the smallest limit, per unit of a part, with which no sample is left over.
     below, enough = 0.0, len(costs) * max(costs, default=0.0) / min(parts[rank] for rank in ranks)
     for _ in range(HALVINGS):
         middle = (below + enough) / 2
@@ -112,7 +116,7 @@ def deal_padded(costs: Sequence[float], parts: Sequence[float]) -> list[list[int
         else:
             enough = middle
     cuts = _cut(rising, [enough * parts[rank] for rank in ranks])
-    assert cuts is not None  # the first rank could have all
+    assert cuts is not None  # with the first limit, one rank could have all samples
     dealt: list[list[int]] = [[] for _ in parts]
     for rank, (start, stop) in zip(ranks, pairwise(cuts), strict=True):
         dealt[rank] = order[start:stop]
@@ -120,39 +124,40 @@ def deal_padded(costs: Sequence[float], parts: Sequence[float]) -> list[list[int
 
 
 def _cut(rising: Sequence[float], mosts: Sequence[float]) -> list[int] | None:
-    """Places to cut at so that each piece has at most this count times largest cost.
+    """Cut sorted costs into pieces, each with the padded cost `mosts[i]` at most.
 
-    None if samples are left over. Each piece has at least one.
+    Returns the bounds of the pieces, or None if samples are left over.
     """
     cuts = [0]
-    for later, most in zip(range(len(mosts) - 1, -1, -1), mosts, strict=True):
+    for pieces_after, most in zip(range(len(mosts) - 1, -1, -1), mosts, strict=True):
         start = cuts[-1]
-        last = max(len(rising) - later, min(start + 1, len(rising)))
+        # Leave at least one sample to each later piece, as long as there are enough.
+        last = max(len(rising) - pieces_after, min(start + 1, len(rising)))
+        # The padded cost rises with each further sample, so the end can be bisected.
         cuts.append(
-            bisect_right(range(start, last), most, key=lambda at: (at + 1 - start) * rising[at])
+            bisect_right(range(start, last), most, key=lambda end: (end + 1 - start) * rising[end])
             + start
         )
     return cuts if cuts[-1] == len(rising) else None
 
 
 class _Load:
-    """What a worker is given: `samples` by rising cost, and its `part` of the whole."""
+    """The samples of one worker, as (cost, place) by rising cost."""
 
     def __init__(self, part: float) -> None:
         self.part, self.samples, self.cost = part, list[tuple[float, int]](), 0.0
 
     def settle(self) -> None:
-        """Sort the samples, which have changed, and find out what they cost."""
+        """Sort the samples after a change, and sum up their costs."""
         self.samples.sort()
         self.cost = math.fsum(cost for cost, _ in self.samples)
 
 
 def _level(loads: Sequence[_Load]) -> None:
-    """Let samples change places, or move, until each worker has at most `ABOVE` its part, or
-    nothing gets better by it.
+    """Exchange samples until the sum of each worker is at most `MAX_EXCESS` times its part.
 
-    A worker that nothing makes lighter, as one sample may be more than its part, is left as it is,
-    and the rest is levelled without it.
+    If no exchange makes the heaviest worker lighter (one sample may be more than its part), it is
+    left as it is, and the other workers are levelled.
     """
     order = list(loads)
     for _ in range(EXCHANGES * len(loads)):
@@ -167,11 +172,11 @@ def _level(loads: Sequence[_Load]) -> None:
 
 
 def _exchange(heavy: _Load, light: _Load) -> bool:
-    """Give a sample of one worker to another, or exchange it for a smaller one.
+    """Move a sample from one worker to another, or exchange it for a smaller one.
 
-    The exchange that levels them best is made. False if none does.
+    Of all such exchanges, makes the one that levels the two best; False if none does.
     """
-    # to be moved, so that both are level
+    # Cost that has to move so that both have the same sum in proportion to their parts.
     wanted = (heavy.cost * light.part - light.cost * heavy.part) / (heavy.part + light.part)
     best: tuple[float, tuple[float, int], tuple[float, int] | None] | None = None
     last = -1.0
@@ -179,12 +184,18 @@ def _exchange(heavy: _Load, light: _Load) -> bool:
         if sample[0] == last:
             continue
         last = sample[0]
-        at = bisect_left(light.samples, (sample[0] - wanted, -1))
-        for other in (*light.samples[max(0, at - 1) : at + 1], None):
+        # Candidates: the two samples around the ideal one, and none in return.
+        nearest = bisect_left(light.samples, (sample[0] - wanted, -1))
+        for other in (*light.samples[max(0, nearest - 1) : nearest + 1], None):
             moved = sample[0] - (0.0 if other is None else other[0])
-            off = abs(moved - wanted)
-            if moved > 0 and off < wanted * (1 - 1e-9) and (best is None or off < best[0]):
-                best = off, sample, other
+            distance = abs(moved - wanted)
+            # Smaller than now by more than rounding, so that exchanges come to an end.
+            if (
+                moved > 0
+                and distance < wanted * (1 - 1e-9)
+                and (best is None or distance < best[0])
+            ):
+                best = distance, sample, other
     if best is None:
         return False
     _, sample, other = best
@@ -199,18 +210,18 @@ def _exchange(heavy: _Load, light: _Load) -> bool:
 
 
 class BatchDeal(NamedTuple):
-    """A global batch dealt by cost: places of each rank's samples, and their costs."""
+    """A global batch dealt by cost."""
 
-    places: list[list[int]]
-    costs: list[float]  # of each rank's samples together
+    places: list[list[int]]  # per rank: places of its samples in the batch
+    costs: list[float]  # per rank: cost of its samples together
 
     @property
     def shares(self) -> list[int]:
-        """How many samples each rank has."""
+        """Number of samples of each rank."""
         return [len(places) for places in self.places]
 
     def of(self, batch: Any, rank: int) -> Any:
-        """Return the indices of one rank's samples, where `batch` has those of the global batch."""
+        """Select the indices of one rank's samples from those of the global batch."""
         places = self.places[rank]
         return (
             batch[places]
@@ -222,22 +233,31 @@ class BatchDeal(NamedTuple):
 def deal_batch(
     costs: Sequence[float], parts: Callable[[float], Sequence[float]], *, pads: bool = False
 ) -> BatchDeal:
-    """Deal a global batch with these costs.
+    """Deal a global batch by cost.
 
-    `parts` are those of each rank in a sum of costs; `pads`: each worker pads to the longest.
+    Args:
+        costs: Cost of each sample.
+        parts: Sum of costs -> part of each rank in it.
+        pads: Whether each worker pads its samples to the longest. Default: False.
     """
-    known = costs if any(costs) else [1.0] * len(costs)  # of no cost at all: by count
-    places = (deal_padded if pads else deal_by_cost)(known, parts(math.fsum(known)))
-    theirs = [[costs[place] for place in of] for of in places]
+    # If all samples cost 0, deal by count.
+    dealt_costs = costs if any(costs) else [1.0] * len(costs)
+    places = (deal_padded if pads else deal_by_cost)(dealt_costs, parts(math.fsum(dealt_costs)))
+    costs_by_rank = [[costs[place] for place in rank_places] for rank_places in places]
     return BatchDeal(
-        places, [len(of) * max(of, default=0.0) if pads else math.fsum(of) for of in theirs]
+        places,
+        [
+            len(rank_costs) * max(rank_costs, default=0.0) if pads else math.fsum(rank_costs)
+            for rank_costs in costs_by_rank
+        ],
     )
 
 
 class SampleCosts:
-    """Costs of a data set's samples; each is computed once, by one worker, and sent to the others.
+    """Costs of a data set's samples, by index.
 
-    `pads`: each worker pads its samples to the longest.
+    One worker computes the cost of a sample, once, and sends it to all others. `pads` says whether
+    each worker pads its samples to the longest.
     """
 
     def __init__(self, cost: Cost, dataset: Any) -> None:
@@ -245,63 +265,66 @@ class SampleCosts:
         self._known: dict[Any, float] = {}
 
     def of(self, batch: Any) -> list[float]:
-        """Return the costs of the samples of a batch, which are known."""
+        """Look up the costs of a batch's samples, which `exchange_costs` has learnt."""
         return [self._known[_key(index)] for index in batch]
 
     def learn(self, batches: Sequence[Any], agreement: Agreement) -> None:
-        """Find out what the samples of these batches cost. Collective.
+        """Compute and exchange the costs of these batches. Collective.
 
-        Raises `DataError` for a cost that is no number, zero or more, and for a batch that costs
-        nothing.
+        Raises:
+            DataError: A cost is negative or no number, or a whole batch costs nothing.
         """
         keys = list(dict.fromkeys(_key(index) for batch in batches for index in batch))
-        mine = np.fromiter((key in self._known for key in keys), dtype=bool, count=len(keys))
-        told = [
-            np.frombuffer(body, dtype=bool)
-            for body in agreement.meet("costs known", mine.tobytes())
+        # A worker that has just joined knows no costs, so workers first say which they know.
+        own = np.fromiter((key in self._known for key in keys), dtype=bool, count=len(keys))
+        known_by_rank = [
+            np.frombuffer(body, dtype=bool) for body in agreement.meet("costs known", own.tobytes())
         ]
-        if not all(known.all() for known in told):
-            self._exchange(keys, told, agreement)
+        if not all(is_known.all() for is_known in known_by_rank):
+            self._exchange(keys, known_by_rank, agreement)
         for batch in batches:
             if len(batch) and not any(self.of(batch)):
                 raise DataError(
                     f"cost= gives 0 for all samples of a batch, as for sample {batch[0]!r}: "
-                    "let a cost be what a sample takes, above zero"
+                    "give samples a cost above zero"
                 )
 
     def _exchange(
         self,
         keys: Sequence[Any],
-        told: Sequence[np.ndarray[Any, np.dtype[np.bool_]]],
+        known_by_rank: Sequence[np.ndarray[Any, np.dtype[np.bool_]]],
         agreement: Agreement,
     ) -> None:
-        """Compute unknown costs, each worker some of them, and send all known ones to the
-        others.
-        """
+        """Send costs that some workers lack; compute unknown ones, each worker some of them."""
         rank, size = agreement.group.rank, agreement.group.size
+        # The owner of a cost sends it: the first rank that knows it, or ranks in turn if none does.
+        # None: all know it.
         owners, unknown = list[int | None](), 0
         for place in range(len(keys)):
-            knowing = [other for other in range(size) if told[other][place]]
+            knowing = [other for other in range(size) if known_by_rank[other][place]]
             owners.append(
                 None if len(knowing) == size else knowing[0] if knowing else unknown % size
             )
             unknown += not knowing
-        before, mine, failed = rng.shared_state(), list[float](), ""
+        before, own_costs, failure = rng.shared_state(), list[float](), ""
         try:
-            mine += [
+            own_costs += [
                 self._ask(key) for key, owner in zip(keys, owners, strict=True) if owner == rank
             ]
         except DataError as error:
-            failed = str(error)
+            # Raised on all workers below, as they wait for this one.
+            failure = str(error)
         finally:
-            # samples are drawn anew when they are trained on
+            # Reading samples may draw from the shared generators; training must draw the same.
             if rng.mark(rng.shared_state()) != rng.mark(before):
                 rng.put_shared(before)
-        bodies = agreement.meet(
-            "costs", failed.encode() if failed else struct.pack(f"<{len(mine) + 1}d", 0.0, *mine)
+        # A leading 0.0 has a first byte of 0, which no error text begins with.
+        answer = (
+            failure.encode() if failure else struct.pack(f"<{len(own_costs) + 1}d", 0.0, *own_costs)
         )
+        bodies = agreement.meet("costs", answer)
         for body in bodies:
-            if body[:1] != b"\0":  # what a worker says in the place of its costs
+            if body[:1] != b"\0":
                 raise DataError(body.decode())
         answers = [iter(struct.unpack(f"<{len(body) // 8}d", body)[1:]) for body in bodies]
         for key, owner in zip(keys, owners, strict=True):
@@ -327,14 +350,14 @@ class SampleCosts:
 
 
 def _key(index: Any) -> Any:
-    """Key of an index: indices of numpy and torch become numbers."""
+    """Convert an index to a key: indices of numpy and torch become numbers."""
     if isinstance(index, Tensor | np.generic):
         return index.item()
     try:
         hash(index)
     except TypeError:
         raise DataError(
-            "cost= is kept by index, and this loader's sampler gives a "
+            "cost= keeps costs by index, and this loader's sampler gives a "
             f"{type(index).__qualname__}, which can't be looked up: "
             "let it give numbers or strings"
         ) from None

@@ -1,9 +1,10 @@
 """Dynamic dealing of map-style data for workers out of lockstep: each takes samples when ready.
 
     global batches   | 0: a a a b b b c c c | 1: a a a c c c a a a | 2: b b b ...
+                       a, b, c: worker that has taken the sample
 
-The first worker to ask gets the next piece. All indices of an epoch are drawn before it begins,
-unless they are too many; then the workers meet for the next part of it.
+The next piece goes to the first worker that asks. All indices of an epoch are drawn before it
+begins. If there are too many for that, workers meet when they have used up a part of them.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from paceline.data.sampler import is_list
 from paceline.data.spec import GlobalBatch, LoaderSpec, SharePart
 from paceline.errors import DataError, UsageError
 
-PART = 1 << 20  # indices, about, that are drawn at a time
+PART = 1 << 20  # indices to draw at a time, about
 
 
 class StepSamples(NamedTuple):
-    """The samples of a step: this worker's, of a global batch of `whole`."""
+    """Numbers of samples in a step of one worker."""
 
-    samples: int
-    whole: int
+    samples: int  # of this worker
+    whole: int  # of the global batch that they belong to
 
 
 class QueueFeed(IndexFeed):
-    """The index lists of one worker, which takes a piece each time its DataLoader asks for one."""
+    """Index lists of one worker: a piece of the queue for each request of its DataLoader."""
 
     def __init__(self, terms: LoaderSpec, sample_queue: SampleQueue) -> None:
         super().__init__(terms)
         self.steps: deque[StepSamples] = deque()
-        self.latest = -1  # the last global batch of which a piece was taken here
+        self.latest = -1  # last global batch of which this worker has taken a piece
         self._sample_queue = sample_queue
 
     def __next__(self) -> Any:
@@ -55,30 +56,31 @@ class QueueFeed(IndexFeed):
         piece = self._sample_queue.take(self.most)
         if piece is None:
             return False
-        batch, start, stop = piece
-        whole = self.indices.batch(batch)
-        assert whole is not None, f"batch {batch} is not here"
-        mine = whole[start:stop]
-        self._waiting.append((mine, SharePart(len(mine), len(mine), None)))
-        self.steps.append(StepSamples(len(mine), len(whole)))
-        self.latest = max(self.latest, batch)
+        batch_step, start, stop = piece
+        batch = self.indices.batch(batch_step)
+        assert batch is not None, f"batch {batch_step} is not here"
+        own_indices = batch[start:stop]
+        self._waiting.append((own_indices, SharePart(len(own_indices), len(own_indices), None)))
+        self.steps.append(StepSamples(len(own_indices), len(batch)))
+        self.latest = max(self.latest, batch_step)
         return True
 
     @property
     def size(self) -> int:
-        """Number of samples of a global batch; of the first one here, if sizes differ."""
+        """Number of samples of a global batch; if sizes differ, of the first one that is here."""
         assert self.indices is not None
         return self.terms.loader.batch_size or len(self.indices.batch(self.indices.first) or [0])
 
     @property
     def most(self) -> int:
-        """How many samples this worker takes at a time: its share of a global batch."""
+        """Largest number of samples that this worker takes at a time: its share of a batch."""
         return self.terms.shares(self.size)[self.terms.rank]
 
 
 class DynamicPipeline(IndexedPipeline):
-    """The pipeline of a map-style data set that takes samples from a `SampleQueue`; in
-    evaluation it deals as `IndexedPipeline` does.
+    """The pipeline of a map-style data set whose workers take samples from a `SampleQueue`.
+
+    In evaluation workers are in lockstep, and it deals as `IndexedPipeline` does.
     """
 
     def __init__(self, terms: LoaderSpec, sample_queue: SampleQueue) -> None:
@@ -86,7 +88,7 @@ class DynamicPipeline(IndexedPipeline):
         self._sample_queue = sample_queue
         self._feed: QueueFeed = QueueFeed(terms, sample_queue)
         self._epoch = 0
-        self._taking = False
+        self._taking = False  # an epoch of training is under way, or workers have met in it
 
     @property
     def apart(self) -> bool:
@@ -113,15 +115,14 @@ class DynamicPipeline(IndexedPipeline):
         ):
             raise DataError(
                 "workers that are not in lockstep take pieces of batches, and each item of this "
-                "data set is a whole batch "
-                "(batch_size=None): give the loader a batch size, or leave out staleness and "
-                "backup_workers"
+                "data set is a whole batch (batch_size=None): "
+                "give the loader a batch size, or leave out staleness and backup_workers"
             )
         shares = terms.shares(self._feed.size)
         if 0 in shares:
             raise UsageError(
                 f"the shares of a batch of {self._feed.size} are {shares}, and a worker that takes "
-                "0 samples never trains: give all some"
+                "0 samples never trains: give each worker a share above 0"
             )
         self._feed.steps.clear()
         self._feed.latest = start - 1
@@ -131,21 +132,26 @@ class DynamicPipeline(IndexedPipeline):
     def step(self, index: int) -> GlobalBatch | None:
         if not self.terms.training:
             return super().step(index)
-        first = self._first()
+        part = self._first()
         self._asked = self._feed.latest
-        if first is None:
+        if part is None:
             return None
-        taken = self._feed.steps.popleft()
+        step_samples = self._feed.steps.popleft()
         return GlobalBatch(
-            taken.samples, lambda: first, None, float(taken.samples), float(taken.whole)
+            step_samples.samples,
+            lambda: part,
+            None,
+            float(step_samples.samples),
+            float(step_samples.whole),
         )
 
     def _first(self) -> SharePart | None:
-        """Read the first part of the next piece; None where the epoch is over."""
+        """Read the next piece; None if the epoch is over or workers have met in the middle."""
         while True:
             part = self._next()
             if part is not None:
                 return part
+            # The DataLoader has ended, as the queue was empty. Open it again if there is more.
             if not self._feed.take() and (self._sample_queue.paused or not self._further()):
                 return None
             self._open(rng.of_readers(self.terms.loader.generator, self.terms.rank))
@@ -159,9 +165,9 @@ class DynamicPipeline(IndexedPipeline):
         return part._replace(batch=data)
 
     def _further(self) -> bool:
-        """Meet for the next part of the epoch, as all have taken what there was.
+        """Meet with all workers, and draw the next part of the epoch; False at its end.
 
-        False at its end.
+        Called when the queue is empty. Collective.
         """
         indices = self._found
         start = indices.high
@@ -176,7 +182,7 @@ class DynamicPipeline(IndexedPipeline):
         return None if self.terms.training else super().peek()
 
     def regroup(self, index: int) -> None:
-        """Deal what is left of the part to the present workers."""
+        """Deal the rest of the drawn part to the present workers. Collective."""
         if not self.terms.training:
             super().regroup(index)
             return
@@ -184,8 +190,10 @@ class DynamicPipeline(IndexedPipeline):
         self._depth()
         indices.regroup(self.terms.agreement, start)
         indices.refill(start)
+        # A worker alone draws batches when they are asked for. Draw the whole part now, as the
+        # queue needs the sizes of all its batches.
         for step in range(start, high if self.terms.agreement.is_alone else start):
-            indices.batch(step)  # drawn now: the whole part
+            indices.batch(step)
         self._feed.go(indices, start)
         self.primed(start)
         self._open(rng.of_readers(self.terms.loader.generator, self.terms.rank))
@@ -193,7 +201,7 @@ class DynamicPipeline(IndexedPipeline):
     def redeal(self, index: int) -> None:
         if self.terms.training:
             raise UsageError(
-                "batches can't be dealt anew where workers are not in lockstep: "
+                "batches can't be dealt anew while workers are not in lockstep: "
                 "call reshare between epochs"
             )
         super().redeal(index)
@@ -201,7 +209,7 @@ class DynamicPipeline(IndexedPipeline):
     def state(self, index: int) -> dict[str, Any]:
         if self.apart and not self._sample_queue.paused:
             raise UsageError(
-                "where workers are not in lockstep they have no common place in an epoch: "
+                "workers that are not in lockstep have no common place in an epoch: "
                 "save between epochs"
             )
         return super().state(self.place(index))
@@ -214,8 +222,11 @@ class DynamicPipeline(IndexedPipeline):
 
 
 def check_terms(terms: LoaderSpec) -> None:
-    """Raise `UsageError` for terms that need all workers in every step, `DataError` for a
-    stream.
+    """Check that a loader can be dealt out of lockstep.
+
+    Raises:
+        UsageError: An option needs all workers in each step.
+        DataError: The data set is a stream.
     """
     if terms.weigh is not None:
         raise UsageError(
@@ -226,7 +237,6 @@ def check_terms(terms: LoaderSpec) -> None:
     if isinstance(terms.loader.dataset, IterableDataset):
         raise DataError(
             "a stream (IterableDataset) is dealt step by step to all workers, and with staleness "
-            "or backup_workers they are not in "
-            "lockstep: use a data set with indices, or leave those out; "
-            "or say train=False, if this loader is for evaluation"
+            "or backup_workers they are not in lockstep: use a data set with indices, or leave "
+            "those out; if this loader is for evaluation, say train=False"
         )

@@ -1,6 +1,11 @@
-"""Dealing of map-style data: this worker's share of each batch's indices goes to a DataLoader.
+"""Dealing of map-style data: a DataLoader reads this worker's share of each batch.
 
-That DataLoader reads as the user's own does.
+    EpochIndices --global batches--> IndexFeed --this worker's share--> DataLoader --> batches
+                                         |                                               |
+                                         +---- _dealt: SharePart of each request --------+--> turn
+
+The inner DataLoader has the options of the script's own. It reads ahead, so requests of the feed
+run ahead of the steps, and both meet again in the order of the requests.
 """
 
 from __future__ import annotations
@@ -27,23 +32,26 @@ READ_WHOLE = (
     "each item of the data set is a whole batch here (batch_size=None): every worker reads it all "
     "and takes its rows along dim 0"
 )
-# the sample that was asked for is asked for twice next, which shows what of a batch are rows
+# Marks a request of one sample that is followed by a request of the same sample twice. The two
+# batches together show which of their values are rows.
 TWICE: Final = "twice"
 
 
 class IndexFeed:
-    """Index lists of one worker in the order of its DataLoader's requests; `dealt` keeps them."""
+    """Index lists of one worker, in the order in which its DataLoader requests them."""
 
     def __init__(self, terms: LoaderSpec) -> None:
         self.terms = terms
         self.indices: EpochIndices | None = None
+        # Round and part of each request whose batch hasn't been taken yet.
         self.dealt: deque[tuple[int, SharePart]] = deque()
-        self.round = 0  # lists that were asked for in an earlier round are discarded
-        # what is asked for where a share is empty, as the terms were when it was begun with
+        self.round = 0  # batches of requests from earlier rounds are discarded
+        # Whether empty shares are requested as ghosts, by the terms at the begin of the round.
         self.ghosts = True
         self._step = 0
+        # Index lists of the last step, and their parts, that haven't been requested yet.
         self._waiting: deque[tuple[Any, SharePart]] = deque()
-        self._deals: dict[int, BatchDeal] = {}  # by step, of those that are asked for or under way
+        self._deals: dict[int, BatchDeal] = {}  # by step, from the present step on
 
     def __iter__(self) -> IndexFeed:
         return self
@@ -60,7 +68,7 @@ class IndexFeed:
         return index
 
     def go(self, indices: EpochIndices, step: int) -> None:
-        """Go on at `step`, and discard lists that were requested before."""
+        """Continue at `step` in a new round, so that earlier requests are discarded."""
         self.indices = indices
         self.round += 1
         self.ghosts = self.terms.ghosts
@@ -69,20 +77,22 @@ class IndexFeed:
         self._deals.clear()
 
     def deal(self, step: int, batch: Any) -> BatchDeal:
-        """Return the global batch of a step as it is dealt by cost, once."""
+        """Deal the global batch of a step by cost, once."""
         if step not in self._deals:
             self._deals[step] = self.terms.deal(batch)
         return self._deals[step]
 
     def forget(self, step: int) -> None:
-        """Let go of deals of steps before this one."""
-        for over in [known for known in self._deals if known < step]:
-            del self._deals[over]
+        """Drop the deals of steps before this one."""
+        for past in [earlier for earlier in self._deals if earlier < step]:
+            del self._deals[past]
 
     def _cut(self, batch: Any) -> Iterator[tuple[Any, SharePart]]:
+        """Yield this worker's index lists in a global batch: one, or two for an empty share."""
         terms = self.terms
         if terms.loader.batch_sampler is None and not is_list(batch):
-            yield batch, SharePart(0, 0, None)  # one item, cut when it has been read
+            # A single index, whose item is a whole batch: it is cut when it has been read.
+            yield batch, SharePart(0, 0, None)
             return
         count = len(batch)
         if terms.alone:
@@ -101,12 +111,12 @@ class IndexFeed:
             yield [*batch[:1], *batch[:1]], SharePart(count, 0, None)
 
     def _cut_by_cost(self, batch: Any) -> Iterator[tuple[Any, SharePart]]:
-        rank, dealt = self.terms.rank, self.deal(self._step, batch)
-        share, count = len(dealt.places[rank]), len(batch)
+        rank, deal = self.terms.rank, self.deal(self._step, batch)
+        share, count = len(deal.places[rank]), len(batch)
         twice = not share and not self.ghosts
         yield (
-            dealt.of(batch, rank) if share else batch[:1],
-            SharePart(count, share, TWICE if twice else None, dealt.costs[rank]),
+            deal.of(batch, rank) if share else batch[:1],
+            SharePart(count, share, TWICE if twice else None, deal.costs[rank]),
         )
         if twice:
             yield [*batch[:1], *batch[:1]], SharePart(count, 0, None)
@@ -121,27 +131,30 @@ class IndexedPipeline(Pipeline):
         self._indices: EpochIndices | None = None
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
-        self._asked = -1  # the step asked for last
+        self._asked = -1  # the last step that was dealt
         self._unread = False  # its part has not been read
-        # what was read ahead for `peek`, and its round
+        # Round and part of a batch that was read ahead for `peek_batch`.
         self._held: tuple[int, tuple[SharePart, Any]] | None = None
-        self.at_once: int | None = None  # as in `EpochIndices`
+        self.at_once: int | None = None  # indices to draw at a time, as in `EpochIndices`
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
-        """Begin an epoch with the draws of a DataLoader, draw for draw: its base seed, then its
-        sampler. In the middle of an epoch draw the same order again, from the same generators, and
-        skip.
+        """Begin an epoch with the draws of a plain DataLoader: its base seed, then its sampler.
+
+        At a position in the middle of an epoch, the same order is drawn again, from the same states
+        of the generators, and skipped up to there.
         """
         terms, loader, order = self.terms, self.terms.loader, self.terms.order
         self.end()
         order.begin()
-        start, check, now = 0, None, None
+        start, check, present = 0, None, None
         if state is not None:
             start, check = int(state["step"]), int(state["check"])
             rng.put_own(loader, state["own"] if state["origin"] is None else state["origin"])
+            # Shared generators go back to the begin of the epoch for a moment.
             if state["shared"] is not None:
-                now = order.shared_state()
+                present = order.shared_state()
                 order.put_shared(state["shared"])
+        # A DataLoader with persistent workers draws its base seed in the first epoch only.
         seeded = (
             not (loader.persistent_workers and self._loader is not None)
             if state is None
@@ -149,6 +162,7 @@ class IndexedPipeline(Pipeline):
         )
         origin = {"own": rng.own_state(loader), "shared": order.shared_state(), "seeded": seeded}
         with order.drawing():
+            # A copy: the inner DataLoader must not move the script's generator once more.
             seeds = rng.of_readers(loader.generator, self.terms.rank)
             if seeded:
                 rng.draw_seed(loader.generator)
@@ -165,8 +179,8 @@ class IndexedPipeline(Pipeline):
         )
         self._indices = indices
         indices.prime(check)
-        if now is not None:
-            order.put_shared(now)
+        if present is not None:
+            order.put_shared(present)
         if start == 0 and indices.batch(0) is None:
             raise DataError(
                 f"the loader has no batch: {_length(loader)} samples, batch size "
@@ -180,7 +194,7 @@ class IndexedPipeline(Pipeline):
         return start
 
     def primed(self, start: int) -> None:
-        """Note that the first indices are here, and nothing has been read yet."""
+        """Called when the first indices are here, before any batch is read. Does nothing."""
 
     def step(self, index: int) -> GlobalBatch | None:
         indices = self._found
@@ -195,19 +209,20 @@ class IndexedPipeline(Pipeline):
             return whole_rows(self.terms, self._read()[1])
         terms, count = self.terms, len(batch)
         self._feed.forget(index)
-        dealt = self._feed.deal(index, batch) if terms.by_cost else None
-        shares = terms.shares(count) if dealt is None else dealt.shares
+        deal = self._feed.deal(index, batch) if terms.by_cost else None
+        shares = terms.shares(count) if deal is None else deal.shares
+        # A ghost was requested for an empty share, and evaluation wants no rows: request again.
         if self._feed.ghosts and not terms.ghosts and shares[terms.rank] == 0:
             self.redeal(index)
         self._unread = True
         return GlobalBatch(
-            count, self._part, source(shares), rows=None if dealt is None else dealt.places
+            count, self._part, source(shares), rows=None if deal is None else deal.places
         )
 
     def peek(self) -> Any:
-        # perhaps items that are whole batches
-        whole = self.terms.loader.batch_sampler is None and not self._unread
-        if whole or (not self._unread and self._found.batch(self._asked + 1) is None):
+        # Items may be whole batches, which aren't cut before their step.
+        may_be_whole = self.terms.loader.batch_sampler is None and not self._unread
+        if may_be_whole or (not self._unread and self._found.batch(self._asked + 1) is None):
             return None
         if self._held is None or self._held[0] != self._feed.round:
             self._held = self._feed.round, self._read()
@@ -217,7 +232,8 @@ class IndexedPipeline(Pipeline):
         self._feed.go(self._found, index)
 
     def regroup(self, index: int) -> None:
-        self._depth()  # a worker that joins makes this call, too
+        # A worker that joins calls this in `begin_epoch`, so all others must call it too.
+        self._depth()
         self._found.regroup(self.terms.agreement, index)
         self.redeal(index)
 
@@ -260,18 +276,19 @@ class IndexedPipeline(Pipeline):
         return self._indices
 
     def _depth(self) -> int:
-        """Number of batches that the deepest DataLoader of all workers reads ahead, plus one for
-        `peek`.
+        """Agree on the deepest prefetch of all workers, in batches. Collective.
+
+        One more for `peek_batch`.
         """
-        mine = self.terms.loader.num_workers * (self.terms.loader.prefetch_factor or 0)
+        own_depth = self.terms.loader.num_workers * (self.terms.loader.prefetch_factor or 0)
         depths: list[int] = [
             msgpack.unpackb(depth)
-            for depth in self.terms.agreement.meet("read ahead", msgpack.packb(mine))
+            for depth in self.terms.agreement.meet("read ahead", msgpack.packb(own_depth))
         ]
         return max(depths) + 1
 
     def _open(self, seeds: torch.Generator) -> None:
-        """Start to read where the feed is."""
+        """Start to read at the position of the feed."""
         loader = self.terms.loader
         if self._loader is None or not loader.persistent_workers:
             self._loader = like(loader, self._feed, seeds, batched=loader.batch_sampler is not None)
@@ -296,8 +313,8 @@ class IndexedPipeline(Pipeline):
             assert self._batches is not None
             data = read(self._batches, self)
             if data is not self:
-                made, part = self._feed.dealt.popleft()
-                if made == self._feed.round:
+                request_round, part = self._feed.dealt.popleft()
+                if request_round == self._feed.round:
                     return part, data if part.batch is not TWICE else self._emptied(data)
             elif reopened:
                 raise DataError(
@@ -305,6 +322,8 @@ class IndexedPipeline(Pipeline):
                     "StopIteration came out of its __getitem__"
                 )
             else:
+                # The DataLoader had asked the feed at the end of the epoch, and ended. Since then
+                # steps were dealt again, so open it once more.
                 reopened = True
                 self._open(rng.of_readers(self.terms.loader.generator, self.terms.rank))
 
@@ -317,9 +336,14 @@ def like(
     batched: bool,
     dataset: Any = None,
 ) -> DataLoader[Any]:
-    """Make a DataLoader that reads as `loader` does, at the indices of `feed`.
+    """Make a DataLoader with the options of `loader`, but with the indices of `feed`.
 
-    Its base seed comes from `seeds`.
+    Args:
+        loader: DataLoader of the script.
+        feed: Sampler, or batch sampler if `batched`.
+        seeds: Generator of the base seed.
+        batched: Whether `feed` gives lists of indices, whose samples are collated.
+        dataset: Data set in place of the script's; its items aren't collated. Default: none.
     """
     index: dict[str, Any] = (
         {"batch_sampler": feed} if batched else {"batch_size": None, "sampler": feed}
@@ -352,11 +376,9 @@ def _length(loader: DataLoader[Any]) -> str:
 
 
 def _learn(terms: LoaderSpec, batches: list[Any]) -> None:
-    """Find out what these batches cost, on all workers.
-
-    It knows nothing of a pipeline: one that knew itself by its indices, and so its DataLoader with
-    the workers of that, would be left to the garbage collector, which ends them in whatever thread
-    it is called in.
-    """
+    """Exchange the costs of these batches, if they are dealt by cost. Collective."""
+    # A function, not a method of the pipeline: `EpochIndices` keeps it, and a cycle through the
+    # pipeline would leave its DataLoader to the garbage collector, which ends the DataLoader's
+    # workers in any thread.
     if terms.by_cost and terms.costs is not None:
         terms.costs.learn(batches, terms.agreement)

@@ -1,11 +1,11 @@
-"""The indices of an epoch: drawn by the first worker, and sent ahead to all in chunks.
+"""The indices of an epoch: the first worker draws them and sends them ahead to all, in chunks.
 
-    turn             0 . . . . . . . C . . . . . . . 2C. . .      C: at least the prefetch of any
-    met at 0         [ chunk 0       | chunk 1      ]             DataLoader
-    met at C                                         [ chunk 2      ]
+    step             0 . . . . . . . C . . . . . . . 2C. . .      C: batches of a chunk, at least
+    sent at step 0   [ chunk 0       | chunk 1      ]             the prefetch of any DataLoader
+    sent at step C                                   [ chunk 2      ]
 
-All workers meet at the same turns. A DataLoader that runs ahead by C batches finds its indices
-without waiting, so no two workers can wait for each other.
+All workers meet at the same steps. A DataLoader that reads up to C batches ahead finds its indices
+here without waiting for other workers, so workers can't wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -26,18 +26,30 @@ from paceline.data import rng
 from paceline.data.serialization import pack, unpack
 from paceline.errors import DataError
 
-CHUNK = 32  # batches in a message, where they are small
-CHUNK_INDICES = 65_536  # and about so many indices, where they are not
+CHUNK = 32  # most batches in a chunk
+CHUNK_INDICES = 65_536  # most indices in a chunk, about
 
 
 class EpochIndices:
     """The global batches (of indices) of one epoch, by step.
 
-    Made on every worker with the same arguments. `ahead` is the deepest prefetch of any worker, in
-    steps. `origin` is what the generators were when this epoch began, and whether a base seed was
-    drawn then; `start` is the first step that is wanted: the same order is drawn again and skipped
-    up to there. `at_once`: so many indices, about, are drawn at a time. `learn` is called on all
-    workers with batches that have come, at the turns at which they meet.
+    Batches from `first_step` to before `end_of_batches` are here. The first worker draws batches
+    from `_source`, `_drawn_batches` of them so far. If these aren't the batches before `_next_step`
+    (this worker has just become the first, or the epoch begins in the middle), `_reopen_source`
+    draws the same order again from `origin`. A *mark* is a checksum of all batches before a step,
+    which shows whether two orders are the same.
+
+    Made on every worker with the same arguments.
+
+    Args:
+        loader: DataLoader whose samplers give the indices.
+        agreement: All workers.
+        order: Generator of samplers that have none of their own.
+        ahead: Steps of the deepest prefetch of any worker.
+        origin: State of the generators when the epoch began, and whether a base seed was drawn.
+        start: First step that is needed. Earlier ones are drawn and skipped. Default: 0.
+        at_once: Number of indices to draw at a time, about. Default: as many as fit in two chunks.
+        learn: Called on all workers with each new list of batches. Default: does nothing.
     """
 
     def __init__(
@@ -55,6 +67,8 @@ class EpochIndices:
         self.agreement = agreement
         self.origin = origin
         self._loader, self._order = loader, order
+        # Samplers of a script's own may draw from torch's generator in the middle of an epoch.
+        # Those of torch draw all they need at its begin.
         self._late = any(
             not type(each).__module__.startswith("torch.") for _, each in _samplers(loader)
         )
@@ -65,23 +79,23 @@ class EpochIndices:
             1, ahead, min(CHUNK, CHUNK_INDICES // size) if at_once is None else at_once // 2 // size
         )
         self._source: Iterator[Any] | None = None
-        self._drawn = 0  # batches taken out of the source, on the worker that has one
+        self._drawn = 0  # batches taken from the source, on the worker that has one
         self._start = start
         self._batches: dict[int, Any] = {}
-        self._marks: dict[int, int] = {start: 0}  # step -> mark of all batches before it
-        self._high = start  # the first step that isn't here yet
-        self._due = start  # the step at which all meet next
+        self._marks: dict[int, int] = {start: 0}  # by step: mark of all batches before it
+        self._high = start  # first step that isn't here yet
+        self._due = start  # step at which all workers meet next
         self._end: int | None = None
-        self._fresh = True  # the generators are where they were when the epoch began
-        self._wanted: int | None = None
-        # batches drawn -> the samplers' generators after that
+        self._fresh = True  # generators are in the state from the begin of the epoch
+        self._wanted: int | None = None  # mark that an order drawn again must have
+        # By number of drawn batches: state of the samplers' generators after them.
         self._states: dict[int, rng.State] = {}
-        self._moved = 0
+        self._moved = 0  # mark of the last of these states
 
     def prime(self, check: int | None = None) -> None:
-        """Draw the first batches, in lockstep.
+        """Draw the first batches. Collective.
 
-        `check`: the mark that the batches before the first one must have.
+        `check`: mark that the skipped batches must have. Default: not checked.
         """
         self._wanted = check
         if check is not None:
@@ -94,15 +108,17 @@ class EpochIndices:
         self._fresh = False
 
     def refill(self, step: int) -> None:
-        """Meet if a chunk is due at `step`; all workers call it before they ask for a step's
-        batch.
+        """Fetch the next chunk if it is due at `step`, and drop earlier batches.
+
+        All workers call this before they ask for the batch of a step.
         """
-        for old in [known for known in self._batches if known < step]:
-            del self._batches[old]
-            del self._marks[old]
+        for past in [earlier for earlier in self._batches if earlier < step]:
+            del self._batches[past]
+            del self._marks[past]
+        # `undo_later_draws` needs the last state at or before the present step.
         if self._states:
-            keep = max((drawn for drawn in self._states if drawn <= step), default=0)
-            for drawn in [drawn for drawn in self._states if drawn < keep]:
+            oldest = max((drawn for drawn in self._states if drawn <= step), default=0)
+            for drawn in [drawn for drawn in self._states if drawn < oldest]:
                 del self._states[drawn]
         if self.agreement.is_alone or self._end is not None or step < self._due:
             return
@@ -114,9 +130,9 @@ class EpochIndices:
         self._due = step + self._chunk
 
     def batch(self, step: int) -> Any | None:
-        """Return the global batch of a step: what the user's batch sampler gave.
+        """Look up the global batch of a step, as the script's sampler gave it.
 
-        None where the epoch has ended before it. Never waits.
+        None if the epoch has ended before it. Never waits for other workers.
         """
         while step >= self._high and self._end is None:
             if not self.agreement.is_alone:
@@ -128,28 +144,26 @@ class EpochIndices:
 
     @property
     def high(self) -> int:
-        """The first step whose batch is not here yet."""
+        """First step whose batch is not here yet."""
         return self._high
 
     @property
     def first(self) -> int:
-        """The first step whose batch is here."""
+        """First step whose batch is here."""
         return min(self._batches, default=self._high)
 
     def sizes(self) -> list[int]:
-        """Return the numbers of samples of the batches that are here."""
+        """Count the samples of each batch that is here."""
         return [len(self._batches[step]) for step in sorted(self._batches)]
 
     def mark(self, step: int) -> int:
-        """Number that identifies the order of all batches before `step`, for comparison on
-        resume.
-        """
+        """Checksum of all batches before `step`, to compare orders when a run is resumed."""
         return self._marks[step]
 
     def regroup(self, agreement: Agreement, step: int) -> None:
-        """Go on in another group from `step` on, with any first worker.
+        """Continue from `step` in another group, which may have another first worker.
 
-        Every worker of the group calls this at the same step.
+        Every worker of the group calls this with the same step.
         """
         self.agreement = agreement
         mark = self._marks[step]
@@ -160,7 +174,8 @@ class EpochIndices:
         self._wanted = mark
 
     def settle(self, step: int) -> None:
-        """End the epoch before `step`, and set generators back that were used for later batches."""
+        """End the epoch before `step`, and undo draws of generators for later batches."""
+        # Without states, no generator of a sampler has moved.
         later = [drawn for drawn in self._states if drawn > step]
         if later:
             rng.put_own(
@@ -171,7 +186,7 @@ class EpochIndices:
             )
 
     def _draw(self, count: int) -> list[Any]:
-        """Draw the next `count` global batches from the user's samplers, fewer at the end."""
+        """Draw the next `count` global batches from the script's samplers, fewer at the end."""
         if self._source is None or self._drawn != self._high:
             self._reopen()
         with self._order.drawing() if self._late else contextlib.nullcontext():
@@ -191,9 +206,8 @@ class EpochIndices:
         return batches
 
     def _remember(self, drawn: int) -> None:
-        """Keep the state of the samplers' generators after so many batches, where they are drawn
-        ahead and have moved.
-        """
+        """Keep the state of the samplers' generators after `drawn` batches, if it has changed."""
+        # Nothing is drawn ahead, so nothing has to be undone.
         if self.agreement.is_alone and not self._ahead:
             return
         state = rng.own_state(self._loader)
@@ -203,32 +217,34 @@ class EpochIndices:
             self._states[drawn] = state
 
     def _reopen(self) -> None:
-        """Begin to draw, and skip what was drawn in this epoch before."""
-        # what was drawn first got lost with a worker
-        again = self._fresh and self._source is not None
-        kept = None if self._fresh else self._order.shared_state()
-        if kept is not None or again:
+        """Start the samplers again, and skip the batches that this epoch has had."""
+        # The first draws were lost with a worker.
+        repeated = self._fresh and self._source is not None
+        # Shared generators have moved in this epoch, by dropout for example. Put that back later.
+        present = None if self._fresh else self._order.shared_state()
+        if present is not None or repeated:
             rng.put_own(self._loader, self.origin["own"])
             self._order.put_shared(self.origin["shared"])
         with self._order.drawing():
-            if (kept is not None or again) and self.origin["seeded"]:
+            # Draw for draw as a DataLoader: its base seed, then its sampler.
+            if (present is not None or repeated) and self.origin["seeded"]:
                 rng.draw_seed(self._loader.generator)
             self._source = _ordered(self._loader)
             mark = self._skip(self._high)
-            first = list(islice(self._source, 1))  # samplers draw when they are asked first: now
+            # Samplers are generators: they draw their order with the first index, so take it now.
+            first = list(islice(self._source, 1))
         self._source = chain(first, self._source)
-        if kept is not None:
-            self._order.put_shared(kept)
+        if present is not None:
+            self._order.put_shared(present)
         if self._wanted is not None and mark != self._wanted:
             raise DataError(
                 f"the sampler does not draw again the {self._high} batches drawn before: "
-                "data set, batch size and seed have to be "
-                "what they were, and an order that depends on more than its generators needs a "
-                "sampler with state_dict and load_state_dict"
+                "use the same data set, batch size and seed; if its order depends on more than "
+                "its generators, give the sampler state_dict and load_state_dict"
             )
 
     def _skip(self, count: int) -> int:
-        """Draw `count` batches and give their mark."""
+        """Draw `count` batches, and return their mark."""
         assert self._source is not None
         mark = 0
         for batch in islice(self._source, count):
@@ -239,10 +255,12 @@ class EpochIndices:
         return mark
 
     def _message(self, count: int, before: rng.State) -> bytes:
+        """Draw the next chunk on the first worker, and pack it with the generators' states."""
         batches = self._draw(count)
         packed = [_packed(batch) for batch in batches]
         after = self._order.shared_state()
         marks = {name: rng.mark(before[name]) for name in after}
+        # Generators that the samplers have moved. Other workers move theirs likewise.
         moved = [name for name in after if name == "torch" or marks[name] != rng.mark(after[name])]
         shared = {name: (marks[name], after[name]) for name in moved}
         own = rng.own_state(self._loader)
@@ -256,9 +274,11 @@ class EpochIndices:
         self.origin = self.origin if origin is None else origin
         if self._source is None:
             rng.put_own(self._loader, own)
-            for name, (mark, after) in shared.items():
-                together = mark == rng.mark(before[name])  # it was where the first worker's was
-                if together or name == "torch":  # the order is the first worker's in any case
+            for name, (mark_before, after) in shared.items():
+                # A worker's own generator moves along only if it was in the first worker's state.
+                # The sample order is the first worker's in any case.
+                together = mark_before == rng.mark(before[name])
+                if together or name == "torch":
                     self._order.put_shared({name: after}, together=together)
         batches = [_unpacked(body) for body in packed]
         self._keep(batches, ended=ended)
@@ -274,16 +294,16 @@ class EpochIndices:
 
 
 def check_samplers(loader: DataLoader[Any]) -> None:
-    """Raise `DataError` where `loader` cuts its data by rank already, or can't tell its length."""
+    """Raise `DataError` if `loader` already divides its data by rank, or has no length."""
     for path, sampler in _samplers(loader):
         name = type(sampler).__qualname__
         if "DistributedSampler" in name or (
             hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
         ):
             raise DataError(
-                f"the loader's {path} is a {name}, which cuts the data by rank already: "
-                "leave it out, and give shuffle=True or a plain "
-                "sampler; the loader's batch size is that of all workers together"
+                f"the loader's {path} is a {name}, which cuts the data by rank already: leave it "
+                "out, and give shuffle=True or a plain sampler; "
+                "the loader's batch size is that of all workers together"
             )
         if type(sampler) in {SequentialSampler, RandomSampler}:
             data = sampler.data_source
@@ -297,13 +317,14 @@ def check_samplers(loader: DataLoader[Any]) -> None:
 
 
 def is_list(batch: Any) -> bool:
-    """Whether what a sampler gave is a list of indices, to be cut, and not one index."""
+    """Whether a sampler's batch is a list of indices, and not a single index."""
     return isinstance(batch, list | range) or (
         isinstance(batch, Tensor | np.ndarray) and batch.ndim == 1
     )
 
 
 def _samplers(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield all samplers of a loader with their paths, also those inside other samplers."""
     waiting = [("sampler", loader.sampler, 4), ("batch_sampler", loader.batch_sampler, 4)]
     while waiting:
         path, sampler, depth = waiting.pop()
@@ -323,16 +344,14 @@ def _ordered(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def _sliceable(batch: Any, *, of_samples: bool) -> Any:
-    """Return a batch whose samples can be counted and cut: what a batch sampler gave, or a list
-    of it.
-    """
+    """Convert a sampler's batch to a list if it has samples but can't be counted and cut."""
     if not of_samples or isinstance(batch, list | tuple | range | np.ndarray | Tensor):
         return batch
     return list(batch)
 
 
 def _words(batch: Any) -> bytes | None:
-    """Return a list of integers as 8 bytes each; None for anything else."""
+    """Pack a list of integers in 8 bytes each; None for anything else."""
     if type(batch) is not list or any(type(index) is not int for index in batch):
         return None
     try:
@@ -364,6 +383,6 @@ def _marked(batch: Any, before: int) -> int:
         try:
             words = pack(batch, what="an index")
         except DataError:
-            # an index that only one worker can use
+            # The index can't be sent, so it is used by one worker only: count samples instead.
             words = str(len(batch) if hasattr(batch, "__len__") else 1).encode()
     return zlib.crc32(words, before)

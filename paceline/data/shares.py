@@ -1,4 +1,9 @@
-"""Shares: how many samples of a global batch each worker takes, as plain integers."""
+"""Shares: the number of samples of a global batch that each worker takes, as plain integers.
+
+batch of 10 samples     equal on 3 workers      4, 3, 3
+                        ratios 3 : 1 : 1        6, 2, 2
+                        by speed                see `balance`
+"""
 
 from __future__ import annotations
 
@@ -13,24 +18,25 @@ from paceline.data.balance import SpeedShares
 from paceline.errors import DataError
 
 Shares = Callable[[int], tuple[int, ...]]
-"""A policy: the number of samples in a global batch -> how many of them each rank takes.
+"""A policy: number of samples in a global batch -> number of samples for each rank.
 
-It depends on nothing else.
+The result depends on nothing else.
 """
 
 Auto = Literal["auto"]
 AskedShares = Shares | Sequence[float] | Auto | None
-"""Shares as a caller says them: a policy, one number per worker, by the speeds that are
-measured, or equal.
+"""Shares as a caller gives them: a policy, one number per worker, "auto" (by measured speeds), or
+None (equal).
 """
 
-PROBES = (1, 2, 3, 7, 43, 64, 1000)
-FINE = 10_000  # samples of which shares are near enough to what a policy means
+PROBES = (1, 2, 3, 7, 43, 64, 1000)  # batch sizes by which policies are compared
+FINE = 10_000  # samples for which integer shares show a policy's ratios exactly enough
 
 
 def equal(batch: int, size: int) -> tuple[int, ...]:
-    """Shares of `size` workers in `batch` samples; they differ by one at most, the first are
-    larger.
+    """Equal shares of `batch` samples for `size` workers.
+
+    They differ by one at most; first ranks have the larger ones.
     """
     return tuple(stop - start for start, stop in piece_bounds(batch, size))
 
@@ -41,26 +47,33 @@ def proportional(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
     If `batch` is the sum of integer ratios, the shares are the ratios. A ratio of zero gives an
     empty share.
     """
+    # Fractions, as rounding of floats could give workers different shares.
     exact = [Fraction(ratio) for ratio in ratios]
-    whole = sum(exact)
-    if whole <= 0 or any(ratio < 0 for ratio in exact):
+    ratio_sum = sum(exact)
+    if ratio_sum <= 0 or any(ratio < 0 for ratio in exact):
         raise DataError(
             f"shares are {list(ratios)}: they must be zero or more, and at least one above zero"
         )
-    parts = [batch * ratio / whole for ratio in exact]
-    shares = [int(part) for part in parts]
-    order = sorted(range(len(parts)), key=lambda rank: (shares[rank] - parts[rank], rank))
-    for rank in order[: batch - sum(shares)]:
+    exact_shares = [batch * ratio / ratio_sum for ratio in exact]
+    shares = [int(part) for part in exact_shares]
+    by_remainder = sorted(
+        range(len(exact_shares)), key=lambda rank: (shares[rank] - exact_shares[rank], rank)
+    )
+    for rank in by_remainder[: batch - sum(shares)]:
         shares[rank] += 1
     return tuple(shares)
 
 
 def policy(shares: AskedShares, size: int) -> Shares:
-    """Make a policy of `shares`: None is `equal`, numbers are `proportional`, a function is
-    checked.
+    """Convert shares to a policy.
 
-    "auto" is `equal` until speeds are known. Raises `DataError` if the number of shares is not
-    `size`.
+    Args:
+        shares: None (equal), one number per worker (proportional), a function (its results are
+            checked), or "auto" (equal until speeds are known).
+        size: Number of workers.
+
+    Raises:
+        DataError: Other than one number per worker, or no such kind of shares.
     """
     if isinstance(shares, str) and shares != "auto":
         raise DataError(
@@ -84,10 +97,10 @@ def policy(shares: AskedShares, size: int) -> Shares:
 
 
 def parts(shares: Shares, total: float) -> tuple[float, ...]:
-    """Part of each rank in `total` units of small pieces; a policy's own `parts` has priority."""
-    own = getattr(shares, "parts", None)
-    if own is not None:
-        return tuple(own(total))
+    """Fractional share of each rank in `total` units, by a policy's own `parts` if it has one."""
+    own_parts = getattr(shares, "parts", None)
+    if own_parts is not None:
+        return tuple(own_parts(total))
     return tuple(share * total / FINE for share in shares(FINE))
 
 
@@ -100,7 +113,10 @@ def spans(shares: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def probe(shares: Shares, batch: int | None) -> list[list[float]]:
-    """Shares of some batches by a policy, to compare between workers; `batch` is the usual size."""
+    """Apply a policy to some batch sizes, so that workers can compare their policies.
+
+    `batch`: the usual size; None if it isn't known.
+    """
     if isinstance(shares, SpeedShares):
         return [*([curve.fixed, curve.per_unit] for curve in shares.curves), [shares.per_sample]]
     sizes = PROBES if batch is None else (batch, *PROBES)
@@ -109,12 +125,12 @@ def probe(shares: Shares, batch: int | None) -> list[list[float]]:
 
 def _checked(shares: Shares, size: int, batch: int) -> tuple[int, ...]:
     answer = tuple(shares(batch))
-    right = (
+    is_valid = (
         len(answer) == size
         and all(type(share) is int and share >= 0 for share in answer)
         and sum(answer) == batch
     )
-    if not right:
+    if not is_valid:
         raise DataError(
             f"the shares of a batch of {batch} are {answer}: they must be {size} integers, zero or "
             f"more, that sum to {batch}"

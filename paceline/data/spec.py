@@ -24,56 +24,55 @@ Weigh = Callable[[Any], float]
 
 @dataclass
 class LoaderSpec:
-    """How one DataLoader is dealt to the workers; the same on all of them."""
+    """The terms on which one DataLoader is dealt to the workers; the same on all workers."""
 
     loader: DataLoader[Any]
     agreement: Agreement
     shares: Shares
-    loss: Loss = "mean"
-    weigh: Weigh | None = None
-    train: bool | None = None  # as the caller said; None: what torch.is_grad_enabled() is at iter()
+    loss: Loss = "mean"  # reduction of the script's loss function
+    weigh: Weigh | None = None  # batch -> its weight; None: its number of samples
+    train: bool | None = None  # given by the caller; None: torch.is_grad_enabled() at iter()
     shard: Sharding | None = None
     say: Callable[[str], None] = lambda text: None
-    move: Callable[[Any], Any] | None = None  # brings a batch to the device of its worker
-    training: bool = True  # as it is in the present epoch
-    idle: bool = False  # nothing has been trained in this epoch so far: it may be an evaluation
+    move: Callable[[Any], Any] | None = None  # moves a batch to the worker's device
+    training: bool = True  # in the present epoch
+    idle: bool = False  # nothing was trained in this epoch so far, so it may be an evaluation
     idled: bool = False  # nothing was trained in the epoch before
     pad: bool = False  # an empty share is a ghost in evaluation, too
-    asked: AskedShares = None  # shares as the caller said, for the workers that there were
-    costs: SampleCosts | None = None  # where samples differ, and are dealt by what they cost
-    speeds: WorkerSpeeds | None = None  # of all workers, where shares are by speed
-    order: SampleOrder = field(default_factory=SampleOrder)  # what samplers draw from
-    looks: int = 10  # batches that are still to be looked at for labels that a mean leaves out
+    asked: AskedShares = None  # shares as the caller gave them, for the first workers
+    costs: SampleCosts | None = None  # costs of samples, if they are dealt by cost
+    speeds: WorkerSpeeds | None = None  # of all workers, if shares are by speed
+    order: SampleOrder = field(default_factory=SampleOrder)  # generator of the samplers
+    looks: int = 10  # batches still to be checked for labels that a mean leaves out
     _outline: Outline | None = None
     _said: set[str] = field(default_factory=set)
 
     @property
     def rank(self) -> int:
-        """The rank of this worker, whose shares it takes."""
+        """Rank of this worker."""
         return self.agreement.group.rank
 
     @property
     def alone(self) -> bool:
-        """Whether there is one worker only."""
+        """Whether there is only one worker."""
         return self.agreement.group.size == 1
 
     @property
     def ghosts(self) -> bool:
-        """Whether a worker with an empty share gets the first sample as a ghost, instead of no
-        rows.
-        """
+        """Whether a worker with an empty share gets a ghost (the first sample), and not no rows."""
         return (self.training and not self.idle) or self.pad
 
     def outline(self) -> Outline:
-        """Describe the data set as it was when this was called first: a script may change it
-        later, on all workers alike.
+        """Describe the data set as it was at the first call.
+
+        A script may change it later, on all workers alike.
         """
         if self._outline is None:
             self._outline = outline(self.loader.dataset)
         return self._outline
 
     def begin_epoch(self) -> None:
-        """Find out whether the epoch that begins is for training."""
+        """Set `training` for the epoch that begins."""
         self.training = torch.is_grad_enabled() if self.train is None else self.train
 
     def reshare(self, shares: AskedShares) -> None:
@@ -81,30 +80,31 @@ class LoaderSpec:
         self.shares = policy(shares, self.agreement.group.size)
 
     def regroup(self, agreement: Agreement, shares: AskedShares) -> None:
-        """Deal to the workers of this agreement, by these shares."""
+        """Deal to other workers, by other shares."""
         self.agreement = agreement
         self.reshare(shares)
 
     @property
     def by_cost(self) -> bool:
-        """Whether samples are dealt by what they cost."""
+        """Whether samples are dealt by cost."""
         return self.costs is not None and not self.alone
 
     @property
     def cost_kind(self) -> str:
-        """How costs of samples add up, in a word."""
+        """Kind of costs: "none", "padded" (count x largest) or "sums"."""
         return "none" if self.costs is None else "padded" if self.costs.pads else "sums"
 
     def deal(self, batch: Any) -> BatchDeal:
-        """Deal a global batch of indices by costs, which are known."""
+        """Deal a global batch of indices by costs, which must be known."""
         assert self.costs is not None
         return deal_batch(
             self.costs.of(batch), lambda total: parts(self.shares, total), pads=self.costs.pads
         )
 
     def reshared(self) -> AskedShares:
-        """Return the requested shares, for the present workers: ratios and speeds go with their
-        workers, and newcomers get the mean.
+        """Convert the requested shares to the present workers.
+
+        Ratios and speeds stay with their workers, and workers that have joined get the mean.
         """
         size, asked = self.agreement.group.size, self.asked
         if self.speeds is not None:
@@ -115,8 +115,8 @@ class LoaderSpec:
         if asked is None or isinstance(asked, str) or callable(asked):
             if callable(asked) and len(asked(self.loader.batch_size or size)) != size:
                 self.announce(
-                    f"shares are given by a function that doesn't know of {size} workers: "
-                    "they are equal from now on"
+                    f"the function of shares gives other than one share for each of {size} "
+                    "workers: shares are equal from now on"
                 )
                 return None
             return asked
@@ -124,27 +124,26 @@ class LoaderSpec:
         return [asked[origin] if origin < len(asked) else mean for origin in self.agreement.origins]
 
     def follow(self, speeds: WorkerSpeeds) -> None:
-        """Deal by these speeds, as they are whenever shares are dealt anew."""
+        """Deal by these speeds from now on, with their present values whenever shares change."""
         self.speeds = speeds
         self.reshare(self.reshared())
 
     def saved_speeds(self) -> dict[str, Any]:
-        """Speeds of workers for a loader's state, if shares go by them."""
+        """State of the speeds for a checkpoint; empty if shares aren't by speed."""
         if self.speeds is None or not self.speeds.known:
             return {}
         return {"speeds": self.speeds.state_dict(self.agreement.origins)}
 
     def restore_speeds(self, state: Mapping[str, Any] | None) -> None:
-        """Deal by saved speeds from the next epoch on, where shares go by speed and the workers
-        are as many.
-        """
+        """Deal by saved speeds, if shares are by speed and there are as many workers."""
         if self.speeds is not None and state is not None:
             self.speeds.load_state_dict(state, self.agreement.origins)
             self.reshare(self.reshared())
 
     def look(self, part: SharePart) -> None:
-        """Announce labels that a mean leaves out unevenly if samples are weights; for first
-        batches.
+        """Check one of the first batches for labels that a mean over labels leaves out unevenly.
+
+        Announces them if batches are weighted by samples.
         """
         self.looks -= 1
         if self.loss == "sum" or self.weigh is not None or self.alone or not part.share:
@@ -152,53 +151,52 @@ class LoaderSpec:
         if (key := unevenly_ignored(part.batch)) is not None:
             self.looks = 0
             self.announce(
-                f"labels ({key!r} of a batch) that losses ignore ({IGNORED}) "
-                "are not as many in each "
-                "sample, and shares count by samples: if the loss is a mean over labels, give "
-                f"weigh=pl.tokens({key!r}) to run.prepare, "
-                "or results depend on the number of workers"
+                f"samples have different numbers of labels ({key!r} of a batch) that losses ignore "
+                f"({IGNORED}), and shares count by samples: if the loss is a mean over labels, "
+                f"give weigh=pl.tokens({key!r}) to run.prepare, or results depend on the number "
+                "of workers"
             )
 
     def announce(self, text: str) -> None:
-        """Announce a text, once."""
+        """Announce a text, the first time it is given."""
         if text not in self._said:
             self._said.add(text)
             self.say(f"paceline: {text}")
 
 
 def source(shares: Sequence[int]) -> int | None:
-    """Return the first worker that has samples, where another has none."""
+    """First rank with samples, if another rank has none; else None."""
     return next((rank for rank, share in enumerate(shares) if share), None) if 0 in shares else None
 
 
 class SharePart(NamedTuple):
-    """A worker's part of a global batch: `share` of `whole` samples.
+    """A worker's part of a global batch.
 
-    An empty share is a ghost in training, and no rows in evaluation.
+    The batch of an empty share is a ghost in training, and has no rows in evaluation.
     """
 
-    whole: int
-    share: int
+    whole: int  # samples of the global batch
+    share: int  # samples of this worker
     batch: Any
-    units: float | None = None  # of work, where samples differ: the costs of the share
+    units: float | None = None  # cost of the share, if samples are dealt by cost
 
 
 @dataclass(slots=True)
 class GlobalBatch:
     """A global batch: its number of samples, and this worker's part, made when it is taken."""
 
-    global_batch: int
-    make: Callable[[], SharePart] | None  # None once the part was taken
-    source: int | None  # as `source` says
-    weight: float | None = None  # of this worker's part, where that isn't its samples
-    total: float = 0.0  # of all workers
-    # by rank: which rows are whose, where these don't lie in order
+    global_batch: int  # samples
+    make: Callable[[], SharePart] | None  # makes the part; None when it has been taken
+    source: int | None  # first rank with samples, if another has none
+    weight: float | None = None  # of this worker's part; None: its number of samples
+    total: float = 0.0  # weight of all parts together
+    # Per rank: its rows in the global batch. None: shares lie one after the other.
     rows: Sequence[Sequence[int]] | None = None
 
     def take(self) -> SharePart:
-        """Make this worker's part, and let go of it: the caller alone holds its batch.
+        """Make this worker's part. Called once.
 
-        Called once.
+        Keeps no reference to it, so that its memory is free when the script drops the batch.
         """
         make, self.make = self.make, None
         assert make is not None, "a part is taken once"
@@ -208,41 +206,43 @@ class GlobalBatch:
 class Pipeline(Protocol):
     """Reads the data of one loader, share by share.
 
-    The calls marked * are made on all workers at the same step.
+        begin_epoch -> deal_step, deal_step, ... -> end_epoch
+                           |          ^
+                           +----------+    redeal_step, regroup: other shares or other workers
 
-    `apart`, `paused` and `place` are here as they are in lockstep.
+    Workers in lockstep call the methods marked "Collective" at the same step. The properties and
+    `common_step` are implemented here for workers in lockstep.
     """
 
     @property
     def apart(self) -> bool:
-        """Whether workers may be at different places of the epoch, so that none can call a
-        collective.
-        """
+        """Whether workers may be at different steps, so that they can't make collective calls."""
         return False
 
     @property
     def paused(self) -> bool:
-        """Whether workers have come together in the middle of the epoch; `regroup` goes on."""
+        """Whether workers have met in the middle of the epoch; they continue with `regroup`."""
         return False
 
     def place(self, index: int) -> int:
-        """Return the name of step `index` where workers compare where they are."""
+        """Number of step `index` that workers can compare."""
         return index
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
-        """*Begin an epoch, where `state` says (None: at its start); return the first step."""
+        """Begin an epoch at a saved position (None: at its start); return its step. Collective."""
         ...
 
     def step(self, index: int) -> GlobalBatch | None:
-        """*Return the global batch of a step, None where the epoch has ended.
+        """Deal the global batch of a step; None if the epoch has ended. Collective.
 
-        Steps are asked for in order, except after `redeal`.
+        Steps come in order, except after `redeal_step`.
         """
         ...
 
     def peek(self) -> Any:
-        """This worker's next batch of this epoch, already read; None if there is none or it's
-        unknown.
+        """Read this worker's next batch of the epoch ahead; None if there is none or it's unknown.
+
+        The batch isn't taken: the next step has it, too.
         """
         ...
 
@@ -254,28 +254,29 @@ class Pipeline(Protocol):
         ...
 
     def regroup(self, index: int) -> None:
-        """*Deal anew as `redeal` does, in the group that the terms have now."""
+        """Deal `index` next as `redeal_step` does, to the present workers. Collective."""
         ...
 
     def state(self, index: int) -> dict[str, Any]:
-        """Position of the data before step `index`, the last requested one or the one after it."""
+        """Position of the data before step `index`, which is the last step or the one after it."""
         ...
 
     def first(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the position before the first step of the epoch that `state` is in."""
+        """Position before the first step of the epoch of another position."""
         ...
 
     def next_epoch(self) -> dict[str, Any]:
-        """Return the position of the data before the next epoch."""
+        """Position of the data before the next epoch."""
         ...
 
     def end(self) -> None:
-        """Release what the epoch held."""
+        """Release the batches and iterators of the epoch."""
         ...
 
 
 def whole_rows(terms: LoaderSpec, item: Any) -> GlobalBatch:
-    """Deal a batch that was read whole along dim 0 of its tensors."""
+    """Deal a batch that each worker has read whole, along dim 0 of its tensors."""
+    # One worker needs no rows to cut, so any value will do.
     count = rows(item, missing=1 if terms.alone else None)
     shares = terms.shares(count)
     start, stop = spans(shares)[terms.rank]

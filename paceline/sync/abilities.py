@@ -1,6 +1,7 @@
-"""Abilities that only some strategies have: one interface each, and the set that a run has.
+"""Optional abilities of strategies: one small interface each, and the set that a run has.
 
-`prepare/abilities.py` finds them out once, when a run starts.
+When a run starts, `prepare/abilities.py` checks once which interfaces its strategy implements.
+Other code asks `Abilities` and never tests the type of a strategy itself.
 """
 
 from __future__ import annotations
@@ -19,65 +20,69 @@ from paceline.trace import Served
 
 @runtime_checkable
 class StepObserver(Protocol):
-    """A strategy that has to know of each step of an optimizer."""
+    """A strategy that must be told of each step of an optimizer."""
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Take note that this optimizer has stepped."""
+        """Handle a step that `optimizer` has just made."""
         ...
 
 
 @runtime_checkable
 class Converging(Protocol):
-    """A strategy whose replicas must be made equal before they are looked at as one.
+    """A strategy whose replicas must be made equal before they are evaluated or saved.
 
-    Copies of parameters that lie elsewhere count as replicas, too.
+    Copies of parameters outside of the workers, such as on servers, count as replicas too.
     """
 
     def converge(self) -> None:
-        """Make replicas equal, as they are about to be evaluated, saved or ended. Collective."""
+        """Make replicas equal before an evaluation, a checkpoint or the end. Collective."""
         ...
 
 
 @runtime_checkable
 class Replicated(Protocol):
-    """A strategy under which replicas differ at times and are equal at others.
+    """A strategy whose replicas differ at some times and are equal at others.
 
-    Other strategies always are as `replicas_diverge` says.
+    Without this ability, `Sync.replicas_diverge` holds at all times.
     """
 
     @property
     def has_sync_points(self) -> bool:
-        """Whether all replicas become equal by themselves at some moments between two turns."""
+        """Whether the strategy makes all replicas equal between some turns, without `converge`."""
         ...
 
     def replicated_state(self) -> dict[str, Tensor] | None:
-        """State that is equal on all workers between two turns, if replicas are; else None on
-        all.
+        """State that is equal on all workers between two turns.
+
+        None on all workers if replicas differ at the moment.
         """
         ...
 
 
 @runtime_checkable
 class Recoverable(Protocol):
-    """A strategy that goes on when workers are lost, or others join."""
+    """A strategy that continues after workers are lost or join."""
 
     def join_info(self) -> Any:
         """Facts that a joining worker needs for `regroup`, as JSON values."""
         ...
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
-        """Go on with the context's new group of workers.
+        """Continue with the new group of workers in `context`. Collective.
 
-        Collective; what was under way is discarded, or sent anew.
+        Exchanges under way are discarded, or started again.
 
-        `layout`: what `join_info` returned, on all workers, where a worker has just joined.
+        Args:
+            context: Groups of the new view.
+            layout: Result of another worker's `join_info`, the same on all workers. Given if a
+                worker has just joined. Default: this worker's own.
         """
         ...
 
     def load_from_peer(self, state: dict[str, Any]) -> None:
         """Load another worker's `state_dict`, except its residuals.
 
-        It was made while replicas were equal. Parameters are here already.
+        The state was taken while replicas were equal. The parameters were copied before.
         """
         ...
 
@@ -88,20 +93,20 @@ class Unreplicated(Protocol):
 
     @property
     def has_unreplicated_state(self) -> bool:
-        """Whether this worker may have something that no other has; quick."""
+        """Whether this worker may have state that no other worker has. Cheap to ask."""
         ...
 
     def unreplicated_state(self) -> dict[str, Any] | None:
-        """Return, between two turns, what this worker alone has; None for nothing.
+        """State that this worker alone has between two turns; None if it has none.
 
-        Its tensors stay as they are until the next call.
+        Its tensors are not written to until the next call.
         """
         ...
 
     def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
-        """Take over a lost worker's `unreplicated_state` of after `step`, to send it later.
+        """Take over the `unreplicated_state` that a lost worker had after `step`.
 
-        Returns False where it is out of date.
+        It is sent later, with this worker's own. Returns False if the state is out of date.
         """
         ...
 
@@ -112,7 +117,7 @@ class RemoteOptimizer(Protocol):
 
     @property
     def attached(self) -> bool:
-        """Whether the strategy has charge of any parameters."""
+        """Whether the strategy manages any parameters."""
         ...
 
     def steps(self, optimizer: Optimizer) -> bool:
@@ -120,52 +125,58 @@ class RemoteOptimizer(Protocol):
         ...
 
     def step(self, optimizer: Optimizer) -> None:
-        """Let an optimizer step on servers. Collective, if in lockstep."""
+        """Step `optimizer` on the servers. Collective in lockstep."""
         ...
 
 
 @runtime_checkable
 class RemoteClipping(Protocol):
-    """A strategy that clips gradients on servers, as a worker doesn't have their mean."""
+    """A strategy that clips gradients on servers, because workers don't have the mean."""
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Let servers clip by the norm of the gradients, and return it, as `Run.clip` does.
+        """Clip gradients on the servers, and return their norm as `Run.clip` does.
 
-        `p.grad` stays as it is. Collective, if in lockstep.
+        `p.grad` isn't changed. Collective in lockstep.
+
+        Args:
+            parameters: Parameters whose gradients are clipped together.
+            max_norm: Largest norm of their gradients after clipping.
+            norm_type: Order of the norm: 2 for the Euclidean norm.
         """
         ...
 
 
 @runtime_checkable
 class Unlocked(Protocol):
-    """A strategy in which workers may leave lockstep while they train."""
+    """A strategy that lets workers train out of lockstep."""
 
     @property
     def sample_queue(self) -> SampleQueue | None:
-        """Queue from which workers out of lockstep take their samples; None in lockstep."""
+        """Queue that gives samples to workers out of lockstep; None in lockstep."""
         ...
 
     @property
     def rows(self) -> Any:
-        """Stepper of sparse tables for workers out of lockstep (a `PerWorkerRowSteps` of
-        `servers`).
+        """Stepper of sparse tables for workers out of lockstep.
+
+        It is a `PerWorkerRowSteps`, which `sync` can't import from `servers`.
         """
         ...
 
 
 @runtime_checkable
 class ServerKeeping(Protocol):
-    """A strategy that looks after servers, and starts others in place of lost ones."""
+    """A strategy that watches its servers and replaces lost ones."""
 
     @property
     def copies(self) -> Any:
-        """Keeper of the servers' copies (a `ServerReplication`); None if losses aren't survived."""
+        """Keeper of the servers' copies, a `ServerReplication`; None if a loss ends the run."""
         ...
 
 
 @runtime_checkable
 class ServerReports(Protocol):
-    """A strategy whose servers tell at the end what they have done."""
+    """A strategy whose servers report their work at the end."""
 
     def facts(self) -> list[dict[str, Any]]:
         """Facts about the work of each server, for the summary."""
@@ -178,18 +189,16 @@ class ServerReports(Protocol):
 
 @runtime_checkable
 class LendsGradients(Protocol):
-    """A strategy that hands out p.grad in memory that it uses again."""
+    """A strategy that sets p.grad to memory that it writes again in a later pass."""
 
     def overwrites(self, number: int, grad: Tensor) -> bool:
-        """Whether the exchange of this pass writes over `grad`, the present p.grad of slot
-        `number`.
-        """
+        """Whether the exchange of this pass writes over `grad`, the p.grad of slot `number`."""
         ...
 
 
 @dataclass(frozen=True)
 class Abilities:
-    """The abilities of the running strategy: for each the strategy itself, or None."""
+    """The abilities of the running strategy: each field is the strategy itself, or None."""
 
     observer: StepObserver | None = None
     converging: Converging | None = None
@@ -204,18 +213,18 @@ class Abilities:
     reports: ServerReports | None = None
 
     def converge(self) -> None:
-        """Make replicas equal, where they may not be. Collective."""
+        """Make replicas equal if the strategy lets them differ. Collective."""
         if self.converging is not None:
             self.converging.converge()
 
     @property
     def sample_queue(self) -> SampleQueue | None:
-        """Queue from which workers out of lockstep take their samples; None in lockstep."""
+        """Queue that gives samples to workers out of lockstep; None in lockstep."""
         return None if self.unlocked is None else self.unlocked.sample_queue
 
     @property
     def unlocked_rows(self) -> Any:
-        """Steps sparse tables where workers are not in lockstep; None in lockstep."""
+        """Stepper of sparse tables for workers out of lockstep; None in lockstep."""
         return (
             None
             if self.unlocked is None or self.unlocked.sample_queue is None

@@ -1,18 +1,18 @@
-"""Announces every backward pass before it adds to any gradient, for which torch has no hook.
+"""Announces each backward pass before it adds to any gradient, as torch has no hook for that.
 
     Tensor.backward, autograd.grad, a checkpoint  ->  run_backward of torch's one engine  ->  the
                                                       listeners of this thread, then the pass
 
-The engine that Python code sees is replaced while somebody listens. A hook before the node of each
-parameter would tell as much, and costs more than all else that is done for a small gradient, as
-torch makes a Python object of the gradient for it.
+While there are listeners, Python code sees this engine in place of torch's. A hook before the node
+of each parameter would do as well, but torch then makes a Python object of each gradient. For a
+small gradient that takes longer than all other work.
 
-A pass that is begun by C++ code alone (a `backward` inside of TorchScript) is announced to nobody;
-`running` tells that apart.
+A pass that C++ code begins (a `backward` inside of TorchScript) isn't announced. It can be told
+apart, as its thread is missing in `running_threads`.
 
-A listener has the thread in which it began to listen, and may look at its gradients when a pass
-begins there: no other thread is adding to them. Of a pass in a thread without listeners all are
-told that it may be theirs.
+A listener belongs to the thread in which it was added. If a pass begins in that thread, the
+listener may read its gradients, as no other thread adds to them. If a pass begins in a thread
+without listeners, all listeners are told that the pass may reach their parameters.
 """
 
 from __future__ import annotations
@@ -28,29 +28,33 @@ from paceline.errors import UsageError
 
 
 class PassListener(Protocol):
-    """Whatever is told of backward passes."""
+    """An object that is told of backward passes."""
 
     def pass_begins(self) -> None:
-        """Take note that a pass begins in the thread that listens, in no other pass; it may be
-        over other parameters.
+        """Handle a pass that begins in the listener's thread, outside of any other pass.
+
+        The pass may be over other parameters.
         """
         ...
 
     def pass_elsewhere(self) -> None:
-        """Take note that a pass begins in a thread that nothing listens in, and none is under
-        way in the thread that listens.
+        """Handle a pass that begins in a thread without listeners.
+
+        No pass is under way in the listener's own thread.
         """
         ...
 
 
-STEPPED: Final = "_paceline_stepped"  # an attribute of losses that nothing is left to go back from
-_REGISTRY: Final = threading.RLock()  # of listeners; and a pass begins in one thread at a time
+# Attribute of a loss whose backward `run.step` has already run.
+STEPPED: Final = "_paceline_stepped"
+# Guards the listeners. It is held while listeners are told, so passes begin one at a time.
+_REGISTRY: Final = threading.RLock()
 
 
 class _ThreadMark(threading.local):
-    """What is this thread's alone.
+    """An object that identifies its thread.
 
-    A number isn't: the system gives that of an ended thread to the next one.
+    `threading.get_ident` doesn't: a new thread may get the number of one that has ended.
     """
 
     def __init__(self) -> None:
@@ -61,55 +65,61 @@ _HERE: Final = _ThreadMark()
 
 
 class AnnouncingEngine(torch._C._ImperativeEngine):
-    """Torch's engine, which tells listeners of each pass first.
+    """An engine that tells listeners of each pass, then runs it on the engine `before`.
 
-    `before`: the engine that was there.
+    `torch._C._ImperativeEngine` is private, and so is `Variable._execution_engine`, its one
+    instance. This class breaks if `torch.autograd` reaches the C++ engine by another way than
+    `Variable._execution_engine.run_backward(tensors, ...)`.
     """
 
     def __init__(self, before: Any) -> None:
         self.before = before
-        # with the mark of the thread of each
+        # Each listener with the mark of its thread. The tuple is replaced, never changed.
         self.listeners: tuple[tuple[object, weakref.ref[PassListener]], ...] = ()
-        self.running: list[object] = []  # the marks of the threads of announced passes under way
+        # Marks of the threads that run announced passes; nested passes repeat a mark.
+        self.running: list[object] = []
 
     def run_backward(self, *args: Any, **options: Any) -> Any:
         if any(getattr(tensor, STEPPED, False) for tensor in args[0]):
             raise UsageError(
-                "this loss is what run.step returned, which has gone back from it already: "
-                "leave out loss.backward()"
+                "run.step has already run the backward pass of this loss: leave out loss.backward()"
             )
-        here = _HERE.mark
+        own_thread = _HERE.mark
         with _REGISTRY:
-            known = [
+            live_listeners = [
                 (thread, listener)
                 for thread, ref in self.listeners
                 if (listener := ref()) is not None
             ]
-            own = [listener for thread, listener in known if thread == here]
-            for listener in own if here not in self.running else ():
+            own_listeners = [
+                listener for thread, listener in live_listeners if thread == own_thread
+            ]
+            # A pass inside of another one, such as a reentrant checkpoint, is part of that one.
+            for listener in own_listeners if own_thread not in self.running else ():
                 listener.pass_begins()
-            for thread, listener in known if not own else ():
+            # Nothing listens in this thread: every listener might be meant.
+            for thread, listener in live_listeners if not own_listeners else ():
                 if thread not in self.running:
                     listener.pass_elsewhere()
-            self.running.append(here)
+            self.running.append(own_thread)
         try:
             return self.before.run_backward(*args, **options)
         finally:
-            self.running.remove(here)
+            self.running.remove(own_thread)
 
     def without(
         self, listener: PassListener
     ) -> tuple[tuple[object, weakref.ref[PassListener]], ...]:
-        """Return the listeners that live, but for this one."""
+        """Listeners that are still alive, except this one."""
         return tuple(
             (thread, ref) for thread, ref in self.listeners if ref() not in (None, listener)
         )
 
 
 def listen(listener: PassListener) -> AnnouncingEngine:
-    """Tell `listener` of passes from now on, as long as it lives; this thread is its own.
+    """Tell `listener` of passes from now on, for as long as it is alive.
 
-    Calling it twice is harmless.
+    The calling thread becomes its own thread. Calling this twice is harmless.
     """
     with _REGISTRY:
         engine = Variable._execution_engine
@@ -120,7 +130,7 @@ def listen(listener: PassListener) -> AnnouncingEngine:
 
 
 def leave(listener: PassListener) -> None:
-    """Tell `listener` of no more passes, and give torch its engine back where nobody listens."""
+    """Tell `listener` of no more passes; without listeners, torch gets its own engine back."""
     with _REGISTRY:
         engine = Variable._execution_engine
         if isinstance(engine, AnnouncingEngine):

@@ -1,17 +1,15 @@
-"""Memory of buckets, which p.grad lies in.
+"""Memory of buckets: gradients that a script keeps are never overwritten.
 
-If a script keeps some of it (gs = [p.grad for p in ps]), buckets move to other memory.
-
-    backward   bucket in memory 0                 p.grad are views of it
-    the script keeps some of them, or views of them, or arrays
-    backward   memory 0 is held: in memory 1      the kept ones are what they were
+    backward   bucket lies in memory 0            each p.grad is a view of it
+    the script keeps gradients (gs = [p.grad for p in ps]), or views or arrays of them
+    backward   memory 0 is held: use memory 1     the kept gradients keep their values
     the script drops them
-    backward   memory 0 is free: in memory 0
+    backward   memory 0 is free: use memory 0
 
-Memory 0 is the one that all workers sum fastest. Each worker looks and chooses for itself. Python's
-reference count shows whether a view is held, and torch's count of uses of the storage, which only
-the views share, whether anything made of a view is. Both counts are private, and are compared with
-what they were when nothing could hold the memory.
+All workers sum memory 0 fastest. Each worker chooses its memory without telling the others. Two
+counts show whether memory is held: Python's reference count of each view, and torch's use count of
+the storage. Only the views share the storage, so anything made from a view raises its use count.
+Both counts are compared with their values from when nothing else could hold the memory.
 """
 
 from __future__ import annotations
@@ -29,15 +27,14 @@ from paceline.comm.bucket_layout import Bucket
 
 
 class MemoryMaker(Protocol):
-    """The part of a `Reducer` that makes substitutes for bucket memory, and takes back unused
-    ones.
-    """
+    """The part of a `Reducer` that makes further memory for buckets, and takes it back."""
 
     def beside(self, numel: int, dtype: torch.dtype) -> Tensor: ...
 
     def release(self, flat: Tensor) -> None: ...
 
 
+# Measured, not assumed: it depends on how torch keeps the Python object of a gradient alive.
 @functools.cache
 def _of_grad() -> int:
     """Number of references that a tensor gains when it becomes the gradient of a parameter."""
@@ -50,24 +47,27 @@ def _of_grad() -> int:
 class BucketCopy:
     """One memory of a bucket.
 
-    `flat` is summed; `homes` has, for each parameter, the bucket's number and the view to be handed
-    out.
+    `flat` is the tensor that is summed. `homes` has one pair per parameter of the bucket: index of
+    the bucket, and the view that becomes p.grad.
     """
 
     def __init__(self, index: int, bucket: Bucket, flat: Tensor) -> None:
         self.flat = flat
-        # the same memory, in a storage of its own
-        shown = torch.from_dlpack(flat)  # type: ignore[attr-defined]
+        # The same memory in a storage of its own, so that the use count of `flat` doesn't matter.
+        own_storage = torch.from_dlpack(flat)  # type: ignore[attr-defined]
         start = bucket.flat.storage_offset()
         self.views = tuple(
-            shown.as_strided(v.size(), v.stride(), v.storage_offset() - start) for v in bucket.views
+            own_storage.as_strided(view.size(), view.stride(), view.storage_offset() - start)
+            for view in bucket.views
         )
         self.homes = [(index, view) for view in self.views]
-        self._storage = shown.untyped_storage()
-        del shown
+        self._storage = own_storage.untyped_storage()
+        # This tensor would count as a use of the storage.
+        del own_storage
         self._uses, self._counts = self._used(), self._counted()
 
     def _used(self) -> int:
+        # Private: breaks if torch no longer counts the tensors of a storage in its StorageImpl.
         return torch._C._storage_Use_Count(self._storage._cdata)
 
     def _counted(self) -> list[int]:
@@ -80,15 +80,17 @@ class BucketCopy:
         counts = self._counted()
         if counts == self._counts:
             return False
-        more = [
-            n
-            for n, (count, usual) in enumerate(zip(counts, self._counts, strict=True))
+        raised = [
+            index
+            for index, (count, usual) in enumerate(zip(counts, self._counts, strict=True))
             if count > usual
         ]
-        extra = _of_grad()
+        # A view that is p.grad has these references more, and that is its normal use.
+        grad_references = _of_grad()
         return any(
-            counts[n] - self._counts[n] > (extra if parameters[n].grad is self.views[n] else 0)
-            for n in more
+            counts[index] - self._counts[index]
+            > (grad_references if parameters[index].grad is self.views[index] else 0)
+            for index in raised
         )
 
 
@@ -103,24 +105,25 @@ class BucketCopies:
         self.memory = self._all[0]
 
     def renew(self) -> bool:
-        """Choose memory for a bucket that is about to be written; return whether it changed.
+        """Choose memory for a bucket that is about to be written; say whether it changed.
 
-        It is the first memory if that is free, else one that nothing holds.
+        The first memory is chosen if it is free, else another one that is.
         """
-        first, now = self._all[0], self.memory
+        first, current = self._all[0], self.memory
         if not first.held(self._parameters):
             self.memory = first
-            return now is not first
-        if now is not first and not now.held(self._parameters):
+            return current is not first
+        if current is not first and not current.held(self._parameters):
             return False
         free = [
             memory
             for memory in self._all[1:]
-            if memory is not now and not memory.held(self._parameters)
+            if memory is not current and not memory.held(self._parameters)
         ]
         if not free:
             free = [self._make()]
             self._all += free
+        # One is enough: further free ones are left from a script that kept many at a time.
         self.memory, *surplus = free
         for memory in surplus:
             self._all.remove(memory)
@@ -129,15 +132,16 @@ class BucketCopies:
 
     def _make(self) -> BucketCopy:
         flat = self._bucket.flat
-        other = (
+        further = (
             self._maker.beside(flat.numel(), flat.dtype)
             if flat.device.type == "cpu"
             else torch.empty_like(flat)
         )
-        return BucketCopy(self._index, self._bucket, other.zero_())
+        # Zeros, as gaps between the views are summed too.
+        return BucketCopy(self._index, self._bucket, further.zero_())
 
     def close(self) -> None:
-        """Release all memories; each is freed once nothing holds it."""
+        """Release all memories. Each is freed when nothing holds it any more."""
         for memory in self._all:
             self._maker.release(memory.flat)
 
@@ -145,7 +149,11 @@ class BucketCopies:
 class BucketMemory:
     """The memories of all buckets.
 
-    It keeps `buckets` and `home` (of each parameter: its bucket and its view) up to date.
+    Args:
+        buckets: All buckets; entries are replaced when a bucket moves to other memory.
+        home: Index of the bucket and view of each parameter; None without one. Updated likewise.
+        parameters: All parameters, in the order of `home`.
+        maker: Makes further memory on the CPU.
     """
 
     def __init__(
@@ -165,17 +173,17 @@ class BucketMemory:
 
     def renew(self) -> None:
         """Choose memory for all buckets, which are about to be written."""
-        for index, shelf in enumerate(self._all):
-            if shelf.renew():
+        for index, copies in enumerate(self._all):
+            if copies.renew():
                 self._take(index)
 
     def _take(self, index: int) -> None:
         bucket, memory = self._buckets[index], self._all[index].memory
         self._buckets[index] = bucket._replace(flat=memory.flat, views=memory.views)
-        for number, home in zip(bucket.members, memory.homes, strict=True):
-            self._home[number] = home
+        for parameter_index, home in zip(bucket.members, memory.homes, strict=True):
+            self._home[parameter_index] = home
 
     def close(self) -> None:
         """Release the memory of all buckets."""
-        for shelf in self._all:
-            shelf.close()
+        for copies in self._all:
+            copies.close()

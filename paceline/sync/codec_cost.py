@@ -1,11 +1,11 @@
-"""Whether a codec pays: what it sends, costs and loses, compared with exact sums on the same links.
+"""Accounts for a codec: bytes, seconds and error, compared with exact sums on the same links.
 
     buckets are full at   b0      b1     b2 |needed
     exact, on the link    [===b0===][===b1===][===b2===]
-                                            |-exposed--|        what backward could not hide
+                                            |-exposed--|        the part that backward doesn't hide
 
-The link is measured once, by exact sums of two sizes. How far the mean is off is seen on a sample,
-which is summed exactly as well.
+The link is measured once, by exact sums of two sizes. The error is measured on a sample of the
+elements, which is also summed exactly.
 """
 
 from __future__ import annotations
@@ -23,147 +23,154 @@ from torch import Tensor
 from paceline.codec.codec import Sum, Way
 from paceline.comm.group_protocol import Group, Work
 
-SMALL, LARGE = 4 << 10, 256 << 10  # elements of the sums that a link is measured with
-QUICK = 5e-3  # seconds below which a sum tells little of the link, so that a larger one is taken
-SAMPLE = 2048  # elements in a step that are summed exactly, for comparison
-STRIDE = 7919  # how far the sample moves from step to step
+SMALL, LARGE = 4 << 10, 256 << 10  # elements of the two sums that measure a link
+QUICK = 5e-3  # seconds; a faster sum says little about the link, so a larger one is tried
+SAMPLE = 2048  # elements per step that are also summed exactly
+STRIDE = 7919  # elements that the sample moves by from step to step
 
 
 class ExactRate(NamedTuple):
-    """Time of an exact sum: `latency` in seconds, seconds `per_byte` of the tensor, and bytes
-    `sent` by a rank for each of those.
-    """
+    """Time of an exact sum as a linear function of the tensor's size."""
 
-    latency: float
-    per_byte: float
-    sent: float
+    latency: float  # seconds
+    per_byte: float  # seconds per byte of the tensor
+    sent: float  # bytes that a rank sends per byte of the tensor
 
     def seconds(self, nbytes: float) -> float:
-        """Return the seconds that a sum of a tensor of so many bytes takes."""
+        """Seconds that the sum of a tensor of `nbytes` takes."""
         return self.latency + self.per_byte * nbytes
 
     @property
     def link(self) -> float:
-        """Bytes a second that a rank sends."""
+        """Bytes per second that a rank sends."""
         return self.sent / self.per_byte if self.per_byte > 0 else math.inf
 
 
 def measure(
     group: Group, device: torch.device, send: Callable[[Tensor], Work[Any]] | None = None
 ) -> ExactRate:
-    """Measure how fast exact sums are in this group (or those that `send` starts); the figures are
-    the same on every rank.
+    """Measure how fast exact sums are in this group. Collective.
 
-    Collective; takes some tenths of a second on slow links.
+    All ranks get the same figures. It takes some tenths of a second on slow links.
+
+    Args:
+        group: Workers that sum.
+        device: Device of the tensors.
+        send: Starts the sum, or another exchange, of a tensor. Default: the group's all-reduce.
     """
 
-    def seconds(numel: int) -> float:
-        """Return the slowest rank's, of the better of two tries."""
-        x, tries = torch.zeros(numel, dtype=torch.float32, device=device), []
+    def time_sum(numel: int) -> float:
+        """Seconds of a sum on the slowest rank, each rank counting the better of two tries."""
+        flat, tries = torch.zeros(numel, dtype=torch.float32, device=device), []
         for _ in range(2):
             group.barrier().wait()
-            began = time.perf_counter()
-            (group.all_reduce(x, out=x) if send is None else send(x)).wait()
+            started = time.perf_counter()
+            (group.all_reduce(flat, out=flat) if send is None else send(flat)).wait()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            tries.append(time.perf_counter() - began)
+            tries.append(time.perf_counter() - started)
         slowest = group.all_reduce(
             torch.tensor([min(tries)], dtype=torch.float64, device=device), op="max"
         ).wait()
         return float(slowest[0])
 
-    small, numel, before = seconds(SMALL), LARGE, sent_by(group)
-    large = seconds(numel)
-    while (large < QUICK or large <= small) and numel < 16 * LARGE:
-        numel, before = numel * 4, sent_by(group)
-        large = seconds(numel)
-    mine = (sent_by(group) - before) / 2
-    per_byte = max(large - small, 0.0) / (4 * (numel - SMALL))
-    return ExactRate(max(small - per_byte * 4 * SMALL, 0.0), per_byte, mine / (4 * numel))
+    small_seconds, numel, sent_before = time_sum(SMALL), LARGE, sent_by(group)
+    large_seconds = time_sum(numel)
+    # Both sums took about as long: latency hides the rate of the link, so try larger tensors.
+    while (large_seconds < QUICK or large_seconds <= small_seconds) and numel < 16 * LARGE:
+        numel, sent_before = numel * 4, sent_by(group)
+        large_seconds = time_sum(numel)
+    sent_bytes = (sent_by(group) - sent_before) / 2
+    per_byte = max(large_seconds - small_seconds, 0.0) / (4 * (numel - SMALL))
+    return ExactRate(
+        max(small_seconds - per_byte * 4 * SMALL, 0.0), per_byte, sent_bytes / (4 * numel)
+    )
 
 
 def sent_by(*groups: Group) -> int:
-    """Number of bytes that this worker has sent in these groups."""
+    """Count the bytes that this worker has sent in these groups."""
     return sum(group.traffic.within + group.traffic.between for group in groups)
 
 
 class ExchangeCost(NamedTuple):
-    """Seconds that the exchange of a bucket takes: on this processor before and after, and on
-    the link between.
-    """
+    """Seconds that the exchange of a bucket takes, in three parts."""
 
-    before: float
+    before: float  # on this processor, to encode
     link: float
-    after: float
+    after: float  # on this processor, to decode
 
 
 def exposed(ready: Sequence[float], costs: Sequence[ExchangeCost], needed: float) -> float:
-    """Seconds after `needed` until the last of these buckets arrives.
+    """Seconds from `needed` until the last of these buckets arrives; 0 if all arrive before it.
 
-    One is coded while another is on the link.
+    Encoding, the link and decoding work at the same time, each on one bucket after the other.
+
+    Args:
+        ready: Second at which each bucket is full.
+        costs: Seconds that each bucket takes.
+        needed: Second at which all buckets are needed.
     """
-    coded = gone = there = needed
+    encoded = sent = decoded = needed
     if ready:
-        coded = gone = there = -math.inf
-    for step_state, cost in sorted(zip(ready, costs, strict=True), key=lambda pair: pair[0]):
-        coded = max(coded, step_state) + cost.before
-        gone = max(gone, coded) + cost.link
-        there = max(there, gone) + cost.after
-    return max(0.0, there - needed)
+        encoded = sent = decoded = -math.inf
+    for filled, cost in sorted(zip(ready, costs, strict=True), key=lambda pair: pair[0]):
+        encoded = max(encoded, filled) + cost.before
+        sent = max(sent, encoded) + cost.link
+        decoded = max(decoded, sent) + cost.after
+    return max(0.0, decoded - needed)
 
 
 @dataclass
 class BucketTrip:
-    """One bucket on its way through its codec, as its leader saw it."""
+    """One exchange of a bucket through its codec, as a leader measured it."""
 
-    index: int
+    index: int  # of the bucket
     numel: int
-    # seconds of this processor, before each wait and after the last
+    # Seconds of this processor, before each wait and after the last.
     coding: list[float] = field(default_factory=list)
-    given: Tensor | None = None  # a sample of what went in
-    total: Tensor | None = None  # the same elements of what came out
+    given: Tensor | None = None  # a sample of the leader's input
+    total: Tensor | None = None  # the same elements of the coded sum
 
 
 def timed(going: Way, trip: BucketTrip) -> Way:
-    """Run `going`, and count its time on this processor.
+    """Run `going`, and append its processor seconds to `trip.coding`.
 
-    On a GPU work is only begun here, so there that isn't much.
+    On a GPU this counts only the time to launch kernels.
     """
     result: Any = None
     while True:
-        began = time.thread_time()
+        started = time.thread_time()
         try:
             work = going.send(result)
         except StopIteration as stop:
-            trip.coding.append(time.thread_time() - began)
-            found: Sum = stop.value
-            return found
-        trip.coding.append(time.thread_time() - began)
+            trip.coding.append(time.thread_time() - started)
+            coded_sum: Sum = stop.value
+            return coded_sum
+        trip.coding.append(time.thread_time() - started)
         result = yield work
 
 
 @dataclass
 class CodecTurn:
-    """Figures of one step, or one round."""
+    """Figures of one step, or of one round."""
 
     sent: float  # bytes
     exact: float  # bytes that exact sums would have sent
-    coding: float  # seconds of this processor, there and back
-    shown: float  # seconds of the exchange that were waited for
-    exact_shown: float  # the same, as exact sums would have it
+    coding: float  # seconds of this processor for encoding and decoding
+    shown: float  # seconds that training waited for the exchange
+    exact_shown: float  # the same, predicted for exact sums
 
 
 class CodecAccount:
-    """What one strategy's codec has done, turn by turn, on a leader; other workers have an empty
-    account.
-    """
+    """Figures of one strategy's codec, turn by turn, on a leader. Other workers' stay empty."""
 
     def __init__(self, codec: str, compared: str = "the mean") -> None:
         self.codec, self.compared = codec, compared
         self.rate: ExactRate | None = None
         self.turns: list[CodecTurn] = []
-        self.errors: list[float] = []  # of each turn whose sample was finite
+        self.errors: list[float] = []  # relative, of each turn whose sample was finite
         self._fresh: list[tuple[str, float]] = []
+        # The exact sum of a sample under way, and the same elements of the coded sum.
         self._sample: tuple[Work[Tensor], Tensor] | None = None
 
     def add(self, turn: CodecTurn) -> None:
@@ -172,8 +179,11 @@ class CodecAccount:
         self._fresh += [("codec_bytes", turn.sent), ("codec_seconds", turn.coding)]
 
     def compare(self, work: Work[Tensor], total: Tensor) -> None:
-        """Compare, later, the sample of this turn: `work` sums it exactly, `total` is what came
-        through the codec.
+        """Keep a sample to compare when its exact sum is done.
+
+        Args:
+            work: The exact sum of the sample.
+            total: The same elements of the coded sum.
         """
         self._sample = work, total
 
@@ -182,7 +192,7 @@ class CodecAccount:
         self._sample = None
 
     def settle(self) -> None:
-        """Read the sample of the turn before."""
+        """Wait for the sample of the last turn, and record its error."""
         if self._sample is None:
             return
         (work, total), self._sample = self._sample, None
@@ -192,14 +202,12 @@ class CodecAccount:
             self._fresh.append(("codec_error", error))
 
     def take(self) -> dict[str, float]:
-        """News since the last call, for the log."""
-        found, self._fresh = dict(self._fresh), []
-        return found
+        """Hand out the figures since the last call, for the log."""
+        latest, self._fresh = dict(self._fresh), []
+        return latest
 
     def facts(self) -> dict[str, Any] | None:
-        """Return means over turns, as plain numbers; None where nothing went through the codec
-        here.
-        """
+        """Means over all turns, as plain numbers; None if this worker coded nothing."""
         if not self.turns or self.rate is None:
             return None
         means = {
@@ -216,22 +224,22 @@ class CodecAccount:
         }
 
 
-def off(found: Tensor, right: Tensor) -> float:
-    """Return |found - right| / |right|, or nan if that isn't finite."""
-    size = float(right.double().norm())
-    return float((found.double() - right.double()).norm()) / size if size > 0 else math.nan
+def off(approximate: Tensor, exact: Tensor) -> float:
+    """Relative error |approximate - exact| / |exact|; nan if `exact` is zero."""
+    norm = float(exact.double().norm())
+    return float((approximate.double() - exact.double()).norm()) / norm if norm > 0 else math.nan
 
 
 def sampled(x: Tensor, every: int, step: int) -> Tensor:
-    """Return a sample of a flat tensor, of other elements in every step."""
+    """Copy every `every`-th element of a flat tensor, starting elsewhere in each step."""
     return x[step * STRIDE % every :: every].clone()
 
 
 @dataclass(frozen=True)
 class CodecVerdict:
-    """What all leaders found together, as the summary shows it.
+    """Figures of all leaders together, as the summary shows them.
 
-    Bytes and seconds are of one turn: a step, or a round.
+    Bytes and seconds are those of one turn: a step, or a round.
     """
 
     codec: str
@@ -239,44 +247,47 @@ class CodecVerdict:
     bytes_sent: float  # by all leaders
     bytes_exact: float  # that exact sums would have sent
     coding_seconds: float  # of a processor, mean over leaders
-    shown_seconds: float  # of the exchange that was waited for, mean over leaders
-    exact_shown_seconds: float  # the same with exact sums, as predicted
-    compared: str  # whose relative error it is: "the mean", or what neighbours know of each other
-    # |what arrived - what is right| / |what is right|, mean over turns, on a sample
-    relative_error: float
+    shown_seconds: float  # that training waited for the exchange, mean over leaders
+    exact_shown_seconds: float  # the same, predicted for exact sums
+    compared: str  # the tensor whose error was measured, in words, such as "the mean"
+    relative_error: float  # |coded - exact| / |exact|, mean over turns, on a sample
     link_bytes_per_second: float  # that a leader sends
-    step_seconds: float  # of a step, all its parts
+    step_seconds: float  # of a whole step
     gain: float  # predicted seconds of a step with exact sums / seconds of a step now
     words: str = ""
 
 
 def judge(facts: Iterable[dict[str, Any] | None], step: float, steps: int) -> CodecVerdict | None:
-    """Judge a codec by the facts of all workers; None if none has any.
+    """Judge a codec by the facts of all workers; None if no worker coded anything.
 
-    `step`: seconds of a step, `steps`: how many there were.
+    Args:
+        facts: `CodecAccount.facts` of each worker.
+        step: Seconds of a step.
+        steps: Number of steps.
     """
-    found = [each for each in facts if each is not None]
-    if not found:
+    leader_facts = [each for each in facts if each is not None]
+    if not leader_facts:
         return None
 
     def mean(name: str) -> float:
-        return statistics.fmean(each[name] for each in found)
+        return statistics.fmean(each[name] for each in leader_facts)
 
-    turns, shown, exact = found[0]["turns"], mean("shown"), mean("exact_shown")
-    saved = (exact - shown) * turns / max(steps, 1)  # in a step
+    turns, waited, exact_waited = leader_facts[0]["turns"], mean("shown"), mean("exact_shown")
+    # Rounds are rarer than steps: spread the saved seconds over all steps.
+    saved_per_step = (exact_waited - waited) * turns / max(steps, 1)
     verdict = CodecVerdict(
-        codec=found[0]["codec"],
+        codec=leader_facts[0]["codec"],
         turns=turns,
-        bytes_sent=sum(each["sent"] for each in found),
-        bytes_exact=sum(each["exact"] for each in found),
+        bytes_sent=sum(each["sent"] for each in leader_facts),
+        bytes_exact=sum(each["exact"] for each in leader_facts),
         coding_seconds=mean("coding"),
-        shown_seconds=shown,
-        exact_shown_seconds=exact,
-        compared=found[0]["compared"],
+        shown_seconds=waited,
+        exact_shown_seconds=exact_waited,
+        compared=leader_facts[0]["compared"],
         relative_error=mean("error"),
         link_bytes_per_second=mean("link"),
         step_seconds=step,
-        gain=max(step + saved, 1e-9) / step if step > 0 else 1.0,
+        gain=max(step + saved_per_step, 1e-9) / step if step > 0 else 1.0,
     )
     return replace(verdict, words=_words(verdict, steps))
 
@@ -288,7 +299,7 @@ def _words(verdict: CodecVerdict, steps: int) -> str:
         if math.isfinite(verdict.relative_error)
         else ""
     )
-    text = (
+    findings = (
         f"{verdict.codec} sent {_megabytes(verdict.bytes_sent)} a {turn} "
         "where exact sums would have sent "
         f"{_megabytes(verdict.bytes_exact)}; coding took {_seconds(verdict.coding_seconds)} of a "
@@ -298,13 +309,13 @@ def _words(verdict: CodecVerdict, steps: int) -> str:
         f"exact sums it would be about {_seconds(verdict.exact_shown_seconds)}: "
     )
     if verdict.gain >= 1.02:
-        return text + f"it paid, steps are about {verdict.gain:.2f} times as fast."
+        return findings + f"it paid, steps are about {verdict.gain:.2f} times as fast."
     if verdict.gain <= 0.98:
-        return text + (
+        return findings + (
             f"it did not pay, exact sums would be about {1 / verdict.gain:.2f} times as fast. "
             "Leave the codec out here."
         )
-    return text + "it made no difference to the time. Exact sums would lose nothing."
+    return findings + "it made no difference to the time. Exact sums would lose nothing."
 
 
 def _megabytes(count: float) -> str:

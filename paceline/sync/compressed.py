@@ -1,8 +1,10 @@
-"""Buckets that travel through a codec: the codec of each, its state, and when new state counts.
+"""Buckets that go through a codec: each bucket's codec, its state, and when new state is valid.
 
-A codec's state changes with every sum. The new state counts when the turn of the loader is over
-(`commit`), and is discarded if the turn failed (`abort`). Between hosts only the leader of a host
-has state: inside the host sums are exact.
+    all_reduce   _states ----codec----> _next_states        a sum makes a new state
+    commit       _states <------------- _next_states        the turn of the loader is over
+    abort                     discarded _next_states        the turn has failed
+
+Between hosts only the leader of each host keeps state, as sums inside a host are exact.
 """
 
 from __future__ import annotations
@@ -54,9 +56,20 @@ Kind = tuple[Codec, ...]
 
 
 class CompressedExchange:
-    """The codecs of one exchange.
+    """The codecs of one exchange, with their states.
 
-    Collective. With `hosts=False` every worker is behind the codec, also inside a host.
+    The lists `_kinds`, `_codecs`, `_shapes`, `_layout` and `_states` have one entry per bucket, in
+    the order of `_buckets`. An entry of `_next_states` replaces that of `_states` for the rest of
+    the turn. On a worker that leads no host, all states are empty. While `_taken` is None and
+    `_record` isn't, sums are exact and are being measured for `codec="auto"`.
+
+    Making one is collective.
+
+    Args:
+        context: Groups and step of the strategy.
+        codec: Codec of the gradients, or `auto`.
+        hosts: Whether only leaders of hosts exchange through the codec. If False, all workers do,
+            inside a host too.
     """
 
     def __init__(self, context: SyncContext, codec: Codec | Coding | auto, *, hosts: bool) -> None:
@@ -67,7 +80,7 @@ class CompressedExchange:
             [lift(option) for option in chosen],
             [repr(option) for option in chosen],
         )
-        # index of the option in use; None: exact sums, until one is chosen
+        # Index of the option in use. None: exact sums, until an option is chosen.
         self._taken = None if isinstance(codec, auto) else 0
         self._record = ExactSteps() if isinstance(codec, auto) else None
         self._relay = CodedAllReduce(
@@ -76,24 +89,27 @@ class CompressedExchange:
             trace=context.trace,
         )
         context.extra_groups.append(self._relay)
-        self._narrowed = False  # whether it was said that float64 values are narrowed
+        self._narrowed = False  # float64 values are narrowed, which was announced
         self._buckets: Sequence[Bucket] = ()
-        # of each bucket: the codecs of its tensors, by option; None: exact
+        # Per bucket: the codec of its tensors for each option. None: always exact.
         self._kinds: list[Kind | None] = []
-        self._codecs: list[Codec | None] = []  # of each bucket, as of now
+        self._codecs: list[Codec | None] = []  # per bucket: the codec in use; None: exact
         self._shapes: list[list[Size]] = []
         self._layout: Layout = []
-        self._states: list[State] = []  # as of the last turn that counted
-        self._next: dict[int, State] = {}  # of this turn
-        # of the buckets that have arrived since the last wait
+        self._states: list[State] = []  # after the last turn that was committed
+        self._next: dict[int, State] = {}  # by bucket, after the sums of this turn
+        # By bucket: the trips that ended since the last wait.
         self._trips: dict[int, BucketTrip] = {}
-        self._every = 1  # one element in so many is sampled
-        self._crossed = 0
+        self._every = 1  # the sample has one element of every `_every`
+        self._crossed = 0  # coded bytes sent up to the last wait
         self.account = CodecAccount(repr(codec))
         context.accounts.append(self.account)
 
     def kind(self, slot: Slot) -> Kind | None:
-        """Codecs for a parameter; None if it is exchanged exactly, as all but real numbers are."""
+        """Codec of a parameter for each option; None if the parameter is exchanged exactly.
+
+        Dtypes that aren't real numbers always are.
+        """
         if not slot.parameter.dtype.is_floating_point:
             self._context.announce(
                 f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for "
@@ -115,11 +131,17 @@ class CompressedExchange:
         shapes: Sequence[BucketShape],
         kinds: Sequence[Kind | None],
     ) -> None:
-        """Exchange these buckets from now on, of parameters with these names, shapes and kinds.
+        """Exchange these buckets from now on. Collective.
 
-        Residuals stay with them. Collective.
+        Residuals stay with their parameters.
+
+        Args:
+            buckets: The buckets. Their members are indices into the other three arguments.
+            names: Names of the parameters.
+            shapes: Shapes of the parameters.
+            kinds: Result of `kind` for each parameter.
         """
-        kept = parted(self.state_dict()["states"], self._layout)
+        residuals_by_name = parted(self.state_dict()["states"], self._layout)
         self._buckets = buckets
         self._kinds = [kinds[bucket.members[0]] for bucket in buckets]
         self._shapes = [
@@ -137,14 +159,15 @@ class CompressedExchange:
         self._every = max(1, sum(flat.numel() for flat in coded) // SAMPLE)
         beside = self._relay.leaders_beside
         if coded and self.account.rate is None and beside is not None:
+            # A sum with `Traffic()` copies the counter, which goes on counting.
             before = beside.traffic + Traffic()
             self.account.rate = measure(beside, coded[0].device)
             self._context.probe_traffic.add_sent(beside.traffic - before)
         self._take(self._taken)
-        self._states = relaid(self._states, self._layout, kept)
+        self._states = relaid(self._states, self._layout, residuals_by_name)
 
     def _take(self, option: int | None) -> None:
-        """Code by this option from now on, with empty states."""
+        """Use the codecs of this option from now on, with empty states. None: exact sums."""
         self._taken = option
         self._codecs, self._states = [], []
         self._next.clear()
@@ -174,49 +197,61 @@ class CompressedExchange:
         )
         assert codec is not None
 
-        def way(x: Tensor, groups: tuple[Group, ...]) -> Generator[Work[Any], Any, Tensor]:
+        # A generator that yields each work it waits for. The relay resumes it from its own thread,
+        # so step and scale were read above.
+        def sum_through_codec(
+            flat_input: Tensor, groups: tuple[Group, ...]
+        ) -> Generator[Work[Any], Any, Tensor]:
             wire = Wire(
                 groups,
                 scale=scale,
                 step=step,
-                draw=seeded(step, index, self._context.group.rank, x.device),
+                draw=seeded(step, index, self._context.group.rank, flat_input.device),
             )
-            trip = BucketTrip(index, x.numel(), given=sampled(x, self._every, step))
-            found = yield from timed(
-                codec.sum(x, self._shapes[index], self._next.get(index, self._states[index]), wire),
+            trip = BucketTrip(
+                index, flat_input.numel(), given=sampled(flat_input, self._every, step)
+            )
+            coded_sum = yield from timed(
+                codec.sum(
+                    flat_input,
+                    self._shapes[index],
+                    self._next.get(index, self._states[index]),
+                    wire,
+                ),
                 trip,
             )
-            trip.total = sampled(found.total, self._every, step)
-            self._next[index], self._trips[index] = found.state, trip
-            return found.total
+            trip.total = sampled(coded_sum.total, self._every, step)
+            self._next[index], self._trips[index] = coded_sum.state, trip
+            return coded_sum.total
 
-        return self._relay.all_reduce(flat, way, name)
+        return self._relay.all_reduce(flat, sum_through_codec, name)
 
     @contextlib.contextmanager
     def awaited(self, begun: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Measure the wait for buckets inside of the block.
+        """Measure how long the block waits for buckets.
 
-        `begun`: (index, when it left in ns of the performance counter) of each.
+        `begun`: index of each bucket, and nanoseconds of `perf_counter_ns` at which it left.
         """
         needed = time.perf_counter()
         yield
-        shown = time.perf_counter() - needed
+        waited = time.perf_counter() - needed
         if self._taken is None and self._record is not None:
             self._record.exchanged(
-                shown,
+                waited,
                 [
-                    (index, needed - when * 1e-9)
-                    for index, when in begun
+                    (index, needed - departure * 1e-9)
+                    for index, departure in begun
                     if self._kinds[index] is not None
                 ],
             )
             return
-        rate, beside, left = self.account.rate, self._relay.leaders_beside, dict(begun)
-        trips = [self._trips.pop(index) for index in sorted(left) if index in self._trips]
+        # Only leaders have trips, and only they keep an account.
+        rate, beside, departures = self.account.rate, self._relay.leaders_beside, dict(begun)
+        trips = [self._trips.pop(index) for index in sorted(departures) if index in self._trips]
         if not trips or rate is None or beside is None:
             return
         ready, costs = (
-            [left[trip.index] * 1e-9 for trip in trips],
+            [departures[trip.index] * 1e-9 for trip in trips],
             [ExchangeCost(0.0, rate.seconds(4 * trip.numel), 0.0) for trip in trips],
         )
         before, self._crossed = self._crossed, self._relay.coded_bytes
@@ -225,10 +260,11 @@ class CompressedExchange:
                 sent=self._crossed - before,
                 exact=rate.sent * 4 * sum(trip.numel for trip in trips),
                 coding=sum(sum(trip.coding) for trip in trips),
-                shown=shown,
+                shown=waited,
                 exact_shown=exposed(ready, costs, needed),
             )
         )
+        # The exact sum of a sample is read one turn later, so that it overlaps with the next turn.
         self.account.settle()
         given, total = (
             torch.cat([side for trip in trips if (side := getattr(trip, name)) is not None])
@@ -237,10 +273,9 @@ class CompressedExchange:
         self.account.compare(beside.all_reduce(given, out=given), total)
 
     def commit(self) -> None:
-        """Let the states of this turn count.
-
-        A bucket still under way (streaming) may arrive meanwhile, and counts with the next turn.
-        """
+        """Keep the new states of this turn, as the turn has succeeded."""
+        # A streamed bucket may arrive during this loop, on another thread. Then its state is kept
+        # with the next turn: only entries seen here are deleted.
         for index in list(self._next):
             self._states[index] = self._next[index]
             del self._next[index]
@@ -249,55 +284,59 @@ class CompressedExchange:
             self._context.agreement.attempt_call(lambda: self._choose(record))
 
     def _choose(self, record: ExactSteps) -> None:
-        """Choose the option with the largest predicted gain, if that is enough. Collective."""
+        """Choose the option with the largest predicted gain, if it is at least GAIN. Collective."""
+        # All leaders try each option on the largest coded bucket.
         largest = max(
             (n for n, kind in enumerate(self._kinds) if kind is not None),
             key=lambda n: self._buckets[n].flat.numel(),
         )
         kind, rate, beside = self._kinds[largest], self.account.rate, self._relay.leaders_beside
-        mine = None
+        own_predictions = None
         if rate is not None and beside is not None and kind is not None:
             sizes, before = (
                 [bucket.flat.numel() for bucket in self._buckets],
                 beside.traffic + Traffic(),
             )
             flat, shapes = self._buckets[largest].flat.float(), self._shapes[largest]
-            mine = [
+            own_predictions = [
                 predict(record, attempt(codec, flat, shapes, beside), sizes, rate) for codec in kind
             ]
             self._context.probe_traffic.add_sent(beside.traffic - before)
-        found = [
+        answers = [
             msgpack.unpackb(body)
-            for body in self._context.agreement.meet("codec", msgpack.packb([record.step, mine]))
+            for body in self._context.agreement.meet(
+                "codec", msgpack.packb([record.step, own_predictions])
+            )
         ]
         self._record = None
-        now = max(step for step, _ in found)
-        promised = [
-            max(step)
-            for step in zip(*(steps for _, steps in found if steps is not None), strict=True)
+        # A step takes as long as on the slowest worker. Workers that lead no host predict nothing.
+        exact_seconds = max(seconds for seconds, _ in answers)
+        predicted = [
+            max(seconds)
+            for seconds in zip(*(each for _, each in answers if each is not None), strict=True)
         ]
-        best = min(range(len(promised)), key=promised.__getitem__)
-        times = (
-            f"{now * 1e3:.0f} ms a step with exact sums, {promised[best] * 1e3:.0f} ms predicted "
-            f"with {self._names[best]}"
+        fastest = min(range(len(predicted)), key=predicted.__getitem__)
+        words = (
+            f"{exact_seconds * 1e3:.0f} ms a step with exact sums, "
+            f"{predicted[fastest] * 1e3:.0f} ms predicted with {self._names[fastest]}"
         )
-        if now < GAIN * promised[best]:
-            self._context.announce(f"codec: {times}, so sums stay exact")
+        if exact_seconds < GAIN * predicted[fastest]:
+            self._context.announce(f"codec: {words}, so sums stay exact")
             return
         self._context.tell(
-            f"codec: {times}, which is taken from step {self._context.step_state.step} on"
+            f"codec: {words}, which is taken from step {self._context.step_state.step} on"
         )
-        self.account.codec = self._names[best]
-        self._take(best)
+        self.account.codec = self._names[fastest]
+        self._take(fastest)
 
     def abort(self, index: int | None = None) -> None:
-        """Discard new states of the step under way: of all buckets, or of the one at `index`."""
-        for number in [*self._next] if index is None else [index]:
-            self._next.pop(number, None)
+        """Discard the new states of this turn: of all buckets, or of the one at `index`."""
+        for bucket_index in [*self._next] if index is None else [index]:
+            self._next.pop(bucket_index, None)
         self._trips.clear()
 
     def regroup(self) -> None:
-        """Go on in another group, perhaps with other leaders."""
+        """Continue in another group, whose hosts may have other leaders."""
         group = self._context.group
         self._relay = CodedAllReduce(
             group if self._hosts else _flat(group),
@@ -315,29 +354,29 @@ class CompressedExchange:
         return [self._taken, self._record is None, None if rate is None else list(rate)]
 
     def follow(self, layout: list[Any]) -> None:
-        """Go on with the codec and the rate of `join_info`."""
-        taken, chosen, rate = layout
+        """Use the codec and the rate from another worker's `join_info`."""
+        taken, is_chosen, rate = layout
         self._taken = taken
-        self._record = None if chosen else self._record
+        self._record = None if is_chosen else self._record
         if self.account.rate is None and rate is not None:
             self.account.rate = ExactRate(*rate)
 
     @property
     def kept(self) -> tuple[list[State], dict[int, State]]:
-        """States of all buckets, and the new ones of this turn."""
+        """States of all buckets, and the new states of this turn."""
         return self._states, dict(self._next)
 
-    def keep(self, found: tuple[list[State], dict[int, State]]) -> None:
-        """Go on with states that were kept, after `regroup` and `lay_out` of the same buckets.
+    def keep(self, states_and_next: tuple[list[State], dict[int, State]]) -> None:
+        """Restore the states in `kept`, after `regroup` and `lay_out` of the same buckets.
 
-        New leaders begin with empty ones.
+        New leaders begin with empty states.
         """
-        states, following = found
-        if self._relay.is_leader and any(states):
+        old_states, next_states = states_and_next
+        if self._relay.is_leader and any(old_states):
             self._states = [
-                mine if mine else new for mine, new in zip(states, self._states, strict=True)
+                old if old else new for old, new in zip(old_states, self._states, strict=True)
             ]
-            self._next = following
+            self._next = next_states
 
     def close(self) -> None:
         """End threads and groups."""
@@ -349,12 +388,13 @@ class CompressedExchange:
 
     @property
     def states(self) -> list[State]:
-        """States of all buckets, as of the last turn that counted."""
+        """States of all buckets, after the last turn that was committed."""
         return list(self._states)
 
     def state_dict(self) -> dict[str, Any]:
-        """States here, with new ones of the turn under way; empty if another worker leads this
-        host.
+        """States of this worker, including those of the turn under way.
+
+        Empty on a worker that doesn't lead its host.
         """
         states = (
             [self._next.get(index, state) for index, state in enumerate(self._states)]
@@ -369,7 +409,7 @@ class CompressedExchange:
         return self._relay.is_leader and any(map(keeps, self._states))
 
     def unreplicated_state(self) -> dict[str, Any] | None:
-        """Return the residuals that this worker alone has, or None if the codec keeps none."""
+        """Residuals that this worker alone has; None if it has none."""
         return (
             {"residuals": [residuals(state) for state in self._states]}
             if self.has_unreplicated_state
@@ -379,15 +419,20 @@ class CompressedExchange:
     def load_unreplicated_state(self, state: dict[str, Any], stale: Container[int] = ()) -> bool:
         """Take over a lost worker's residuals, to send them later with this worker's own.
 
-        `stale` buckets are left out. Returns False if the residuals don't fit.
+        Buckets in `stale` are left out. Returns False if the residuals don't fit.
         """
-        found, mine = state["residuals"], [residuals(state) for state in self._states]
-        if not self._relay.is_leader or len(found) != len(mine) or not all(map(alike, mine, found)):
+        taken_over, own = state["residuals"], [residuals(state) for state in self._states]
+        if not (
+            self._relay.is_leader
+            and len(taken_over) == len(own)
+            and all(map(alike, own, taken_over))
+        ):
             return False
-        for index in (index for index in range(len(found)) if index not in stale):
-            self._states[index] = merge([self._states[index], found[index]])
+        for index in (index for index in range(len(taken_over)) if index not in stale):
+            self._states[index] = merge([self._states[index], taken_over[index]])
+            # Also in the state that `commit` will keep, which would overwrite the line above.
             if index in self._next:
-                self._next[index] = merge([self._next[index], found[index]])
+                self._next[index] = merge([self._next[index], taken_over[index]])
         return True
 
     def _name(self, option: int | None) -> str:
@@ -396,9 +441,9 @@ class CompressedExchange:
     def load_state_dicts(self, found: Sequence[dict[str, Any]]) -> None:
         """Load the `state_dict` of every worker.
 
-        A leader later sends the residuals of one former leader, or of several.
+        Residuals of former leaders are dealt out to the present leaders, which send them later.
         """
-        kept = [state["states"] for state in found if state["states"]]
+        saved_states = [state["states"] for state in found if state["states"]]
         written = next((state["codec"] for state in found), self._name(self._taken))
         if self._record is not None and written in self._names:
             self._record, self.account.codec = None, written  # chosen before the checkpoint
@@ -409,20 +454,26 @@ class CompressedExchange:
                 f"codec={self._name(self._taken)}: what that had kept is dropped"
             )
             return
-        place = self._relay.leaders
-        if place is None or not kept:
+        leaders = self._relay.leaders
+        if leaders is None or not saved_states:
             return
-        kept, gone = adopted(kept, found[0].get("layout", self._layout), self._states, self._layout)
-        if gone:
+        saved_states, dropped = adopted(
+            saved_states, found[0].get("layout", self._layout), self._states, self._layout
+        )
+        if dropped:
             self._context.announce(
-                f"what a codec had kept of the gradient of {gone} is dropped: "
+                f"the codec's residual of the gradient of {dropped} is dropped: "
                 "it is not exchanged here"
             )
-        mine = kept[place.rank :: place.size] or [[fresh(state) for state in kept[0]]]
-        self._states = [merge(states) for states in zip(*mine, strict=True)]
+        # Leader i gets the former leaders i, i + size, ... If there are more leaders now, some
+        # begin with empty states.
+        own_states = saved_states[leaders.rank :: leaders.size] or [
+            [fresh(state) for state in saved_states[0]]
+        ]
+        self._states = [merge(states) for states in zip(*own_states, strict=True)]
         self._next.clear()
 
 
 def _flat(group: Group) -> Group:
-    """Return the group of all workers without regard to hosts."""
+    """Group of all workers that doesn't distinguish hosts."""
     return getattr(group, "flat", group)

@@ -1,4 +1,4 @@
-"""Everything that a strategy works with: groups, the state of the step, and the trace."""
+"""The surroundings of a running strategy: groups of workers, state of the step, and trace."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from paceline.trace import Trace
 
 UNSHARED = (
     "gradients that were added up under run.no_sync() would be lost: this worker has no samples in "
-    "the turn that exchanges them, by which "
-    "this strategy weighs it; let that turn be of a whole batch (drop_last=True), or use AllReduce"
+    "the turn that exchanges them, so its weight in the mean is 0; "
+    "exchange them in a turn of a full batch (drop_last=True), or use AllReduce"
 )
 
 
 class WeighedTurn(Protocol):
-    """A turn of a loader, with what this worker's gradient counts in it."""
+    """A turn of a loader, with the weight of this worker's gradient."""
 
     @property
     def scale(self) -> float: ...
@@ -42,45 +42,53 @@ class WeighedTurn(Protocol):
 
 @dataclass
 class StepState:
-    """Where training is, as strategies need it; the session keeps it up to date."""
+    """State of the step that strategies read; the session keeps it up to date.
 
-    # the last one that all workers have come to: out of lockstep it stands still for an epoch
+    Outside of loops a worker counts as one of `group.size` equal shares. In an accumulated step,
+    which has several turns, `scale` is the worker's weight in one turn and `share_of_step` its
+    weight in all of them.
+    """
+
+    # Last step that all workers have reached. Out of lockstep it stays the same for an epoch.
     step: int = 0
-    turn: int = 0  # the steps of this worker: the same in lockstep
-    # what my gradient counts in the mean: my weight / the weight of the global batch
+    turn: int = 0  # steps of this worker; equal to `step` in lockstep
+    # Weight of this worker's gradient in the mean: weight of its share / weight of global batch.
     scale: float = 1.0
-    ghost: bool = False  # my share is empty: my gradients count as zeros
-    # GradScalers, which multiply the loss before its gradients are taken
+    ghost: bool = False  # this worker's share is empty: its gradients count as zeros
+    # GradScalers. They multiply the loss before backward, so gradients have their scale.
     scalers: list[Any] = field(default_factory=list)
-    share_of_step: float = 1.0  # mine of the weights of the step, over all workers
-    # a worker was lost: what of this turn has not been exchanged can't be any more
+    share_of_step: float = 1.0  # this worker's part of the weights of the step, over all workers
+    # A worker was lost: the rest of this turn can't be exchanged any more.
     exchange_closed: bool = False
     defer_exchange: bool = False  # this backward is not exchanged yet (no_sync)
 
     def place(self, step: int, *, apart: bool = False) -> None:
-        """Stand at this step. `apart`: it is one of this worker's own, out of lockstep."""
+        """Set the step. `apart`: it is a step of this worker alone, out of lockstep."""
         self.turn = step
         if not apart:
             self.step = step
 
     def enter(self, turn: WeighedTurn, share: float, *, silent: bool) -> None:
-        """Be in a turn of a loader, with this share of the step.
+        """Enter a turn of a loader.
 
-        `silent`: passes are not exchanged yet.
+        Args:
+            turn: The turn, with this worker's weight in it.
+            share: This worker's part of the weights of the step.
+            silent: Whether backward passes are not exchanged yet.
         """
         self.share_of_step, self.scale, self.ghost = share, turn.scale, turn.ghost
         self.defer_exchange = silent
 
     def rest(self, scale: float, *, silent: bool) -> None:
-        """Be outside of loops, where each worker counts `scale`."""
+        """Leave the turns of loaders: each worker has the weight `scale` from now on."""
         self.scale = self.share_of_step = scale
         self.ghost, self.defer_exchange = False, silent
 
     def local_factor(self, grad: Tensor, scale: float) -> float:
-        """Factor from a gradient's weight in the global batch to its weight among this worker's
-        samples.
+        """Factor that turns a gradient's weight in the global batch into one in this worker's.
 
-        Raises `UsageError` if this worker has no samples but the gradient is of earlier turns.
+        Raises:
+            UsageError: This worker has no samples, but earlier turns have left it a gradient.
         """
         if self.share_of_step:
             return scale / self.share_of_step
@@ -89,89 +97,93 @@ class StepState:
         return 0.0
 
     def close_exchange(self, *, closed: bool) -> None:
-        """Exchange nothing more of this turn, or let the next one be exchanged."""
+        """Close the exchange for the rest of this turn, or open it for the next turn."""
         self.exchange_closed = closed
 
     def loss_scale(self) -> float:
-        """Scale of all enabled GradScalers (1 without one); residuals are kept without it."""
-        known = [scaler for scaler in self.scalers if scaler.is_enabled()]
-        scales = {float(scaler.get_scale()) for scaler in known}
+        """Scale of all enabled GradScalers; 1 without one.
+
+        Codecs divide their residuals by it, as the scale may change from step to step.
+        """
+        enabled = [scaler for scaler in self.scalers if scaler.is_enabled()]
+        scales = {float(scaler.get_scale()) for scaler in enabled}
         if len(scales) > 1:
             raise UsageError(
-                f"{len(known)} GradScalers have come to different scales "
-                f"({', '.join(f'{scale:g}' for scale in sorted(scales))}), "
-                "so what a codec keeps of a gradient has no unit; use one GradScaler for all, or "
-                "sync without a codec"
+                f"{len(enabled)} GradScalers have come to different scales "
+                f"({', '.join(f'{scale:g}' for scale in sorted(scales))}), but a codec's residuals "
+                "need one scale; use one GradScaler for all optimizers, or sync without a codec"
             )
         return scales.pop() if scales else 1.0
 
 
 @dataclass
 class SyncContext:
-    """Everything a strategy works with: its group, the agreement, the step's state, and the
-    trace.
+    """Groups, agreement, step and trace of a running strategy.
+
+    A run that survives losses keeps one context: `regroup` gives it the groups of the next view.
+    Traffic of groups that have been left is added to the `closed_...` fields, so that totals never
+    go down.
     """
 
     group: Group
     agreement: Agreement
     step_state: StepState = field(default_factory=StepState)
     trace: Trace = field(default_factory=Trace)
-    hosts: tuple[int, ...] = ()  # the host of each rank
-    announce: Callable[[str], None] = print  # how announcements are made, once each
-    # makes a group of all workers on torch.distributed; collective
+    hosts: tuple[int, ...] = ()  # host of each rank
+    announce: Callable[[str], None] = print  # prints a text, each text once
+    # Makes a group of all workers on torch.distributed. Collective.
     native: Callable[[], Group] | None = None
-    local: Callable[[], Group] | None = None  # the workers of my host; collective
-    # starts so many servers (None: one on each host), each so many times; collective
-    # of `ServerEndpoints`, which `servers` makes and knows
+    local: Callable[[], Group] | None = None  # makes a group of this host's workers; collective
+    # Starts a number of servers (None: one per host), each with a number of copies. Collective.
+    # Returns `ServerEndpoints`, which `sync` can't import from `servers`.
     servers: Callable[[int | None, int], Any] | None = None
-    table_servers: Callable[[int | None, int], Any] | None = None  # the same, of sparse tables
-    deadline: float = 30.0  # seconds, of waits that are no call of all
+    table_servers: Callable[[int | None, int], Any] | None = None  # the same, for sparse tables
+    deadline: float = 30.0  # seconds of a wait that is no collective call
     timings: Timings = DEFAULTS
-    survives: bool = False  # the run goes on when workers are lost
-    cancel_scope: CancelScope | None = None  # trips when the workers become others
-    # other groups of the same workers, whose traffic and waits count too
+    survives: bool = False  # the run continues when workers are lost
+    cancel_scope: CancelScope | None = None  # is cancelled when the view of the workers changes
+    # Further groups of the same workers, whose traffic and waits count too.
     extra_groups: list[Sender] = field(default_factory=list)
-    # of the codecs in use, the same number on all workers
+    # One per codec in use, in the same order on all workers.
     accounts: list[CodecAccount] = field(default_factory=list)
-    # what was sent to measure links: no part of a step
+    # Traffic of measurements of links, which belongs to no step.
     probe_traffic: Traffic = field(default_factory=Traffic)
-    # what was sent in groups that have been left
+    # Traffic of groups that have been left, and seconds of their waits.
     closed_traffic: Traffic = field(default_factory=Traffic)
     closed_waited: float = 0.0
-    # of the mesh, along which workers that are not of this group hold other parts of what is
-    # trained
+    # Axes of the mesh along which the model is cut. Workers along them aren't in `group`.
     cut_axes: tuple[str, ...] = ()
-    # the workers with other samples of this replica, whose parts are of the same model; None: this
-    # one alone
+    # Workers that have other samples of this replica and parts of the same model. None: this
+    # worker has all samples of its replica.
     sharers: Group | None = None
-    meters: Sequence[AxisMeter] = ()  # of the exchanges along those axes
-    # who notes what has happened, the same of all groups of a run
+    meters: Sequence[AxisMeter] = ()  # meters of the exchanges along `cut_axes`
+    # Listeners of `tell`, shared by all contexts of a run.
     told: list[Callable[[str], None]] = field(default_factory=list)
-    # links and cores of the measured cluster that the run was given, by which ways are chosen
+    # Links and cores of the measured cluster that was given to the run, to choose routes by.
     route_facts: RouteFacts | None = None
-    routes: list[RouteChoice] = field(default_factory=list)  # that were chosen, each once
+    routes: list[RouteChoice] = field(default_factory=list)  # chosen routes, each once
 
     def follow(self, note: Callable[[str], None]) -> None:
-        """Call `note` with the text of each `tell`, of this context or another one of the run."""
+        """Call `note` with each text that is told, in any context of the run."""
         self.told.append(note)
 
     def tell(self, text: str) -> None:
-        """Announce that something has happened, which is noted among the events of the run."""
+        """Announce an event, and record it among the events of the run."""
         for note in self.told:
             note(text)
         self.announce(text)
 
     def replica_share(self) -> float:
-        """Weight of this replica's samples in the step.
+        """Sum up the weight of this replica's samples in the step.
 
-        Collective for all workers with parts of it.
+        Collective among all workers that have samples of the replica.
         """
-        mine = self.step_state.share_of_step
+        own_share = self.step_state.share_of_step
         if self.sharers is None:
-            return mine
+            return own_share
         return float(
             self.sharers.all_reduce(
-                torch.tensor([mine], dtype=torch.float64), name="the samples of a replica"
+                torch.tensor([own_share], dtype=torch.float64), name="the samples of a replica"
             ).wait()
         )
 
@@ -182,29 +194,36 @@ class SyncContext:
         native: Callable[[], Group],
         cancel_scope: CancelScope,
     ) -> None:
-        """Go on in the groups of a new view, as the present ones have broken."""
+        """Continue in the groups of a new view, as the present groups have broken.
+
+        Args:
+            group: All workers of the new view.
+            hosts: Host of each rank.
+            native: Makes a group on torch.distributed. Collective.
+            cancel_scope: Cancelled when the new view ends.
+        """
         self.leave()
         self.group, self.hosts, self.native, self.cancel_scope = group, hosts, native, cancel_scope
 
     def choose_route(self, choice: RouteChoice) -> None:
-        """Note the way that was chosen, and say so."""
+        """Record a chosen route, and announce it the first time."""
         if choice not in self.routes:
             self.routes.append(choice)
             self.announce(choice.why)
 
     def leave(self) -> None:
-        """Leave the groups, which have broken, but keep counts of what they sent."""
+        """Leave the groups, which have broken, but keep their traffic and waits in the totals."""
         self.closed_traffic, self.closed_waited = self.traffic, self.waited
         self.extra_groups = []
 
     @property
     def route(self) -> dict[str, Any] | None:
-        """The way between hosts that was chosen, as plain data; None where none was."""
+        """The chosen route between hosts, as plain data; None if no route was chosen."""
         return self.routes[0].fields() if self.routes else None
 
     @property
     def waited(self) -> float:
-        """Seconds spent waiting for workers that came later."""
+        """Seconds that this worker has waited for slower workers."""
         return (
             self.closed_waited
             + self.group.waited
@@ -214,15 +233,16 @@ class SyncContext:
     @property
     def traffic(self) -> Traffic:
         """Bytes that this worker has sent in all groups."""
-        found = [group.traffic for group in (self.group, *self.extra_groups)]
+        traffics = [group.traffic for group in (self.group, *self.extra_groups)]
         return self.closed_traffic + Traffic(
-            sum(t.within for t in found), sum(t.between for t in found)
+            sum(traffic.within for traffic in traffics),
+            sum(traffic.between for traffic in traffics),
         )
 
     def sent_and_waited(self) -> tuple[tuple[int, int], float]:
-        """Bytes sent within the host and between hosts, without probes, and seconds waited.
+        """Bytes sent ((within the host, between hosts), without probes) and seconds waited.
 
-        They come together, as each step asks twice.
+        One pass over the groups for both, as each step calls this twice.
         """
         closed, probed, waited = self.closed_traffic, self.probe_traffic, self.closed_waited
         within, between = closed.within - probed.within, closed.between - probed.between
@@ -237,11 +257,16 @@ class SyncContext:
 
 
 def among_own(gradients: Iterable[Tensor], part: float) -> None:
-    """Turn gradients weighted in the global batch into means over a `part` of it.
+    """Turn gradients weighted in the global batch into means over a part of it, in place.
 
-    Raises `UsageError` if the part has no samples but the gradients are of earlier turns.
+    Args:
+        gradients: Gradients to change.
+        part: Weight of the part's samples in the global batch, 0 to 1.
+
+    Raises:
+        UsageError: The part has no samples, but earlier turns have left it gradients.
     """
-    for total in gradients:
-        if not part and bool(total.any()):
+    for gradient in gradients:
+        if not part and bool(gradient.any()):
             raise UsageError(UNSHARED)
-        total.div_(part) if part else total.zero_()
+        gradient.div_(part) if part else gradient.zero_()

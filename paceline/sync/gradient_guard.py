@@ -1,9 +1,9 @@
-"""Guards p.grad before a backward pass adds to it, for parameters that may hold something there.
+"""Guards a p.grad that holds a gradient before a backward pass adds to it.
 
-scripts that zero to None     no p.grad holds anything when a pass begins: no hook before the nodes
-                              of parameters
-accumulation, zeroed p.grad   a hook before the node of each parameter that held something once, for
-                              good
+a script sets p.grad to None      no p.grad holds a gradient when a pass begins, so parameters
+before each pass                  get no hook
+a script accumulates gradients    a parameter gets a hook in front of its AccumulateGrad node
+or zeroes them in place           the first time its p.grad isn't None, and keeps it
 """
 
 from __future__ import annotations
@@ -25,49 +25,47 @@ GRAPHLESS: Final = (
 
 
 class GuardedParameter(Protocol):
-    """A guarded parameter: the node that adds to its gradient, hooks there, and the part set
-    aside.
-    """
+    """A parameter that can be guarded."""
 
     parameter: Parameter
-    node: Any
-    handles: list[Any]
-    unsent: Tensor | None
+    node: Any  # its AccumulateGrad node, which adds to p.grad
+    handles: list[Any]  # handles of its hooks; a second one is the guard
+    unsent: Tensor | None  # sum of earlier passes that is not exchanged yet
 
 
 Guarded = TypeVar("Guarded", bound=GuardedParameter)
 
 
 class GradientGuard(Generic[Guarded]):
-    """Calls `set_apart` with a guarded parameter that has a p.grad, before a pass adds to it.
+    """Calls `set_apart` with each parameter that has a p.grad, before a pass adds to it.
 
-    As a `PassListener` it sees the beginning of passes, and guards a parameter from the first pass
-    that finds its p.grad taken. Hooks on all parameters would do, too, but would take longer than
-    all the other work for a small gradient.
+    As a `PassListener` it is told when passes begin. A parameter is guarded from the first pass
+    that finds a gradient in its p.grad. Hooks on all parameters would work too, but for a small
+    gradient they take longer than all other work.
     """
 
     def __init__(self, set_apart: Callable[[Guarded], None]) -> None:
         self._set_apart = set_apart
-        self._engine: AnnouncingEngine | None = None  # which announces passes
+        self._engine: AnnouncingEngine | None = None  # announces passes
         self._unguarded: list[Guarded] = []
 
     def listen(self) -> None:
-        """Follow passes from now on. Calling it twice is harmless."""
+        """Follow passes from now on. Calling this twice is harmless."""
         self._engine = listen(self)
 
     def leave(self) -> None:
-        """Follow passes no longer. Hooks belong to the parameters, and stay."""
+        """Stop following passes. Hooks stay: `GradientTracker` removes them."""
         leave(self)
         self._unguarded.clear()
 
     def add(self, hook: Guarded) -> None:
-        """Take in a parameter that is watched from now on."""
+        """Watch a parameter from now on."""
         self._unguarded.append(hook)
         if hook.parameter.grad is not None:
             self._guard([hook])
 
     def pass_begins(self) -> None:
-        """Guard the parameters whose p.grad holds something, or may do so later in this pass."""
+        """Guard the parameters that hold a gradient, or may hold one later in this pass."""
         self._guard(
             [
                 hook
@@ -77,7 +75,7 @@ class GradientGuard(Generic[Guarded]):
         )
 
     def pass_elsewhere(self) -> None:
-        """Guard all parameters: their p.grad can't be looked at in this thread."""
+        """Guard all parameters, as another thread may be adding to their gradients."""
         self._guard(self._unguarded)
 
     @property
@@ -88,19 +86,20 @@ class GradientGuard(Generic[Guarded]):
     def follow_unannounced(self, *, first: bool) -> None:
         """Guard all parameters from now on, as a pass began in C++ code.
 
-        Raises where others went before: what p.grad held isn't known.
+        Raises `UsageError` unless the pass is the `first` one, as p.grad may hold earlier gradients
+        that this pass has already added to.
         """
         if not first:
             raise UsageError(
-                "a backward pass began inside of TorchScript or C++ code, and others before it in "
-                "Python: what p.grad held before it can't "
-                "be told; call loss.backward() in Python"
+                "a backward pass began inside of TorchScript or C++ code after others in Python, "
+                "so the gradients from before it are unknown; call loss.backward() in Python"
             )
         self._guard(self._unguarded)
 
     def _guard(self, hooks: Sequence[Guarded]) -> None:
         for hook in hooks:
             hook.handles.append(hook.node.register_prehook(functools.partial(self._before, hook)))
+        # The first handle is the tracker's own hook after the node.
         if hooks:
             self._unguarded = [hook for hook in self._unguarded if len(hook.handles) == 1]
 
@@ -112,7 +111,17 @@ class GradientGuard(Generic[Guarded]):
 def explain_changed(
     name: str, parameter: Parameter, mean: Tensor, error: RuntimeError
 ) -> Exception:
-    """Error that explains why p.grad can't be the mean: the parameter changed after `prepare`."""
+    """Explain torch's error on setting p.grad if the parameter has changed after `run.prepare`.
+
+    Args:
+        name: Name of the parameter.
+        parameter: The parameter, as it is now.
+        mean: Gradient that torch has refused as its p.grad.
+        error: Error of torch.
+
+    Returns:
+        A `UsageError`, or `error` itself if dtype, device and shape are the same.
+    """
     if (parameter.dtype, parameter.device, parameter.shape) == (
         mean.dtype,
         mean.device,
@@ -121,7 +130,6 @@ def explain_changed(
         return error
     return UsageError(
         f"the parameter {name} was {list(mean.shape)} {mean.dtype} on {mean.device} in "
-        f"run.prepare, and is {list(parameter.shape)} "
-        f"{parameter.dtype} on {parameter.device} now: call model.to(...), .double(), .half() and "
-        "the like before run.prepare"
+        f"run.prepare, and is {list(parameter.shape)} {parameter.dtype} on {parameter.device} now; "
+        "call model.to(...), .double(), .half() and the like before run.prepare"
     )

@@ -1,10 +1,12 @@
-"""Several backward passes as one: those of the micro-batches of a pipeline.
+"""Several backward passes that count as one: those of the micro-batches of a pipeline.
 
-pass of micro-batch 0     adds up
-pass of micro-batch 1     adds up          parameters that two stages share: up to the end, where
-                                           the stages are summed
-the last one              leaves at once   while other stages still run
-end                       what is left leaves; p.grad = the strategy's result
+                          most parameters        parameters that two stages share
+pass of micro-batch 0     added up               added up
+pass of micro-batch 1     added up               added up
+last pass                 sent at once, while    added up
+                          other stages run
+end                                              summed over the stages, then sent
+after the exchange        p.grad = the strategy's result
 """
 
 from __future__ import annotations
@@ -22,28 +24,22 @@ from paceline.sync.watched_parameters import WatchedParameter, WatchedParameters
 
 
 class JoinedPasses:
-    """Backward passes that count as one (what `GradientTracker.joined` gives)."""
+    """Backward passes that count as one. Made by `GradientTracker.joined`."""
 
     def __init__(self, tracker: JoiningTracker) -> None:
         self._tracker = tracker
 
     @property
     def silent(self) -> bool:
-        """Whether nothing is exchanged at the end, as more passes follow (`run.no_sync`)."""
+        """Whether even the end exchanges nothing, as more passes follow (`run.no_sync`)."""
         return self._tracker.context.step_state.defer_exchange
 
     def begin(self, *, last: bool) -> None:
-        """Begin a pass.
-
-        `last`: the gradients of the parameters that it reaches are complete with it, and leave at
-        once.
-        """
+        """Begin a pass. In the `last` one, complete gradients are sent at once."""
         self._tracker.keep_silent(silent=not last)
 
     def gather(self, parameters: Sequence[Tensor]) -> None:
-        """Make cut parameters whole again for the second half of a backward through their
-        layers.
-        """
+        """Gather cut parameters again, for the second half of a backward through their layers."""
         self._tracker.gather(parameters)
 
     def end(self) -> None:
@@ -51,25 +47,25 @@ class JoinedPasses:
         self._tracker.end_sources()
 
     def delay(self, parameters: Iterable[Tensor]) -> None:
-        """Let the gradients of these parameters leave at the end of all passes alone."""
+        """Send the gradients of these parameters only at the end of all passes."""
         self._tracker.delay(parameters)
 
     def total(self, parameter: Tensor) -> Tensor | None:
-        """Sum of all passes for a delayed parameter; None if none has reached it."""
+        """Sum of all passes for a delayed parameter; None if no pass has reached it."""
         return self._tracker.added_up(parameter).unsent
 
     def put(self, parameter: Tensor, total: Tensor) -> None:
-        """Let `total` be what all passes have added up of a delayed parameter."""
+        """Set the sum of all passes for a delayed parameter to `total`."""
         self._tracker.put_added_up(parameter, total)
 
     def close(self) -> None:
-        """End all passes: exchange what they have reached, unless the whole is silent."""
+        """End all passes, and exchange their gradients unless they are silent."""
         self._tracker.keep_silent(silent=self.silent)
         self._tracker.close_pass("run.step")
 
 
 class JoiningTracker:
-    """The part of a `GradientTracker` that takes several passes as one."""
+    """The part of a `GradientTracker` that joins several passes into one."""
 
     context: SyncContext
     sync: Sync
@@ -86,8 +82,9 @@ class JoiningTracker:
     def joined(self) -> Iterator[JoinedPasses]:
         """Treat the backward passes inside the block as one: the micro-batches of a pipeline."""
         self.refuse_inside("run.step")
+        # An open pass has ended with an error, and `join` raises `UsageError` about it.
         if self.open:
-            self.join("run.step")  # raises
+            self.join("run.step")
         self.joins = True
         passes = JoinedPasses(self)
         try:
@@ -102,24 +99,23 @@ class JoiningTracker:
 
     @property
     def replicas_diverge(self) -> bool:
-        """Whether the strategy changes parameters otherwise than by gradients."""
+        """Whether the strategy lets replicas differ between steps."""
         return self.sync.replicas_diverge
 
     def refuse_inside(self, where: str) -> None:
         """Raise `UsageError` if a backward is under way.
 
-        Until it returns, gradients belong to this worker alone, or are being exchanged.
+        Until it returns, gradients are this worker's own or are being exchanged.
         """
         if current_pass_id() != -1 and self.watched.by_id:
             raise UsageError(
-                f"{where} was called inside of loss.backward() (an optimizer in a hook of its "
-                "parameters), where gradients are not the "
-                "mean over all workers yet; take the hook out, and call optimizer.step() after "
-                "loss.backward()"
+                f"{where} was called inside of loss.backward() (from a hook of a parameter), "
+                "when gradients are not the mean over all workers yet; take the hook out, and call "
+                "optimizer.step() after loss.backward()"
             )
 
     def join(self, where: str, *, due: bool = False) -> None:
-        """Take part in what the others exchange; raises where a pass ended with an error."""
+        """Take part in the exchanges of other workers; raise if a pass ended with an error."""
         raise NotImplementedError
 
     def put_added_up(self, parameter: Tensor, total: Tensor) -> None:
@@ -133,10 +129,7 @@ class JoiningTracker:
         raise NotImplementedError
 
     def close_pass(self, where: str) -> None:
-        """End the pass under way.
-
-        If backward has reached nothing here, take part as the others end theirs.
-        """
+        """End the pass under way, and take part in its exchange even if it reached no parameter."""
         several = self.sources or self.context.group.size > 1
         if self.watched.by_id and not self.is_silent and several:
             self.open_idle()
@@ -144,14 +137,14 @@ class JoiningTracker:
             self.end_pass(where)
 
     def keep_silent(self, *, silent: bool) -> None:
-        """Add up gradients of joined passes from now on, or hand them to the strategy at the last.
+        """Add up gradients from now on (silent), or hand them to the strategy (last pass).
 
-        If all of the passes are silent, they are only added up.
+        Under `run.no_sync` they are added up in any case.
         """
         self.is_silent = silent or self.context.step_state.defer_exchange
 
     def delay(self, parameters: Iterable[Tensor]) -> None:
-        """Add up the gradients of these parameters until the end of the passes that are joined."""
+        """Add up the gradients of these parameters until the end of the joined passes."""
         self.late |= {
             self.watched.by_id[id(parameter)].index
             for parameter in parameters
@@ -159,25 +152,22 @@ class JoiningTracker:
         }
 
     def open_idle(self) -> None:
-        """Begin a pass if there is none, for gradients that come from elsewhere.
-
-        Backward has reached nothing here then.
-        """
+        """Begin a pass if none is under way, for gradients that don't come from autograd."""
         if not self.open:
             self._begin(idle=True)
 
     def added_up(self, parameter: Tensor) -> WatchedParameter:
-        """Sum of a parameter's gradients so far."""
+        """State of a parameter, with the sum of its gradients so far."""
         return self.watched.by_id[id(parameter)]
 
     def gather(self, parameters: Sequence[Tensor]) -> None:
-        """Have the sources of cut gradients make these parameters whole."""
+        """Gather cut parameters through the sources of their gradients. Collective."""
         for source in self.sources:
             source.gather(parameters)
 
     def end_sources(self) -> None:
-        """Let the sources of cut gradients deliver the rest of one of the joined passes.
+        """Deliver the remaining cut gradients of one of the joined passes.
 
-        The pass may have reached this worker, or only others.
+        Called on every worker, as the pass may have reached other workers only.
         """
         raise NotImplementedError

@@ -1,5 +1,7 @@
-"""Finds gradients that add up passes of different weights, where each worker's own go to servers
-with the weight of the last pass.
+"""Finds gradients that add up passes of different weights.
+
+If optimizers step on servers, a worker sends its own gradient with one weight, that of its last
+pass. So a p.grad must not add up passes in which the worker's part of the batch differed.
 """
 
 from __future__ import annotations
@@ -11,33 +13,33 @@ from torch import Tensor
 
 
 class NamedGradient(Protocol):
-    """What has to be known of a parameter."""
+    """Number and name of a parameter."""
 
     index: int
     name: str
 
 
 class MixedWeights:
-    """What is known of the weights of passes, and of the parameters (by number) whose p.grad
-    adds up passes of different ones.
-    """
+    """Numbers of the parameters whose p.grad adds up passes of different weights."""
 
     def __init__(self, hooks: Mapping[int, NamedGradient]) -> None:
         self._hooks = hooks  # by id of the parameter
-        self._part: float | None = None  # my part of the batch, in the last pass that wasn't silent
+        # This worker's part of the batch in the last exchanged pass.
+        self._part: float | None = None
         self.numbers: set[int] = set()
 
     def changes(self, part: float) -> bool:
-        """Whether the pass that ends has another part of the batch than the one before; it is
-        the one before from now on.
-        """
+        """Record this worker's part of the batch in a pass; say if it differs from the last."""
         before, self._part = self._part, part
         return before not in (None, part)
 
     def note(self, number: int, prior: Tensor | None, *, uneven: bool) -> None:
-        """Note what p.grad held before a pass that is added to it.
+        """Record that a pass is added to a p.grad.
 
-        `uneven`: that pass has another weight.
+        Args:
+            number: Number of the parameter.
+            prior: p.grad before the pass; None if it had none.
+            uneven: Whether this pass has another weight than the one before it.
         """
         if prior is None or not bool(prior.any()):
             self.numbers.discard(number)
@@ -45,9 +47,7 @@ class MixedWeights:
             self.numbers.add(number)
 
     def find(self, parameters: Iterable[Any]) -> str | None:
-        """Return the name of one of these parameters whose p.grad adds up passes of different
-        weights, which it doesn't have any more.
-        """
+        """Name one of these parameters whose p.grad mixes weights; None if there is none."""
         for parameter in parameters if self.numbers else ():
             hook = self._hooks.get(id(parameter))
             if (

@@ -1,11 +1,12 @@
-"""One strategy for the workers of a host, another between hosts: one for each axis of the mesh.
+"""One strategy inside hosts and another between hosts: one for each axis of the mesh.
 
 Sequence((AllReduce(), "local"), (LocalSGD(32), "host"))
 
-host 0   rank 0  rank 1     gradients: the mean of the host, every step
-host 1   rank 2  rank 3     gradients: the mean of the host, every step
-
-Replicas of both hosts agree every 32 steps.
+host 0   rank 0 -- rank 1     mean gradient of the host, in each step
+            |
+            |                 mean of the replicas, after every 32 steps
+            |
+host 1   rank 2 -- rank 3     mean gradient of the host, in each step
 """
 
 from __future__ import annotations
@@ -31,16 +32,19 @@ from paceline.sync.localsgd.strategy import LocalSGD
 
 @dataclass(frozen=True)
 class Sequence:
-    """One strategy inside hosts, another one between hosts.
+    """Use one strategy inside hosts and another one between hosts.
 
     >>> pl.start(sync=pl.Sequence((pl.AllReduce(), "local"), (pl.LocalSGD(32), "host")))
 
-    p.grad is the mean over the samples of this worker's host, `step` moves the host's replica, and
-    hosts agree as the second strategy says.
+    p.grad is the mean over the samples of this worker's host. `step` updates the replica of the
+    host. The second strategy makes the replicas of all hosts equal from time to time.
 
     Args:
-        inner: `(AllReduce(...), "local")`.
-        outer: `(LocalSGD(...), "host")`.
+        inner: Strategy inside hosts: `(AllReduce(...), "local")`.
+        outer: Strategy between hosts: `(LocalSGD(...), "host")`.
+
+    Raises:
+        UsageError: Other strategies or axes, or `LocalSGD(after=...)`.
     """
 
     inner: tuple[AllReduce, str]
@@ -62,13 +66,16 @@ class Sequence:
                 )
         if self.outer[0].after:
             raise UsageError(
-                f"{self!r}: LocalSGD(after=...) begins with gradients of all workers, and here are "
-                "none; leave after out"
+                f"{self!r}: LocalSGD(after=...) begins with mean gradients of all workers, and "
+                "Sequence has only those of a host; leave after out"
             )
 
     def begin(self, context: SyncContext) -> PerAxisSync:
         if context.local is None:
-            raise UsageError(f"{self!r} needs to know who is on which host, and nothing here does")
+            raise UsageError(
+                f"{self!r} needs the host of each worker, which is unknown in this run; "
+                "use one strategy for all workers, such as AllReduce()"
+            )
         inside = _inside(context)
         return PerAxisSync(
             context, inside, self.inner[0].begin(inside), self.outer[0].begin(context)
@@ -76,9 +83,10 @@ class Sequence:
 
 
 def _inside(context: SyncContext) -> SyncContext:
-    """Return a context for my host's workers alone.
+    """Make a context for the workers of this host. Collective.
 
-    Their exchanges are part of collective calls: all workers survive a loss together.
+    Their exchanges are part of collective calls of all workers, so that all of them handle a loss
+    together.
     """
     assert context.local is not None
     group = context.local()
@@ -115,13 +123,14 @@ class PerAxisSync:
         return self._inner.overwrites(number, grad)
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
-        found = self._inner.backward_done(where)
-        mine = torch.tensor([self._context.replica_share()], dtype=torch.float64)
-        part = float(self._inside.group.all_reduce(mine, name="part").wait())
-        # what the host's samples count in the global batch is the outer strategy's
-        among_own((total for _, total in found), part)
+        gradients = self._inner.backward_done(where)
+        own_share = torch.tensor([self._context.replica_share()], dtype=torch.float64)
+        host_share = float(self._inside.group.all_reduce(own_share, name="part").wait())
+        # The gradients are weighted in the global batch. Make them means over this host: its
+        # weight among hosts is the outer strategy's business.
+        among_own((gradient for _, gradient in gradients), host_share)
         self._outer.backward_done(where)
-        return found
+        return gradients
 
     def stepped(self, optimizer: Optimizer) -> None:
         self._outer.stepped(optimizer)
@@ -131,7 +140,7 @@ class PerAxisSync:
         self._outer.commit()
 
     def replicated_state(self) -> dict[str, Tensor] | None:
-        """Return the outer strategy's, as replicas inside a host are always equal."""
+        """State of the outer strategy; replicas inside a host are always equal."""
         return self._outer.replicated_state()
 
     def converge(self) -> None:
@@ -159,7 +168,7 @@ class PerAxisSync:
         return self._outer.has_unreplicated_state
 
     def unreplicated_state(self) -> dict[str, Any] | None:
-        """Return the outer strategy's, as what codecs keep inside a host stays there."""
+        """State of the outer strategy alone: codecs inside a host keep their residuals."""
         return self._outer.unreplicated_state()
 
     def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
@@ -173,13 +182,15 @@ class PerAxisSync:
         return {"inner": self._inner.state_dict(), "outer": self._outer.state_dict()}
 
     def load_state_dicts(self, states: Rows[dict[str, Any]]) -> None:
-        """Go on from what was saved; if there are other hosts now, codecs inside a host go on
-        with what the first workers kept.
+        """Load the state of every worker.
+
+        Each worker continues with the codec's residuals of the same rank, wherever that rank's host
+        was. Residuals of ranks that don't exist any more are dropped.
         """
-        found = [state for state in states if state]
-        check_strategy("Sequence", found, "outer")
+        saved = [state for state in states if state]
+        check_strategy("Sequence", saved, "outer")
         group = self._inside.group
         ranks = [group.global_rank(rank) for rank in range(group.size)]
-        mine = [found[rank]["inner"] for rank in ranks if rank < len(found)]
-        self._inner.load_state_dicts(mine)
-        self._outer.load_state_dicts([state["outer"] for state in found])
+        own_host = [saved[rank]["inner"] for rank in ranks if rank < len(saved)]
+        self._inner.load_state_dicts(own_host)
+        self._outer.load_state_dicts([state["outer"] for state in saved])

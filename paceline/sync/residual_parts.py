@@ -1,10 +1,14 @@
 """Residuals of codecs by parameter, so that they survive a change of the buckets.
 
-    saved    | a b | c d e |       residual of a, of b, ...       now    | e | d c b a |
+    saved buckets    | a b | c d e |
+                       split_residuals
+    by parameter     a   b   c   d   e
+                       rebuild_states
+    present buckets  | e | d c b a |
 
-Buckets change with `bucket_mb`, and if parameters are frozen, unfrozen or added. Only residuals are
-parts of a sum that must not get lost. Other state of a codec, such as the place where its next sum
-begins, starts anew in a bucket of other parameters.
+Buckets change with `bucket_mb`, and if parameters are frozen, unfrozen or added. Residuals are
+gradients that still have to be sent, so they are kept. Other state of a codec, such as the place
+where its next sum begins, starts anew in a bucket of other parameters.
 """
 
 from __future__ import annotations
@@ -16,66 +20,86 @@ import torch
 
 from paceline.codec.codec import State, alike, fresh, residuals
 
-# of each bucket: the name and the number of elements of each parameter, as they lie
+# For each bucket: [name, number of elements] of each parameter, in the order in memory.
 Layout: TypeAlias = list[list[list[Any]]]
 
 
 def parted(states: Sequence[State], layout: Layout) -> dict[str, State]:
-    """Cut the residuals of buckets into those of their parameters, by name.
+    """Split the residuals of buckets into those of their parameters, by name.
 
-    No states: there are none on this worker.
+    `states` is empty on a worker that leads no host.
     """
-    found: dict[str, State] = {}
+    residual_by_name: dict[str, State] = {}
     for state, members in zip(states, layout, strict=bool(states)):
-        at = 0
+        start = 0
         for name, numel in members if state else ():
-            found[name] = _narrow(residuals(state), at, numel)
-            at += numel
-    return found
+            residual_by_name[name] = _narrow(residuals(state), start, numel)
+            start += numel
+    return residual_by_name
 
 
 def relaid(states: Sequence[State], layout: Layout, parts: Mapping[str, State]) -> list[State]:
-    """States of buckets with the residuals of `parts`; zeros for a parameter without a fitting
-    one.
+    """Put the residuals of parameters into the states of buckets.
+
+    Args:
+        states: State of each bucket, with residuals of the right shapes.
+        layout: Parameters of each bucket.
+        parts: New residuals, by name of the parameter.
+
+    Returns:
+        States with the new residuals. A parameter gets zeros if it has no new residual of the right
+        shape. A bucket without any new residual keeps its state.
     """
-    made = []
+    rebuilt = []
     for state, members in zip(states, layout, strict=True):
-        mine = parted([state], [members])
-        kept = [
+        present = parted([state], [members])
+        chosen = [
             parts[name] if name in parts and alike(parts[name], part) else _zeros(part)
-            for name, part in mine.items()
+            for name, part in present.items()
         ]
-        made.append(_joined(state, kept) if kept and any(name in parts for name in mine) else state)
-    return made
+        has_new = chosen and any(name in parts for name in present)
+        rebuilt.append(_joined(state, chosen) if has_new else state)
+    return rebuilt
 
 
 def adopted(
-    kept: list[list[State]], saved: Layout, states: Sequence[State], layout: Layout
+    saved_states: list[list[State]],
+    saved_layout: Layout,
+    states: Sequence[State],
+    layout: Layout,
 ) -> tuple[list[list[State]], str]:
-    """Convert the saved states of workers to the present buckets.
+    """Convert the saved states of all leaders to the present buckets.
 
-    Also returns the names of parameters whose residuals have no place here (`lost`). `states` are
-    this worker's states, which show the fields that its codecs keep.
+    Args:
+        saved_states: States of the saved buckets, of each leader.
+        saved_layout: Parameters of the saved buckets.
+        states: This worker's states of the present buckets, which show the fields of its codecs.
+        layout: Parameters of the present buckets.
+
+    Returns:
+        States of the present buckets, of each former leader, and the parameters whose residuals
+        have no place in them, in words; "" if there are none.
     """
-    if saved == layout:
-        return kept, ""
+    if saved_layout == layout:
+        return saved_states, ""
     empty = [fresh(state) for state in states]
-    return [relaid(empty, layout, parted(theirs, saved)) for theirs in kept], lost(
-        layout, saved, kept[0]
-    )
+    converted = [relaid(empty, layout, parted(each, saved_layout)) for each in saved_states]
+    return converted, lost(layout, saved_layout, saved_states[0])
 
 
 def lost(layout: Layout, saved: Layout, states: Sequence[State]) -> str:
-    """Names of parameters with saved residuals that lie in no bucket now."""
-    here = {name for members in layout for name, _ in members}
-    gone = [name for name, part in parted(states, saved).items() if part and name not in here]
-    more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
-    return f"{gone[0]}{more}" if gone else ""
+    """Parameters with saved residuals that lie in no present bucket, in words; "" for none."""
+    present = {name for members in layout for name, _ in members}
+    dropped = [name for name, part in parted(states, saved).items() if part and name not in present]
+    more = f" and {len(dropped) - 1} more" if len(dropped) > 1 else ""
+    return f"{dropped[0]}{more}" if dropped else ""
 
 
-def _narrow(state: State, at: int, numel: int) -> State:
+def _narrow(state: State, start: int, numel: int) -> State:
     return {
-        key: _narrow(value, at, numel) if isinstance(value, dict) else value[at : at + numel]
+        key: _narrow(value, start, numel)
+        if isinstance(value, dict)
+        else value[start : start + numel]
         for key, value in state.items()
     }
 
@@ -88,13 +112,14 @@ def _zeros(state: State) -> State:
 
 
 def _joined(state: State, parts: Sequence[State]) -> State:
-    """Put the residuals of parameters, side by side, in the place of those of their bucket."""
-    made: State = {}
+    """Replace the residual of a bucket by those of its parameters, one after the other."""
+    joined: State = {}
     for key, value in state.items():
         if key == "residual":
-            made[key] = torch.cat([part[key].to(value) for part in parts])
+            joined[key] = torch.cat([part[key].to(value) for part in parts])
+        elif isinstance(value, dict):
+            # A codec around another one keeps that one's state as a part of its own.
+            joined[key] = _joined(value, [part[key] for part in parts])
         else:
-            made[key] = (
-                _joined(value, [part[key] for part in parts]) if isinstance(value, dict) else value
-            )
-    return made
+            joined[key] = value
+    return joined

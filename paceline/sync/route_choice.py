@@ -1,14 +1,12 @@
-"""Chooses the route of exchanges between hosts if a script leaves it open, as plain data.
+"""Chooses the route of gradients between hosts by the measured cluster, as plain data.
 
-The choice follows from links and cores of a measured cluster.
-
-links of hosts                    cores of a worker   route
-alike, below FAST                 any                 auto: one copy per host crosses the network,
-                                                      as without a file
-alike, FAST or above              fewer than SPARE    native: copies inside of hosts would take
-                                                      longer than the network
-of several speeds, if it pays     any                 uneven: hosts with slow links send and receive
-                                                      less
+links of the hosts             cores per worker         route
+equally fast, < FAST_LINK      any                      auto: one copy per host crosses the
+                                                        network, as without a measurement
+equally fast, >= FAST_LINK     fewer than SPARE_CORES   native: copies inside of hosts would
+                                                        take longer than the network
+of several speeds, if the      any                      uneven: hosts with slow links send and
+gain is at least MIN_GAIN                               receive less
 """
 
 from __future__ import annotations
@@ -27,68 +25,63 @@ from paceline.comm.schedule import (
     predict_seconds,
 )
 
-# bytes a second of a link, from which on processors take longer for an exchange than it does
+# Bytes per second. On a faster link an exchange takes longer on the processors than on the link.
 FAST: Final = 250e6
-# cores for each worker, from which on threads beside the training have cores of their own
+# Cores per worker. With more, threads beside the training have cores of their own.
 SPARE: Final = 2.0
-# times as fast as the slowest link the fastest may be to count as alike: a probe is no more exact
+# Fastest link / slowest link, up to which links count as equally fast. Probes aren't more exact.
 ALIKE: Final = 1.2
-WORTH: Final = 1.1  # times as fast as with even chunks, from which on uneven ones are taken
-MOST: Final = 32  # hosts, above which each would exchange with too many at once
-BUCKET: Final = 8_000_000  # bytes that are priced
+WORTH: Final = 1.1  # smallest predicted speed-up for which uneven chunks are used
+MOST: Final = 32  # most hosts for uneven chunks; with more, each has too many messages at once
+BUCKET: Final = 8_000_000  # bytes of the sum whose time is predicted
 
 
 class RouteFacts(NamedTuple):
-    """What the choice needs: the bytes a second of each host's link, in the order of the run's
-    hosts, and the longest latency (seconds).
+    """Measurements that the choice depends on."""
 
-    `cores` are those of each worker, where there are fewest; `source` says where all this is
-    written.
-    """
-
-    rates: tuple[float, ...]
-    latency: float
-    cores: float
-    source: str = "cluster.json"
+    rates: tuple[
+        float, ...
+    ]  # bytes per second of each host's link, in the order of the run's hosts
+    latency: float  # seconds, of the slowest link
+    cores: float  # per worker, on the host with the fewest
+    source: str = "cluster.json"  # file with the measurements
 
     def of(self, hosts: Sequence[int]) -> tuple[float, ...]:
-        """Return the rates of the run's hosts up to the last one that is among these."""
+        """Rates of all hosts of the run up to the last one in `hosts`."""
         return self.rates[: max(hosts) + 1]
 
 
 class RouteChoice(NamedTuple):
-    """A way, and the line that says why. "auto" is the way of runs that are given no file.
+    """A route, and the line that explains it."""
 
-    `across`: the schedule between hosts, where that is uneven; `parts`: what each host then owns of
-    a tensor.
-    """
-
-    way: str
+    way: str  # the route as in `via`; "auto" is the one without a measurement
     why: str
-    parts: tuple[float, ...] = ()
-    across: Schedule | None = None
+    parts: tuple[float, ...] = ()  # fraction of a tensor that each host owns, if uneven
+    across: Schedule | None = None  # schedule between hosts, if uneven
 
     def fields(self) -> dict[str, Any]:
-        """Return the choice as plain data."""
+        """Convert the choice to plain data."""
         return {"way": self.way, "parts": list(self.parts), "why": self.why}
 
 
 def choose(hosts: Sequence[int], facts: RouteFacts) -> RouteChoice:
-    """Choose the way of gradients for ranks on these hosts.
+    """Choose the route of gradients for ranks on these hosts.
 
-    The same facts give the same choice, on all workers and each time.
+    The choice depends on the arguments alone, so it is the same on all workers.
     """
-    places = list(dict.fromkeys(hosts))
-    if len(places) < 2:
+    distinct_hosts = list(dict.fromkeys(hosts))
+    if len(distinct_hosts) < 2:
         return RouteChoice(
             "auto",
             f"{facts.source} decides nothing here: workers of one host exchange through its memory",
         )
-    several, rates = len(places) < len(hosts), [facts.rates[place] for place in places]
+    shares_hosts = len(distinct_hosts) < len(hosts)
+    rates = [facts.rates[host] for host in distinct_hosts]
     gain = _gain(rates, facts.latency)
     if gain >= WORTH:
-        # chunks of a hierarchy follow each other, so links are busy all the time
-        across = build_uneven(rates, 1 if several else None)
+        # One chunk per host: a hierarchy already cuts tensors into chunks that follow each other,
+        # so links are busy all the time.
+        across = build_uneven(rates, 1 if shares_hosts else None)
         words = (
             f"links carry {_span(rates)}, so slow ones get less to carry: {gain:.2f} times as fast "
             "as even chunks"
@@ -97,25 +90,25 @@ def choose(hosts: Sequence[int], facts: RouteFacts) -> RouteChoice:
             f"exchanges between hosts go in uneven chunks (via='uneven'): {words} ({facts.source})"
         )
         return RouteChoice("uneven", why, tuple(owned_fractions(rates)), across)
-    each = (
+    measured = (
         f"links carry {_span(rates)}, with {facts.cores:.2g} cores for each worker ({facts.source})"
     )
-    if several and min(rates) >= FAST and facts.cores < SPARE:
+    if shares_hosts and min(rates) >= FAST and facts.cores < SPARE:
         return RouteChoice(
-            "native", f"exchanges between hosts go between all workers (via='native'): {each}"
+            "native", f"exchanges between hosts go between all workers (via='native'): {measured}"
         )
     return RouteChoice(
         "auto",
         (
             "exchanges between hosts go "
-            f"{'as one copy per host' if several else 'in even chunks'}: {each}"
+            f"{'as one copy per host' if shares_hosts else 'in even chunks'}: {measured}"
         ),
     )
 
 
 def by_rates(hosts: Sequence[int], facts: RouteFacts) -> RouteChoice:
-    """Return the choice of who has asked for uneven chunks."""
-    rates = [facts.rates[place] for place in dict.fromkeys(hosts)]
+    """Build the choice for `via="uneven"`, which a script has asked for."""
+    rates = [facts.rates[host] for host in dict.fromkeys(hosts)]
     return RouteChoice(
         "uneven",
         f"chunks are in proportion to links that carry {_span(rates)} ({facts.source})",
@@ -124,7 +117,7 @@ def by_rates(hosts: Sequence[int], facts: RouteFacts) -> RouteChoice:
 
 
 def describe(fields: dict[str, Any] | None) -> str:
-    """Say in some words which way the `fields` of a choice mean; None: nothing was chosen."""
+    """Describe a choice, given as plain data; None: no route was chosen."""
     if fields is None or fields["way"] == "auto":
         return "the usual way"
     parts = ", ".join(f"{part:.3g}" for part in fields["parts"])
@@ -132,9 +125,7 @@ def describe(fields: dict[str, Any] | None) -> str:
 
 
 def alike(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
-    """Whether the `fields` of two choices (None: nothing was chosen) mean the same sums, to the
-    last bit.
-    """
+    """Whether two choices, given as plain data, make bit-equal sums. None: no route was chosen."""
     ways = [
         ("auto", []) if each is None else (each["way"], list(each["parts"]))
         for each in (one, other)
@@ -143,15 +134,15 @@ def alike(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
 
 
 def _gain(rates: Sequence[float], latency: float) -> float:
-    """Speed-up of uneven chunks over the better of the even schedules; 1 if links are alike."""
+    """Speed-up of uneven chunks over the faster even schedule; 1 if links are equally fast."""
     count = len(rates)
     if count > MOST or max(rates) <= ALIKE * min(rates):
         return 1.0
     links = [LinkSpeed(latency, rate) for rate in rates]
     network = ScheduleNetwork(range(count), links[0], links[0], links)
     even = min(
-        predict_seconds(other, BUCKET, network)
-        for other in (build_ring(count), build_owners(count))
+        predict_seconds(schedule, BUCKET, network)
+        for schedule in (build_ring(count), build_owners(count))
     )
     return even / predict_seconds(build_uneven(rates), BUCKET, network)
 

@@ -1,6 +1,10 @@
-"""Routes of buckets: with which workers and by which schedule a bucket is summed.
+"""Routes of buckets: the group of workers and the schedule by which a bucket is summed.
 
-A name becomes an object here, once.
+    via="auto"      GroupReducer over all workers, or the route that a measured cluster suggests
+    via="native"    GroupReducer over a group on torch.distributed (Gloo or NCCL)
+    via="ring" ...  ScheduledReducer with the schedule of this name
+
+The name `via` becomes an object here, once.
 """
 
 from __future__ import annotations
@@ -28,24 +32,27 @@ class Reducer(Protocol):
     """Sums flat tensors over all workers, in place, one after the other."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return CPU memory that this reducer sums fastest. Collective."""
+        """Allocate the CPU memory that this reducer sums fastest. Collective."""
         ...
 
     def beside(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """CPU memory of this worker alone that may replace the memory of `empty`.
+        """Allocate CPU memory of this worker alone, in place of memory of `allocate_bucket`.
 
-        Other workers needn't know of it.
+        Other workers needn't replace theirs.
         """
         ...
 
     def release(self, flat: Tensor) -> None:
-        """Take back `flat` (from `empty` or `beside`), which is not used any more."""
+        """Take back memory of this reducer that is not used any more."""
         ...
 
     def all_reduce(self, flat: Tensor, name: str, *, soon: bool = False) -> Work[Tensor]:
         """Start summing `flat` in place.
 
-        `soon`: this worker will do nothing more before it waits for the sum.
+        Args:
+            flat: A contiguous tensor of one dim, of the same length on all workers.
+            name: Name of the call in errors and in the trace.
+            soon: Whether this worker waits for the sum right away.
         """
         ...
 
@@ -66,11 +73,13 @@ class GroupReducer:
         try:
             return self._group.empty((numel,), dtype)
         except ResourceError as error:
+            # No room in shared memory: slower, but it works.
             self._say(f"gradients travel through a copy (slower by about half): {error}")
             return torch.empty(numel, dtype=dtype)
 
     def beside(self, numel: int, dtype: torch.dtype) -> Tensor:
         flat = empty_on_cpu((numel,), dtype)
+        # Only groups with shared memory have to know of the substitute, to give it back later.
         stand_in = getattr(self._group, "stand_in", None)
         if stand_in is not None:
             stand_in(flat)
@@ -82,6 +91,7 @@ class GroupReducer:
             release(flat)
 
     def all_reduce(self, flat: Tensor, name: str, *, soon: bool = False) -> Work[Tensor]:
+        # All workers have agreed on the list of buckets, so the group needn't compare the calls.
         if self._hosts is not None:
             return self._hosts.all_reduce_agreed(flat, out=flat, soon=soon)
         if self._unchecked is not None:
@@ -101,7 +111,7 @@ class ScheduledReducer(GroupReducer):
         self._lane, self._schedule = ScheduleQueue(group), schedule
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return ordinary memory, as messages are copied anyway."""
+        """Allocate ordinary memory, as messages are copied anyway."""
         return torch.empty(numel, dtype=dtype)
 
     def all_reduce(self, flat: Tensor, name: str, *, soon: bool = False) -> Work[Tensor]:
@@ -109,7 +119,7 @@ class ScheduledReducer(GroupReducer):
 
 
 class AcrossReducer(GroupReducer):
-    """Sums by a group of several hosts, whose leaders exchange by a schedule."""
+    """Sums inside hosts by shared memory, and between the leaders of hosts by a schedule."""
 
     def __init__(self, group: HostsGroup, across: Schedule, say: Callable[[str], None]) -> None:
         super().__init__(group, say)
@@ -124,7 +134,7 @@ def _group(context: SyncContext) -> Reducer:
 
 
 def _auto(context: SyncContext) -> Reducer:
-    """Choose the route that a measured cluster suggests, or the group's if none was measured."""
+    """Make the reducer that suits the measured cluster; the group's own without measurements."""
     if context.route_facts is None:
         return _group(context)
     choice = choose(context.hosts, context.route_facts)
@@ -153,7 +163,7 @@ def _native(context: SyncContext) -> Reducer:
 
 
 def _by(name: str) -> Callable[[SyncContext], Reducer]:
-    def make(context: SyncContext) -> Reducer:
+    def make_scheduled(context: SyncContext) -> Reducer:
         hosts, facts = context.hosts or (0,) * context.group.size, context.route_facts
         if name != "uneven" or facts is None or len(set(hosts)) == 1:
             return ScheduledReducer(context.group, build_schedule(name, hosts), context.announce)
@@ -162,7 +172,7 @@ def _by(name: str) -> Callable[[SyncContext], Reducer]:
             context.group, build_schedule(name, hosts, facts.of(hosts)), context.announce
         )
 
-    return make
+    return make_scheduled
 
 
 WAYS: dict[str, Callable[[SyncContext], Reducer]] = {
@@ -173,12 +183,15 @@ WAYS: dict[str, Callable[[SyncContext], Reducer]] = {
 
 
 def reducer(via: str, *, coded: bool = False) -> Callable[[SyncContext], Reducer]:
-    """Return the function that makes the reducer called `via`.
+    """Look up the function that makes the reducer of a route.
 
-    Raises `UsageError` for an unknown name.
+    Args:
+        via: Name of the route.
+        coded: Whether most buckets go through a codec, which has its own route. Then "auto" isn't
+            chosen by measurements for the remaining buckets.
 
-    `coded`: most goes through a codec, which has a way of its own, so that "auto" isn't chosen for
-    what is left.
+    Raises:
+        UsageError: No route has this name.
     """
     if wrong := unknown("via", via, Via):
         raise UsageError(wrong)

@@ -1,11 +1,11 @@
-"""Transactions: the joint work of one step holds on all workers or on none.
+"""Transactions: the collective calls of a step succeed on all workers or on none.
 
-    begin       a turn begins                          exchange    the end of a backward pass
-    rollback    it comes again, as it began            step        a step that is made elsewhere
-                                                       collective  rows or numbers of all workers
+    begin_turn -> end_backward, step_remotely, gather_rows -> begin_turn    the turn has succeeded
+        ^                                          |
+        +--------------- roll_back <---------------+                        a worker was lost
 
-`PlainTransaction` is for runs that a lost worker ends. `elastic.transaction` has the one for runs
-that go on.
+`PlainTransaction` is for runs that end when a worker is lost, so it never rolls back.
+`elastic.transaction` has the transaction of runs that continue.
 """
 
 from __future__ import annotations
@@ -19,63 +19,65 @@ from paceline.sync.base import Sync
 from paceline.sync.context import SyncContext
 
 T = TypeVar("T")
-# number and final addend of each parameter that any worker has used
+# Number of each parameter that any worker has used, and the tensor to add to its p.grad.
 Addends = list[tuple[int, Tensor]]
 Deliver = Callable[[int, Tensor, float], None]
 
 
 class Transaction(Protocol):
-    """A step's transaction.
+    """The transaction of a turn of the loader."""
 
-    `failed`: an act of this turn had no result, on all workers; `recovers`: the run outlives lost
-    workers.
-    """
-
-    failed: bool
-    recovers: bool
+    failed: bool  # a call of this turn has had no result, on all workers
+    recovers: bool  # the run continues after a worker is lost
 
     def begin(self, *, leads: bool, passes: int) -> None:
-        """Begin a turn; the last one had this number of exchanges of gradients.
+        """Begin a turn.
 
-        `leads`: the turn is a step.
+        Args:
+            leads: Whether the turn is a step.
+            passes: Number of exchanges of gradients in the last turn.
         """
         ...
 
     def deliver(self) -> Deliver:
-        """Return the function that takes the gradients of the pass that begins."""
+        """Function that takes the gradients of the pass that begins."""
         ...
 
     def exchange(self, act: Callable[[], Addends]) -> Addends:
-        """End a backward pass by `act`, and return its addends; zeros if it has no result."""
+        """Call `act`, which ends a backward pass; return its addends, or zeros if it has failed."""
         ...
 
     def stepping(self, *, remote: bool) -> None:
-        """Note that an optimizer is about to step; `remote`: that may fail."""
+        """Prepare for the step of an optimizer. `remote`: the step is made on servers."""
         ...
 
     def step(
         self, act: Callable[[], T], what: str, *, last: bool = False, apart: bool = False
     ) -> T | None:
-        """Make a step elsewhere by `act`, and return its result; None where it can't be made.
+        """Call `act`, which steps on servers; return its result, or None if it has failed.
 
-        `last`: nothing more of it can fail.
+        Args:
+            act: The call.
+            what: Name of the call in errors.
+            last: Whether nothing after this call can fail the step. Default: False.
+            apart: Whether workers call it out of lockstep. Default: False.
         """
         ...
 
     def collective(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
-        """Gather rows by `act`, once for each batch.
+        """Call `act`, which gathers rows of all workers, once for each batch.
 
-        Returns `nothing` if they were gathered before, or if the turn is dealt again.
+        Returns `nothing` if the rows were gathered before, or if the turn is dealt again.
         """
         ...
 
     def rollback(self) -> None:
-        """Go back to where the turn began."""
+        """Restore the state from the begin of the turn."""
         ...
 
 
 class PlainTransaction:
-    """The transaction of a run that ends when a worker is lost: each act is simply made."""
+    """The transaction of a run that ends when a worker is lost: it only makes the calls."""
 
     failed = False
     recovers = False
@@ -84,12 +86,13 @@ class PlainTransaction:
         self._sync, self._agreement = sync, context.agreement
 
     def begin(self, *, leads: bool, passes: int) -> None:
-        """Keep nothing, as no turn is dealt again."""
+        """Save nothing, as no turn is dealt again."""
 
     def deliver(self) -> Deliver:
         return self._sync.ready
 
     def exchange(self, act: Callable[[], Addends]) -> Addends:
+        # Without an exchange there is nothing to agree on.
         return (
             self._agreement.attempt_call(act, "backward")
             if self._sync.exchanges_in_backward
@@ -97,7 +100,7 @@ class PlainTransaction:
         )
 
     def stepping(self, *, remote: bool) -> None:
-        """Keep nothing: no step is undone."""
+        """Save nothing, as no step is undone."""
 
     def step(
         self, act: Callable[[], T], what: str, *, last: bool = False, apart: bool = False

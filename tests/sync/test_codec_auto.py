@@ -141,5 +141,5 @@ def test_its_notation_and_where_it_is_refused() -> None:
         auto(())
     with pytest.raises(UsageError, match=r"a codec is wanted, such as int8\(\)"):
         auto((3,))  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"auto\(\) measures steps of AllReduce"):
+    with pytest.raises(UsageError, match=r"auto\(\) works with AllReduce only"):
         LocalSGD(8, codec=auto())  # type: ignore[arg-type]

@@ -124,7 +124,7 @@ def test_a_run_goes_on_with_what_was_kept_in_other_buckets(
     for name, residual in new.items():
         assert torch.equal(residual, old[name]) if name in old else not residual.any(), name
     assert now[1] == any(
-        "kept of the gradient of 0.bias and 1 more is dropped" in text for text in said
+        "residual of the gradient of 0.bias and 1 more is dropped" in text for text in said
     ), said
 
 
@@ -158,7 +158,7 @@ def test_one_worker_exchanges_nothing_and_says_what_it_drops(tmp_path: Path) -> 
     workers(2, lambda run: saved(run, False), strategy=strategy, folder=tmp_path)
     workers(1, lambda run: resumed(run, False), strategy=strategy, folder=tmp_path, said=said)
     assert any(
-        "kept of the gradient of 4.bias and 5 more is dropped: it is not exchanged here" in text
+        "residual of the gradient of 4.bias and 5 more is dropped: it is not exchanged here" in text
         for text in said
     ), said
 

@@ -1,18 +1,18 @@
 """Graphs of gossip as data: a matrix of weights W for each step.
 
-    ring          each with its two neighbours, a third each
+    ring          each rank with its two neighbours
                   W = 1/3 on three diagonals
-    exponential   each hears one: the rank 1, 2, 4, ... before it, in turn
+    exponential   each rank hears from one other: the rank 1, 2, 4, ... before it, in turn
                   W = 1/2 (I + shift by 2^k)   (Assran et al. 2019)
-    matching      random pairs, others in every step, the same for all with the same seed
+    matching      random pairs, which change in every step and are the same on all ranks
                   W = 1/2 (I + swaps)          (Boyd et al. 2006)
-    full          every worker with every worker
+    full          each rank with all others
                   W = 1/n
-    edges         pairs of ranks of your own, weighted by Metropolis and Hastings
+    edges         given pairs of ranks, with Metropolis-Hastings weights
                   W = 1 / (1 + the larger degree)
 
 W is doubly stochastic: rows and columns sum to 1, so the mean of all values never changes. The
-spectral gap of W is the speed at which the values of workers come together.
+larger the spectral gap of W, the faster the values of all workers approach their mean.
 """
 
 from __future__ import annotations
@@ -31,60 +31,62 @@ from paceline.formatting import unknown
 Matrix: TypeAlias = NDArray[np.float64]
 Graph = Literal["ring", "exponential", "matching", "full"]
 Edges: TypeAlias = tuple[tuple[int, int], ...]
-SEED = 2006  # of the matchings, the same on every rank
-LEAST = 1e-9  # a spectral gap below is none
+SEED = 2006  # of the matchings, the same on all ranks
+LEAST = 1e-9  # a smaller spectral gap counts as 0
 
 
 def weights(graph: str | Edges, size: int, step: int) -> Matrix:
-    """Return W of this step: entry (i, j) is what rank i takes of rank j's values."""
+    """Build W of a step: entry (i, j) is the weight of rank j's values on rank i."""
     if isinstance(graph, str):
         return GRAPHS[graph](size, step)
     return _edges(graph, size)
 
 
 def period(graph: str | Edges, size: int) -> int:
-    """Return after how many steps the matrices begin again; 0: never."""
+    """Number of steps after which the matrices repeat; 0 if they never do."""
     if graph == "matching":
         return 0
     return max(1, math.ceil(math.log2(size))) if graph == "exponential" else 1
 
 
 def gap(graph: str | Edges, size: int) -> float:
-    """Return 1 minus the factor by which a step brings values nearer to their mean, on average; 1
-    is at once, 0 is never.
+    """Compute the spectral gap: 1 - the factor by which a step shrinks distances to the mean.
 
-    For "matching" it is that of the mean matrix (Boyd et al. 2006): a matching squared is itself.
+    1: all values are equal after one period. 0: values never become equal. For "matching" the
+    factor follows from the expected matrix (Boyd et al. 2006), as a matching is its own square.
     """
     if size == 1:
         return 1.0
     mean = np.full((size, size), 1 / size)
     if graph == "matching":
         pairs = size // 2 * 2
-        met = pairs / size / (size - 1)  # how likely a pair is
-        expected = np.full((size, size), met / 2) + np.eye(size) * (1 - met / 2 * size)
+        pair_probability = pairs / size / (size - 1)
+        expected = np.full((size, size), pair_probability / 2)
+        expected += np.eye(size) * (1 - pair_probability / 2 * size)
         return 1 - math.sqrt(max(0.0, float(np.linalg.norm(expected - mean, 2))))
+    # The largest factor of a whole period, then its mean per step.
     product, count = np.eye(size), period(graph, size)
     for step in range(count):
         product = weights(graph, size, step) @ product
-    left = float(np.linalg.norm(product - mean, 2))
-    return 1.0 if left < LEAST else 1 - left ** (1 / count)
+    factor = float(np.linalg.norm(product - mean, 2))
+    return 1.0 if factor < LEAST else 1 - factor ** (1 / count)
 
 
 def check(graph: str | Edges) -> None:
-    """Raise `UsageError` for anything that is no graph."""
+    """Raise `UsageError` if this is neither the name of a graph nor pairs of ranks."""
     if isinstance(graph, str):
         if wrong := unknown("graph", graph, Graph):
             raise UsageError(f"{wrong}; or pairs of ranks, such as ((0, 1), (1, 2))")
         return
-    good = (
+    is_pairs = (
         isinstance(graph, tuple)
         and graph
         and all(isinstance(edge, tuple) and len(edge) == 2 for edge in graph)
     )
     if (
-        not good
+        not is_pairs
         or any(not isinstance(rank, int) or rank < 0 for edge in graph for rank in edge)
-        or any(a == b for a, b in graph)
+        or any(first == second for first, second in graph)
     ):
         raise UsageError(
             f"graph={graph!r} is no graph; give a name, or pairs of different ranks, "
@@ -93,28 +95,28 @@ def check(graph: str | Edges) -> None:
 
 
 def prove(graph: str | Edges, size: int) -> float:
-    """Return the spectral gap, after a check that W is doubly stochastic and mixes.
+    """Check that W is doubly stochastic and mixes; return its spectral gap.
 
-    Raises `UsageError` where it doesn't.
+    Raises `UsageError` if the graph has other ranks, or isn't connected.
     """
     if not isinstance(graph, str) and max(rank for edge in graph for rank in edge) >= size:
         raise UsageError(
-            f"graph={graph!r} has rank {max(rank for edge in graph for rank in edge)}, and there "
-            f"are {size} workers"
+            f"graph={graph!r} has rank {max(rank for edge in graph for rank in edge)}, but there "
+            f"are {size} workers; name ranks 0 to {size - 1}"
         )
     for step in range(period(graph, size) or 2 * size):
-        w = weights(graph, size, step)
-        assert (w >= 0).all() and np.allclose(w.sum(0), 1) and np.allclose(w.sum(1), 1), (
-            "W is doubly stochastic"
-        )
-    found = gap(graph, size)
-    if found < LEAST:
+        matrix = weights(graph, size, step)
+        assert (
+            (matrix >= 0).all() and np.allclose(matrix.sum(0), 1) and np.allclose(matrix.sum(1), 1)
+        ), "W is doubly stochastic"
+    spectral_gap = gap(graph, size)
+    if spectral_gap < LEAST:
         apart = _component(graph, size) if not isinstance(graph, str) else []
         raise UsageError(
             f"graph={graph!r} never mixes: ranks {apart} hear nothing of the others among {size}; "
             "join them by a pair"
         )
-    return found
+    return spectral_gap
 
 
 def _ring(size: int, step: int) -> Matrix:
@@ -125,19 +127,21 @@ def _ring(size: int, step: int) -> Matrix:
 
 def _exponential(size: int, step: int) -> Matrix:
     shift = 1 << step % max(1, math.ceil(math.log2(size)))
-    w = np.eye(size) / 2
+    matrix = np.eye(size) / 2
     for rank in range(size):
-        w[rank, (rank - shift) % size] += 0.5
-    return w
+        matrix[rank, (rank - shift) % size] += 0.5
+    return matrix
 
 
 def _matching(size: int, step: int) -> Matrix:
     ranks = list(range(size))
     random.Random(SEED + step).shuffle(ranks)
-    w = np.eye(size)
-    for a, b in zip(ranks[::2], ranks[1::2], strict=False):
-        w[a, a] = w[b, b] = w[a, b] = w[b, a] = 0.5
-    return w
+    matrix = np.eye(size)
+    for first, second in zip(ranks[::2], ranks[1::2], strict=False):
+        matrix[first, first] = matrix[second, second] = matrix[first, second] = matrix[
+            second, first
+        ] = 0.5
+    return matrix
 
 
 def _full(size: int, step: int) -> Matrix:
@@ -145,22 +149,23 @@ def _full(size: int, step: int) -> Matrix:
 
 
 def _edges(edges: Edges, size: int) -> Matrix:
-    pairs = {(min(a, b), max(a, b)) for a, b in edges}
+    pairs = {(min(first, second), max(first, second)) for first, second in edges}
     degree = [sum(rank in pair for pair in pairs) for rank in range(size)]
-    w = np.zeros((size, size))
-    for a, b in pairs:
-        w[a, b] = w[b, a] = 1 / (1 + max(degree[a], degree[b]))
-    return w + np.diag(1 - w.sum(1))
+    matrix = np.zeros((size, size))
+    for first, second in pairs:
+        matrix[first, second] = matrix[second, first] = 1 / (1 + max(degree[first], degree[second]))
+    return matrix + np.diag(1 - matrix.sum(1))
 
 
 def _component(edges: Edges, size: int) -> list[int]:
-    """Return the smallest set of ranks that no other rank is joined to."""
-    sets: list[set[int]] = [{rank} for rank in range(size)]
-    for a, b in edges:
-        joined = next(s for s in sets if a in s) | next(s for s in sets if b in s)
-        sets = [s for s in sets if not s & joined] + [joined]
-    sets.sort(key=lambda ranks: (len(ranks), min(ranks)))
-    return sorted(sets[0])
+    """Find the smallest connected component, as sorted ranks."""
+    components: list[set[int]] = [{rank} for rank in range(size)]
+    for first, second in edges:
+        joined = next(ranks for ranks in components if first in ranks)
+        joined = joined | next(ranks for ranks in components if second in ranks)
+        components = [ranks for ranks in components if not ranks & joined] + [joined]
+    components.sort(key=lambda ranks: (len(ranks), min(ranks)))
+    return sorted(components[0])
 
 
 GRAPHS: dict[str, Callable[[int, int], Matrix]] = {

@@ -1,11 +1,12 @@
-"""Gossip: workers step by themselves and mix with neighbours only; no step waits for all workers.
+"""Gossip: workers step on their own and mix with neighbours; no step waits for all workers.
 
-exact (D-PSGD, Lian et al. 2017): step, then mix
+Exact (D-PSGD, Lian et al. 2017): each worker steps, then takes a weighted mean of its neighbours.
 
     x_i = sum over j of W_ij x_j
 
-coded (CHOCO-SGD, Koloskova et al. 2019): neighbours hold estimates of each other, which come nearer
-with each message, and the mean never changes
+Coded (CHOCO-SGD, Koloskova et al. 2019): known_ij is the estimate of x_i that neighbour j has.
+Worker i keeps the same estimate, bit by bit. Each message brings it nearer to x_i, and the mean of
+all x never changes.
 
     known_ij += coded(x_i - known_ij)
     x_i += gamma sum over j of W_ij (known_ji - known_ij)
@@ -32,30 +33,33 @@ from paceline.sync.codec_cost import SAMPLE, CodecAccount, CodecTurn, ExactRate,
 from paceline.sync.context import SyncContext
 from paceline.sync.gossip.graph import Edges, Graph, check, prove, weights
 
-TAG = 70_000  # of messages between neighbours
+TAG = 70_000  # of messages between neighbours; + index of the bucket
 Near = Sequence[tuple[int, float]]  # neighbours: (rank, weight)
 
 
 @dataclass(frozen=True)
 class Gossip:
-    """Local steps that mix with neighbours: no step waits for all workers.
+    """Let each worker step on its own, and mix its replica with neighbours of a graph.
 
     >>> pl.start(sync=pl.Gossip(graph="exponential", codec=pl.int8()))
 
-    p.grad is the contribution of this worker's own share, times the number of workers. `step` moves
-    this worker's replica, and mixes it with neighbours afterwards. Replicas differ all the time.
-    They become equal, the mean of all, when they are looked at as one: before an evaluation, at
-    `run.save`, and at the end of the run.
+    p.grad is the gradient of this worker's share, with its weight in the global batch times the
+    number of workers. `step` moves this worker's replica. Afterwards the replica is mixed with
+    those of neighbours, and no step waits for all workers. Replicas always differ. They are set to
+    their mean before an evaluation, at `run.save`, and at the end of the run.
 
     Args:
         graph: "ring", "exponential" (one neighbour a step, the default), "matching" (random pairs),
             "full" (then plain SGD is AllReduce), or pairs of ranks.
-        codec: A coding such as `int8()` or `topk(0.01)`. Its losses are corrected later by
-            themselves, so it needs no `error_feedback`. Default: exact.
-        gamma: Size of a mixing step; below 1 it is more careful, for codings that lose much.
+        codec: A coding such as `int8()` or `topk(0.01)`. Later messages correct its errors, so it
+            needs no `error_feedback`. Default: exact.
+        gamma: Size of a mixing step, above 0 to 1. Codings with large errors need less than 1.
             Default: 1.
         every: Steps between two messages. Default: 1.
         bucket_mb: Size of a message in MB. Default: 8.
+
+    Raises:
+        UsageError: A value is out of its range, or the codec isn't a coding.
     """
 
     graph: Graph | Edges = "exponential"
@@ -70,48 +74,45 @@ class Gossip:
         check(self.graph)
         if not hasattr(self.codec, "layout"):
             raise UsageError(
-                f"{self!r}: gossip wants a coding, such as int8() or topk(0.01); "
-                "it corrects what is lost itself"
+                f"{self!r}: gossip wants a coding, such as int8() or topk(0.01), without "
+                "error_feedback: it corrects errors itself"
             )
         if not 0 < self.gamma <= 1 or self.every < 1 or not self.bucket_mb > 0:
             raise UsageError(
-                f"{self!r}: gamma has to be above 0 and at most 1, "
-                "every 1 or more, bucket_mb above 0"
+                f"{self!r}: gamma must be above 0 and at most 1, every 1 or more, bucket_mb above 0"
             )
         if isinstance(self.codec, exact) and self.gamma != 1:
-            raise UsageError(f"{self!r}: gamma is for codecs that lose something; leave it out")
+            raise UsageError(f"{self!r}: gamma is for lossy codecs; leave it out")
 
     def begin(self, context: SyncContext) -> Sync:
-        found = prove(self.graph, context.group.size)
+        gap = prove(self.graph, context.group.size)
         if context.group.size > 1:
-            shown = self.graph if isinstance(self.graph, str) else "this graph"
+            graph = self.graph if isinstance(self.graph, str) else "this graph"
             context.announce(
-                f"gossip on {shown}: a mixing brings {context.group.size} replicas nearer by "
-                f"{found:.0%} (spectral gap {found:.3f})"
+                f"gossip on {graph}: a mixing brings {context.group.size} replicas nearer by "
+                f"{gap:.0%} (spectral gap {gap:.3f})"
             )
         return GossipSync(context, self)
 
 
 @dataclass
 class _MixingRound:
-    """Figures of a coded mixing: bytes, time, and a sample of how far my replica is from what
-    neighbours know of it.
-    """
+    """Figures of a coded mixing, and samples of this replica and of its estimates."""
 
-    sent: int = 0
-    exact: list[int] = field(default_factory=list)  # bytes of each tensor that was sent, as it is
-    coding: float = 0.0
-    mine: list[Tensor] = field(default_factory=list)
-    known: list[Tensor] = field(default_factory=list)
+    sent: int = 0  # coded bytes
+    exact: list[int] = field(default_factory=list)  # bytes of each sent tensor without a codec
+    coding: float = 0.0  # processor seconds
+    mine: list[Tensor] = field(default_factory=list)  # samples of this replica
+    known: list[Tensor] = field(default_factory=list)  # the same elements of a neighbour's estimate
 
-    def compare(self, mine: Tensor, known: Tensor) -> None:
-        """Keep a sample of both."""
-        every = max(1, mine.numel() // SAMPLE)
-        self.mine.append(sampled(mine, every, 0))
-        self.known.append(sampled(known, every, 0))
+    def compare(self, replica: Tensor, estimate: Tensor) -> None:
+        """Keep a sample of a replica, and of a neighbour's estimate of it."""
+        every = max(1, replica.numel() // SAMPLE)
+        self.mine.append(sampled(replica, every, 0))
+        self.known.append(sampled(estimate, every, 0))
 
     def tell(self, account: CodecAccount, shown: float) -> None:
-        """Add the figures of the mixing, which is over and took `shown` seconds."""
+        """Add the figures of the finished mixing, which took `shown` seconds, to the account."""
         if not self.exact or account.rate is None:
             return
         exact_shown = sum(account.rate.seconds(nbytes) for nbytes in self.exact)
@@ -123,7 +124,13 @@ class _MixingRound:
 
 
 class GossipSync:
-    """The running side of `Gossip`."""
+    """The running side of `Gossip`.
+
+    While `_are_equal`, there are no `_estimates`. Later each estimate begins as a copy of
+    `_common_values`, so that both sides of a pair begin alike. If `_workers_changed`, estimates
+    don't fit any more, and the next mixing takes the mean of all replicas. `_step_open` is true
+    from the first backward of a step to its `commit`.
+    """
 
     replicas_diverge = True
     exchanges_in_backward = False
@@ -132,14 +139,16 @@ class GossipSync:
         self._context, self._plan = context, plan
         self._slots: list[Slot] = []
         self._buckets: list[Bucket] = []
-        self._equal: list[Tensor] = []  # of each bucket: what all were when replicas were equal
-        # by bucket, peer, and whether it is mine as that one knows it
+        # Per bucket: values of all replicas when they were last equal. Only with a codec.
+        self._equal: list[Tensor] = []
+        # By bucket, neighbour, and direction. True: the neighbour's estimate of this replica.
+        # False: this worker's estimate of the neighbour's replica.
         self._known: dict[tuple[int, int, bool], Tensor] = {}
         self._grads: dict[int, Tensor] = {}
         self._steps = 0
-        self._equals = True  # nothing has changed since replicas were equal
+        self._equals = True  # replicas are equal
         self._open = False  # a step is under way
-        self._others = False  # the workers have changed since replicas were equal
+        self._others = False  # the workers have changed since replicas were last equal
         self._graph = plan.graph
         self._account = (
             None
@@ -176,25 +185,25 @@ class GossipSync:
         self._measure()
 
     def _measure(self) -> None:
-        """Measure how fast the links to my neighbours are. Collective."""
+        """Measure how fast the links to this worker's neighbours are. Collective."""
         group, account = self._context.group, self._account
         if account is None or account.rate is not None or group.size == 1 or not self._buckets:
             return
         sources, targets = self._neighbours(0)
 
-        def send(x: Tensor) -> Work[None]:
+        def exchange_once(flat: Tensor) -> Work[None]:
             return group.exchange(
-                [(rank, x) for rank, _ in targets],
-                [(rank, torch.empty_like(x)) for rank, _ in sources],
+                [(rank, flat) for rank, _ in targets],
+                [(rank, torch.empty_like(flat)) for rank, _ in sources],
                 tag=TAG - 1,
             )
 
         before = group.traffic + Traffic()
-        account.rate = measure(group, self._buckets[0].flat.device, send)
+        account.rate = measure(group, self._buckets[0].flat.device, exchange_once)
         self._context.probe_traffic.add_sent(group.traffic - before)
 
     def _forget(self) -> None:
-        """Begin anew from equal replicas: all neighbours know each other."""
+        """Drop all estimates, as replicas are equal: all neighbours know each other exactly."""
         self._known.clear()
         coded = not isinstance(self._plan.codec, exact)
         self._others = False
@@ -205,13 +214,13 @@ class GossipSync:
         )
 
     def _read(self, bucket: Bucket) -> Tensor:
-        for number, view in zip(bucket.members, bucket.views, strict=True):
-            view.copy_(self._slots[number].parameter.detach())
+        for slot_index, view in zip(bucket.members, bucket.views, strict=True):
+            view.copy_(self._slots[slot_index].parameter.detach())
         return bucket.flat
 
     def _write(self, bucket: Bucket) -> None:
-        for number, view in zip(bucket.members, bucket.views, strict=True):
-            self._slots[number].parameter.detach().copy_(view)
+        for slot_index, view in zip(bucket.members, bucket.views, strict=True):
+            self._slots[slot_index].parameter.detach().copy_(view)
 
     # ---- backward: nothing travels
 
@@ -222,8 +231,8 @@ class GossipSync:
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
         self._open, self._equals = True, False
-        found, self._grads = list(self._grads.items()), {}
-        return found
+        gradients, self._grads = list(self._grads.items()), {}
+        return gradients
 
     def stepped(self, optimizer: Optimizer) -> None:
         self._equals = False
@@ -231,7 +240,7 @@ class GossipSync:
     # ---- mixing
 
     def commit(self) -> None:
-        """End a step, and mix if that is due."""
+        """End a step, and mix replicas if that is due."""
         self._steps += 1
         self._open = False
         if (
@@ -245,6 +254,8 @@ class GossipSync:
 
     def _mix(self, turn: int) -> None:
         begun, self._turn = time.perf_counter(), _MixingRound()
+        # If a worker is lost, the mixing is repeated. Parameters are written only afterwards, so
+        # each try begins with the same replicas.
         equal = self._context.agreement.repeat_until_settled(
             lambda: self._mixed(turn), what="mixing"
         )
@@ -257,8 +268,9 @@ class GossipSync:
             self._turn.tell(self._account, time.perf_counter() - begun)
 
     def _mixed(self, turn: int) -> bool:
-        """Compute in each bucket what my replica becomes; whether all become the same, as once
-        after the workers have changed.
+        """Compute the mixed replica in the buckets; say whether all replicas become equal.
+
+        They do in the first mixing after workers have changed.
         """
         if self._others:
             self._means()
@@ -270,69 +282,71 @@ class GossipSync:
         return False
 
     def _means(self) -> None:
+        """Compute the mean of all replicas in the buckets. Collective."""
         for index, bucket in enumerate(self._buckets):
             flat = self._read(bucket)
             self._context.group.all_reduce(flat, out=flat, name=f"replicas {index}").wait()
             flat.div_(self._context.group.size)
 
     def _neighbours(self, turn: int) -> tuple[Near, Near]:
-        """Return (rank, weight) of the neighbours that I hear from, and of those that hear from
-        me.
-        """
-        me = self._context.group.rank
-        w = weights(self._graph, self._context.group.size, turn)
-        sources = [
-            (rank, float(w[me, rank])) for rank in range(len(w)) if rank != me and w[me, rank]
-        ]
-        return sources, [
-            (rank, float(w[rank, me])) for rank in range(len(w)) if rank != me and w[rank, me]
-        ]
+        """Look up the neighbours that send to this rank, and those that receive from it."""
+        own_rank = self._context.group.rank
+        matrix = weights(self._graph, self._context.group.size, turn)
+        others = [rank for rank in range(len(matrix)) if rank != own_rank]
+        return (
+            [(rank, float(matrix[own_rank, rank])) for rank in others if matrix[own_rank, rank]],
+            [(rank, float(matrix[rank, own_rank])) for rank in others if matrix[rank, own_rank]],
+        )
 
     def _mix_exact(self, index: int, sources: Near, targets: Near) -> None:
         bucket = self._buckets[index]
-        mine = self._read(bucket)
-        theirs = {rank: torch.empty_like(mine) for rank, _ in sources}
+        mixed = self._read(bucket)
+        received = {rank: torch.empty_like(mixed) for rank, _ in sources}
         self._context.group.exchange(
-            [(rank, mine) for rank, _ in targets], list(theirs.items()), tag=TAG + index
+            [(rank, mixed) for rank, _ in targets], list(received.items()), tag=TAG + index
         ).wait()
-        mine.mul_(1 - sum(weight for _, weight in sources))
+        mixed.mul_(1 - sum(weight for _, weight in sources))
         for rank, weight in sources:
-            mine.add_(theirs[rank], alpha=weight)
+            mixed.add_(received[rank], alpha=weight)
 
     def _mix_coded(self, index: int, sources: Near, targets: Near) -> None:
         bucket, coding = self._buckets[index], self._plan.codec
-        mine = self._read(bucket).to(_wide(bucket.flat.dtype), copy=True)
-        sends, receives, began = [], [], time.thread_time()
+        mixed = self._read(bucket).to(_wide(bucket.flat.dtype), copy=True)
+        sends, receives, started = [], [], time.thread_time()
         for rank, _ in targets:
-            known = self._about(index, rank, own=True)
-            whole, message = room(coding, mine.numel(), mine.device)
+            estimate = self._about(index, rank, own=True)
+            buffer, message = room(coding, mixed.numel(), mixed.device)
+            # Each direction of each pair draws its own random numbers.
             pair = self._context.group.rank * 256 + rank
             coding.encode(
-                (mine - known).float(), message, seeded(self._steps, index, pair, mine.device)
+                (mixed - estimate).float(), message, seeded(self._steps, index, pair, mixed.device)
             )
-            _learn(coding, message, known)
-            sends.append((rank, whole))
-            self._turn.sent += whole.nbytes
+            # The receiver adds the same message to its copy of this estimate.
+            _learn(coding, message, estimate)
+            sends.append((rank, buffer))
+            self._turn.sent += buffer.nbytes
             self._turn.exact.append(bucket.flat.nbytes)
-            self._turn.compare(mine, known)
+            self._turn.compare(mixed, estimate)
         for rank, _ in sources:
-            receives.append((rank, torch.empty_like(room(coding, mine.numel(), mine.device)[0])))
-        self._turn.coding += time.thread_time() - began
+            receives.append((rank, torch.empty_like(room(coding, mixed.numel(), mixed.device)[0])))
+        self._turn.coding += time.thread_time() - started
         self._context.group.exchange(sends, receives, tag=TAG + index).wait()
-        began = time.thread_time()
-        for rank, whole in receives:
-            _learn(coding, parts(coding, mine.numel(), whole), self._about(index, rank, own=False))
+        started = time.thread_time()
+        for rank, buffer in receives:
+            _learn(
+                coding, parts(coding, mixed.numel(), buffer), self._about(index, rank, own=False)
+            )
         for rank, weight in sources:
-            mine.add_(self._known[index, rank, False], alpha=self._plan.gamma * weight)
+            mixed.add_(self._known[index, rank, False], alpha=self._plan.gamma * weight)
         for rank, weight in targets:
-            mine.sub_(self._known[index, rank, True], alpha=self._plan.gamma * weight)
-        self._turn.coding += time.thread_time() - began
-        bucket.flat.copy_(mine)
+            mixed.sub_(self._known[index, rank, True], alpha=self._plan.gamma * weight)
+        self._turn.coding += time.thread_time() - started
+        bucket.flat.copy_(mixed)
 
     def _about(self, index: int, rank: int, *, own: bool) -> Tensor:
-        """Estimate that a rank has of this worker (`own`), or this worker of it.
+        """Estimate of this replica on a neighbour (`own`), or of the neighbour's replica here.
 
-        At first it is the value that all replicas had when they were equal.
+        It begins as the values that all replicas had when they were last equal.
         """
         key = (index, rank, own)
         if key not in self._known:
@@ -340,7 +354,7 @@ class GossipSync:
         return self._known[key]
 
     def converge(self) -> None:
-        """Make every replica the mean of all."""
+        """Set all replicas to their mean."""
         if self._equals:
             return
         self._context.agreement.repeat_until_settled(self._means, what="the mean of replicas")
@@ -360,13 +374,11 @@ class GossipSync:
         return None if rate is None else list(rate)
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
-        """Let the next mixing make all replicas equal, as neighbours have changed and don't know
-        each other.
-        """
+        """Let the next mixing set all replicas to their mean, as estimates don't fit any more."""
         self._context = context
         if not isinstance(self._graph, str):
             context.announce(
-                "the graph was given as pairs of ranks, and the workers are others now: "
+                "the graph was given as pairs of ranks, and the workers have changed: "
                 "gossip goes on with graph='exponential'"
             )
             self._graph = "exponential"
@@ -381,30 +393,28 @@ class GossipSync:
         self._buckets, self._known = [], {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps; replicas are equal when it is called."""
+        """Number of steps. Replicas must be equal."""
         return {"gossip": self._steps + self._open}
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        found = [state for state in states if state]
-        check_strategy("Gossip", found, "gossip")
-        self._steps = found[0]["gossip"] if found else self._steps
+        saved = [state for state in states if state]
+        check_strategy("Gossip", saved, "gossip")
+        self._steps = saved[0]["gossip"] if saved else self._steps
         self._grads.clear()
         self._forget()
         self._equals = True
 
 
 def _wide(kind: torch.dtype) -> torch.dtype:
-    """Return the dtype in which replicas of this dtype are mixed, so that rounding loses
-    nothing.
-    """
+    """Dtype in which replicas of a dtype are mixed, so that small changes aren't rounded away."""
     return torch.promote_types(kind, torch.float32) if kind.is_floating_point else kind
 
 
-def _learn(coding: Coding, message: Message, known: Tensor) -> None:
-    """Add a message to what is known: the same bits on both sides."""
-    if known.dtype == torch.float32:
-        coding.add(message, known)
+def _learn(coding: Coding, message: Message, estimate: Tensor) -> None:
+    """Add a message to an estimate, with the same bits on both sides."""
+    if estimate.dtype == torch.float32:
+        coding.add(message, estimate)
         return
-    news = torch.empty(known.shape, dtype=torch.float32, device=known.device)
-    coding.decode(message, news)
-    known.add_(news)
+    decoded = torch.empty(estimate.shape, dtype=torch.float32, device=estimate.device)
+    coding.decode(message, decoded)
+    estimate.add_(decoded)

@@ -1,6 +1,4 @@
-"""Fragments: parts of the model whose changes travel together, with the values all last agreed
-on, and the state of their round.
-"""
+"""Fragments: parts of the model that are exchanged together, with the state of their round."""
 
 from __future__ import annotations
 
@@ -48,61 +46,61 @@ class adaptive:
                 f"{self!r}: 1 <= least <= first <= most and drift above 0 have to hold"
             )
 
-    def next(self, every: int, found: float) -> int:
-        """Return the steps of the next round, after one of `every` whose drift was `found`."""
-        if found > self.drift:
+    def next(self, every: int, measured_drift: float) -> int:
+        """Choose the steps of the next round, after a round of `every` steps with this drift."""
+        if measured_drift > self.drift:
             return max(self.least, every // 2)
-        return min(self.most, every * 2) if found < self.drift / 2 else every
+        return min(self.most, every * 2) if measured_drift < self.drift / 2 else every
 
 
 @dataclass
 class FragmentUnit:
-    """A bucket of parameters that travel together, the values all last agreed on, and the outer
-    optimizer's state.
-    """
+    """A bucket of parameters, with its values after the last round and outer optimizer state."""
 
-    index: int
-    bucket: Bucket  # flat: what I have changed, then what all have
-    start: Tensor
-    memory: Tensor | None
+    index: int  # of the bucket
+    bucket: Bucket  # its flat tensor holds this worker's change, then the sum of all changes
+    start: Tensor  # values that all replicas had after the last round
+    memory: Tensor | None  # state of the outer optimizer
     work: Work[Tensor] | None = None
-    begun: int = 0  # when it left, nanoseconds
-    carried: Tensor | None = None  # what lost workers had changed, by their parts
-    copied: Tensor | None = None  # what I have changed, for a buddy
+    begun: int = 0  # nanoseconds, when the exchange was started
+    carried: Tensor | None = None  # changes of lost workers, weighted, to be sent by this one
+    copied: Tensor | None = None  # copy of this worker's change, for its buddy
 
     def weigh(self, change: Tensor, part: float) -> Tensor:
-        """Weight my change by `part`, in place, and add what is carried."""
+        """Weight this worker's change by `part`, in place, and add the carried changes."""
         change.mul_(part)
         return change if self.carried is None else change.add_(self.carried)
 
 
 @dataclass
 class Fragment:
-    """Some units that take turns with those of other fragments, and how far their round has
-    come.
+    """Some units, and the state of their round.
+
+    When a round is sent, `sent_steps` and `own_weight` take over its counts, and `local_steps`
+    counts the next round. `in_exchange` is true from then until the mean change has been applied.
     """
 
-    landed: int = 0  # the step after which all last agreed
+    landed: int = 0  # step after which the last round ended
     units: list[FragmentUnit] = field(default_factory=list)
-    steps: int = 0  # since it was last sent
-    parts: float = 0.0  # my part of the samples of those, in steps
-    length: int = 1  # the steps of what is under way
-    mine: float = 0.0  # my part, for that
-    weights: float = 1.0  # of all workers, for that, lost ones included
-    living: float = 1.0  # of all workers, without those
-    lost: float = 0.0  # the part of the samples that is in what is carried, in steps
+    steps: int = 0  # since the fragment was last sent
+    parts: float = 0.0  # sum over these steps of this worker's part of the samples
+    length: int = 1  # steps of the round that is on its way
+    mine: float = 0.0  # this worker's weight in it: mean part of the samples
+    weights: float = 1.0  # sum of the weights of all workers and of lost ones
+    living: float = 1.0  # sum of the weights of all workers
+    lost: float = 0.0  # like `sample_parts`, of the lost workers whose changes are carried
     flying: bool = False
-    here: bool = False  # what flew has come, and perhaps not everywhere
-    level: int = -1  # the step after which all replicas were what had come
+    here: bool = False  # the sums have arrived on this worker, perhaps not on all
+    level: int = -1  # step after which all replicas were equal to `start`; -1 with `alpha`
 
     def own(self, changed: Callable[[FragmentUnit, Tensor], Tensor]) -> dict[str, Any] | None:
-        """Return my weighted changes and what I carry, with my part of the samples in steps; None
-        if nothing has changed.
+        """Copy this worker's weighted changes, with carried ones; None if nothing has changed.
 
-        `changed` writes what I have changed in a unit into memory.
+        `changed(unit, into)` writes this replica's change of a unit into memory.
         """
         if not self.flying and not self.steps:
             return None
+        # The change since `start` has the weight of the round on its way, if there is one.
         part, steps = (
             (self.mine, self.length) if self.flying else (self.parts / self.steps, self.steps)
         )
@@ -113,19 +111,19 @@ class Fragment:
         return {"parts": part * steps + self.lost, "changes": changes}
 
     def fits(self, theirs: dict[str, Any] | None) -> bool:
-        """Whether what another's `own` returned is of the same units."""
+        """Whether another worker's copied changes have the shapes of these units."""
         return theirs is None or [change.shape for change in theirs["changes"]] == [
             unit.start.shape for unit in self.units
         ]
 
     def carry(self, theirs: dict[str, Any]) -> None:
-        """Send, from now on, a lost worker's `own` together with my changes."""
+        """Send a lost worker's copied changes together with this worker's from now on."""
         self.lost += theirs["parts"]
         for unit, change in zip(self.units, theirs["changes"], strict=True):
             unit.carried = change if unit.carried is None else unit.carried + change
 
     def land(self, step: int) -> None:
-        """Note that all workers have agreed, after this step."""
+        """End the round after this step: the carried changes have been sent."""
         self.flying, self.here, self.landed, self.lost = False, False, step, 0.0
         for unit in self.units:
             unit.carried = None

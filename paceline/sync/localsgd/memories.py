@@ -1,8 +1,9 @@
-"""State of outer optimizers for each parameter, by name.
+"""Outer optimizer state by name of the parameter, so that it survives a new layout.
 
-It survives when parameters are unfrozen or added, and in checkpoints.
+    old units [a b] [c]  --take-->  by name a, b, c  --give-->  new units [q a] [b c]
 
-units before [a b] [c]    remembered a, b, c    units now [q a] [b c], where q starts anew
+Units change if parameters are unfrozen or added, and between checkpoints. The state of a parameter
+without saved state (q) starts anew.
 """
 
 from __future__ import annotations
@@ -16,45 +17,41 @@ from paceline.sync.localsgd.fragment import FragmentUnit
 
 
 class OuterMemories:
-    """What is remembered of parameters that lie in no unit at present, by their names."""
+    """State of the parameters that are in no unit at present, by name."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
     def take(self, units: Iterable[FragmentUnit], slots: Sequence[Slot]) -> None:
-        """Keep what units remember, which are about to be laid out anew."""
+        """Save the state of these units, which are about to be replaced."""
         self._kept |= {name: view.clone() for name, view in _views(units, slots)}
 
     def give(self, units: Iterable[FragmentUnit], slots: Sequence[Slot]) -> None:
-        """Let units remember what is kept of their parameters."""
+        """Move the saved state of parameters into these units."""
         for name, view in _views(units, slots):
-            found = self._kept.pop(name, None)
-            if found is not None and found.shape == view.shape:
-                view.copy_(found)
+            saved = self._kept.pop(name, None)
+            if saved is not None and saved.shape == view.shape:
+                view.copy_(saved)
 
     def load(self, found: Mapping[str, Tensor]) -> None:
-        """Keep what a checkpoint has, in the place of all that is kept."""
+        """Replace all saved state by that of a checkpoint."""
         self._kept = dict(found)
 
     def known(self, units: Iterable[FragmentUnit], slots: Sequence[Slot]) -> dict[str, Tensor]:
-        """Return all that is remembered, in units and beside them."""
+        """Copy the state of all parameters, in units or saved here, by name."""
         return {**self._kept, **{name: view.clone() for name, view in _views(units, slots)}}
 
 
 def named(unit: FragmentUnit) -> bool:
-    """Whether what an outer optimizer remembers of a unit is of each of its elements, and so of
-    each parameter.
-    """
+    """Whether the outer optimizer keeps one number per element, so that parameters have parts."""
     return unit.memory is not None and unit.memory.shape == unit.start.shape
 
 
 def _views(units: Iterable[FragmentUnit], slots: Sequence[Slot]) -> Iterable[tuple[str, Tensor]]:
-    """Yield the name of each parameter that an outer optimizer remembers something of, and that:
-    an element for each of its own.
-    """
+    """Yield the name of each parameter with outer optimizer state, and a view of that state."""
     for unit in units:
         if unit.memory is not None and named(unit):
-            for number, view in zip(
+            for slot_index, view in zip(
                 unit.bucket.members, unit.bucket.views_over(unit.memory), strict=True
             ):
-                yield slots[number].name, view
+                yield slots[slot_index].name, view

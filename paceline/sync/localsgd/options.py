@@ -1,6 +1,4 @@
-"""What the user of local SGD sets, checked: how long a round is, what travels at its end, and
-how replicas go on from there.
-"""
+"""Options of local SGD, checked: the length of a round, its exchange, and the outer optimizer."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ Momentum = Literal["kept", "averaged"]
 
 @dataclass(frozen=True)
 class RoundOptions:
-    """The options of `LocalSGD`, which says what each of them means."""
+    """The options of `LocalSGD`. Its docstring explains them."""
 
     every: int | adaptive
     outer: Outer = field(default_factory=average)
@@ -37,7 +35,7 @@ class RoundOptions:
     def __post_init__(self) -> None:
         if isinstance(self.codec, auto):
             raise UsageError(
-                f"{self.codec!r} measures steps of AllReduce; give LocalSGD a codec, such as int8()"
+                f"{self.codec!r} works with AllReduce only; give LocalSGD a codec, such as int8()"
             )
         lift(self.codec)
         steps = self.every.least if isinstance(self.every, adaptive) else self.every
@@ -59,14 +57,14 @@ class RoundOptions:
             or not self.bucket_mb > 0
         ):
             raise UsageError(
-                f"{self!r}: after has to be 0 or more, fragments 1 or more, alpha from 0 to below "
-                "1, bucket_mb above 0"
+                f"{self!r}: after must be 0 or more, fragments 1 or more, alpha from 0 to below 1, "
+                "bucket_mb above 0"
             )
         if not 0 <= self.delay < steps:
             raise UsageError(
-                f"{self!r}: delay has to be 0 or more, and less than the {steps} steps of a round"
+                f"{self!r}: delay must be 0 or more, and less than the {steps} steps of a round"
             )
         if self.alpha and not self.delay:
             raise UsageError(
-                f"{self!r}: alpha mixes what is late; give delay too, or leave alpha out"
+                f"{self!r}: alpha mixes delayed means; give delay too, or leave alpha out"
             )

@@ -1,4 +1,6 @@
-"""Outer optimizers of local SGD: the workers' mean change is taken as it is, or as a gradient.
+"""Outer optimizers of local SGD: they apply the mean change of all workers to the replicas.
+
+x0: values after the last round    change: mean change since then    x: values after this round
 
 average     x = x0 + change
 nesterov    v = momentum v - change;  x = x0 - lr (momentum v - change)
@@ -18,15 +20,19 @@ from paceline.formatting import spell
 
 
 class Outer(Protocol):
-    """An outer optimizer: how replicas move from the values they last agreed on."""
+    """An outer optimizer: it applies the mean change of a round."""
 
     def begin(self, like: Tensor) -> Tensor | None:
-        """Return the optimizer's state for a tensor like this, or None if it keeps none."""
+        """Make the optimizer's state for a tensor; None if it keeps none."""
         ...
 
     def move(self, start: Tensor, change: Tensor, memory: Tensor | None) -> None:
-        """Move `start` by the mean `change` of all workers; `start` and `memory` are changed in
-        place, `change` may be.
+        """Move `start` by the mean change of all workers, in place.
+
+        Args:
+            start: Values that all replicas had after the last round.
+            change: Mean change since then. May be written to.
+            memory: Result of `begin`, changed in place.
         """
         ...
 
@@ -53,7 +59,11 @@ class nesterov:
 
     >>> pl.start(sync=pl.LocalSGD(every=32, outer=pl.nesterov(0.7, 0.9)))
 
-    DiLoCo (Douillard et al. 2023) uses lr 0.7 and momentum 0.9, the defaults.
+    The defaults are those of DiLoCo (Douillard et al. 2023).
+
+    Args:
+        lr: Learning rate of the outer optimizer. Default: 0.7.
+        momentum: Momentum, 0 to below 1. Default: 0.9.
     """
 
     lr: float = 0.7
@@ -63,7 +73,7 @@ class nesterov:
 
     def __post_init__(self) -> None:
         if not self.lr > 0 or not 0 <= self.momentum < 1:
-            raise UsageError(f"{self!r}: lr has to be above 0 and momentum from 0 to below 1")
+            raise UsageError(f"{self!r}: lr must be above 0 and momentum from 0 to below 1")
 
     def begin(self, like: Tensor) -> Tensor | None:
         return torch.zeros_like(like) if self.momentum else None
@@ -72,5 +82,6 @@ class nesterov:
         if memory is None:
             start.add_(change, alpha=self.lr)
             return
+        # `change` is the negative gradient, so signs are turned around compared with torch's SGD.
         memory.mul_(self.momentum).sub_(change)
         start.add_(change.sub_(memory, alpha=self.momentum), alpha=self.lr)

@@ -1,5 +1,12 @@
-"""Rounds of local SGD: each worker sends its changes, their mean is taken, and all go on from
-there (see `LocalSGD`).
+"""Rounds of local SGD: workers send their changes, and all continue from the mean change.
+
+    start                 values that all replicas had after the last round
+    change = now - start  of each worker, weighted by its part of the samples
+    mean                  sum of the changes / sum of the weights, over all workers
+    start                 moved by the outer optimizer; each replica is set to it (or mixed with it)
+
+Each fragment has rounds of its own. With `delay` a fragment's changes are on their way for some
+steps: `_send_fragment` starts the exchange and `_finish_round` ends it. See `LocalSGD`.
 """
 
 from __future__ import annotations
@@ -29,7 +36,14 @@ from paceline.sync.routes import reducer
 
 
 class LocalSGDSync:
-    """The running side of `LocalSGD`."""
+    """The running side of `LocalSGD`.
+
+    While `_warm_up` isn't None, the strategy is AllReduce and there are no units. Afterwards each
+    parameter is in one unit of one of the `_fragments`. A step is open from its first backward to
+    `commit`. `_step_counted` says whether the fragments have counted the open step already, as
+    `converge` may end a round in the middle of a step. The state of the outer optimizer lives in
+    the units, and in `_memories` while a parameter is in no unit.
+    """
 
     replicas_diverge = True  # replicas differ between rounds, and so do their optimizers
 
@@ -45,10 +59,11 @@ class LocalSGDSync:
         self._warm = AllReduce().begin(context) if options.after else None
         self._slots: list[Slot] = []
         self._grads: dict[int, Tensor] = {}
-        self._steps = 0  # taken in all
-        self._part = 0.0  # mine of the samples of this step
-        self._open = self._counted = False  # a step is under way; its change is in a round already
-        # of my last round: squares of what my change differs by, and of the mean change
+        self._steps = 0  # since the begin of training
+        self._part = 0.0  # this worker's part of the samples of the open step
+        self._open = self._counted = False
+        # Of this worker's last round: squared distance of its change from the mean change, and
+        # squared norm of the mean change.
         self._drift = (0.0, 0.0)
         self._rounds = [Fragment() for _ in range(options.fragments)]
         self._memories = OuterMemories()
@@ -56,7 +71,7 @@ class LocalSGDSync:
 
     @property
     def exchanges_in_backward(self) -> bool:
-        """Whether the strategy still warms up with AllReduce."""
+        """Whether the strategy is still in its warm-up with AllReduce."""
         return self._warm is not None
 
     # ---- layout
@@ -73,8 +88,9 @@ class LocalSGDSync:
             self._memories.give(self._units, self._slots)
 
     def _lay_out(self, rounds: list[Fragment]) -> None:
-        """Cut the model into these fragments, of about the same size, and those into buckets;
-        all replicas are equal now. Collective.
+        """Divide the model among these fragments, and each fragment into buckets. Collective.
+
+        Fragments have about the same number of elements. Replicas must be equal.
         """
         kinds = [None if self._coded is None else self._coded.kind(slot) for slot in self._slots]
         layouts = [
@@ -85,22 +101,24 @@ class LocalSGDSync:
             BucketShape.of_parameter(slot.parameter)._replace(kind=kind)
             for slot, kind in zip(self._slots, layouts, strict=True)
         ]
-        whole, before, count = sum(shape.numel for shape in shapes) or 1, 0, self._options.fragments
+        total, before, count = sum(shape.numel for shape in shapes) or 1, 0, self._options.fragments
         members = [list[int]() for _ in range(count)]
-        for number, shape in enumerate(shapes):
-            members[min(before * count // whole, count - 1)].append(number)
+        # A parameter goes to the fragment in which its first element lies.
+        for index, shape in enumerate(shapes):
+            members[min(before * count // total, count - 1)].append(index)
             before += shape.numel
         runs = [
-            (run, turn)
-            for numbers, turn in zip(members, rounds, strict=True)
-            for run in cut_runs(shapes, numbers, self._limit)
+            (run, fragment)
+            for indices, fragment in zip(members, rounds, strict=True)
+            for run in cut_runs(shapes, indices, self._limit)
         ]
         buckets = build_buckets(shapes, [run for run, _ in runs], self._empty)
         if self._coded is not None:
             self._coded.lay_out(buckets, [slot.name for slot in self._slots], shapes, kinds)
-        for index, (bucket, (_, turn)) in enumerate(zip(buckets, runs, strict=True)):
+        for index, (bucket, (_, fragment)) in enumerate(zip(buckets, runs, strict=True)):
             start = self._read(bucket, torch.zeros_like(bucket.flat))
-            turn.units.append(FragmentUnit(index, bucket, start, self._options.outer.begin(start)))
+            memory = self._options.outer.begin(start)
+            fragment.units.append(FragmentUnit(index, bucket, start, memory))
 
     @property
     def _limit(self) -> int:
@@ -108,7 +126,7 @@ class LocalSGDSync:
 
     @property
     def _units(self) -> list[FragmentUnit]:
-        return [unit for turn in self._rounds for unit in turn.units]
+        return [unit for fragment in self._rounds for unit in fragment.units]
 
     def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return (
@@ -118,7 +136,7 @@ class LocalSGDSync:
         )
 
     def _read(self, bucket: Bucket, into: Tensor) -> Tensor:
-        """Copy the parameters as they are, laid out as in the bucket."""
+        """Copy the present parameters of a bucket into a flat tensor, and return it."""
         for number, view in zip(bucket.members, bucket.views_over(into), strict=True):
             view.copy_(self._slots[number].parameter.detach())
         return into
@@ -135,6 +153,8 @@ class LocalSGDSync:
             self._warm.ready(number, grad, scale)
             return
         state = self._context.step_state
+        # If several workers share a replica, gradients are summed over them, with global weights.
+        # `backward_done` turns the sums into means.
         value = scale_copy(
             grad, state.local_factor(grad, scale) if self._context.sharers is None else scale
         )
@@ -147,11 +167,11 @@ class LocalSGDSync:
         self._open = True
         if self._warm is not None:
             return self._warm.backward_done(where)
-        found, self._grads = list(self._grads.items()), {}
+        gradients, self._grads = list(self._grads.items()), {}
         self._part = self._context.replica_share()
-        if self._context.sharers is not None:  # gradients are sums over them
-            among_own((total for _, total in found), self._part)
-        return found
+        if self._context.sharers is not None:
+            among_own((gradient for _, gradient in gradients), self._part)
+        return gradients
 
     def stepped(self, optimizer: Optimizer) -> None:
         self._counted = False
@@ -159,7 +179,7 @@ class LocalSGDSync:
     # ---- rounds
 
     def commit(self) -> None:
-        """End a step, and with it perhaps a round."""
+        """End a step, and the rounds that are due with it."""
         self._steps += 1
         if self._warm is not None:
             self._warm.commit()
@@ -168,60 +188,65 @@ class LocalSGDSync:
             return
         self._count()
         self._part, self._open, self._counted = 0.0, False, False
-        for number, turn in enumerate(self._rounds):
-            if turn.flying and turn.steps >= self._options.delay:
-                self._land(number, self._options.alpha)
-            if self._due(number):
-                self._send(number)
+        # All workers go through the fragments in the same order, as both calls are collective.
+        for index, fragment in enumerate(self._rounds):
+            if fragment.flying and fragment.steps >= self._options.delay:
+                self._land(index, self._options.alpha)
+            if self._due(index):
+                self._send(index)
                 if not self._options.delay:
-                    self._land(number, 0.0)
+                    self._land(index, 0.0)
         if self._coded is not None:
             self._coded.commit()
 
     def _count(self) -> None:
-        """Count the step under way, which has changed my replica."""
+        """Count the step under way in all rounds, unless that was done."""
         if not self._counted:
-            for turn in self._rounds:
-                turn.steps += 1
-                turn.parts += self._part
+            for fragment in self._rounds:
+                fragment.steps += 1
+                fragment.parts += self._part
         self._counted = True
 
     def _end_warm_up(self) -> None:
         if self._warm is not None:
             self._warm.detach()
             self._warm = None
-        if not self._units:  # or a worker was lost in between, and they were made since
+        # There are units already if a worker was lost during an earlier try of this call.
+        if not self._units:
             self._lay_out(self._rounds)
             self._memories.give(self._units, self._slots)
 
-    def _due(self, number: int) -> bool:
-        """Whether a fragment is to be sent.
+    def _due(self, index: int) -> bool:
+        """Whether the round of a fragment ends with this step.
 
-        Fragments take turns: each first comes after a part of a round, then after whole ones.
+        In the first round, fragments are sent at equal distances. From then on each is sent again
+        after `_round_steps` steps, so that fragments take turns.
         """
-        turn = self._rounds[number]
-        local = self._steps - self._options.after
-        if local < self._every:  # the first round
-            return local == self._every * (number + 1) // len(self._rounds)
-        return turn.steps >= self._every
+        fragment = self._rounds[index]
+        local_steps = self._steps - self._options.after
+        if local_steps < self._every:
+            return local_steps == self._every * (index + 1) // len(self._rounds)
+        return fragment.steps >= self._every
 
-    def _send(self, number: int) -> None:
-        """Send my change of a fragment, weighted by my samples."""
-        turn = self._rounds[number]
-        turn.mine, turn.length = turn.parts / turn.steps, turn.steps
-        turn.steps, turn.parts, turn.flying, turn.here = 0, 0.0, True, False
-        self._launch(number, adapt=True) if self._options.delay else None
+    def _send(self, index: int) -> None:
+        """End the local steps of a fragment's round; with a delay, start its exchange."""
+        fragment = self._rounds[index]
+        fragment.mine, fragment.length = fragment.parts / fragment.steps, fragment.steps
+        fragment.steps, fragment.parts, fragment.flying, fragment.here = 0, 0.0, True, False
+        # Without a delay, `_wait_for_changes` starts the exchange, as it follows at once.
+        self._launch(index, adapt=True) if self._options.delay else None
 
-    def _launch(self, number: int, *, adapt: bool) -> None:
-        turn, agreement = self._rounds[number], self._context.agreement
-        mine = msgpack.packb([turn.mine, turn.lost / turn.length, self._drift])
-        found = [msgpack.unpackb(body) for body in agreement.meet(f"round of {number}", mine)]
-        turn.living = sum(weight for weight, _, _ in found)
-        turn.weights = turn.living + sum(lost for _, lost, _ in found) or 1.0
+    def _launch(self, index: int, *, adapt: bool) -> None:
+        """Exchange the weights of all workers, then start the sums of a fragment's changes."""
+        fragment, agreement = self._rounds[index], self._context.agreement
+        body = msgpack.packb([fragment.mine, fragment.lost / fragment.length, self._drift])
+        answers = [msgpack.unpackb(answer) for answer in agreement.meet(f"round of {index}", body)]
+        fragment.living = sum(weight for weight, _, _ in answers)
+        fragment.weights = fragment.living + sum(carried for _, carried, _ in answers) or 1.0
         if adapt:
-            self._adapt([drift for _, _, drift in found])
-        for unit in turn.units:
-            flat = unit.weigh(self._changed(unit, unit.bucket.flat), turn.mine)
+            self._adapt([drift for _, _, drift in answers])
+        for unit in fragment.units:
+            flat = unit.weigh(self._changed(unit, unit.bucket.flat), fragment.mine)
             name, unit.begun = f"change {unit.index}", time.perf_counter_ns()
             try:
                 if self._coded is not None and self._coded.takes(unit.index):
@@ -231,110 +256,120 @@ class LocalSGDSync:
             except LOSSES:
                 if agreement.recovery is None:
                     raise
-                return  # it is sent anew when it is waited for
+                # Works are missing now, so `_wait_for_changes` starts the exchange again.
+                return
 
     def _changed(self, unit: FragmentUnit, into: Tensor) -> Tensor:
-        """Compute my change since all last agreed."""
+        """Compute this replica's change of a unit since the last round, into a flat tensor."""
         return self._read(unit.bucket, into).sub_(unit.start)
 
-    def _arrive(self, number: int) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-        """Wait for the changes of all workers, and for the means of their optimizers' state."""
-        turn = self._rounds[number]
-        if any(unit.work is None for unit in turn.units):
-            self._launch(number, adapt=not self._options.delay)
-        works = [unit.work for unit in turn.units if unit.work is not None]
-        if len(works) < len(turn.units):
+    def _arrive(self, index: int) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+        """Wait for the sums of a fragment's changes, and for the means of optimizer state."""
+        fragment = self._rounds[index]
+        if any(unit.work is None for unit in fragment.units):
+            self._launch(index, adapt=not self._options.delay)
+        works = [unit.work for unit in fragment.units if unit.work is not None]
+        if len(works) < len(fragment.units):
             raise ViewChanged("a worker was lost while changes were sent")
         with (
             contextlib.nullcontext()
             if self._coded is None
-            else self._coded.awaited([(unit.index, unit.begun) for unit in turn.units])
+            else self._coded.awaited([(unit.index, unit.begun) for unit in fragment.units])
         ):
             changes = [work.wait() for work in works]
-        turn.here = True
-        return changes, self._mean_memories(turn) if self._options.momentum == "averaged" else []
+        fragment.here = True
+        memories = self._mean_memories(fragment) if self._options.momentum == "averaged" else []
+        return changes, memories
 
-    def _void(self, number: int) -> None:
-        """Discard an exchange in which a worker was lost before all had its result; it is sent
-        anew.
-        """
-        turn = self._rounds[number]
-        turn.here = False
-        for unit in turn.units:
+    def _void(self, index: int) -> None:
+        """Discard an exchange that some workers couldn't finish, so that it is started again."""
+        fragment = self._rounds[index]
+        fragment.here = False
+        for unit in fragment.units:
             unit.work = None
             if self._coded is not None:
                 self._coded.abort(unit.index)
 
-    def _land(self, number: int, alpha: float) -> None:
-        """Go on from the mean change of all workers, once it has arrived."""
-        begun, apart, moved, turn = time.perf_counter_ns(), 0.0, 0.0, self._rounds[number]
+    def _land(self, index: int, alpha: float) -> None:
+        """End a fragment's round: wait for the mean change, and move the replica by it.
+
+        `alpha`: weight of the replica's own values.
+        """
+        begun, apart, moved = time.perf_counter_ns(), 0.0, 0.0
+        fragment = self._rounds[index]
         changes, memories = self._context.agreement.repeat_until_settled(
-            lambda: self._arrive(number), lambda: self._void(number), f"round of {number}"
+            lambda: self._arrive(index), lambda: self._void(index), f"round of {index}"
         )
-        for unit, change in zip(turn.units, changes, strict=True):
+        for unit, change in zip(fragment.units, changes, strict=True):
             unit.work = None
-            change.div_(turn.weights)
+            change.div_(fragment.weights)
+            # Before the outer optimizer, which may write over `change` and moves `start`.
             if isinstance(self._options.every, adaptive):
-                mine = self._changed(unit, torch.zeros_like(change))
-                apart += float((mine - change).square().sum())
+                own_change = self._changed(unit, torch.zeros_like(change))
+                apart += float((own_change - change).square().sum())
                 moved += float(change.square().sum())
             self._options.outer.move(unit.start, change, unit.memory)
-            for index, view in zip(
+            for slot_index, view in zip(
                 unit.bucket.members, unit.bucket.views_over(unit.start), strict=True
             ):
-                parameter = self._slots[index].parameter.detach()
+                parameter = self._slots[slot_index].parameter.detach()
                 parameter.copy_(view) if not alpha else parameter.lerp_(view, 1 - alpha)
         for memory, mean in memories:
             memory.copy_(mean)
-        turn.land(self._steps + self._open)
-        turn.level = -1 if alpha else self._steps
+        fragment.land(self._steps + self._open)
+        fragment.level = -1 if alpha else self._steps
         self._drift = (apart, moved)
         self._context.trace.record("round", "exchange", begun, time.perf_counter_ns())
 
     def _adapt(self, drifts: Sequence[Sequence[float]]) -> None:
-        """Set the length of the next round by how far replicas had drifted apart at the end of
-        the last one.
-        """
+        """Set the length of the next round by the drift of all workers in the last one."""
         apart, moved = (sum(drift[side] for drift in drifts) / len(drifts) for side in (0, 1))
         if isinstance(self._options.every, adaptive) and moved > 0:
+            # An exchange must end before the next one of its fragment begins.
             self._every = max(
                 self._options.every.next(self._every, math.sqrt(apart / moved)),
                 self._options.delay + 1,
             )
 
-    def _mean_memories(self, turn: Fragment) -> list[tuple[Tensor, Tensor]]:
-        """Return the optimizers' state of a fragment's parameters, and the means of it."""
-        tensors, found = [], []
-        for unit in turn.units:
-            for slot in (self._slots[number] for number in unit.bucket.members):
+    def _mean_memories(self, fragment: Fragment) -> list[tuple[Tensor, Tensor]]:
+        """Average the optimizer state of a fragment over all workers. Collective.
+
+        Returns each state tensor with its mean, without writing to it.
+        """
+        tensors, pairs = [], []
+        for unit in fragment.units:
+            for slot in (self._slots[index] for index in unit.bucket.members):
                 state = (
                     {} if slot.optimizer is None else slot.optimizer.state.get(slot.parameter, {})
                 )
-                alike = [
+                # Momentum has the shape of its parameter. Step counts, for example, don't.
+                same_shape = [
                     value
                     for value in state.values()
                     if isinstance(value, Tensor) and value.shape == slot.parameter.shape
                 ]
-                tensors += [value for value in alike if value.is_floating_point()]
+                tensors += [value for value in same_shape if value.is_floating_point()]
+        # One sum per dtype, in an order that is the same on all workers.
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-            kind = [tensor for tensor in tensors if tensor.dtype == dtype]
-            flat = torch.cat([tensor.reshape(-1) for tensor in kind]).mul_(turn.mine)
-            means = (
-                self._reducer.all_reduce(flat, f"momentum {dtype}").wait().div_(turn.living or 1.0)
-            )
-            found += [
+            same_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.reshape(-1) for tensor in same_dtype]).mul_(fragment.mine)
+            total = self._reducer.all_reduce(flat, f"momentum {dtype}").wait()
+            means = total.div_(fragment.living or 1.0)
+            pieces = means.split([tensor.numel() for tensor in same_dtype])
+            pairs += [
                 (tensor, mean.view(tensor.shape))
-                for tensor, mean in zip(kind, means.split([t.numel() for t in kind]), strict=True)
+                for tensor, mean in zip(same_dtype, pieces, strict=True)
             ]
-        return found
+        return pairs
 
     def replicated_state(self) -> dict[str, Tensor] | None:
-        """Return the values that all agreed on, right after a round; during the warm-up an empty
-        dict, as all is equal.
+        """Values of the last round, if all replicas are equal to them; else None.
+
+        During the warm-up replicas are always equal, and the strategy has no state of its own.
         """
         if self._warm is not None:
             return {}
-        if any(turn.level != self._steps for turn in self._rounds if turn.units):
+        if any(fragment.level != self._steps for fragment in self._rounds if fragment.units):
             return None
         memories = {
             f"momentum of rounds, {unit.index}": unit.memory
@@ -346,18 +381,19 @@ class LocalSGDSync:
         } | memories
 
     def converge(self) -> None:
-        """End a round early; the step under way is part of it."""
+        """End all rounds now; the step under way is part of them."""
         if self._warm is not None:
             return
         if self._open:
             self._count()
-        for number, turn in enumerate(self._rounds):
-            if turn.flying:
-                self._land(number, self._options.alpha)
-                turn.steps = max(turn.steps, 1)
-            if turn.units and turn.steps:
-                self._send(number)
-                self._land(number, 0.0)
+        for index, fragment in enumerate(self._rounds):
+            if fragment.flying:
+                self._land(index, self._options.alpha)
+                # Replicas still differ, by later steps or by `alpha`: make one more round.
+                fragment.steps = max(fragment.steps, 1)
+            if fragment.units and fragment.steps:
+                self._send(index)
+                self._land(index, 0.0)
         if self._coded is not None:
             self._coded.commit()
 
@@ -377,9 +413,7 @@ class LocalSGDSync:
         return {"steps": self._steps, "every": self._every, "warm": warm, "coded": coded}
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
-        """Keep the values that all last agreed on, and send anew what has not arrived
-        everywhere.
-        """
+        """Keep the values of the last round, and start unfinished exchanges again."""
         layout = self.join_info() if layout is None else layout
         self._context, self._reducer = (
             context,
@@ -395,27 +429,30 @@ class LocalSGDSync:
                 self._warm.regroup(context, layout["warm"])
             return
         self._warm = None
-        kept = None if self._coded is None else self._coded.kept
+        codec_states = None if self._coded is None else self._coded.kept
+        # Made beside the old ones: if another worker is lost in this call, nothing has changed.
         rounds = [Fragment() for _ in self._rounds]
-        self._lay_out(rounds)  # or another worker is lost meanwhile, and all is as it was
-        for turn, old in zip(rounds, self._rounds, strict=True):
-            # a worker that has just joined may have none
-            for new, unit in zip(turn.units, old.units, strict=False):
+        self._lay_out(rounds)
+        for new_fragment, old_fragment in zip(rounds, self._rounds, strict=True):
+            # Not strict, as a worker that has just joined may have no units.
+            for new, old in zip(new_fragment.units, old_fragment.units, strict=False):
                 new.start, new.memory, new.carried, new.copied = (
-                    unit.start,
-                    unit.memory,
-                    unit.carried,
-                    unit.copied,
+                    old.start,
+                    old.memory,
+                    old.carried,
+                    old.copied,
                 )
-                if not old.here and self._coded is not None and kept is not None:
-                    kept[1].pop(unit.index, None)
-            old.units = turn.units
-        if self._coded is not None and kept is not None:
-            self._coded.keep(kept)
+                # The exchange is started again, so the codec's new state of it isn't valid.
+                if not old_fragment.here and self._coded is not None and codec_states is not None:
+                    codec_states[1].pop(old.index, None)
+            old_fragment.units = new_fragment.units
+        if self._coded is not None and codec_states is not None:
+            self._coded.keep(codec_states)
 
     def _rounds_began(self) -> bool:
-        """Whether rounds have begun, on some worker at least: another may have been lost while
-        they began. Collective.
+        """Whether some worker has begun with rounds. Collective.
+
+        Others may not have, if a worker was lost at the end of the warm-up.
         """
         return not self._options.after or any(
             self._context.group.gather_bytes(b"1" if self._units else b"")
@@ -427,40 +464,42 @@ class LocalSGDSync:
             self._read(unit.bucket, unit.start)
         self._memories.load(state["memories"])
         self._memories.give(self._units, self._slots)
-        for turn in self._rounds:
-            turn.steps, turn.parts = 0, 0.0
-            turn.land(self._steps)
+        for fragment in self._rounds:
+            fragment.steps, fragment.parts = 0, 0.0
+            fragment.land(self._steps)
 
     @property
     def has_unreplicated_state(self) -> bool:
         return self._warm is None and bool(self._units)
 
     def unreplicated_state(self) -> dict[str, Any] | None:
-        """Return my changes since the last rounds, and what a codec has kept."""
+        """This worker's changes since the last rounds, and the residuals of its codec."""
         if not self.has_unreplicated_state:
             return None
         coded = None if self._coded is None else self._coded.unreplicated_state()
-        return {"rounds": [turn.own(self._changed) for turn in self._rounds], "coded": coded}
+        rounds = [fragment.own(self._changed) for fragment in self._rounds]
+        return {"rounds": rounds, "coded": coded}
 
     def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
-        """Carry a lost worker's changes into the rounds under way; a round that has ended since
-        included them.
+        """Add a lost worker's changes to the rounds under way.
+
+        Rounds that have ended after `step` have included them already.
         """
-        fresh = [turn for turn in self._rounds if turn.landed <= step]
+        has_unfinished = any(fragment.landed <= step for fragment in self._rounds)
         rounds = list(zip(self._rounds, state["rounds"], strict=False))
         if (
-            not fresh
+            not has_unfinished
             or len(rounds) != len(state["rounds"])
-            or not all(turn.fits(theirs) for turn, theirs in rounds)
+            or not all(fragment.fits(changes) for fragment, changes in rounds)
         ):
             return False
-        for turn, theirs in rounds:
-            if turn.landed <= step and theirs is not None:
-                turn.carry(theirs)
+        for fragment, changes in rounds:
+            if fragment.landed <= step and changes is not None:
+                fragment.carry(changes)
         if self._coded is not None and state["coded"] is not None:
+            stale = [fragment for fragment in self._rounds if fragment.landed > step]
             self._coded.load_unreplicated_state(
-                state["coded"],
-                {unit.index for turn in self._rounds if turn.landed > step for unit in turn.units},
+                state["coded"], {unit.index for fragment in stale for unit in fragment.units}
             )
         return True
 
@@ -473,7 +512,7 @@ class LocalSGDSync:
             self._coded.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the outer optimizer's state; replicas are equal when it is called."""
+        """State of the outer optimizer and the codec. Replicas must be equal."""
         units = self._units
         coded = {} if self._coded is None or not units else self._coded.state_dict()
         return {
@@ -486,31 +525,33 @@ class LocalSGDSync:
         }
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        found = [state for state in states if state]
-        check_strategy("LocalSGD", found, "every")
-        if found:
-            self._steps, self._every = found[0]["steps"], found[0]["every"]
+        saved = [state for state in states if state]
+        check_strategy("LocalSGD", saved, "every")
+        if saved:
+            self._steps, self._every = saved[0]["steps"], saved[0]["every"]
             if self._warm is not None and self._steps >= self._options.after:
                 self._end_warm_up()
         units = self._units
-        if found and units:
-            if found[0]["sizes"] == [unit.start.numel() for unit in units]:
-                for unit, memory in zip(units, found[0]["memory"], strict=True):
+        if saved and units:
+            # Memories by unit fit only the same units. Those by name (below) fit any.
+            if saved[0]["sizes"] == [unit.start.numel() for unit in units]:
+                for unit, memory in zip(units, saved[0]["memory"], strict=True):
                     unit.memory = unit.memory if memory is None or unit.memory is None else memory
             elif self._coded is not None or any(
-                memory is not None for memory in found[0]["memory"]
+                memory is not None for memory in saved[0]["memory"]
             ):
                 raise UsageError(
                     "this checkpoint was written for another model, with other parameters "
-                    "unfrozen, or with other fragments or bucket_mb, "
-                    "and a codec has kept something of those, or an older version momentum without "
-                    "names: resume with the same"
+                    "unfrozen, or with other fragments or bucket_mb, and its residuals of a codec "
+                    "or its momentum without names (of an older version) don't fit here; "
+                    "resume with the same settings"
                 )
-            self._memories.load(found[0].get("memories", {}))
+            self._memories.load(saved[0].get("memories", {}))
             self._memories.give(units, self._slots)
             if self._coded is not None:
-                self._coded.load_state_dicts([state["coded"] for state in found if state["coded"]])
+                self._coded.load_state_dicts([state["coded"] for state in saved if state["coded"]])
+        # The parameters come from the checkpoint: every replica starts a new round from them.
         for unit in units:
             self._read(unit.bucket, unit.start)
-        for turn in self._rounds:
-            turn.steps, turn.parts = 0, 0.0
+        for fragment in self._rounds:
+            fragment.steps, fragment.parts = 0, 0.0

@@ -1,15 +1,15 @@
-"""Local SGD, DiLoCo, and streaming DiLoCo: workers step by themselves, and agree every few steps.
+"""Local SGD, DiLoCo, and streaming DiLoCo: workers step on their own, and agree every few steps.
 
-    worker 0   step step step step |  mean of what each has changed  | step step step step |
-    worker 1   step step step step |  since they last agreed         | step step step step |
+    worker 0   step step step step |  mean of the changes of all     | step step step step |
+    worker 1   step step step step |  workers in these four steps    | step step step step |
 
 With fragments=2, delay=1 one fragment is exchanged at a time, while steps go on:
 
     fragment 0   s s s s[send]s[mix]s s s[send]s[mix]
     fragment 1   s s[send]s[mix]s s s[send]s[mix]s s
 
-The change of a worker counts by its part of the samples, so that `every=1` with plain SGD is
-AllReduce.
+Changes are weighted by each worker's part of the samples. So `every=1` with plain SGD takes the
+steps of AllReduce.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.sync.localsgd.rounds import LocalSGDSync
 
 @dataclass(frozen=True)
 class LocalSGD(RoundOptions):
-    """Let each replica take its own steps, and make replicas equal every few steps.
+    """Let each worker step on its own, and make replicas equal every few steps.
 
     >>> pl.start(sync=pl.LocalSGD(every=32, outer=pl.nesterov(0.7, 0.9), codec=pl.int8()))  # DiLoCo
 
@@ -35,11 +35,11 @@ class LocalSGD(RoundOptions):
 
     Args:
         every: Steps between two exchanges, or `adaptive(...)`.
-        outer: What is done with the mean change of a round: `average()` (local SGD, the default) or
-            `nesterov(0.7, 0.9)` (DiLoCo, Douillard et al. 2023).
-        codec: How changes are written on the wire. Default: `exact()`.
-        momentum: The optimizer's state for each parameter is "kept" by each worker (default), or
-            "averaged" with the parameters.
+        outer: Optimizer that applies the mean change of a round: `average()` (local SGD, the
+            default) or `nesterov(0.7, 0.9)` (DiLoCo, Douillard et al. 2023).
+        codec: Encoding of the changes on the wire. Default: `exact()`.
+        momentum: "kept" (default): each worker keeps its own optimizer state. "averaged": it is
+            averaged together with the parameters.
         after: Steps of AllReduce before the first local step (post-local SGD, Lin et al. 2020).
             Default: 0.
         fragments: Parts of the model that are exchanged in turn (streaming DiLoCo, Douillard et al.
@@ -58,7 +58,7 @@ class LocalSGD(RoundOptions):
     def begin(self, context: SyncContext) -> LocalSGDSync:
         if context.cut_axes and isinstance(self.every, adaptive):
             raise UsageError(
-                f"{self!r}: rounds adapt to how far replicas drift apart, and each part of a cut "
-                "model would find another length; give a number of steps"
+                f"{self!r}: the drift between replicas differs from part to part of a cut model, "
+                "and so would the length of rounds; give a number of steps"
             )
         return LocalSGDSync(context, self)

@@ -83,7 +83,7 @@ def test_edges() -> None:
     [
         (((0, 1), (2, 3)), 4, r"never mixes: ranks \[0, 1\] hear nothing of the others among 4"),
         (((0, 1),), 3, r"never mixes: ranks \[2\] hear nothing"),
-        (((0, 5),), 3, "has rank 5, and there are 3 workers"),
+        (((0, 5),), 3, "has rank 5, but there are 3 workers"),
         ("star", 3, "graph='star' is unknown; possible: exponential, full, matching, ring"),
         (((0, 0),), 3, "is no graph"),
         ((), 3, "is no graph"),

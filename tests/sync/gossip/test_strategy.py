@@ -170,8 +170,8 @@ def test_a_run_that_is_resumed_goes_on_as_if_it_had_been_saved_only(
     [
         (lambda: Gossip("star"), "graph='star' is unknown"),
         (lambda: Gossip(codec=error_feedback(int8())), "gossip wants a coding"),
-        (lambda: Gossip(codec=int8(), gamma=0), "gamma has to be above 0"),
-        (lambda: Gossip(gamma=0.5), "gamma is for codecs that lose something"),
+        (lambda: Gossip(codec=int8(), gamma=0), "gamma must be above 0"),
+        (lambda: Gossip(gamma=0.5), "gamma is for lossy codecs"),
         (lambda: Gossip(every=0), "every 1 or more"),
     ],
 )

@@ -40,5 +40,5 @@ def test_nesterov_is_torchs_own_on_the_negative_change(lr: float, momentum: floa
     ("lr", "momentum"), [(0.0, 0.9), (-1.0, 0.9), (0.7, 1.0), (0.7, -0.1), (float("nan"), 0.9)]
 )
 def test_settings_that_make_no_sense(lr: float, momentum: float) -> None:
-    with pytest.raises(UsageError, match="lr has to be above 0"):
+    with pytest.raises(UsageError, match="lr must be above 0"):
         nesterov(lr, momentum)

@@ -299,11 +299,11 @@ def test_before_an_evaluation_replicas_become_equal() -> None:
             "momentum='lost' is unknown; possible: averaged, kept",
         ),
         (lambda: LocalSGD(4, outer=0.7), "outer=0.7 is no outer optimizer"),
-        (lambda: LocalSGD(4, delay=4), "delay has to be 0 or more, and less than the 4 steps"),
-        (lambda: LocalSGD(4, alpha=0.5), "alpha mixes what is late; give delay too"),
+        (lambda: LocalSGD(4, delay=4), "delay must be 0 or more, and less than the 4 steps"),
+        (lambda: LocalSGD(4, alpha=0.5), "alpha mixes delayed means; give delay too"),
         (lambda: LocalSGD(4, fragments=0), "fragments 1 or more"),
         (lambda: adaptive(8, 9, 10), "least <= first <= most"),
-        (lambda: nesterov(0.0), "lr has to be above 0"),
+        (lambda: nesterov(0.0), "lr must be above 0"),
     ],
 )
 def test_wrong_arguments(make: Any, says: str) -> None:
