@@ -246,13 +246,9 @@ def _compare(
         for key, parameter in part.named_parameters(remove_duplicate=False):
             shape = list(placements.placement_of(parameter, key).shape)
             if key not in stored:
-                differences.append(
-                    f"{name}.{key} {shape} is not in it{nearest(key, stored)}"
-                )
+                differences.append(f"{name}.{key} {shape} is not in it{nearest(key, stored)}")
             elif (path := path_of(stored[key])) is not None and list(index[path].shape) != shape:
-                differences.append(
-                    f"{name}.{key} is {list(index[path].shape)} in it, {shape} here"
-                )
+                differences.append(f"{name}.{key} is {list(index[path].shape)} in it, {shape} here")
         differences += [f"{name}.{key} is not here" for key in stored if key not in local_names]
     if differences:
         more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
