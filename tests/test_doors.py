@@ -52,20 +52,20 @@ SHAPES: tuple[Any, ...] = (
 )
 NUMBERS: tuple[Any, ...] = (-1, "1", None, 1.5, [], 1 << 64)
 KINDS = {  # of messages, each with what can't be anything else in it than what it is
-    "push": "unit",
-    "fill": "unit",
-    "read": "unit",
-    "apply": "optimizer",
-    "close": "optimizer",
-    "norm": "optimizer",
-    "absent": "optimizer",
-    "rows.pull": "table",
-    "rows.given": "table",
-    "rows.stand": "table",
-    "rows.digest": "table",
-    "rows.part": "table",
-    "rows.put": "table",
-    "rows.clear": "table",
+    "push_gradient": "unit",
+    "fill_unit": "unit",
+    "pull_unit": "unit",
+    "apply_gradient": "optimizer",
+    "close_step": "optimizer",
+    "read_norm": "optimizer",
+    "list_absent": "optimizer",
+    "pull_rows": "table",
+    "list_pushers": "table",
+    "describe_table": "table",
+    "digest_table": "table",
+    "read_rows": "table",
+    "load_rows": "table",
+    "clear_table": "table",
 }
 
 

@@ -175,8 +175,8 @@ def test_the_program(job: Jobs, tmp_path: Path) -> None:
         and table["memory_bytes"] > 4 * table["rows"]
     )
     assert (
-        table["messages"]["rows.give"] == 2 * 20
-        and "push" in dense["messages"]
+        table["messages"]["push_rows"] == 2 * 20
+        and "push_gradient" in dense["messages"]
         and "rows" not in dense
     )
     trace = json.loads((tmp_path / "served" / "x" / "trace.json").read_text())

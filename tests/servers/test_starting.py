@@ -103,7 +103,11 @@ def test_not_in_lockstep_as_the_command_line_says(job: Jobs, sync: str, readers:
         if event["name"] == "process_name"
     }
     kinds = {event["name"] for event in events if event.get("cat") == "serve"}
-    assert {"server 0", "server 1", "rank 0"} <= processes and {"push", "read", "tick"} <= kinds
+    assert {"server 0", "server 1", "rank 0"} <= processes and {
+        "push_gradient",
+        "pull_unit",
+        "complete_turn",
+    } <= kinds
     lines = [
         json.loads(line)
         for line in (job.folder / "runs" / "loose" / "metrics.jsonl").read_text().splitlines()

@@ -11,6 +11,7 @@ values, and missing or additional fields, before the message has any effect.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -145,15 +146,16 @@ R = TypeVar("R", bound=Message)
 class Request(Message, Generic[R]):
     """The base of all requests of workers, with the class of the reply: `Request[Reply]`.
 
-    `kind` is the name of the request on the wire and in statistics.
+    `kind` is the name of the request on the wire and in statistics: that of the class, in small
+    letters, as `push_gradient` for `PushGradient`.
     """
 
     kind: ClassVar[str]
     reply: ClassVar[type[Message]]
 
-    def __init_subclass__(cls, kind: str) -> None:
+    def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.kind = kind
+        cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
         # The reply is the parameter of the base class, which Python keeps in this attribute.
         (cls.reply,) = (get_args(base)[0] for base in vars(cls)["__orig_bases__"])
 

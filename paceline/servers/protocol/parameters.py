@@ -34,14 +34,14 @@ Changes = tuple[tuple[int, Mapping[str, Any]], ...]
 
 
 @dataclass(frozen=True)
-class PlanShard(Request[Acknowledged], kind="plan"):
+class PlanShard(Request[Acknowledged]):
     """Begin the shard of this plan (`plans.pack_plan`, as uint8), or check that it is this one."""
 
     plan: Tensor
 
 
 @dataclass(frozen=True)
-class FillUnit(Request[Acknowledged], kind="fill"):
+class FillUnit(Request[Acknowledged]):
     """Set the parameters of a unit: 1-D, in the layout and the dtype of the unit."""
 
     unit: Index
@@ -59,12 +59,12 @@ class OptimizerMemories(Message):
 
 
 @dataclass(frozen=True)
-class ReadMemories(Request[OptimizerMemories], kind="memories"):
+class ReadMemories(Request[OptimizerMemories]):
     """Read the optimizers' state of each piece."""
 
 
 @dataclass(frozen=True)
-class LoadMemories(Request[Acknowledged], kind="remember"):
+class LoadMemories(Request[Acknowledged]):
     """Set the optimizers' state of each piece, as `ReadMemories` gives it.
 
     The pieces may have been cut differently before.
@@ -77,7 +77,7 @@ class LoadMemories(Request[Acknowledged], kind="remember"):
 
 
 @dataclass(frozen=True)
-class PushGradient(Request[Acknowledged], kind="push"):
+class PushGradient(Request[Acknowledged]):
     """Push this worker's weighted gradient of a unit for `step`. It replaces an earlier push.
 
     Args:
@@ -107,7 +107,7 @@ class Norm(Message):
 
 
 @dataclass(frozen=True)
-class ReadNorm(Request[Norm], kind="norm"):
+class ReadNorm(Request[Norm]):
     """Read the norm of the sum of these workers' gradients for a step.
 
     The reply waits until all of these workers have asked for the norm. If it is `decided` that they
@@ -123,7 +123,7 @@ class ReadNorm(Request[Norm], kind="norm"):
 
 
 @dataclass(frozen=True)
-class CloseStep(Request[Acknowledged], kind="close"):
+class CloseStep(Request[Acknowledged]):
     """Make a step of an optimizer with the sum of these workers' gradients, unless it was made.
 
     The reply waits until all of these workers have closed the step in the same turn and with the
@@ -158,7 +158,7 @@ class CloseStep(Request[Acknowledged], kind="close"):
 
 
 @dataclass(frozen=True)
-class AwaitStep(Request[Acknowledged], kind="taken"):
+class AwaitStep(Request[Acknowledged]):
     """Wait until a step has been made."""
 
     optimizer: Index
@@ -166,7 +166,7 @@ class AwaitStep(Request[Acknowledged], kind="taken"):
 
 
 @dataclass(frozen=True)
-class ApplyGradient(Request[Acknowledged], kind="apply"):
+class ApplyGradient(Request[Acknowledged]):
     """Take a step with this worker's pushes alone, unless its step of this number was taken.
 
     The gradient is multiplied by `factor`. `part` is as in `CloseStep`. `settings` are the settings
@@ -181,7 +181,7 @@ class ApplyGradient(Request[Acknowledged], kind="apply"):
 
 
 @dataclass(frozen=True)
-class ListAbsent(Request[MissingWorkers], kind="absent"):
+class ListAbsent(Request[MissingWorkers]):
     """List which of these workers have not closed a step yet.
 
     A negative step stands for its norm: list the workers that have not asked for it yet.
@@ -203,7 +203,7 @@ class UnitValues(Message):
 
 
 @dataclass(frozen=True)
-class PullUnit(Request[UnitValues], kind="read"):
+class PullUnit(Request[UnitValues]):
     """Read the parameters of a unit once `step` has been taken.
 
     `copy`: send a copy, because other workers may step while the parameters are sent.

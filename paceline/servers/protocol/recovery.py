@@ -18,7 +18,7 @@ from paceline.servers.protocol.message import Acknowledged, Index, Message, Requ
 
 
 @dataclass(frozen=True)
-class RollBackSteps(Request[Acknowledged], kind="back"):
+class RollBackSteps(Request[Acknowledged]):
     """Begin a turn again: discard this worker's pushes for it, and undo steps of it.
 
     `steps` are pairs of optimizer and step. A step that was undone before is left out.
@@ -28,7 +28,7 @@ class RollBackSteps(Request[Acknowledged], kind="back"):
 
 
 @dataclass(frozen=True)
-class SkipStep(Request[Acknowledged], kind="skip"):
+class SkipStep(Request[Acknowledged]):
     """Count a step as made, without changing anything, unless it was made.
 
     The reply waits until the step is the next one.
@@ -39,7 +39,7 @@ class SkipStep(Request[Acknowledged], kind="skip"):
 
 
 @dataclass(frozen=True)
-class DiscardPushes(Request[Acknowledged], kind="void"):
+class DiscardPushes(Request[Acknowledged]):
     """Discard all pushes that are in no step."""
 
 
@@ -51,12 +51,12 @@ class ShardState(Message):
 
 
 @dataclass(frozen=True)
-class ReadShard(Request[ShardState], kind="state"):
+class ReadShard(Request[ShardState]):
     """Read the whole state of the shard, for a copy that has just begun."""
 
 
 @dataclass(frozen=True)
-class LoadShard(Request[Acknowledged], kind="become"):
+class LoadShard(Request[Acknowledged]):
     """Take over the state that `ReadShard` gave."""
 
     chunks: tuple[Tensor, ...]

@@ -79,7 +79,7 @@ class DecidedRowStep(Message):
 
 
 @dataclass(frozen=True)
-class OpenTable(Request[Acknowledged], kind="rows.table"):
+class OpenTable(Request[Acknowledged]):
     """Begin a table, or check that it is this one.
 
     `spec` has the fields of a `TableSpec`; `settings` are those of its optimizer. The server keeps
@@ -101,7 +101,7 @@ class Rows(Message):
 
 
 @dataclass(frozen=True)
-class PullRows(Request[Rows], kind="rows.pull"):
+class PullRows(Request[Rows]):
     """Read the rows `ids` (int64, [n]) of this server once `step` has been taken.
 
     If workers are in lockstep, `free` is "", and `step` has to be the last step of the table.
@@ -116,7 +116,7 @@ class PullRows(Request[Rows], kind="rows.pull"):
 
 
 @dataclass(frozen=True)
-class PushRows(Request[Acknowledged], kind="rows.give"):
+class PushRows(Request[Acknowledged]):
     """Push this worker's gradients for the next step of some tables.
 
     The step is made once all `workers` have pushed theirs. If it is `decided` separately whether
@@ -136,7 +136,7 @@ class Workers(Message):
 
 
 @dataclass(frozen=True)
-class ListPushers(Request[Workers], kind="rows.given"):
+class ListPushers(Request[Workers]):
     """List the workers that have pushed a gradient for the next step, for an error message."""
 
     table: Index
@@ -146,7 +146,7 @@ class ListPushers(Request[Workers], kind="rows.given"):
 
 
 @dataclass(frozen=True)
-class MakeRowSteps(Request[Acknowledged], kind="rows.make"):
+class MakeRowSteps(Request[Acknowledged]):
     """Make these steps with the gradients of these workers, in their order, unless they were made.
 
     `calls` is the number of calls that the workers have completed together. A late request of a
@@ -159,7 +159,7 @@ class MakeRowSteps(Request[Acknowledged], kind="rows.make"):
 
 
 @dataclass(frozen=True)
-class RollBackRows(Request[Acknowledged], kind="rows.back"):
+class RollBackRows(Request[Acknowledged]):
     """Undo the steps of a discarded turn.
 
     `steps` are pairs of a table and the number of its steps that stay. `calls` is as in
@@ -190,14 +190,14 @@ class TableState(Message):
 
 
 @dataclass(frozen=True)
-class DescribeTable(Request[TableState], kind="rows.stand"):
+class DescribeTable(Request[TableState]):
     """Read the state of a table without its rows."""
 
     table: Index
 
 
 @dataclass(frozen=True)
-class CopyTable(Request[Acknowledged], kind="rows.become"):
+class CopyTable(Request[Acknowledged]):
     """Begin a copy of a table of another server of the same shard, without its rows.
 
     `server` and `servers` are as in `OpenTable`.
@@ -213,7 +213,7 @@ class CopyTable(Request[Acknowledged], kind="rows.become"):
 
 
 @dataclass(frozen=True)
-class ApplyRows(Request[Acknowledged], kind="rows.apply"):
+class ApplyRows(Request[Acknowledged]):
     """Take a step with this worker's gradients alone.
 
     `factor` multiplies the gradients, `part` the learning rate.
@@ -225,7 +225,7 @@ class ApplyRows(Request[Acknowledged], kind="rows.apply"):
 
 
 @dataclass(frozen=True)
-class HoldRows(Request[Acknowledged], kind="rows.hold"):
+class HoldRows(Request[Acknowledged]):
     """Keep this worker's gradients in place of the ones that are held.
 
     The reply waits until step `after` of the tables has been made.
@@ -236,7 +236,7 @@ class HoldRows(Request[Acknowledged], kind="rows.hold"):
 
 
 @dataclass(frozen=True)
-class CloseRowStep(Request[Acknowledged], kind="rows.close"):
+class CloseRowStep(Request[Acknowledged]):
     """Make a step of these tables with the held gradients of these workers, unless it was made.
 
     The gradients are added in the order of the workers. `factor` multiplies the sum. `part`, the
@@ -267,7 +267,7 @@ class TableDigest(Message):
 
 
 @dataclass(frozen=True)
-class DigestTable(Request[TableDigest], kind="rows.digest"):
+class DigestTable(Request[TableDigest]):
     """Read the digest of a table once `step` has been taken. `free` is as in `PullRows`."""
 
     table: Index
@@ -287,7 +287,7 @@ class RowsPart(Message):
 
 
 @dataclass(frozen=True)
-class ReadRows(Request[RowsPart], kind="rows.part"):
+class ReadRows(Request[RowsPart]):
     """Read rows `start` to `stop` of those in use, once `step` has been taken.
 
     The rows are in the order of their first use on the server. `free` is as in `PullRows`.
@@ -301,7 +301,7 @@ class ReadRows(Request[RowsPart], kind="rows.part"):
 
 
 @dataclass(frozen=True)
-class ClearTable(Request[Acknowledged], kind="rows.clear"):
+class ClearTable(Request[Acknowledged]):
     """Remove all rows once `step` has been taken.
 
     From then on, initial values follow from `seed`, and the next step is number `count` + 1. `free`
@@ -316,7 +316,7 @@ class ClearTable(Request[Acknowledged], kind="rows.clear"):
 
 
 @dataclass(frozen=True)
-class LoadRows(Request[Acknowledged], kind="rows.put"):
+class LoadRows(Request[Acknowledged]):
     """Load rows that `ReadRows` gave."""
 
     table: Index

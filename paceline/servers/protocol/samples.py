@@ -43,7 +43,7 @@ class Clock(Message):
 
 
 @dataclass(frozen=True)
-class DealSamples(Request[Clock], kind="deal"):
+class DealSamples(Request[Clock]):
     """Deal the global batches of an epoch, or of the next part of one, to these workers.
 
     Args:
@@ -74,7 +74,7 @@ class Samples(Message):
 
 
 @dataclass(frozen=True)
-class TakeSamples(Request[Samples], kind="take"):
+class TakeSamples(Request[Samples]):
     """Take the next samples, at most `most`. `number` counts the worker's pieces from 1 on."""
 
     most: int
@@ -82,12 +82,12 @@ class TakeSamples(Request[Samples], kind="take"):
 
 
 @dataclass(frozen=True)
-class LeaveEpoch(Request[Acknowledged], kind="leave"):
+class LeaveEpoch(Request[Acknowledged]):
     """Take no more turns in this epoch. No other worker waits for this one."""
 
 
 @dataclass(frozen=True)
-class PauseDealing(Request[Acknowledged], kind="pause"):
+class PauseDealing(Request[Acknowledged]):
     """Stop dealing, so that all workers end their turns and come together."""
 
 
@@ -99,7 +99,7 @@ class StepsDecided(Message):
 
 
 @dataclass(frozen=True)
-class CompleteTurn(Request[StepsDecided], kind="tick"):
+class CompleteTurn(Request[StepsDecided]):
     """Complete turn `clock`, and wait until the next turn may begin.
 
     Args:
@@ -123,7 +123,7 @@ class MissingWorkers(Message):
 
 
 @dataclass(frozen=True)
-class ListBehind(Request[MissingWorkers], kind="behind"):
+class ListBehind(Request[MissingWorkers]):
     """List the workers that this one waits for."""
 
 
@@ -168,7 +168,7 @@ class StepAssignment(Message):
 
 
 @dataclass(frozen=True)
-class ArriveAtStep(Request[StepAssignment], kind="arrive"):
+class ArriveAtStep(Request[StepAssignment]):
     """Arrive at a step of an optimizer with backup workers.
 
     The first workers to arrive make the step: all but `backups` of them. A worker that wants to be
@@ -182,7 +182,7 @@ class ArriveAtStep(Request[StepAssignment], kind="arrive"):
 
 
 @dataclass(frozen=True)
-class GatherStep(Request[StepAssignment], kind="gather"):
+class GatherStep(Request[StepAssignment]):
     """Add gradient `number` of this worker to whichever step of an optimizer is next.
 
     `bound` is as in `CompleteTurn`. `may_go_on`: a late worker may go on before the step is made.
@@ -196,7 +196,7 @@ class GatherStep(Request[StepAssignment], kind="gather"):
 
 
 @dataclass(frozen=True)
-class ListNotArrived(Request[MissingWorkers], kind="missing"):
+class ListNotArrived(Request[MissingWorkers]):
     """List the workers that have not arrived at a step yet."""
 
     optimizer: Index
@@ -215,7 +215,7 @@ class Notes(Message):
 
 
 @dataclass(frozen=True)
-class PostNote(Request[Notes], kind="post"):
+class PostNote(Request[Notes]):
     """Send a note to the first worker, or read its notes.
 
     Args:
@@ -246,7 +246,7 @@ class LostWork(Message):
 
 
 @dataclass(frozen=True)
-class LoseWorkers(Request[LostWork], kind="lose"):
+class LoseWorkers(Request[LostWork]):
     """Go on with the workers `living` alone. Pieces of lost workers are dealt again."""
 
     living: tuple[int, ...]

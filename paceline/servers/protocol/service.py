@@ -19,7 +19,7 @@ class Alive(Message):
 
 
 @dataclass(frozen=True)
-class CheckAlive(Request[Alive], kind="alive"):
+class CheckAlive(Request[Alive]):
     """Ask whether the server is alive."""
 
 
@@ -31,7 +31,7 @@ class Echoed(Message):
 
 
 @dataclass(frozen=True)
-class Echo(Request[Echoed], kind="echo"):
+class Echo(Request[Echoed]):
     """Send a tensor there and back."""
 
     tensor: Tensor
@@ -45,7 +45,7 @@ class Facts(Message):
 
 
 @dataclass(frozen=True)
-class ReadFacts(Request[Facts], kind="facts"):
+class ReadFacts(Request[Facts]):
     """Read the statistics of the server."""
 
 
@@ -60,10 +60,10 @@ class Timeline(Message):
 
 
 @dataclass(frozen=True)
-class ReadTimeline(Request[Timeline], kind="timeline"):
+class ReadTimeline(Request[Timeline]):
     """Read the server's timeline, as far back as it remembers."""
 
 
 @dataclass(frozen=True)
-class EndServer(Request[Acknowledged], kind="end"):
+class EndServer(Request[Acknowledged]):
     """End the server."""

@@ -253,7 +253,7 @@ def storm(
             found = over_the_wire(
                 wrong(drawn, drawn.choice(among), among) if number else _copied(real)
             )
-            if found is None or found.kind == "end":
+            if found is None or found.kind == "end_server":
                 continue
             began = time.perf_counter()
             server._later = server._later[-50:]
