@@ -301,17 +301,17 @@ class PartialSteps:
     def make(self, absent: Collection[int]) -> StepMade:
         """Make the next step with the workers that have arrived. The absent workers are late."""
         self.steps += 1
-        made = StepMade(
+        step = StepMade(
             self.steps,
             {worker: self.came[worker] for worker in sorted(self.came)},
             frozenset(self.takers),
         )
-        self.sizes[len(made.came)] += 1
-        for worker in made.came:
+        self.sizes[len(step.came)] += 1
+        for worker in step.came:
             self.ages[self.steps - 1 - self._from[worker]] += 1
-            self._made[worker] = (self._made[worker][0] if worker in self._made else 0) + 1, made
+            self._made[worker] = (self._made[worker][0] if worker in self._made else 0) + 1, step
         # A worker that arrived and waits is in phase again. One that was released stays late.
         self._late = (self._late - (self.came.keys() - self._apart)) | {*absent}
         self.came, self._prompt, self.due = {}, [], math.inf
         self._apart, self.takers = set(), set()
-        return made
+        return step

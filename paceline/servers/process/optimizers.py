@@ -56,8 +56,8 @@ def describe(optimizer: Optimizer) -> str:
     # this line raises `AttributeError`.
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise UsageError(
-            f"the {name} has hooks on its step, and it steps on servers, where they are not: "
-            "do after optimizer.step() what they do, or use AllReduce"
+            f"the {name} has hooks on its step, but it steps on servers, which don't have them: "
+            "do their work after optimizer.step(), or use AllReduce"
         )
     return name
 
@@ -78,7 +78,7 @@ def _plain(name: str, value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise UsageError(
-        f"the setting {name} of an optimizer is a {type(value).__qualname__}, which can't be told "
+        f"the setting {name} of an optimizer is a {type(value).__qualname__}, which can't be sent "
         "to a server: give a number"
     )
 

@@ -1,5 +1,6 @@
-"""The partition of a model over servers: large parameters are cut by rows, and all pieces are dealt
-to the servers by size.
+"""The partition of a model over servers.
+
+Large parameters are cut by rows, and all pieces are dealt to the servers by size:
 
 parameters   | w0 ........................ | b0 | w1 ........ | b1 |
 pieces       | w0[:400] | w0[400:800] | .. | b0 | w1[:400] ...| b1 |

@@ -1,5 +1,4 @@
-"""Optimizers of single rows of a table: initial values of rows, and the step of rows with a
-gradient.
+"""Optimizers of single rows of a table: their initial values, and the step of rows with a gradient.
 
 Both are lazy, and both give the same result as torch does for the whole table. A row that no batch
 has used keeps its initial value, which follows from the seed and the row's number. A step without a

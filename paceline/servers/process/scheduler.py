@@ -457,9 +457,9 @@ class SampleScheduler:
         """
         self._clocks.check(worker)
         gathering = self._gatherings.setdefault(optimizer, PartialSteps(self._began))
-        made = gathering.come(worker, number, contribution, now)
-        if made is not None:
-            return made
+        step = gathering.come(worker, number, contribution, now)
+        if step is not None:
+            return step
         # The step isn't delayed by workers that wait themselves: for permission to begin a turn, or
         # for a step of another optimizer.
         elsewhere = {
@@ -476,9 +476,9 @@ class SampleScheduler:
         if not self._clocks.stuck(gathering.came, self._running, bound) and not gathering.awaited(
             absent, now
         ):
-            made = gathering.make(absent)
-            self._clocks.join(optimizer, made.came)
-        return made
+            step = gathering.make(absent)
+            self._clocks.join(optimizer, step.came)
+        return step
 
     def made(self) -> list[list[int]]:
         """List the number of steps made within the bound: [optimizer, steps] for each optimizer.

@@ -120,15 +120,15 @@ class SchedulerRpc:
             "now": time.monotonic(),
             "part": request.may_go_on,
         }
-        made = self.scheduler.gather(
+        step = self.scheduler.gather(
             worker, request.optimizer, request.number, _sound(request.contribution), **how
         )
-        if made is None:
+        if step is None:
             return None
         slowest = self.scheduler.slowest
-        if isinstance(made, OpenStep):
-            return samples.StepAssignment(made.after, is_open=True, slowest=slowest)
-        return _assigned(made.number, made.came, mine=worker in made.takers, slowest=slowest)
+        if isinstance(step, OpenStep):
+            return samples.StepAssignment(step.after, is_open=True, slowest=slowest)
+        return _assigned(step.number, step.came, mine=worker in step.takers, slowest=slowest)
 
     def _list_not_arrived(
         self, worker: int, request: samples.ListNotArrived

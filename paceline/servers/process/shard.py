@@ -98,7 +98,7 @@ class ShardUnit:
         self.check(flat)
         if len(used) != len(self.parameters):
             raise Mismatch(
-                f"unit {self.number} has {len(self.parameters)} pieces, and it is said of "
+                f"unit {self.number} has {len(self.parameters)} pieces, and the push says of "
                 f"{len(used)} whether they were used"
             )
         # A push that came after the sum would be missing in the step, unless it is for a later one.
@@ -120,7 +120,7 @@ class ShardUnit:
         if self.total is None:
             absent = [worker for worker in workers if worker not in self.pushed]
             if absent or not workers:
-                raise Mismatch(f"workers {absent} have not pushed what they are to be summed with")
+                raise Mismatch(f"workers {absent} have not pushed all gradients of this step")
             flat, used = self.pushed[workers[0]]
             for worker in workers[1:]:
                 addend, other_used = self.pushed[worker]
@@ -315,7 +315,7 @@ class Shard:
             or len({*workers}) < len(workers)
         ):
             listed = absent or [*workers]
-            raise Mismatch(f"workers {listed} have not pushed what they are to be summed with")
+            raise Mismatch(f"workers {listed} have not pushed all gradients of this step")
         # All checks come before the first change, so that a refused message has no effect.
         recipe.fits(self.optimizers[optimizer], settings or {})
         units = [unit for unit in self.units if unit.optimizer == optimizer]

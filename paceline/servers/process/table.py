@@ -1,5 +1,4 @@
-"""One server's shard of a sparse table: the rows that were stepped, their optimizer state, and an
-index of their slots.
+"""One server's shard of a sparse table: rows, their optimizer state, and an index of their slots.
 
     row number on this server   ->  index  ->  slot     values and states: tensors with an entry for
                                                         each slot, doubled when they are full
@@ -40,7 +39,7 @@ class TableSpec:
     dtype: str  # without "torch."
     seed: int
     std: float
-    rule: str  # a key of `row_optimizers.RULES`
+    rule: str  # a key of `row_optimizers.ROW_RULES`
 
     @property
     def sound(self) -> bool:
@@ -315,8 +314,8 @@ class TableShard:
             or (numbers % self._servers != self._server).any()
         ):
             raise Mismatch(
-                f"some rows don't lie here: row r of {self.spec.rows} does where r % "
-                f"{self._servers} is {self._server}"
+                f"some rows don't lie on this server: it has each row r of {self.spec.rows} with "
+                f"r % {self._servers} == {self._server}"
             )
         return numbers // self._servers
 

@@ -246,7 +246,7 @@ class TableService:
             absent = [other for other in workers if other not in served.held]
             if absent or not workers:
                 raise Mismatch(
-                    f"workers {absent} have come with nothing for step {step} of table {number}"
+                    f"workers {absent} have no gradient here for step {step} of table {number}"
                 )
             _free_step(served.table, [served.held.pop(other) for other in workers], request)
             served.step = step

@@ -97,7 +97,7 @@ class Message:
         rest = iter(tensors)
         message = cls.load(body, rest)
         if next(rest, None) is not None:
-            raise ValueError(f"{cls.__name__} has not so many tensors")
+            raise ValueError(f"{cls.__name__} has fewer tensors than the message")
         return message
 
     def dump(self, tensors: list[Tensor]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ Workers that are not in lockstep don't wait for a common step, so that a pull ma
 steps:
 
 ApplyRows                    ----------->      takes a step with this gradient alone
-HoldRows(after)              ----------->      keeps the gradient in place of this worker's last one,
+HoldRows(after)              ----------->      keeps the gradient in place of the worker's last,
                                                once step `after` has been made
 CloseRowStep(step)           ----------->      makes the step of these workers from the gradients
                                                that are kept, at the first of their requests
