@@ -18,7 +18,7 @@ class ServerPool(Protocol):
     next_step: int
 
     def join_info(self) -> Any:
-        """Get the facts (JSON) that a newcomer needs for `join`."""
+        """Get the facts (JSON) that a newcomer needs for `join_pool`."""
         ...
 
     def join(self, info: Any) -> ServerEndpoints:
@@ -45,7 +45,7 @@ class ServerPool(Protocol):
         ...
 
     def spawned(self, number: int) -> Any:
-        """Get the facts (JSON) about a started server that all workers need for `add`.
+        """Get the facts (JSON) about a started server that all workers need for `add_server`.
 
         Returns:
             The facts once the server has begun; None before; False if it failed.

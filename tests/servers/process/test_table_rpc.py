@@ -226,7 +226,7 @@ class TestRefusals:
         one, _ = callers
         with pytest.raises(Mismatch, match="there is no table 4"):
             call(one, rows.PullRows(Index(4), 0, "", torch.tensor([1])), SECONDS)
-        with pytest.raises(Mismatch, match="don't lie here"):
+        with pytest.raises(Mismatch, match="don't lie on this server"):
             wait(pull(one, 0, 100))
         with pytest.raises(Mismatch, match="a part of it is missing"):
             one.call(rows.PullRows.kind, body={}, seconds=SECONDS)
@@ -325,7 +325,7 @@ class TestOutOfLockstep:
         one, _ = callers
         wait(self.hold(one, 0, 1))
         with pytest.raises(
-            Mismatch, match=r"workers \[1\] have come with nothing for step 1 of table 0"
+            Mismatch, match=r"workers \[1\] have no gradient here for step 1 of table 0"
         ):
             wait(self.close(one, 1, 0, 1))
         assert self.moved(one, "together", 0, 1) == 0.0
