@@ -321,7 +321,7 @@ def test_another_number_of_dataloader_workers_is_refused():
     next(iterator)
     other = deal(streams()(), Agreement(group))
     other.load_state_dict(loader.state_dict())
-    with pytest.raises(DataError, match="give num_workers as it was"):
+    with pytest.raises(DataError, match="so give num_workers="):
         iter(other)
     one = deal(streams(num_workers=1)(), Agreement(group))
     none = deal(streams()(), Agreement(group))
