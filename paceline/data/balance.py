@@ -1,12 +1,11 @@
-"""Shares by speed, as plain data: how long each worker takes for so many units, and the split whose
-slowest worker is soonest done.
+"""Shares by speed: the division of a batch with which the slowest worker finishes soonest.
 
-seconds              curve of rank 0: fixed 10 ms, then 2 ms for a sample        batch 45
- |          . rank 1       curve of rank 1: fixed 10 ms, then 4 ms               30 -> 70 ms
- |     .    . rank 0                                                             15 -> 70 ms
- +-----------> units
+    seconds        rank 0: 10 ms + 2 ms per sample      batch of 45:  30 samples -> 70 ms
+     |       . 1   rank 1: 10 ms + 4 ms per sample                    15 samples -> 70 ms
+     |    .  . 0
+     +---------> units
 
-Units are samples, or what a loader's samples cost.
+Units are samples, or the costs of a loader's samples.
 """
 
 from __future__ import annotations
@@ -20,14 +19,16 @@ from typing import Any, Final
 
 from paceline.errors import DataError
 
-_HALVINGS: Final = 100  # of an interval of seconds, after which floats can't tell its ends apart
+# Steps of a bisection, after which floats can't tell the ends of the interval apart.
+_HALVINGS: Final = 100
 
 
 @dataclass(frozen=True)
 class SpeedCurve:
     """Seconds of a worker's turn: `fixed`, and `per_unit` for each unit.
 
-    Raises `DataError` for a worker without speed.
+    Raises:
+        DataError: A value is negative or infinite, or `per_unit` is 0.
     """
 
     fixed: float
@@ -45,41 +46,44 @@ class SpeedCurve:
         return self.fixed + self.per_unit * units
 
     def units(self, seconds: float) -> float:
-        """Number of units that are done in this number of seconds."""
+        """Number of units that take this number of seconds."""
         return max((seconds - self.fixed) / self.per_unit, 0.0)
 
     def scaled(self, factor: float) -> SpeedCurve:
-        """Return the curve of a worker that takes `factor` times as long for everything."""
+        """Curve of a worker that takes `factor` times as long for everything."""
         return SpeedCurve(self.fixed * factor, self.per_unit * factor)
 
 
 def balance(batch: int, curves: Sequence[SpeedCurve]) -> tuple[int, ...]:
-    """Whole shares of `batch` samples that let the slowest worker finish as early as possible.
+    """Whole shares of `batch` samples with which the slowest worker finishes soonest.
 
-    Each worker has a sample if there are enough, as a worker without any runs on one all the same.
+    Each worker gets a sample if there are enough: without one it computes on a ghost, which takes
+    as long.
     """
-    everybody = int(batch >= len(curves))
-    shares = [max(int(part), everybody) for part in _parts(batch, curves)]
-    while sum(shares) > batch:  # slow workers have got a sample that others have to give
+    smallest = int(batch >= len(curves))
+    shares = [max(int(part), smallest) for part in _parts(batch, curves)]
+    # Slow workers were rounded up to one sample: take it from the workers that finish last.
+    while sum(shares) > batch:
         longest = max(
-            (rank for rank in range(len(shares)) if shares[rank] > everybody),
+            (rank for rank in range(len(shares)) if shares[rank] > smallest),
             key=lambda rank: curves[rank](shares[rank]),
         )
         shares[longest] -= 1
-    waiting = [
+    # Deal the remaining samples, each to the worker that would finish soonest with it.
+    next_ends = [
         (curve(share + 1), rank)
         for rank, (curve, share) in enumerate(zip(curves, shares, strict=True))
     ]
-    heapq.heapify(waiting)
+    heapq.heapify(next_ends)
     for _ in range(batch - sum(shares)):
-        rank = waiting[0][1]
+        rank = next_ends[0][1]
         shares[rank] += 1
-        heapq.heapreplace(waiting, (curves[rank](shares[rank] + 1), rank))
+        heapq.heapreplace(next_ends, (curves[rank](shares[rank] + 1), rank))
     return tuple(shares)
 
 
 def _parts(total: float, curves: Sequence[SpeedCurve], least: float = 0.0) -> tuple[float, ...]:
-    """Fractional parts with which all workers finish at the same time, each at least `least`."""
+    """Fractional shares with which all workers finish at the same time, each at least `least`."""
 
     def until(seconds: float) -> tuple[float, ...]:
         return tuple(max(curve.units(seconds), least) for curve in curves)
@@ -95,9 +99,11 @@ def _parts(total: float, curves: Sequence[SpeedCurve], least: float = 0.0) -> tu
 
 
 class SpeedShares:
-    """A policy of shares by speed: samples of a global batch -> those of each rank.
+    """A policy of shares by speed: samples of a global batch -> samples of each rank.
 
-    `per_sample`: units of a usual sample.
+    Args:
+        curves: Speed of each rank.
+        per_sample: Units of a usual sample. Default: 1.
     """
 
     def __init__(self, curves: Sequence[SpeedCurve], per_sample: float = 1.0) -> None:
@@ -106,28 +112,28 @@ class SpeedShares:
         self._balanced = lru_cache(maxsize=128)(self._balance)
 
     def __call__(self, batch: int) -> tuple[int, ...]:
-        """Return the shares of a batch."""
+        """Divide a batch of this number of samples."""
         return self._balanced(batch)
 
     def _balance(self, batch: int) -> tuple[int, ...]:
         return balance(batch, self._by_sample)
 
     def parts(self, total: float) -> tuple[float, ...]:
-        """Return the ideal part of each rank in `total` units, which need not be whole.
+        """Divide `total` units into ideal, fractional parts.
 
-        Everybody has that of a usual sample if there are enough, as in `balance`: who has nothing
-        to do is not measured, and never comes back.
+        Each rank gets at least a usual sample if there are enough: the speed of a rank without
+        samples isn't measured, so it would never get any again.
         """
         size = len(self.curves)
         least = (
             min(self.per_sample, total / size) if round(total / self.per_sample) >= size else 0.0
         )
-        found = _parts(total, self.curves, least)
-        whole = math.fsum(found)
+        ideal = _parts(total, self.curves, least)
+        ideal_sum = math.fsum(ideal)
         return (
-            tuple(part * total / whole for part in found)
-            if whole > 0
-            else tuple(total / len(found) for _ in found)
+            tuple(part * total / ideal_sum for part in ideal)
+            if ideal_sum > 0
+            else tuple(total / len(ideal) for _ in ideal)
         )
 
 
@@ -135,8 +141,8 @@ class WorkerSpeeds:
     """Curves of all measured workers by their numbers (`Agreement.origins`), and their hosts."""
 
     def __init__(self) -> None:
-        self.known: dict[int, tuple[str, SpeedCurve]] = {}
-        self.per_sample = 1.0  # units
+        self.known: dict[int, tuple[str, SpeedCurve]] = {}  # host and curve, by number
+        self.per_sample = 1.0  # units of a usual sample
 
     def learn(
         self,
@@ -145,7 +151,14 @@ class WorkerSpeeds:
         curves: Sequence[SpeedCurve],
         per_sample: float = 1.0,
     ) -> None:
-        """Note the speeds of the present workers, and the number of units of a usual sample."""
+        """Record the speeds of the present workers.
+
+        Args:
+            origins: Number of each worker in the run.
+            hosts: Host of each worker.
+            curves: Speed of each worker.
+            per_sample: Units of a usual sample. Default: 1.
+        """
         self.per_sample = per_sample
         self.known.update(
             {
@@ -155,10 +168,10 @@ class WorkerSpeeds:
         )
 
     def of(self, origins: Sequence[int], hosts: Sequence[str]) -> tuple[SpeedCurve, ...] | None:
-        """Return the curves of the present workers; None where nothing was measured.
+        """Look up the curves of the present workers; None if nothing was measured.
 
-        A newcomer is as fast as those who were on its host, and are gone; else as the others there;
-        else as all are in the mean.
+        A worker that has just joined gets the mean speed of the workers that have left its host; if
+        there are none, of all on its host; if there are none, of all.
         """
         if not self.known:
             return None
@@ -169,16 +182,16 @@ class WorkerSpeeds:
     def _guess(self, origin: int, host: str, origins: Sequence[int]) -> SpeedCurve:
         if origin in self.known:
             return self.known[origin][1]
-        there = {other: curve for other, (name, curve) in self.known.items() if name == host}
-        gone = [curve for other, curve in there.items() if other not in origins]
-        alike = gone or list(there.values()) or [curve for _, curve in self.known.values()]
+        on_host = {other: curve for other, (name, curve) in self.known.items() if name == host}
+        departed = [curve for other, curve in on_host.items() if other not in origins]
+        similar = departed or list(on_host.values()) or [curve for _, curve in self.known.values()]
         return SpeedCurve(
-            sum(curve.fixed for curve in alike) / len(alike),
-            sum(curve.per_unit for curve in alike) / len(alike),
+            sum(curve.fixed for curve in similar) / len(similar),
+            sum(curve.per_unit for curve in similar) / len(similar),
         )
 
     def state_dict(self, origins: Sequence[int]) -> dict[str, Any]:
-        """Return the speeds for `load_state_dict`; `origins` are the present workers."""
+        """State for `load_state_dict`; `origins` are the present workers."""
         curves = [
             [origin, host, curve.fixed, curve.per_unit]
             for origin, (host, curve) in sorted(self.known.items())
@@ -186,14 +199,14 @@ class WorkerSpeeds:
         return {"origins": list(origins), "curves": curves, "per_sample": self.per_sample}
 
     def load_state_dict(self, state: Mapping[str, Any], origins: Sequence[int]) -> None:
-        """Begin with saved speeds if the number of workers is the same; they go by rank."""
+        """Load saved speeds, by rank, if the number of workers is the same."""
         if len(state["origins"]) != len(origins):
             return
         self.per_sample = state["per_sample"]
-        now = dict(zip(state["origins"], origins, strict=True))
-        gone = {origin for origin, *_ in state["curves"]} - set(now) - set(origins)
+        new_origins = dict(zip(state["origins"], origins, strict=True))
+        departed = {origin for origin, *_ in state["curves"]} - set(new_origins) - set(origins)
         self.known = {
-            now.get(origin, origin): (host, SpeedCurve(fixed, per_unit))
+            new_origins.get(origin, origin): (host, SpeedCurve(fixed, per_unit))
             for origin, host, fixed, per_unit in state["curves"]
-            if origin in now or origin in gone
+            if origin in new_origins or origin in departed
         }

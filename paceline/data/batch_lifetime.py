@@ -17,9 +17,9 @@ _ITEMS = (list, tuple)
 
 
 def lent(batch: Any) -> Lent:
-    """Make references to the tensors and arrays of `batch`, which a caller's list holds.
+    """Make weak references to the tensors and arrays of a batch that only a caller's list holds.
 
-    Tensors that a data set keeps itself are left out.
+    Tensors that the data set also keeps are left out.
     """
     references: Lent = []
     if sys.getrefcount(batch) <= _WHOLE:
@@ -37,7 +37,7 @@ def alive(batch: Lent) -> bool:
 
 
 def places(batch: Lent) -> set[int]:
-    """Return the addresses of the batch's tensors that are still held."""
+    """Addresses of the batch's tensors that are still held."""
     return set(
         memory(value for value in (reference() for reference in batch) if isinstance(value, Tensor))
     )
@@ -47,7 +47,7 @@ def memory(values: Iterable[Any]) -> Iterator[int]:
     """Yield the addresses of tensors among these values, also inside dicts, lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
-            # what vmap makes has none
+            # Private: breaks if torch no longer tells tensors without storage (those of vmap).
             if value.layout is torch.strided and value.numel() and torch._C._has_storage(value):
                 yield value.untyped_storage().data_ptr()
         elif isinstance(value, Mapping):
@@ -71,8 +71,10 @@ def _collect(value: Any, references: Lent, most: int) -> None:
 
 
 def _held_by_one_list() -> tuple[int, int]:
-    """Count the references that `lent` sees to a batch that a list alone holds, and `_collect`
-    to a tensor in it.
+    """Count the references to a batch that only a list holds, and to a tensor in it.
+
+    Measured with calls like those of `track_batch` and `_collect_references`, as the count depends
+    on the version of Python.
     """
     counts: list[int] = []
 

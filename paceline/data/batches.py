@@ -1,4 +1,4 @@
-"""Batches as nested structures: how many rows one has, some of its rows, its labels that count."""
+"""Batches as nested structures: counting rows, cutting rows out, and counting labels."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from torch import Tensor
 
 from paceline.errors import DataError
 
-IGNORED = -100  # the `ignore_index` of torch's losses, if a script says none
+IGNORED = -100  # default `ignore_index` of torch's losses
 ADVICE = "give the rows as tensors in dicts, lists, tuples, named tuples or dataclasses"
 
 
 def rows(batch: Any, *, missing: int | None = None) -> int:
-    """Return the size of dim 0 that all tensors of `batch` share; if there is none, `missing`.
+    """Count the rows of a batch: the size of dim 0 that all its tensors share.
 
-    Raises `DataError` without that.
+    Args:
+        batch: The batch.
+        missing: Result if there is no such size. Default: raises `DataError`.
     """
     sizes = {leaf.shape[0] for leaf in _leaves(batch) if leaf.ndim > 0}
     if len(sizes) != 1:
@@ -35,10 +37,11 @@ def rows(batch: Any, *, missing: int | None = None) -> int:
 
 
 def cut(batch: Any, start: int, stop: int, count: int) -> Any:
-    """Return rows `start` to `stop` of a batch of `count` rows.
+    """Cut rows `start` to `stop` out of a batch of `count` rows.
 
-    Tensors, arrays, lists of `count` plain values and tuples of `count` strings are cut; all else
-    is kept."""
+    Tensors, arrays, lists of `count` plain values and tuples of `count` strings are cut. Other
+    values are kept as they are.
+    """
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor | np.ndarray):
@@ -49,15 +52,16 @@ def cut(batch: Any, start: int, stop: int, count: int) -> Any:
 
 
 def _is_column(value: Any) -> bool:
-    """Whether these are values of one kind, by row: lists are, and tuples of strings, as torch's
-    own collate function makes them.
+    """Whether a list or tuple has one plain value per row.
+
+    Torch's collate function makes such tuples of strings only.
     """
     plain = (str, bytes, int, float, bool, type(None)) if type(value) is list else (str, bytes)
     return type(value) in (list, tuple) and all(isinstance(item, plain) for item in value)
 
 
 def attributes(batch: Any) -> dict[str, Any] | None:
-    """Return the attributes of an object of a class of the user's; None where it is not one."""
+    """Attributes of an object of a script's own class; None for other values."""
     if isinstance(batch, str | bytes | type) or not hasattr(batch, "__dict__"):
         return None
     return {name: value for name, value in vars(batch).items() if not callable(value)}
@@ -66,23 +70,23 @@ def attributes(batch: Any) -> dict[str, Any] | None:
 def tokens(
     key: str | int, *, ignore: int = -100, shift: bool | None = None
 ) -> Callable[[Any], float]:
-    """Weigh each batch by its labels that count, for a loss that is the mean over these.
+    """Weight each batch by its number of labels, for a loss that is a mean over labels.
 
     >>> by_tokens = pl.tokens("labels")  # loader = run.prepare(loader, weigh=by_tokens)
 
-    The loss of a padded language model is such a mean. If it is weighed by samples, it depends on
-    how batches are dealt, and so on the number of workers.
+    The loss of a padded language model is such a mean. If batches were weighted by samples, the
+    result would depend on the number of workers.
 
     Args:
-        key: where a batch has its labels: the name of an item or attribute, or a place in a tuple.
-        ignore: the label that the loss leaves out (its `ignore_index`).
-        shift: whether the first label of each row is left out, too, as each output is compared with
-            the label after it. None (default): if labels that count equal the batch's `input_ids`,
-            as causal language models of transformers want them.
+        key: Place of the labels in a batch: name of an item or attribute, or index in a tuple.
+        ignore: Label that the loss leaves out (its `ignore_index`). Default: -100.
+        shift: Whether the loss also leaves out the first label of each row, as it compares each
+            output with the next label. None (default): it does if the labels equal the batch's
+            `input_ids`, as for causal language models of transformers.
 
     Returns:
-        What `weigh=` of `run.prepare` takes. Called with a batch without integer labels at `key`,
-        it raises `DataError`.
+        A function for `weigh=` of `run.prepare`. It raises `DataError` for a batch without integer
+        labels at `key`.
     """
 
     def weigh(batch: Any) -> float:
@@ -104,9 +108,7 @@ def tokens(
 
 
 def unevenly_ignored(batch: Any) -> Any | None:
-    """Place of labels that losses ignore, in different numbers per sample; None if there is
-    none.
-    """
+    """Key of labels of which losses ignore different numbers per sample; None if there are none."""
     for key, value in _items(batch):
         if (
             isinstance(value, Tensor)
@@ -116,7 +118,8 @@ def unevenly_ignored(batch: Any) -> Any | None:
         ):
             ignored = value == IGNORED
             counts = ignored.reshape(len(value), -1).sum(1)
-            alike = len(counts) > 1 and bool((counts == counts[0]).all())  # of one it isn't known
+            # One sample alone doesn't show that all samples have as many.
+            alike = len(counts) > 1 and bool((counts == counts[0]).all())
             if bool(counts.any()) and not alike and torch.equal(value < 0, ignored):
                 return key
     return None

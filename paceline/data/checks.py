@@ -67,7 +67,7 @@ def check_options(loss: str, weigh: Weigh | None) -> None:
 
 
 def check_speeds(shard: str | None, *, lockstep: bool) -> None:
-    """Raise `DataError` where shares by speed mean nothing."""
+    """Raise `DataError` if a loader can't be dealt with shares by speed."""
     if shard == "mine":
         raise DataError(
             "shares='auto' deals batches by speed, and with shard='mine' the stream deals them: "

@@ -1,10 +1,10 @@
-"""A batch of no rows, derived from a collate function's batches of one sample and of two.
+"""A batch without rows, derived from a collate function's batches of one sample and of two.
 
-one sample     {"image": [1, 3, 8], "boxes": [[4, 4]],         "name": ("a",),     "n": 1,
-twice          {"image": [2, 3, 8], "boxes": [[4, 4], [4, 4]], "name": ("a", "a"), "n": 2,
-no rows        {"image": [0, 3, 8], "boxes": [],               "name": (),         "n": 0,
+    one sample     {"image": [1, 3, 8], "boxes": [[4, 4]],         "name": ("a",),     "n": 1}
+    twice          {"image": [2, 3, 8], "boxes": [[4, 4], [4, 4]], "name": ("a", "a"), "n": 2}
+    no rows        {"image": [0, 3, 8], "boxes": [],               "name": (),         "n": 0}
 
-and "anchors": [9, 4]} in all three: it doesn't grow with the samples, so it stays.
+A value such as "anchors": [9, 4] doesn't grow with the samples, so it stays as it is.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def emptied(one: Any, two: Any, *, surely: bool = True) -> Any:
 
 
 def collated_empty(collate: Collate, sample: Any, *, surely: bool = True) -> Any:
-    """Batch that `collate` would make of no samples, derived from copies of this sample.
+    """Derive the batch that `collate` would make of no samples, from copies of this sample.
 
     Copies are used because `collate` may change its samples.
     """

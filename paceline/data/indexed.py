@@ -2,7 +2,7 @@
 
     EpochIndices --global batches--> IndexFeed --this worker's share--> DataLoader --> batches
                                          |                                               |
-                                         +---- _dealt: SharePart of each request --------+--> turn
+                                         +- requested_parts: SharePart of each request --+--> turn
 
 The inner DataLoader has the options of the script's own. It reads ahead, so requests of the feed
 run ahead of the steps, and both meet again in the order of the requests.

@@ -1,7 +1,7 @@
-"""Facts of a data set that workers can compare without reading a sample.
+"""Outline of a data set, which workers compare to see if all have the same data.
 
-They are its length, indices of a Subset, and names of files. Workers on other hosts may keep the
-same files in other folders, so only the last part of a path counts.
+It is made without reading a sample: from lengths, indices of a Subset, and names of files. Hosts
+may keep the same files in different folders, so only the last part of a path counts.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
 
-LISTED: Final = 1_000_000  # indices, at most, that are all looked at
-NAMED: Final = 100_000  # names, which take longer
-SAMPLED: Final = 65_536  # entries of a longer list, about, at even distances
-LETTERS: Final = 255  # of a name, from its end
-PARTS: Final = 16  # of a data set made of others
-ENTRIES: Final = 64  # of an outline, which is sent at each epoch
-DEPTH: Final = 6  # of data sets in data sets
+LISTED: Final = 1_000_000  # most indices that are all read
+NAMED: Final = 100_000  # most names that are all read
+SAMPLED: Final = 65_536  # entries that are read of a longer list, about, at even distances
+LETTERS: Final = 255  # last letters of a name that are read
+PARTS: Final = 16  # data sets of a combined one that are read
+ENTRIES: Final = 64  # most entries of an outline, which is sent at each epoch
+DEPTH: Final = 6  # most levels of data sets inside data sets
 FILE: Final = re.compile(r"[^.\s].*\.\w{1,8}", re.DOTALL)
 WORD: Final = re.compile(r"\S+")
 
 
 class Entry(NamedTuple):
-    """What is known of one list of a data set, or its length."""
+    """Checksums of one list of a data set, or its length."""
 
-    contents: int  # the same for the same entries in any order, where it is a list of names
-    order: int
-    decides: bool  # whether data sets with other contents are different ones
+    contents: int  # of the entries; for names, in any order
+    order: int  # of the entries in their order
+    decides: bool  # data sets with other contents are different data sets
 
 
 Outline = dict[str, Entry]  # by expressions, such as `loader.dataset.indices`
 
 
 def outline(dataset: Any) -> Outline:
-    """Describe a data set by its attributes, without those that may rightly differ on workers."""
+    """Outline a data set by its attributes, without those that may differ between workers."""
     found: Outline = {}
     _look(dataset, "loader.dataset", found, set(), DEPTH)
     return found
 
 
 def difference(outlines: Sequence[dict[str, Sequence[Any]]]) -> str | None:
-    """Say in what the data sets of workers differ, by rank; None where no difference is known.
+    """Describe the first difference between the data sets of workers; None if there is none.
 
-    The same on all workers.
+    `outlines` are in rank order. The result is the same on all workers.
     """
     first: dict[str, tuple[int, Entry]] = {}
     for rank, described in enumerate(outlines):
@@ -109,7 +109,7 @@ def _note(where: str, entry: Entry | None, found: Outline) -> None:
 
 
 def _of(name: str, values: Any, count: int | None, data: Any) -> Entry | None:
-    """Describe an attribute, where it says which samples a data set has."""
+    """Outline an attribute that tells the samples of a data set; None for other attributes."""
     if isinstance(values, np.ndarray | Tensor) and values.ndim != 1:
         return None
     of_samples = len(values) == count
@@ -153,7 +153,8 @@ def _of_names(values: Sequence[Any], *, of_samples: bool) -> Entry | None:
     codes = np.fromiter(
         (zlib.crc32(row.encode("utf-8", "surrogatepass")) for row in rows), np.uint32, len(rows)
     )
-    distinct = 2 * len(np.unique(codes)) > len(codes)  # what is said again and again is no name
+    # Strings that repeat often are classes or splits, and not names of samples.
+    distinct = 2 * len(np.unique(codes)) > len(codes)
     decides = of_samples and distinct and (files or all(map(WORD.fullmatch, looked)))
     return Entry(
         zlib.crc32(np.sort(codes).tobytes(), len(values)),
@@ -163,8 +164,9 @@ def _of_names(values: Sequence[Any], *, of_samples: bool) -> Entry | None:
 
 
 def _rows(values: Sequence[Any]) -> list[str] | None:
-    """Return names and what stands beside them, as in the pairs (file, class) of an ImageFolder;
-    None where these are no such rows.
+    """Join rows that begin with a name, such as the (file, class) of an ImageFolder.
+
+    None for other lists.
     """
     if not values or not all(issubclass(kind, list | tuple) for kind in set(map(type, values))):
         return None
@@ -182,7 +184,7 @@ def _rows(values: Sequence[Any]) -> list[str] | None:
 
 
 def _column(values: Sequence[Any]) -> list[str] | None:
-    """Return the last parts of paths; None where these are no paths."""
+    """Last parts of paths; None if these aren't strings or paths."""
     kinds = set(map(type, values))
     if kinds and all(issubclass(kind, str) for kind in kinds):
         return [value[-LETTERS:].rpartition("/")[2] for value in values]
@@ -192,7 +194,7 @@ def _column(values: Sequence[Any]) -> list[str] | None:
 
 
 def _part(values: Any, most: int) -> Any:
-    """Return these entries, or some of them at even distances where they are many."""
+    """Select all entries, or some at even distances if there are more than `most`."""
     return values if len(values) <= most else values[:: -(-len(values) // SAMPLED)]
 
 

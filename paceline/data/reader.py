@@ -1,4 +1,9 @@
-"""The reader of a stream, run by a DataLoader's worker: it follows commands to read and cut."""
+"""The reader of a stream, in a worker process of a DataLoader: it follows commands to read and cut.
+
+To the DataLoader, the stream is a map-style data set whose indices are commands:
+
+    StreamReader[ReadCommand(number=3, shares=(2, 2), rank=1)] -> ReadResult(part of rank 1, ...)
+"""
 
 from __future__ import annotations
 
@@ -18,46 +23,38 @@ from paceline.data.shares import proportional, spans
 from paceline.data.spec import SharePart
 from paceline.errors import DataError
 
-BRIEF = 256  # elements of a tensor that its mark looks at
+BRIEF = 256  # elements of a tensor or list that go into a mark
 
 
 class ReadStart(NamedTuple):
-    """Start of a first read: batches consumed before, state of the data set, mark of the
-    batches.
-    """
+    """Position at which a reader starts."""
 
-    done: int
-    state: Any
-    mark: int
+    done: int  # batches that were read before
+    state: Any  # of the stream after them; None if it has none
+    mark: int  # checksum of them
 
 
 class ReadCommand(NamedTuple):
-    """A command to a reader.
+    """A command to a reader: read one of its batches, and cut a share out of it."""
 
-    `number` counts its batches (-1: nothing to do); batches before `oldest` aren't requested any
-    more.
-    """
-
-    number: int
-    oldest: int = 0
-    start: ReadStart | None = None  # with the first command: begin anew
-    batch: int | None = None  # samples of a whole batch; None: the stream gives batches by itself
-    shares: tuple[int, ...] = ()  # of a whole batch
-    rank: int = 0  # whose share is to be made
-    ghosts: bool = True  # what an empty share is: the first sample, or no rows
-    train: bool = True  # and if these can't be had, the first sample nevertheless
+    number: int  # of the batch, counted per reader; -1: empty command
+    oldest: int = 0  # batches before this one won't be requested again
+    start: ReadStart | None = None  # in a reader's first command: start here
+    batch: int | None = None  # samples of a batch; None: the stream gives whole batches
+    shares: tuple[int, ...] = ()  # of a full batch
+    rank: int = 0  # place of the share to cut out
+    ghosts: bool = True  # an empty share is the first sample; False: no rows
+    train: bool = True  # if a batch without rows can't be made, use the first sample after all
 
 
 class ReadResult(NamedTuple):
-    """Answer of a reader: the part of the rank that asks, or the uncut batch that the stream
-    gave.
-    """
+    """Answer of a reader."""
 
-    samples: int
-    part: SharePart | None
-    whole: Any
-    mark: int
-    state: Any
+    samples: int  # of the global batch
+    part: SharePart | None  # the share; None if the stream gives whole batches
+    whole: Any  # the whole batch in that case
+    mark: int  # checksum of all batches of this reader so far
+    state: Any  # of the stream after the batch; None if it has none
     ended: bool = False
 
 
@@ -65,9 +62,9 @@ NOTHING = ReadResult(0, None, None, 0, None, ended=True)
 
 
 class StreamReader(Dataset[Any]):
-    """A stream as a map from commands to batches.
+    """A stream as a map-style data set, from commands to batches.
 
-    Attributes are those of the stream, to read and to set.
+    Its attributes are those of the stream: a `worker_init_fn` may read and set them.
     """
 
     _reading: ReadState
@@ -76,7 +73,8 @@ class StreamReader(Dataset[Any]):
         object.__setattr__(self, "_reading", reading)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_reading":  # not there yet: it is being unpickled
+        # Unpickling asks for attributes before `_reading` is set.
+        if name == "_reading":
             raise AttributeError(name)
         return getattr(self._reading.stream, name)
 
@@ -95,17 +93,17 @@ class ReadState:
         self.collate = collate
         self.drop_last = drop_last
         self._samples: Iterator[Any] | None = None
-        # number -> what was read, mark, state after it
+        # By number of the batch: its samples, mark, and state of the stream after it.
         self._kept: dict[int, tuple[Any, int, Any]] = {}
         self._read = 0  # batches read so far
-        self._mark = 0  # of what was read so far
+        self._mark = 0  # checksum of these batches
 
     def obey(self, command: ReadCommand) -> ReadResult:
         """Carry out a command."""
         if command.start is not None:
             self._begin(command.start, command.batch)
-        for old in [number for number in self._kept if number < command.oldest]:
-            del self._kept[old]
+        for past in [number for number in self._kept if number < command.oldest]:
+            del self._kept[past]
         if command.number < 0:
             return NOTHING
         while self._read <= command.number:
@@ -117,20 +115,21 @@ class ReadState:
         return ReadResult(len(samples), self._part(samples, command), None, mark, state)
 
     def _begin(self, start: ReadStart, batch: int | None) -> None:
-        """Read from the start, or from where the state says; without one, what was consumed is
-        read again and left out.
-        """
+        """Go to a position: by the state of the stream, or else by reading up to there again."""
         self._kept.clear()
         self._read, self._mark = start.done, start.mark
         if start.done == 0:
             self._samples = iter(self.stream)
             return
+        # The state may be that of the data set, set before its iterator is made, or that of the
+        # iterator.
         if start.state is not None and not start.state["of_iterator"]:
             self.stream.load_state_dict(start.state["state"])
         self._samples = iter(self.stream)
         if start.state is not None and start.state["of_iterator"]:
             restored: Any = self._samples
             restored.load_state_dict(start.state["state"])
+        # A stream that had ended may start again by its state: let it stay ended.
         if start.state is not None and start.state.get("over"):
             self._samples = iter(())
         if start.state is None:
@@ -139,17 +138,18 @@ class ReadState:
                 self._kept.clear()
             if self._mark != start.mark:
                 raise DataError(
-                    "the stream does not give again what it gave before, so that it can't be "
-                    "resumed by counting: give it a state_dict and load_state_dict, "
+                    "the stream gives other samples than before, so it can't be resumed by "
+                    "reading them again: give it a state_dict and load_state_dict, "
                     "or an order that depends on a fixed seed only"
                 )
 
     def _read_on(self, batch: int | None) -> bool:
-        """Read one more batch; False at the end."""
+        """Read one more batch; False at the end of the stream."""
         assert self._samples is not None
         samples: Any
         over = False
         if batch is None:
+            # `self` as the default: no stream gives it.
             samples = next(self._samples, self)
             if samples is self:
                 return False
@@ -166,9 +166,9 @@ class ReadState:
         return True
 
     def _state(self, *, over: bool) -> Any:
-        """Return the stream's own state; None where it has none.
+        """State of the iterator, or else of the stream; None if neither has one.
 
-        `over`: it has ended, and its state may be that of its start again.
+        `over`: the stream has ended, so this may be the state of its start again.
         """
         sources: list[tuple[Any, bool]] = [(self._samples, True), (self.stream, False)]
         for source, of_iterator in sources:
@@ -188,23 +188,22 @@ class ReadState:
         )
         start, stop = spans(shares)[command.rank]
         if start == stop:
-            none = (
-                None
-                if command.ghosts
-                else collated_empty(self.collate, samples[0], surely=not command.train)
-            )
-            return SharePart(len(samples), 0, self.collate(samples[:1]) if command.ghosts else none)
+            if command.ghosts:
+                return SharePart(len(samples), 0, self.collate(samples[:1]))
+            no_rows = collated_empty(self.collate, samples[0], surely=not command.train)
+            return SharePart(len(samples), 0, no_rows)
         return SharePart(len(samples), stop - start, self.collate(samples[start:stop]))
 
 
 def last_shares(shares: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Shares of a last batch of `count` samples, in proportion to those of other batches."""
+    """Shares of a last, smaller batch of `count` samples, in proportion to the usual shares."""
     return proportional(count, shares)
 
 
 def _marked(sample: Any, count: int, before: int) -> int:
-    """Return a number that tells one stream from another: of how many samples a batch has and of
-    the first one, as far as possible.
+    """Extend a checksum by a batch: its number of samples, and the first sample if it can be sent.
+
+    Otherwise only the type of the sample counts.
     """
     try:
         body = pack(_brief(sample))

@@ -16,12 +16,10 @@ ENDED_SECONDS = 2.0  # a broken connection is seen before the end of the process
 
 
 def read(batches: Iterator[Any], nothing: Any) -> Any:
-    """Read the next of `batches`, an iterator of a DataLoader; `nothing` at its end.
+    """Read the next batch of a DataLoader's iterator; `nothing` at its end.
 
-    Raises `DataError` where a reader has died.
-
-    An error that a data set raises in a reader comes here as it is, with the reader alive or ended
-    in order.
+    Raises `DataError` if a reader has died. An error that a data set raises in a reader is raised
+    here unchanged.
     """
     try:
         return next(batches, nothing)
@@ -37,9 +35,9 @@ def read(batches: Iterator[Any], nothing: Any) -> Any:
 
 
 def _died(batches: Any, *, patient: bool) -> str | None:
-    """Describe a reader that ended in disorder; None where none did.
+    """Describe a reader that has died; None if none has.
 
-    `patient`: one of them has, or is about to.
+    `patient`: wait for one to end, as a connection to a reader is broken.
     """
     readers = list(getattr(batches, "_workers", ()))
     if patient and readers:
@@ -63,9 +61,7 @@ def _died(batches: Any, *, patient: bool) -> str | None:
 
 
 def _quieten(batches: Any) -> None:
-    """Keep torch's handler of SIGCHLD from raising again what is known now, wherever this
-    process is when the other readers end.
-    """
+    """Keep torch's SIGCHLD handler from raising once more when the other readers end."""
     if getattr(batches, "_worker_pids_set", False):
         signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]
         batches._worker_pids_set = False

@@ -1,4 +1,4 @@
-"""Random generators of samplers: found, kept and restored, to draw the same order again."""
+"""Random generators of samplers: find them, save and restore them, to draw an order again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shared_state() -> State:
 
 
 def put_shared(state: State) -> None:
-    """Set the generators that the process shares to a `shared_state`, or a part of it."""
+    """Set the generators that the whole process shares to a saved state, or a part of it."""
     if "torch" in state:
         torch.set_rng_state(state["torch"].clone())
     if "python" in state:
@@ -39,17 +39,18 @@ def put_shared(state: State) -> None:
 
 
 class SampleOrder:
-    """The generator of torch for samplers without one of their own, which dropout doesn't move.
+    """A generator for samplers without one of their own, which dropout doesn't move.
 
-    process   s s  dropout dropout dropout ...           s: what a loader draws in an epoch
-    order     s s                          s s  s s
+        process   s s  dropout dropout dropout ...           s: draws of a loader in an epoch
+        order     s s                          s s  s s
 
-    It begins where the first worker's is, and begins anew if the script seeds that again.
+    It begins in the state of torch's generator on the first worker, and begins anew if the script
+    seeds torch again.
     """
 
     def __init__(self) -> None:
         self._state: torch.Tensor | None = None
-        self._seed: int | None = None  # of the process's, as an epoch began last
+        self._seed: int | None = None  # of torch's generator, at the begin of the last epoch
 
     def begin(self) -> None:
         """Begin an epoch."""
@@ -61,9 +62,9 @@ class SampleOrder:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Let torch draw from here.
+        """Let torch draw from this generator inside the block.
 
-        The process's generator moves along as long as it is here, too.
+        Torch's own generator moves along while both have the same state.
         """
         process, before = torch.get_rng_state(), self._known
         torch.set_rng_state(before)
@@ -89,7 +90,7 @@ class SampleOrder:
         return {} if self._state is None else {"torch": self._state}
 
     def load_state_dict(self, state: State) -> None:
-        """Go on where `state_dict` was called."""
+        """Continue at the position of a `state_dict`."""
         self._state = state.get("torch")
 
     @property
@@ -115,7 +116,10 @@ def own_state(loader: DataLoader[Any]) -> State:
 
 
 def put_own(loader: DataLoader[Any], state: State) -> None:
-    """Set an `own_state`; raises `DataError` if the samplers don't hold the same generators."""
+    """Set the generators of a loader and its samplers to a saved state.
+
+    Raises `DataError` if the samplers don't hold the same generators.
+    """
     sources = dict(_sources(loader))
     if sources.keys() != state.keys():
         raise DataError(
@@ -136,18 +140,17 @@ def put_own(loader: DataLoader[Any], state: State) -> None:
 
 
 def twin(generator: torch.Generator | None) -> torch.Generator:
-    """Make a generator that will give what `generator` (None: torch's own) would give now."""
+    """Copy a generator (None: torch's own), without moving it."""
     other = torch.Generator()
     other.set_state(torch.get_rng_state() if generator is None else generator.get_state())
     return other
 
 
 def of_readers(generator: torch.Generator | None, rank: int) -> torch.Generator:
-    """Make the generator that the DataLoader of a worker takes the seed of its readers from.
+    """Make the generator of the base seed for the readers of one rank.
 
-    Readers of the first worker have the seeds of a plain DataLoader. Those of the others have other
-    ones, also where `generator` is the same on all workers, or else what augments one sample would
-    augment those of all workers in the same way.
+    Rank 0 gets the seed of a plain DataLoader. Other ranks get other seeds, even if `generator` is
+    the same on all, so that random augmentations differ between workers.
     """
     seeds = twin(generator)
     if rank:
@@ -157,12 +160,12 @@ def of_readers(generator: torch.Generator | None, rank: int) -> torch.Generator:
 
 
 def draw_seed(generator: torch.Generator | None) -> None:
-    """Move `generator` on as a DataLoader does that begins, by the base seed of its workers."""
+    """Draw a base seed from `generator`, as a DataLoader does when it begins."""
     torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 
 def mark(state: Any) -> int:
-    """Return a number that tells one state from another."""
+    """Checksum of a state, to compare states."""
     return zlib.crc32(pack(state, what="the state of a sampler"))
 
 
@@ -202,7 +205,7 @@ def _python_tuple(state: list[Any]) -> tuple[Any, ...]:
 
 
 def _listed(value: Any) -> Any:
-    """Convert a state of numpy's, with its arrays as lists, so that it can be written as text."""
+    """Convert the arrays in a numpy state to lists, so that it can be written as text."""
     if isinstance(value, np.ndarray):
         return {"dtype": value.dtype.str, "values": value.tolist()}
     if isinstance(value, np.generic):

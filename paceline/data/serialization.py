@@ -1,4 +1,4 @@
-"""Serialization of plain values: indices, batches and states that travel between workers.
+"""Serialization of plain values: indices, batches and states that workers send to each other.
 
 Nothing is pickled.
 
@@ -49,7 +49,7 @@ def pack(value: Any, *, what: str = "this value") -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Read the value that `pack` made `data` of. Raises `ValueError` for anything else."""
+    """Convert packed bytes back to their value. Raises `ValueError` for other bytes."""
 
     def other(code: int, body: bytes) -> Any:
         if code == TUPLE:

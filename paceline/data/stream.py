@@ -1,10 +1,12 @@
-"""Dealing of streams, data that can only be read from its start: each reader reads every global
-batch and cuts the shares out of it.
+"""Dealing of streams: each reader reads whole global batches and cuts this rank's share out.
 
-step t      one global batch = the next one of DataLoader worker t % W (as torch does it; those that
-            have ended are left out)
-reader      keeps the samples of the batches that it has read ahead, so that they can be dealt again
-            by other shares
+A stream can only be read from its start. A *reader* is a worker process of a DataLoader.
+
+    step t      the next global batch of reader t % W, as in torch; readers that have ended are
+                left out
+    commands    the inner DataLoader passes a `ReadCommand` to its readers in turn
+    reader      keeps the samples of batches that it has read ahead, so that they can be dealt
+                again by other shares
 """
 
 from __future__ import annotations
@@ -29,23 +31,29 @@ from paceline.errors import DataError
 from paceline.formatting import unknown
 from paceline.state.snapshot import byte_tensor
 
-COMPARED = 16  # steps between two comparisons of what the workers read
+COMPARED = 16  # steps between two checks that all workers read the same samples
 
 
 class ReadCommands:
-    """The commands to the DataLoader workers of a stream, in turn; `issued` remembers them."""
+    """Commands to the readers of a stream; an iterator that the inner DataLoader requests from.
+
+    A DataLoader passes requests to its readers in turn, by `_slot`. Batches come from readers in
+    turn, too, but a reader whose stream has ended is left out. So the reader at `_slot` gets an
+    empty command unless it is the one whose batch is `_next`.
+    """
 
     def __init__(self, workers: int) -> None:
-        self.issued: deque[tuple[int, int]] = deque()  # (round, worker; -1: nothing was asked)
-        self.round = 0  # answers to commands of an earlier round are discarded
-        self.oldest = [0] * workers  # the batches of each worker that may be asked for again
+        # Round and reader of each command whose result hasn't been taken. Reader -1: empty command.
+        self.issued: deque[tuple[int, int]] = deque()
+        self.round = 0  # results of commands from earlier rounds are discarded
+        self.oldest = [0] * workers  # per reader: first batch that may be requested again
         self._workers = workers
-        self._slot = 0  # commands given so far: a DataLoader hands them to its workers in turn
-        self._starts: dict[int, ReadStart] = {}  # of the workers that haven't begun
-        self._numbers = [0] * workers
+        self._slot = 0  # commands that the DataLoader has taken
+        self._starts: dict[int, ReadStart] = {}  # of readers that haven't begun
+        self._numbers = [0] * workers  # per reader: its batches that were requested
         self._ended = [False] * workers
         self._next = 0
-        self._ask = ReadCommand(0)
+        self._ask = ReadCommand(0)  # the command of this round, without a number
 
     def __iter__(self) -> ReadCommands:
         return self
@@ -53,11 +61,11 @@ class ReadCommands:
     def __next__(self) -> ReadCommand:
         worker = self._slot % self._workers
         self._slot += 1
-        asked = worker == self._next and not self._ended[worker]
-        self.issued.append((self.round, worker if asked else -1))
+        is_next = worker == self._next and not self._ended[worker]
+        self.issued.append((self.round, worker if is_next else -1))
         if worker == self._next:
             self._next = (worker + 1) % self._workers
-        if not asked:
+        if not is_next:
             return ReadCommand(-1, self.oldest[worker])
         self._numbers[worker] += 1
         return self._ask._replace(
@@ -67,14 +75,14 @@ class ReadCommands:
         )
 
     def open(self, cursor: StreamPosition) -> None:
-        """Begin a new iterator of a DataLoader, from its first worker on."""
+        """Begin a new iterator of the DataLoader, whose first request goes to reader 0."""
         self._slot = 0
         self.issued.clear()
         saved = zip(cursor.numbers, cursor.states, cursor.marks, strict=True)
         self._starts = {worker: ReadStart(*start) for worker, start in enumerate(saved)}
 
     def go(self, cursor: StreamPosition, ask: ReadCommand) -> None:
-        """Go on where `cursor` is, with commands like `ask`; earlier commands are discarded."""
+        """Continue at `cursor` in a new round, with commands like `ask`."""
         self.round += 1
         self._numbers, self._ended, self._next, self._ask = (
             list(cursor.numbers),
@@ -84,7 +92,7 @@ class ReadCommands:
         )
 
     def end(self, worker: int) -> None:
-        """Note that the stream of a worker has ended: it gets no more commands."""
+        """Give a reader, whose stream has ended, no more commands."""
         self._ended[worker] = True
 
 
@@ -103,12 +111,12 @@ class StreamPipeline(Pipeline):
         )
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
-        # before the step that was asked for last
+        # Positions before and after `_index`, the last step that was dealt.
         self._before = StreamPosition.at_start(self._workers)
-        self._after = self._before  # and after it
+        self._after = self._before
         self._index = 0
-        self._ghosts = True  # what an empty share is, as it was asked for
-        self._origin: dict[str, Any] = {}  # what the generators were when the epoch began
+        self._ghosts = True  # whether the present commands make ghosts of empty shares
+        self._origin: dict[str, Any] = {}  # state of the generators at the begin of the epoch
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
         loader, terms = self.terms.loader, self.terms
@@ -116,7 +124,8 @@ class StreamPipeline(Pipeline):
         terms.order.begin()
         if state is not None:
             rng.put_own(loader, state["own"])
-        taken_up = state is not None and state["cursors"] is not None
+        in_middle = state is not None and state["cursors"] is not None
+        # A DataLoader with persistent workers draws its base seed in the first epoch only.
         fresh = self._loader is None or not loader.persistent_workers
         seeded = fresh if state is None else bool(state["seeded"])
         self._origin = {
@@ -124,13 +133,14 @@ class StreamPipeline(Pipeline):
             "seeded": seeded,
             "seeds": self._seeds().get_state(),
         }
-        if taken_up and state is not None:
+        # In the middle of an epoch, readers need the base seed that they had at its begin.
+        if in_middle and state is not None:
             self._origin["seeds"] = state["seeds"]
-        if seeded and (loader.generator is not None or not taken_up):
+        if seeded and (loader.generator is not None or not in_middle):
             with self._drawing():
                 rng.draw_seed(loader.generator)
         self._after = StreamPosition.at_start(self._workers)
-        if taken_up and state is not None:
+        if in_middle and state is not None:
             self._hands.restored(self._after, state["cursors"])
         self._before = self._after.copy()
         self._index = int(state["step"]) if state is not None else 0
@@ -151,8 +161,8 @@ class StreamPipeline(Pipeline):
         if step is None and index == 0:
             name = type(self.terms.loader.dataset).__qualname__
             raise DataError(
-                f"the stream {name} has no batch: it is empty, or shorter than one batch, with "
-                "drop_last=True"
+                f"the stream {name} has no batch: it is empty, or shorter than one batch with "
+                "drop_last=True; give more samples, a smaller batch size, or drop_last=False"
             )
         return step
 
@@ -167,7 +177,7 @@ class StreamPipeline(Pipeline):
     def regroup(self, index: int) -> None:
         if self.terms.shard == "mine":
             raise DataError(
-                "a stream that shards itself can't go on in another group: load a saved state there"
+                "a stream that shards itself can't continue with other workers: load a saved state"
             )
         self._hands = _hands(self.terms)
         self.redeal(index)
@@ -198,18 +208,19 @@ class StreamPipeline(Pipeline):
         after = self._after
         while not all(after.ended):
             assert self._batches is not None
-            dealt: ReadResult = read(self._batches, None)
-            made, worker = self._commands.issued.popleft()
-            if made != self._commands.round or worker < 0:
+            result: ReadResult = read(self._batches, None)
+            # Results come in the order of the commands.
+            command_round, worker = self._commands.issued.popleft()
+            if command_round != self._commands.round or worker < 0:
                 continue
-            if dealt.ended:
+            if result.ended:
                 after.ended[worker] = True
                 self._commands.end(worker)
                 continue
             after.numbers[worker] += 1
             after.worker = (worker + 1) % self._workers
-            after.marks[worker], after.states[worker] = dealt.mark, dealt.state
-            return dealt
+            after.marks[worker], after.states[worker] = result.mark, result.state
+            return result
         return None
 
     def _open(self) -> None:
@@ -221,13 +232,14 @@ class StreamPipeline(Pipeline):
             seeds = torch.Generator()
             seeds.set_state(self._origin["seeds"].clone())
             self._loader = like(loader, self._commands, seeds, batched=False, dataset=self._reader)
+        # A reader that has read batches and saved no state has to read them again.
         if any(
             count and state is None
             for count, state in zip(after.numbers, after.states, strict=True)
         ):
             self.terms.announce(
-                "the stream has no state_dict: it is resumed by reading and leaving out all "
-                "samples before its position"
+                "the stream has no state_dict: to resume it, all samples before its position are "
+                "read again and left out"
             )
         self._batches = iter(self._loader)
 
@@ -244,8 +256,9 @@ class StreamPipeline(Pipeline):
         )
 
     def _seeds(self) -> torch.Generator:
-        """Make the same base seed for all readers of one stream: shuffled by the seeds of
-        DataLoader workers, it is the same for all.
+        """Make the generator of the readers' base seed, the same on all workers. Collective.
+
+        A stream that shuffles by the seeds of its readers is then the same on all workers.
         """
         with self._drawing():
             seeds = rng.twin(self.terms.loader.generator)
@@ -259,14 +272,15 @@ class StreamPipeline(Pipeline):
         return seeds
 
     def _drawing(self) -> contextlib.AbstractContextManager[None]:
-        """Draw what is the same on all workers, but for readers that each have samples of their
-        own.
-        """
-        mine = self.terms.shard == "mine"
-        return contextlib.nullcontext() if mine else self.terms.order.drawing()
+        """Draw from the common sample order, unless each rank has samples of its own."""
+        own_samples = self.terms.shard == "mine"
+        return contextlib.nullcontext() if own_samples else self.terms.order.drawing()
 
     def _verify(self, index: int, *, ended: bool) -> None:
-        """Compare, now and then and at the end, that all workers have read the same."""
+        """Check every few steps, and at the end, that all workers have read the same samples.
+
+        Collective.
+        """
         if (
             self.terms.agreement.is_alone
             or self.terms.shard == "mine"
@@ -280,14 +294,13 @@ class StreamPipeline(Pipeline):
             if body != bodies[0]:
                 raise DataError(
                     f"the stream is not the same on all workers: up to step {index} rank {rank} "
-                    "read other samples than rank 0. "
-                    "Shuffle by a seed that all workers have; or, if each rank is meant to have "
-                    'its own samples, pass shard="mine"'
+                    "read other samples than rank 0. Shuffle by the same seed on all workers; "
+                    'if each rank is meant to have its own samples, pass shard="mine"'
                 )
 
 
 def check_stream(terms: LoaderSpec) -> None:
-    """Raise `DataError` where a stream can't be dealt on these terms."""
+    """Raise `DataError` if a stream can't be dealt on these terms."""
     dataset = terms.loader.dataset
     name = type(dataset).__qualname__
     if terms.shard is not None and (wrong := unknown("shard", terms.shard, Sharding)):
@@ -303,8 +316,8 @@ def check_stream(terms: LoaderSpec) -> None:
     if sign is not None:
         raise DataError(
             f"the stream {name} shards itself by rank ({sign}): leave that out, and each worker "
-            "takes its share of the whole; or pass "
-            'shard="mine" to keep it. If it does not shard, pass shard="none"'
+            'takes its share of the whole; or pass shard="mine" to keep it. '
+            'If it does not shard, pass shard="none"'
         )
 
 
@@ -315,7 +328,11 @@ def _hands(terms: LoaderSpec) -> StreamAccess:
 
 
 def _self_sharding(value: Any, depth: int) -> str | None:
-    """Return the sign that a stream cuts itself by rank; None where there is none."""
+    """Find a sign that a stream divides itself by rank; None if there is none.
+
+    Looks at names of functions and classes, and at ranks and sizes in attributes, `depth` levels
+    deep.
+    """
     called = getattr(value.func if isinstance(value, partial) else value, "__name__", "")
     if called in {"split_by_node", "split_dataset_by_node"}:
         return called
@@ -332,13 +349,13 @@ def _self_sharding(value: Any, depth: int) -> str | None:
     ]
     if sizes and type(fields.get("rank")) is int:
         return f"it holds a rank, and {sizes[0]}={fields[sizes[0]]}"
-    for part in fields.values():
-        parts = part if isinstance(part, list | tuple) else [part]
-        for piece in parts if depth else []:
+    for attribute in fields.values():
+        items = attribute if isinstance(attribute, list | tuple) else [attribute]
+        for item in items if depth else []:
             sign = (
                 None
-                if isinstance(piece, torch.Tensor | torch.nn.Module)
-                else _self_sharding(piece, depth - 1)
+                if isinstance(item, torch.Tensor | torch.nn.Module)
+                else _self_sharding(item, depth - 1)
             )
             if sign is not None:
                 return sign

@@ -1,4 +1,9 @@
-"""Access to a stream: each worker reads everything, or the stream is sharded by itself."""
+"""Two ways to read a stream: each worker reads all of it, or the stream shards itself.
+
+ReadAll       shard=None or "none": each worker reads every global batch and cuts its share out
+SelfSharded   shard="mine": each worker reads the samples that its stream gives it, and workers
+              tell each other their numbers of samples at each step
+"""
 
 from __future__ import annotations
 
@@ -16,14 +21,14 @@ from paceline.errors import DataError
 
 @dataclass
 class StreamPosition:
-    """Position in a stream: for each DataLoader worker its batches, end, mark and stream state."""
+    """Position in a stream: the lists have one entry per reader (worker of the DataLoader)."""
 
-    numbers: list[int]
+    numbers: list[int]  # batches that were read
     ended: list[bool]
-    marks: list[int]
-    states: list[Any]
-    worker: int = 0  # the reader of the next batch
-    # the cursors of all ranks, where they differ
+    marks: list[int]  # checksums of these batches
+    states: list[Any]  # states of the streams
+    worker: int = 0  # reader of the next batch
+    # Positions of all ranks, if the stream shards itself.
     every: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
@@ -32,7 +37,7 @@ class StreamPosition:
         return cls([0] * workers, [False] * workers, [0] * workers, [None] * workers)
 
     def copy(self) -> StreamPosition:
-        """Make another one, at the same place."""
+        """Copy the position, so that it can be moved on its own."""
         return StreamPosition(
             list(self.numbers),
             list(self.ended),
@@ -43,7 +48,7 @@ class StreamPosition:
         )
 
     def dump(self) -> dict[str, Any]:
-        """Write as plain values."""
+        """Convert the position to plain values."""
         return {
             "numbers": self.numbers,
             "ended": self.ended,
@@ -53,12 +58,12 @@ class StreamPosition:
         }
 
     def fill(self, saved: dict[str, Any]) -> None:
-        """Go to where `dump` was called."""
+        """Move to a position that was converted to plain values."""
         if len(saved["numbers"]) != len(self.numbers):
             raise DataError(
                 f"the state of a stream was saved with {len(saved['numbers'])} DataLoader workers, "
-                f"and there are {len(self.numbers)} here: "
-                "each of them reads its own part of the stream, so give num_workers as it was"
+                f"and there are {len(self.numbers)} here: each of them reads its own part of the "
+                f"stream, so give num_workers={len(saved['numbers'])}"
             )
         self.numbers, self.ended = list(saved["numbers"]), list(saved["ended"])
         self.marks, self.states, self.worker = (
@@ -68,36 +73,39 @@ class StreamPosition:
         )
 
 
-Fetch = Callable[[], ReadResult | None]  # the next global batch; None at the end of the stream
+Fetch = Callable[[], ReadResult | None]  # reads the next global batch; None at the stream's end
 
 
 class StreamAccess(Protocol):
-    """The differences between the ways to read a stream."""
+    """A way to read a stream."""
 
     @property
     def cost(self) -> str:
-        """The cost to announce to the user."""
+        """Cost of this way, in words, to announce to the user."""
         ...
 
     def asked(self) -> tuple[int | None, tuple[int, ...], int]:
-        """Samples to read at a time (None: whole batches), their shares, and the share to make."""
+        """Terms of commands to readers: samples per batch, shares in it, and the rank to cut for.
+
+        Samples per batch are None if the stream gives whole batches.
+        """
         ...
 
     def step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:
-        """Return the next step, which moves `cursor`; None where the stream has ended for all."""
+        """Deal the next step, and move `cursor`; None if the stream has ended on all workers."""
         ...
 
     def saved(self, cursor: StreamPosition) -> list[dict[str, Any]]:
-        """Return the cursors that a state holds."""
+        """Positions that a checkpoint needs, as plain values."""
         ...
 
     def restored(self, cursor: StreamPosition, saved: list[dict[str, Any]]) -> None:
-        """Move `cursor` to where `saved` was called."""
+        """Move `cursor` to the positions of a checkpoint."""
         ...
 
 
 class ReadAll:
-    """Reads everything on each worker, which takes its share."""
+    """Each worker reads the whole stream and takes its share of each batch."""
 
     def __init__(self, terms: LoaderSpec) -> None:
         self.terms = terms
@@ -112,18 +120,18 @@ class ReadAll:
         return batch, () if batch is None else self.terms.shares(batch), self.terms.rank
 
     def step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:
-        dealt = fetch()
-        if dealt is None:
+        result = fetch()
+        if result is None:
             return None
         if self.terms.loader.batch_size is None:
-            return whole_rows(self.terms, dealt.whole)
-        part, batch = dealt.part, self.terms.loader.batch_size
+            return whole_rows(self.terms, result.whole)
+        part, batch = result.part, self.terms.loader.batch_size
         assert part is not None
         shares = self.terms.shares(batch)
         return GlobalBatch(
-            dealt.samples,
+            result.samples,
             lambda: part,
-            source(shares if dealt.samples == batch else last_shares(shares, dealt.samples)),
+            source(shares if result.samples == batch else last_shares(shares, result.samples)),
         )
 
     def saved(self, cursor: StreamPosition) -> list[dict[str, Any]]:
@@ -134,9 +142,10 @@ class ReadAll:
 
 
 class SelfSharded:
-    """Takes the samples that the stream gives each rank.
+    """Each worker takes the samples that its stream gives it.
 
-    Each step announces their number; a worker whose stream has ended gets ghosts.
+    At each step the workers exchange their numbers of samples. A worker whose stream has ended gets
+    ghosts.
     """
 
     cost = (
@@ -146,8 +155,8 @@ class SelfSharded:
 
     def __init__(self, terms: LoaderSpec) -> None:
         self.terms = terms
-        self._last: Any = None  # a batch to be a ghost
-        self._none: Any = None  # one of no rows
+        self._last: Any = None  # batch of one sample, used as a ghost
+        self._none: Any = None  # batch without rows
 
     def asked(self) -> tuple[int | None, tuple[int, ...], int]:
         batch = self.terms.loader.batch_size
@@ -159,30 +168,33 @@ class SelfSharded:
                 f'the shares of a batch of {batch} are {shares}: shard="mine" needs all above '
                 "zero, or a part of the stream is never read"
             )
-        mine = shares[self.terms.rank]
-        return mine, (mine,), 0
+        own_share = shares[self.terms.rank]
+        return own_share, (own_share,), 0
 
     def step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:
-        dealt = fetch()
-        part = self._part(dealt)
+        result = fetch()
+        part = self._part(result)
         packed = pack(
             (0 if part is None else part.share, cursor.dump(), any(cursor.numbers)),
             what="the stream's state",
         )
         answers = [unpack(body) for body in self.terms.agreement.meet("shares of a stream", packed)]
+        # Each worker knows all positions, so that any of them can write a checkpoint.
         cursor.every = [dump for _, dump, _ in answers]
         shares = [share for share, _, _ in answers]
         if not any(shares):
             return None
-        without = [rank for rank, (_, _, had) in enumerate(answers) if not had]
-        if without:
+        never_read = [rank for rank, (_, _, had) in enumerate(answers) if not had]
+        if never_read:
             raise DataError(
-                f'shard="mine": the stream of rank {without[0]} has no batch at all; '
+                f'shard="mine": the stream of rank {never_read[0]} has no batch at all; '
                 "give fewer workers, or leave out the sharding"
             )
-        whole = sum(shares)
-        mine = SharePart(whole, 0, self._ghost()) if part is None else part._replace(whole=whole)
-        return GlobalBatch(whole, lambda: mine, source(shares))
+        total = sum(shares)
+        own_part = (
+            SharePart(total, 0, self._ghost()) if part is None else part._replace(whole=total)
+        )
+        return GlobalBatch(total, lambda: own_part, source(shares))
 
     def saved(self, cursor: StreamPosition) -> list[dict[str, Any]]:
         return cursor.every or [cursor.dump()] * self.terms.agreement.group.size
@@ -197,15 +209,15 @@ class SelfSharded:
         cursor.fill(saved[self.terms.rank])
         cursor.every = saved
 
-    def _part(self, dealt: ReadResult | None) -> SharePart | None:
-        if dealt is None:
+    def _part(self, result: ReadResult | None) -> SharePart | None:
+        if result is None:
             return None
         if self.terms.loader.batch_size is None:
-            count = rows(dealt.whole)
-            part = SharePart(count, count, dealt.whole)
+            count = rows(result.whole)
+            part = SharePart(count, count, result.whole)
         else:
-            assert dealt.part is not None
-            part = dealt.part
+            assert result.part is not None
+            part = result.part
         count = rows(part.batch, missing=0)
         self._last = cut(part.batch, 0, 1, count) if count else part.batch
         return part
@@ -213,14 +225,15 @@ class SelfSharded:
     def _ghost(self) -> Any:
         if not self.terms.ghosts:
             return self._empty()
-        if self._last is None:  # resumed after this worker's stream had ended: any sample will do
+        # Resumed after this worker's stream had ended, so it has read nothing: any sample will do.
+        if self._last is None:
             loader = self.terms.loader
             first = next(iter(loader.dataset))
             self._last = loader.collate_fn(first if loader.batch_size is None else [first])
         return self._last
 
     def _empty(self) -> Any:
-        """Make no rows, as they would be made of any sample."""
+        """Make a batch without rows, by the first sample of the stream."""
         if self._none is None:
             loader = self.terms.loader
             first = next(iter(loader.dataset))
