@@ -218,6 +218,7 @@ class Inviter:
             self._connection.connect_ex((self._address, self._point[1]))
 
     def _invite(self, connection: socket.socket, points: Sequence[Point]) -> None:
+        """Send these points to the other side, if it is a launcher of the job that waits."""
         with connection:
             is_connected = bool(
                 ready((), 0.0, writing=[connection.fileno()])

@@ -206,6 +206,10 @@ class Channel:
         return True
 
     def _read(self) -> None:
+        """Read the lines that have come.
+
+        Raises `HungUp` if the connection is closed, `ChannelBroken` if a line is too long.
+        """
         try:
             data = self.connection.recv(1 << 16)
         except BlockingIOError:
@@ -225,6 +229,7 @@ class Channel:
         return b"client" if self.side == "server" else b"server"
 
     def _nonces(self, other: str) -> tuple[bytes, bytes]:
+        """The nonces of the server and the client, in this order."""
         own_nonce, other_nonce = self.nonce.encode(), other.encode()
         return (own_nonce, other_nonce) if self.side == "server" else (other_nonce, own_nonce)
 
@@ -372,6 +377,7 @@ def _nonce(message: dict[str, Any]) -> str:
 
 
 def _unhex(text: str) -> bytes:
+    """Decode hexadecimal digits; empty if they are malformed."""
     try:
         return bytes.fromhex(text)
     except ValueError:

@@ -260,9 +260,9 @@ class ElasticPeers:
     # ---- the other launchers
 
     def descriptors(self) -> list[int]:
-        own = [] if self._point is None else self._point.descriptors()
+        own_descriptors = [] if self._point is None else self._point.descriptors()
         return [
-            *own,
+            *own_descriptors,
             *self._newcomers.descriptors(),
             *(channel.fileno() for channel in self._channels.values()),
         ]

@@ -30,7 +30,7 @@ def _nothing(text: str) -> None:
 
 
 class Handshakes:
-    """Accepts callers, and hands on those that know the secret.
+    """Accepts callers, and hands on the ones that know the secret.
 
     Args:
         secret: Secret of the job.

@@ -50,7 +50,7 @@ class Offer:
         # JSON doesn't check types, and `bool` is an `int`, so types are compared exactly.
         ports = offer.store_port, offer.master_port, offer.agent_port
         has_integers = all(
-            type(number) is int for number in (offer.workers, *ports, *offer.numbers)
+            type(integer) is int for integer in (offer.workers, *ports, *offer.numbers)
         )
         if not has_integers or not all(
             type(text) is str
@@ -60,7 +60,7 @@ class Offer:
         if (
             not 0 < offer.workers <= _MOST_WORKERS
             or len(offer.numbers) not in (0, offer.workers)
-            or not all(0 <= p < 1 << 16 for p in ports)
+            or not all(0 <= port < 1 << 16 for port in ports)
         ):
             raise ValueError("it is no offer of a host")
         ipaddress.ip_address(offer.address.partition("%")[0])
@@ -99,7 +99,7 @@ class Failure:
         )
         if (
             not all(type(text) is str for text in texts)
-            or not all(type(number) is int for number in integers)
+            or not all(type(integer) is int for integer in integers)
             or not 0 <= failure.code < 256
         ):
             raise ValueError("it is no failure")

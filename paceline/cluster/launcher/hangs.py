@@ -81,7 +81,7 @@ class _LateCase:
 
 @dataclass
 class HangSearch:
-    """Searches this host's workers for those that others wait for.
+    """Finds the workers of this host that others wait for.
 
     Args:
         peers: The launchers of the other hosts.

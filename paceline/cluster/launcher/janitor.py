@@ -114,6 +114,7 @@ def state(pid: int) -> str:
 
 
 def _signal_group(group: int, signum: int) -> bool:
+    """Send a signal to a process group. False if it has no processes."""
     try:
         os.killpg(group, signum)
     except (ProcessLookupError, PermissionError):
@@ -272,8 +273,9 @@ def sweep(mark: str, groups: list[int], held: set[int], *, seconds: float) -> se
     return ended
 
 
-def _signal_each(group: list[int], signum: int) -> None:
-    for process in group:
+def _signal_each(pids: list[int], signum: int) -> None:
+    """Send a signal to each of these processes that still exists."""
+    for process in pids:
         try:
             os.kill(process, signum)
         except (ProcessLookupError, PermissionError):

@@ -132,14 +132,22 @@ def _traceback(lines: Sequence[str], start: int) -> tuple[int, int]:
     # "  | " names the error.
     if not lines[start].startswith(TRACEBACK):
         stop = next(
-            (i for i in range(start + 1, len(lines)) if lines[i].startswith((TRACEBACK, _GROUP))),
+            (
+                index
+                for index in range(start + 1, len(lines))
+                if lines[index].startswith((TRACEBACK, _GROUP))
+            ),
             len(lines),
         )
-        error = next((i for i in range(start, stop) if re.match(r"  \| \S", lines[i])), stop)
+        error = next(
+            (index for index in range(start, stop) if re.match(r"  \| \S", lines[index])), stop
+        )
         return error, max(
-            (i for i in range(error, stop) if _GROUP_END.match(lines[i])), default=stop - 1
+            (index for index in range(error, stop) if _GROUP_END.match(lines[index])),
+            default=stop - 1,
         )
     error = next(
-        (i for i in range(start + 1, len(lines)) if not lines[i].startswith(" ")), len(lines)
+        (index for index in range(start + 1, len(lines)) if not lines[index].startswith(" ")),
+        len(lines),
     )
     return error, error

@@ -156,6 +156,7 @@ class Screen:
         self._size = 0
 
     def _add(self, data: bytes) -> None:
+        """Add bytes of a line. The bar is taken away first."""
         self._ending = data[-1:]
         if self._copy is not None:
             self._copy(data)
@@ -165,6 +166,7 @@ class Screen:
         self._queue(data)
 
     def _draw(self, text: str) -> None:
+        """Draw the bar, or take it away, by these characters."""
         if text.startswith("\n"):
             self._ending = b"\n"  # the bar has ended the line that was under way
         if text:
@@ -339,6 +341,7 @@ class OutputStream:
         return b"".join((*self._tail, self._held)).decode(errors="replace")
 
     def _remember(self, data: bytes) -> None:
+        """Add bytes to the tail, and drop its oldest pieces."""
         self._tail.append(data)
         self._tail_size += len(data)
         while self._tail_size - len(self._tail[0]) > _TAIL_BYTES:

@@ -258,9 +258,9 @@ class Replacement:
         return self._too_few(workers)
 
     def _replace(self, worker: WorkerProcess, failure: Failure, now: float) -> None:
+        """Start another worker in place of this one, if restarts are left."""
         # A new worker whose failure is an echo found no other workers to join: another one wouldn't
         # find any either.
-        """Start another worker in place of this one, if restarts are left."""
         starts_again = self.restarts > 0 and not (worker.joining and failure.is_echo)
         self.say(
             f"{failure.line()}; {'it is started again' if starts_again else 'the others go on'}"

@@ -63,7 +63,7 @@ class LaunchRequest:
         cluster: File of a measured cluster.
         progress: Seconds between two lines of progress if there is no bar. With `QUIET` the
             launcher prints only messages about problems.
-        bare: Show what workers write at once and without their ranks, for commands of which only
+        bare: Show what workers write at once and without their ranks, for commands in which only
             one worker writes.
         call: Two descriptors that workers inherit: the file with the function to call, and the
             channel to the caller.
@@ -182,6 +182,7 @@ def check_cluster(cluster: str | Path, min_workers: int | None) -> None:
 
 
 def _check_script(job: LaunchRequest) -> None:
+    """Raise `UsageError` if the script can't be run."""
     path = Path(job.script)
     if not path.exists():
         raise UsageError(
@@ -195,6 +196,7 @@ def _check_script(job: LaunchRequest) -> None:
 
 
 def _check_restarts(job: LaunchRequest) -> None:
+    """Raise `UsageError` for a number of restarts that is out of range."""
     if job.restarts < 0:
         raise UsageError(f"--restarts is {job.restarts}, and has to be 0 or more")
     if job.restarts > _MOST_RESTARTS and job.min_workers is None:

@@ -509,11 +509,13 @@ def _flush(
 
 
 def _tell(watcher: RunWatcher | None, *words: str) -> None:
+    """Show these words to the people who watch the run, if there is a watcher."""
     if watcher is not None:
         watcher.show_line("; ".join(filter(None, words)))
 
 
 def _empty(descriptor: int) -> None:
+    """Read a pipe that doesn't block until it is empty."""
     try:
         while os.read(descriptor, 4096):
             continue

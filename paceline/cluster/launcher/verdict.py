@@ -170,5 +170,12 @@ def cause(suspects: list[Failure], slack: float) -> Failure:
     first = min(suspects, key=lambda failure: (failure.is_echo, -failure.age))
     if first.words != ending(first.code):
         return first
-    together = [f for f in suspects if f.words == ending(f.code) and first.age - f.age < slack]
-    return next((f for f in together if f.code > 128 and f.code != 128 + signal.SIGABRT), first)
+    together = [
+        other
+        for other in suspects
+        if other.words == ending(other.code) and first.age - other.age < slack
+    ]
+    return next(
+        (other for other in together if other.code > 128 and other.code != 128 + signal.SIGABRT),
+        first,
+    )
