@@ -93,7 +93,7 @@ def test_not_in_lockstep_as_the_command_line_says(job: Jobs, sync: str, readers:
     assert summary["sync"] == sync and summary["samples"] == 320 and len(summary["servers"]) == 2
     assert (
         sum(summary["servers"][0]["staleness"].values())
-        == summary["servers"][0]["messages"]["tick"]
+        == summary["servers"][0]["messages"]["complete_turn"]
         > 40
     )
     events = json.loads((job.folder / "runs" / "loose" / "trace.json").read_text())["traceEvents"]
