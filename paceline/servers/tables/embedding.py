@@ -4,7 +4,7 @@
     backward          gradients of the rows are kept here ...
     optimizer.step    ... until the step sends them
 
-The module knows nothing of servers: a run gives it a `RowSource` when the model is prepared.
+The module doesn't know servers: a run gives it a `RowSource` when the model is prepared.
 """
 
 from __future__ import annotations
@@ -26,18 +26,23 @@ class RowSource(Protocol):
     """The source of a table's rows."""
 
     def pull(self, ids: Tensor, *, train: bool) -> Tensor:
-        """Pull the rows of these ids (1-D, int64, in order, each once) as they are now, to the
-        CPU.
+        """Pull rows as they are now, to the CPU.
+
+        Args:
+            ids: Ids of the rows: 1-D, int64, sorted, unique.
+            train: Whether the rows will get a gradient.
         """
         ...
 
     def prefetch(self, ids: Tensor) -> None:
-        """Announce ids that will be pulled for the next step."""
+        """Announce ids that will be pulled after the next step."""
         ...
 
     def weigh(self) -> float:
-        """Report a backward; return the weight of this worker's gradients in the mean over all
-        workers (0: its share is empty).
+        """Report that a backward has reached the table.
+
+        Returns the weight of this worker's gradients in the mean over all workers. It is 0 if the
+        worker has no samples.
         """
         ...
 
@@ -63,7 +68,7 @@ class SparseEmbedding(nn.Module):
         rows: Number of rows. Only rows that had a gradient take memory.
         dim: Length of a row.
         mode: "mean" (default) or "sum" of the rows of a bag.
-        padding_idx: A row that counts nothing. Default: none.
+        padding_idx: A row that adds nothing to a bag, and is not trained. Default: none.
         include_last_offset: As for EmbeddingBag. Default: False.
         std: Standard deviation of the normal numbers that rows begin with. Default: 1.
         seed: Seed of these numbers, which depend on the seed and the row alone; tables of the same
@@ -74,7 +79,7 @@ class SparseEmbedding(nn.Module):
         dtype: Dtype of the rows. Default: `torch.get_default_dtype()`.
     """
 
-    # why `run.step` can't halve a batch of this module
+    # The reason why `run.step` can't halve a batch of this module, for its message.
     whole_batches_only = "sparse parameters have gradients of their own"
 
     seed: Tensor
@@ -96,23 +101,26 @@ class SparseEmbedding(nn.Module):
         super().__init__()
         if rows < 1 or dim < 1 or rows > 1 << 62:
             raise UsageError(
-                f"SparseEmbedding({rows}, {dim}) is no table; give 1 row and 1 column or more"
+                f"SparseEmbedding({rows}, {dim}) is not a table; give 1 row and 1 column or more"
             )
         if wrong := unknown("mode", mode, Mode):
-            raise UsageError(f"{wrong} (others can't be had from rows of several workers)")
+            raise UsageError(f"{wrong} (a table on servers has no other modes)")
         if padding_idx is not None and not -rows <= padding_idx < rows:
-            raise UsageError(f"padding_idx={padding_idx} is none of the {rows} rows")
+            raise UsageError(
+                f"padding_idx={padding_idx} is not a row of a table of {rows} rows; give "
+                f"{-rows} to {rows - 1}"
+            )
         if not (std >= 0 and math.isfinite(std)):
-            raise UsageError(f"std={std} is no deviation; give a number, 0 or more")
+            raise UsageError(f"std={std} is not a standard deviation; give a number, 0 or more")
         if servers is not None and servers < 1:
             raise UsageError(
-                f"servers={servers} is no number of servers; give 1 or more, or leave it out for "
-                "one on each host"
+                f"servers={servers} is not a number of servers; give 1 or more, or leave it out "
+                "for one on each host"
             )
         if replicas is not None and replicas < 1:
             raise UsageError(
-                f"replicas={replicas} is no number of servers that keep the same; "
-                "give 1 (no copies) or more"
+                f"replicas={replicas} is not a number of copies; give 1 (each row is on one "
+                "server) or more"
             )
         self.rows, self.dim, self.mode, self.std, self.servers, self.replicas = (
             rows,
@@ -132,12 +140,12 @@ class SparseEmbedding(nn.Module):
         )
         self.register_buffer("seed", drawn)
         self.source: RowSource | None = None
-        # what backward passes have added: rows, and gradients
+        # Gradients of the backward passes since zero_grad: ids of rows, and values.
         self._found: list[tuple[Tensor, Tensor]] = []
-        self._shown: Tensor | None = None  # the weight.grad that represents it
+        self._shown: Tensor | None = None  # the weight.grad that stands for them
 
     def __getstate__(self) -> dict[str, Any]:
-        """Detach a copy, or an unpickled one, from the run."""
+        """State for a copy or a pickle, which are detached from the run."""
         return {**self.__dict__, "source": None, "_found": [], "_shown": None}
 
     def extra_repr(self) -> str:
@@ -149,10 +157,15 @@ class SparseEmbedding(nn.Module):
     def forward(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """Look up bags of rows: `input` (bags, ids) or, with `offsets` (bags), ids one after the
-        other. Returns (bags, dim).
+        """Look up bags of rows. Returns (bags, dim).
 
-        Raises `UsageError` for an id that is no row, and for per_sample_weights.
+        Args:
+            input: Ids of shape (bags, ids of a bag), or 1-D with `offsets`.
+            offsets: Index in `input` at which each bag begins. Default: none.
+            per_sample_weights: Not supported.
+
+        Raises:
+            UsageError: An id is not a row, or per_sample_weights are given.
         """
         if per_sample_weights is not None:
             raise UsageError(
@@ -168,8 +181,10 @@ class SparseEmbedding(nn.Module):
         source, ids, places = self._source, *self._unique(input)
         training = torch.is_grad_enabled() and self.weight.requires_grad
         values = source.pull(ids, train=training).to(self.weight.device)
+        # F.embedding_bag refuses a table without rows, even if all bags are empty.
         if not len(ids):
-            values = values.new_zeros(1, self.dim)  # bags without any rows
+            values = values.new_zeros(1, self.dim)
+        # The pulled rows are a leaf of their own: the hook takes their gradient from backward.
         if training:
             values.requires_grad_().register_post_accumulate_grad_hook(
                 lambda leaf: self._arrived(ids, leaf)
@@ -182,8 +197,9 @@ class SparseEmbedding(nn.Module):
         )
 
     def prefetch(self, input: Tensor) -> None:
-        """Announce the ids of the next batch: their rows are sent as soon as the present step
-        has been taken, while this worker goes on.
+        """Announce the ids of the next batch.
+
+        Servers send their rows as soon as the present step is made, while this worker goes on.
         """
         source, ids = self._source, self._unique(input)[0]
         if len(ids):
@@ -191,9 +207,9 @@ class SparseEmbedding(nn.Module):
 
     @torch.no_grad()
     def lookup(self, ids: Tensor) -> Tensor:
-        """Look up the rows of these ids (any shape), as they are now: `ids.shape` + (dim,).
+        """Look up the rows of ids of any shape, as they are now. Returns `ids.shape` + (dim,).
 
-        Each worker may ask for others.
+        Each worker may look up other ids.
         """
         unique, places = self._unique(ids)
         return self._source.pull(unique, train=False).to(self.weight.device)[places]
@@ -202,73 +218,77 @@ class SparseEmbedding(nn.Module):
     def _source(self) -> RowSource:
         if self.source is None:
             raise UsageError(
-                "the rows of this SparseEmbedding lie on servers, and it belongs to no run: "
+                "the rows of this SparseEmbedding are on servers, and it belongs to no run: "
                 "give its model to run.prepare first (a copy of a prepared model has no servers)"
             )
         return self.source
 
     def _unique(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ids in `input`, on the CPU, in order, each once; and the index of each
-        place among them.
-        """
+        """Find the unique ids in `input`, sorted, on the CPU; and the index of each element."""
         if input.dtype not in (torch.int64, torch.int32):
             raise UsageError(f"SparseEmbedding got ids of {input.dtype}; give int64")
         ids, places = torch.unique(input.cpu().to(torch.int64), return_inverse=True)
         if len(ids) and not 0 <= int(ids[0]) <= int(ids[-1]) < self.rows:
             wrong = int(ids[0]) if ids[0] < 0 else int(ids[-1])
             raise UsageError(
-                f"id {wrong} is no row of a table of {self.rows}; possible are 0 to {self.rows - 1}"
+                f"id {wrong} is not a row of a table of {self.rows} rows; give 0 to {self.rows - 1}"
             )
         return ids, places.to(self.weight.device)
 
     # ---- backward
 
     def _arrived(self, ids: Tensor, leaf: Tensor) -> None:
-        """Take the gradient of pulled rows when a backward reaches them."""
+        """Take the gradient of pulled rows, when a backward reaches them."""
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
         if grad.requires_grad:
             raise UsageError(
-                "backward(create_graph=True) reached a SparseEmbedding: what is sent has no graph; "
-                "use torch.autograd.grad"
+                "backward(create_graph=True) reached a SparseEmbedding, whose gradients go to "
+                "servers without a graph: use torch.autograd.grad"
             )
         self._check()
         factor = self._source.weigh()
+        # zero_grad has set weight.grad to None: the gradients before it are over.
         if self.weight.grad is None:
             self._found = []
         self._shown = self.weight.grad = torch.zeros_like(self.weight)
+        # Gradients of an empty share may be nan, and 0 x nan is nan.
         if factor == 0.0:
-            return  # 0 x nan is nan
+            return
         grad = grad.cpu()[: len(ids)] if factor == 1.0 else grad.cpu()[: len(ids)] * factor
         if self.padding_idx is not None:
-            kept = ids != self.padding_idx
-            ids, grad = ids[kept], grad[kept]
+            is_trained = ids != self.padding_idx
+            ids, grad = ids[is_trained], grad[is_trained]
         self._found.append((ids, grad))
 
     def _check(self) -> None:
-        """Check `weight.grad`, which represents the gradients found: None after zero_grad,
-        nothing else can be done to it.
+        """Raise `UsageError` if `weight.grad` was changed by anything but zero_grad.
+
+        It stands for the gradients of rows, so changes of it would be ignored.
         """
         grad = self.weight.grad
+        # `_version` is private in torch: it counts changes in place. Without it, scaling or
+        # clipping of weight.grad would go unnoticed.
         if grad is not None and (grad is not self._shown or grad._version):
             raise UsageError(
-                "weight.grad of a SparseEmbedding was changed, and the gradients of its rows lie "
-                "elsewhere: call zero_grad() with "
-                "set_to_none=True (the default), and clip or scale the other parameters alone"
+                "weight.grad of a SparseEmbedding was changed, and it doesn't have the gradients "
+                "of the rows: call zero_grad() with set_to_none=True (the default), and clip or "
+                "scale the other parameters alone"
             )
 
     def kept(self) -> Any:
-        """Return the present gradients, for `keep`."""
+        """The present gradients, for `restore_gradients`."""
         return list(self._found), self.weight.grad, self._shown
 
-    def keep(self, kept: Any) -> None:
-        """Restore gradients that `kept` gave."""
-        gradients, self.weight.grad, self._shown = kept
+    def keep(self, saved: Any) -> None:
+        """Restore the gradients that `save_gradients` returned."""
+        gradients, self.weight.grad, self._shown = saved
         self._found = list(gradients)
 
     def gradient(self) -> list[tuple[Tensor, Tensor]] | None:
-        """Return the weighted sum that backward passes have added since `zero_grad`: rows (in
-        order, each once), gradients; or None.
+        """Weighted gradients of the backward passes since zero_grad; None if there was none.
+
+        Each is the ids of rows (sorted, unique) and their values.
         """
         self._check()
         if self.weight.grad is None:

@@ -1,30 +1,30 @@
 """Steps of sparse tables for workers out of lockstep, and for runs that survive losses.
 
-`TableServers.give` is not enough for them.
+`TableServers.push_gradients` is for lockstep without losses alone.
 
 `PerWorkerRowSteps`: rows step with the optimizers on the servers of `ParameterServer`.
 
     Asynchronous       ApplyRows: each gradient is a step of its own, as for all other parameters
-    StaleSynchronous,  HoldRows | decided | CloseRowStep: gradients of rows lie on all servers
+    StaleSynchronous,  HoldRows | decided | CloseRowStep: gradients of rows are on all servers
     BackupWorkers      before the workers of a step are chosen; the same workers step rows and all
                        other parameters
 
-A pull is answered once the last step that its worker knows of has been made (its own, if
-asynchronous). Later steps may be in the answer. An optimizer that has only tables takes part in the
-decision like any other.
+A pull is answered after the last step that its worker knows of (its own, if asynchronous). The rows
+may include later steps. An optimizer that has only tables takes part in the decision like any
+other.
 
-`LockstepRowSteps`: all gradients are on all copies before a step is made, on all workers or on
-none.
+`LockstepRowSteps`: all gradients are on all copies before a step is made, and a step is made on all
+workers or on none.
 
-    give to all copies | settled: all gradients are on all copies | the dense part steps | make
+    push to all copies | settled: all gradients are on all copies | the dense part steps | make
 
     a worker or server is lost before it is settled    nothing counts, the turn is dealt again
     ... while the dense part steps                     the same, if it can be undone
     ... while the step is made                         it is made: each remaining worker asks for it
 
-The dense part steps between the two, as it may be the part that fails. If a turn is dealt again
-after a step of it was made (by one of two optimizers), that step is undone on the servers, too.
-Rows are read from a copy if their primary is lost, without any wait for it.
+The dense part steps between the two, as it may fail. If the samples of a turn are dealt again after
+one of two optimizers has stepped in it, that step is undone on the servers, too. If the primary of
+a row is lost, the row is read from a copy at once.
 """
 
 from __future__ import annotations
@@ -60,22 +60,24 @@ class OwnedTable(Protocol):
         ...
 
     def gradient(self) -> TableGradient:
-        """Return this worker's gradient for the next step."""
+        """Merge this worker's gradients for the next step."""
         ...
 
 
 class PerWorkerRowSteps:
-    """The tables that step with a strategy's optimizers, which are known by their numbers; none
-    before `open`.
+    """Steps of the tables that belong to a strategy's optimizers, for workers out of lockstep.
+
+    Optimizers are numbered as in `ServerLink`. There are no tables before `open_tables`.
+    `_pushed_optimizers` has the optimizers whose entry in `_next_gradients` is on servers.
     """
 
     def __init__(self, link: ServerLink) -> None:
         self._link = link
         self._library: TableServers | None = None
         self._owned: Callable[[Any], Sequence[OwnedTable]] = lambda optimizer: ()
-        # by optimizer: this worker's gradients for its next step
+        # By optimizer: this worker's gradients for its next step, one for each table.
         self._found: dict[int, list[TableGradient]] = {}
-        self._held: set[int] = set()  # optimizers whose gradients are on the servers already
+        self._held: set[int] = set()
 
     def open(
         self,
@@ -83,26 +85,29 @@ class PerWorkerRowSteps:
         owned: Callable[[Any], Sequence[OwnedTable]],
         optimizers: Sequence[Any],
     ) -> None:
-        """Step these optimizers' tables from now on; `owned` returns the tables of an optimizer.
+        """Step the tables of these optimizers from now on. Called again for more tables.
 
-        Called again when there are more.
+        Args:
+            library: The servers of the tables.
+            owned: Returns the tables of an optimizer.
+            optimizers: All optimizers of the run.
         """
         link = self._link
         self._library, self._owned = library, owned
         library.unlock(alone=link.alone)
         library.wires.follow(link.context.cancel_scope)
         for optimizer in optimizers:
-            if owned(optimizer) and all(known is not optimizer for known in link.optimizers):
+            # Optimizers of tables alone are unknown to the link, and get the next numbers.
+            if owned(optimizer) and all(other is not optimizer for other in link.optimizers):
                 link.optimizers.append(optimizer)
                 link.steps_taken.append(0)
         for optimizer, steps in zip(link.optimizers, link.steps_taken, strict=True):
             late = [table.lookup.name for table in owned(optimizer) if not table.lookup.steps]
             if steps and late:
                 raise UsageError(
-                    f"the sparse table {late[0]} has come to an optimizer that has stepped "
-                    "already, and with staleness or backup_workers "
-                    "servers can't tell where it stands: "
-                    "prepare all tables of an optimizer before it steps"
+                    f"the sparse table {late[0]} was added to an optimizer that has stepped "
+                    "already, and with staleness or backup_workers servers can't tell its step: "
+                    "prepare all tables of an optimizer before its first step"
                 )
 
     def has(self, optimizer: Any) -> bool:
@@ -112,28 +117,31 @@ class PerWorkerRowSteps:
     def _tables(self, number: int) -> Sequence[OwnedTable]:
         return self._owned(self._link.optimizers[number])
 
-    # ---- what I come with
+    # ---- gradients
 
     def offer(self, optimizer: Any) -> None:
-        """Take the tables' gradients for a step of the optimizer.
+        """Take the gradients of an optimizer's tables for its next step.
 
-        Raises `UsageError` where others were clipped with it.
+        Raises `UsageError` if they have changed since run.clip.
         """
         number = next(
-            number for number, known in enumerate(self._link.optimizers) if known is optimizer
+            index for index, other in enumerate(self._link.optimizers) if other is optimizer
         )
-        now = [table.gradient() for table in self._tables(number)]
+        gradients = [table.gradient() for table in self._tables(number)]
         if number in self._held and any(
-            _other(one, two) for one, two in zip(self._found[number], now, strict=True)
+            _other(pushed, new) for pushed, new in zip(self._found[number], gradients, strict=True)
         ):
             raise UsageError(
-                "a sparse table has other gradients than at run.clip, by which servers had been "
-                "told of them: call backward before that"
+                "the gradients of a sparse table have changed since run.clip, which had sent them "
+                "to servers: call backward before run.clip"
             )
-        self._found[number] = now
+        self._found[number] = gradients
 
     def hold(self, number: int) -> None:
-        """Make sure that my gradients for the next step of this optimizer are on all servers."""
+        """Push this worker's gradients for an optimizer's next step, unless servers have them.
+
+        Returns when all servers have them.
+        """
         tables, library = self._tables(number), self._library
         if not tables or library is None or number in self._held:
             return
@@ -148,17 +156,17 @@ class PerWorkerRowSteps:
     def _steps(
         self, number: int, tables: Sequence[OwnedTable]
     ) -> list[tuple[TableClient, TableGradient, dict[str, Any]]]:
-        found = self._found[number]
         return [
             (table.lookup, gradient, table.settings)
-            for table, gradient in zip(tables, found, strict=True)
+            for table, gradient in zip(tables, self._found[number], strict=True)
         ]
 
     # ---- steps
 
     def apply(self, number: int) -> list[SentRequest[Acknowledged]]:
-        """Make a step with my gradients alone, by my part of the learning rate; return the
-        requests.
+        """Make a step with this worker's gradients alone. Returns the requests.
+
+        The learning rate is in proportion to the worker's share of a global batch.
         """
         tables, library, part = (
             self._tables(number),
@@ -167,6 +175,7 @@ class PerWorkerRowSteps:
         )
         if not tables or library is None:
             return []
+        # Gradients are weighted by the share already: the learning rate has it instead.
         factor = 1.0 / part if part else 0.0
         sent = library.spread(
             self._steps(number, tables), lambda gradients: rows.ApplyRows(gradients, factor, part)
@@ -179,8 +188,13 @@ class PerWorkerRowSteps:
     def close(
         self, number: int, step: int, found: StepAssignment, part: float
     ) -> list[SentRequest[Acknowledged]]:
-        """Let the `found` workers make this step, with the mean of their gradients, by `part` of
-        the learning rate.
+        """Make a step with the mean gradient of its workers. Returns the requests.
+
+        Args:
+            number: The optimizer.
+            step: Number of the step.
+            found: The scheduler's answer, with the workers of the step and their total share.
+            part: Factor of the learning rate.
         """
         tables, library, seconds = self._tables(number), self._library, self._link.seconds
         if not tables or library is None:
@@ -194,9 +208,10 @@ class PerWorkerRowSteps:
     def go(self, number: int, step: int) -> None:
         """Go on from this step of an optimizer.
 
-        What I had given is in it, or in a later one, or discarded.
+        This worker's pushed gradients are in it, in a later step, or dropped.
         """
-        if number in self._held:  # else it has been offered for a step that is still to come
+        # Gradients that were not pushed are for the next step, and stay.
+        if number in self._held:
             self._held.remove(number)
             del self._found[number]
         for table in self._tables(number):
@@ -204,7 +219,12 @@ class PerWorkerRowSteps:
 
 
 class LockstepRowSteps:
-    """Steps of all tables of a run, and replacement of their servers. `pool` starts servers."""
+    """Steps of all tables of a run that survives losses, and replacement of their servers.
+
+    Args:
+        library: The servers.
+        pool: Starts servers.
+    """
 
     def __init__(self, library: TableServers, pool: ServerPool) -> None:
         self._library = library
@@ -217,17 +237,16 @@ class LockstepRowSteps:
             kind="table server",
         )
         self._workers: list[int] = []  # the workers whose gradients make the next step
-        # by number of a table: how many steps it had taken when the turn began, if it has stepped
-        # since
+        # By number of a table that has stepped in this turn: its steps when the turn began.
         self._floors: dict[int, int] = {}
-        self.within = False  # a turn of training is under way
+        self.within = False  # whether a turn of training is under way
 
     # ---- a step
 
-    def settle(self, found: Sequence[Step]) -> None:
-        """Send all servers what the next step of these tables is made of.
+    def settle(self, steps: Sequence[Step]) -> None:
+        """Push the gradients of the next step, and agree that all of them are on all servers.
 
-        Raises `CallDiscarded`, on all workers, if it can't be made.
+        Raises `CallDiscarded` on all workers if a loss came before.
         """
         library, agreement = self._library, self._library.context.agreement
         if library.context.step_state.exchange_closed:
@@ -235,7 +254,7 @@ class LockstepRowSteps:
 
         def act() -> list[int]:
             for sent in library.spread(
-                found, lambda gradients: rows.PushRows(gradients, (), decided=True)
+                steps, lambda gradients: rows.PushRows(gradients, (), decided=True)
             ):
                 library.wait(sent)
             return list(agreement.origins)
@@ -259,19 +278,19 @@ class LockstepRowSteps:
             lookup.advance()
 
     def _everywhere(self, request: Request[Acknowledged]) -> None:
-        """Send to all servers.
+        """Send a request to all servers, and wait for the answers of the ones that are alive.
 
-        A lost one shows in the next collective call, or when no other copy can answer.
+        The next collective call notices a lost server.
         """
-        library, sent = self._library, list[SentRequest[Acknowledged]]()
+        library, all_sent = self._library, list[SentRequest[Acknowledged]]()
 
         def act() -> None:
             for caller in library.wires.callers:
                 with contextlib.suppress(*LOSSES):
-                    sent.append(send(caller, request, library.context.deadline))
-            for each in sent:
+                    all_sent.append(send(caller, request, library.context.deadline))
+            for sent in all_sent:
                 with contextlib.suppress(*LOSSES):
-                    library.wait(each)
+                    library.wait(sent)
 
         library.context.agreement.wait_for_some(act, "optimizer.step")
 
@@ -290,7 +309,7 @@ class LockstepRowSteps:
         self.copies.renew()
 
     def back(self) -> None:
-        """Undo the turn on the servers, as it is dealt again."""
+        """Undo the turn on the servers, as its samples are dealt again."""
         library, floors = self._library, self._floors
         if floors:
             self._everywhere(
@@ -314,7 +333,7 @@ class LockstepRowSteps:
     def regroup(self, context: SyncContext, layout: Any) -> None:
         """Go on with the context's new group of workers.
 
-        Collective. Raises `StateLost` where no copy of a shard is left.
+        Collective. Raises `StateLost` if no copy of a shard is left.
         """
         library = self._library
         context.extra_groups.append(ServerTraffic(library.wires))
@@ -325,13 +344,17 @@ class LockstepRowSteps:
             lookup.discard_ahead()
 
     def _enter(self, layout: Any) -> None:
-        """Go to where all workers are, as one has joined, perhaps this one."""
+        """Take over the servers and steps of the other workers, after a worker has joined.
+
+        All workers call it; only the new one has anything to change.
+        """
         library = self._library
         library.enter(self.copies.pool.join(layout["room"]))
         for lookup, (steps, seed) in zip(library.tables, layout["tables"], strict=True):
             lookup.place(steps, seed)
 
     def _fill(self, shard: int, caller: RpcClient) -> Iterator[None]:
+        """Fill a new copy of a shard from the present ones. Yields after each message."""
         library, seconds = self._library, self._library.context.deadline
         for lookup in library.tables:
             state = library.call(shard, rows.DescribeTable(lookup.number))
@@ -343,6 +366,7 @@ class LockstepRowSteps:
 
 
 def _other(one: TableGradient, two: TableGradient) -> bool:
+    # Gradients are merged anew for each step, so tensors without rows may differ as objects.
     return one.used != two.used or (
         one.values is not two.values and bool(len(one.ids) or len(two.ids))
     )

@@ -159,7 +159,7 @@ class TestMisuse:
     @pytest.mark.parametrize(
         ("given", "text"),
         [
-            ((torch.tensor([[1, ROWS]]),), f"id {ROWS} is no row of a table of {ROWS}"),
+            ((torch.tensor([[1, ROWS]]),), f"id {ROWS} is not a row of a table of {ROWS}"),
             ((torch.tensor([[-1, 3]]),), "id -1 is no row"),
             ((torch.tensor([[1.0]]),), "ids of torch.float32"),
             ((torch.tensor([1]),), r"ids of shape \[1\]"),
