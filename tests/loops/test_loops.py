@@ -185,8 +185,8 @@ UNSERVED = {
     "accumulation_by_hand": "add them up under run.no_sync()",
     "a_loss_divided_by_the_length_of_the_loader": "add them up under run.no_sync()",
     "zero_grad_of_now_and_then": "add them up under run.no_sync()",
-    "folds": "have come with another model",
-    "layers_thawed_in_mid_run": "let them require gradients then",
+    "folds": "belong to a new model",
+    "layers_thawed_in_mid_run": "with requires_grad=True",
     "sparse_embeddings_with_sgd": "leave out sparse=True",
     "a_scaler_that_grows_and_skips": "GradScaler",
 }

@@ -124,7 +124,7 @@ class TableServers:
 
     @property
     def shards(self) -> int:
-        """Number of shards that rows are dealt to: of servers, without copies."""
+        """Number of shards that rows are dealt to: the number of servers without copies."""
         return len(self.wires.of)
 
     def open(self, name: str, spec: TableSpec, settings: dict[str, Any]) -> TableClient:

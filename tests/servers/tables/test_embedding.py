@@ -159,8 +159,8 @@ class TestMisuse:
     @pytest.mark.parametrize(
         ("given", "text"),
         [
-            ((torch.tensor([[1, ROWS]]),), f"id {ROWS} is no row of a table of {ROWS}"),
-            ((torch.tensor([[-1, 3]]),), "id -1 is no row"),
+            ((torch.tensor([[1, ROWS]]),), f"id {ROWS} is not a row of a table of {ROWS}"),
+            ((torch.tensor([[-1, 3]]),), "id -1 is not a row"),
             ((torch.tensor([[1.0]]),), "ids of torch.float32"),
             ((torch.tensor([1]),), r"ids of shape \[1\]"),
             ((TWO_DIMS, torch.tensor([0])), "with offsets"),
@@ -176,10 +176,10 @@ class TestMisuse:
         ("options", "text"),
         [
             ({"mode": "max"}, "mode='max'"),
-            ({"rows": 0}, "is no table"),
-            ({"padding_idx": ROWS}, "none of the 20 rows"),
-            ({"std": -1.0}, "no deviation"),
-            ({"servers": 0}, "no number of servers"),
+            ({"rows": 0}, "is not a table"),
+            ({"padding_idx": ROWS}, "not a row of a table of 20 rows"),
+            ({"std": -1.0}, "not a standard deviation"),
+            ({"servers": 0}, "not a number of servers"),
         ],
     )
     def test_of_options(self, options: Any, text: str) -> None:

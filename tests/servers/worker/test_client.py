@@ -400,7 +400,7 @@ class TestMisuse:
     @pytest.mark.parametrize(
         ("options", "text"),
         [
-            ({"servers": 0}, "servers=0 is no number"),
+            ({"servers": 0}, "servers=0 is not a number"),
             ({"bucket_mb": 0}, "bucket_mb=0 is not a size"),
         ],
     )
