@@ -101,9 +101,9 @@ def assemble(
 ) -> Run:
     """Build the run of a worker that has joined. Collective.
 
-    `open_records` returns the folder and the log. It is given the history, which has the seed of
-    all workers, and whether the samples of a step are each worker's own, as they are where workers
-    are not in lockstep.
+    `open_records` returns the folder and the log. Its arguments are the history, which has the seed
+    of all workers, and whether each worker counts its own samples of a step. Each worker does so if
+    workers are not in lockstep.
     """
     return _Assembly(
         joined, strategy, seed=seed, began=began, comparison=comparison, open_records=open_records
@@ -111,7 +111,7 @@ def assemble(
 
 
 def _tell_unused(context: SyncContext, strategy: Strategy) -> None:
-    """Say so where a strategy goes its own ways, whatever a measured cluster says of links."""
+    """Announce that the strategy ignores the measured links, if it chooses its own routes."""
     if context.route_facts is not None and not context.routes:
         context.announce(
             f"{context.route_facts.source} decides nothing here: {spell(strategy)} has its own way "
@@ -191,7 +191,7 @@ class _Assembly:
         return self.loop.backward.replicas_diverge or bool(self.context.accounts)
 
     def _watch(self) -> None:
-        """Build what follows the training."""
+        """Build the parts that follow the training: state, checkpoints, records, watches."""
         context, loop, prepared, history = self.context, self.loop, self.prepared, self.history
         worker = self.view.worker
         self.progress = RunProgress(loop, prepared.loaders)
@@ -202,10 +202,10 @@ class _Assembly:
             worker.place.job_start,
         )
         log = None if start is None else self.log
-        number = worker.place.worker
-        # nobody has it before or after
-        place = self.context.group.rank if number is None else number
-        generator = WorkerGenerator(history.seed, place, worker.device)
+        worker_id = worker.place.worker
+        # in an elastic job ranks change; no other worker ever has the same id
+        stream = self.context.group.rank if worker_id is None else worker_id
+        generator = WorkerGenerator(history.seed, stream, worker.device)
         self.own = WorkerState(
             Randomness(worker.device, order=prepared.order, generator=generator),
             self.sync,
@@ -254,7 +254,7 @@ class _Assembly:
         self.links = LinkWatch(loop, self.axes, self.strategy, history, survives=self.elastic)
 
     def _conclude(self, comparison: Comparison) -> None:
-        """Build what says how far the run is, and what ends it."""
+        """Build the parts that report the progress of the run, and the part that ends it."""
         view, log, prepared, history = self.view, self.log, self.prepared, self.history
         book = log.writer
         conclusion = RunConclusion(
@@ -295,7 +295,7 @@ class _Assembly:
             self.sync,
             self.abilities.replicated,
             event=history.note_event,
-            # which only those would call that have this part
+            # collective, but only the workers with the differing part would call it
             conclude=(lambda: None) if self.axes.cut else conclusion.write,
         )
 

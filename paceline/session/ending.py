@@ -33,7 +33,7 @@ from paceline.workers.groups import CurrentView
 
 @dataclass(frozen=True)
 class RunConclusion:
-    """What is left of a run when it ends well, and what is known of that before."""
+    """Writes the summary of a run that ends well, and collects its fields during the run."""
 
     strategy: Strategy
     axes: RunAxes
@@ -58,16 +58,16 @@ class RunConclusion:
         cluster, everyone = self.view.cluster, self.axes.everyone
         fields = {name: value for name, value in vars(totals).items() if name != "rank_work"}
         late, latest = None, book.latest
-        # else ranks have become others since
+        # ranks of an earlier view may belong to other workers now
         if latest is not None and latest.workers == everyone.origins:
-            found = latest.late
-            host = cluster.of(found.rank).name
+            straggler = latest.late
+            host = cluster.of(straggler.rank).name
             late = {
-                "rank": found.rank,
+                "rank": straggler.rank,
                 "host": host,
-                "seconds": found.seconds,
+                "seconds": straggler.seconds,
                 "step": latest.step,
-                "cause": found.cause,
+                "cause": straggler.cause,
             }
         mesh = self.axes.mesh
         return {
@@ -141,7 +141,7 @@ class RunConclusion:
 class RunEnding:
     """Ends a run, once.
 
-    `conclusion` is written if it ends well; `world` is torch's default group, where there is one.
+    `conclusion` is written if the run ends well. `world` is torch's default group, if there is one.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class RunEnding:
     def close(self) -> None:
         """Leave together with all workers: write the summary, and free memory and sockets.
 
-        Twice is harmless.
+        A second call does nothing.
         """
         if self._ended:
             return
@@ -198,19 +198,20 @@ class RunEnding:
         except BaseException as error:
             self._leave(type(error), error)
             raise
-        self._release(failed=False)  # the others are free to go
+        # trackers may take long, and the other workers no longer wait for this one
+        self._release(failed=False)
         events.closed(self._view.worker.place)
         self.free(failed=False)
 
     def fail(self, kind: type[BaseException], error: BaseException | None) -> None:
-        """Leave at once and without the others, after an error."""
+        """Leave at once after an error, without waiting for other workers."""
         if not self._ended:
             self.closed = True
             self._leave(kind, error)
 
     @property
     def _ended(self) -> bool:
-        """Whether nothing is left to end in this process.
+        """Whether this process has nothing to end.
 
         A process that the script has forked has nothing to end: the run belongs to the worker.
         """
@@ -223,7 +224,8 @@ class RunEnding:
         """
         self.closed = True
         prepare()
-        self._saving.wait()  # or the others would sweep it away
+        # the remaining workers would delete an unfinished checkpoint
+        self._saving.wait()
         events.left(self._view.worker.place)
         self._log.close()
         self.free(failed=True)

@@ -37,7 +37,7 @@ def brief(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def _shorten(report: traceback.TracebackException) -> None:
-    mine = [frame for frame in report.stack if not callsite.foreign(frame.filename)]
+    own_frames = [frame for frame in report.stack if not callsite.foreign(frame.filename)]
     for part in (report.__cause__, report.__context__):
         if part is not None:
             _shorten(part)
@@ -45,8 +45,8 @@ def _shorten(report: traceback.TracebackException) -> None:
         report.__cause__ = None
     if not _leads(report.__context__):
         report.__context__ = None
-    if mine:
-        report.stack = traceback.StackSummary.from_list(mine)
+    if own_frames:
+        report.stack = traceback.StackSummary.from_list(own_frames)
 
 
 def _leads(report: traceback.TracebackException | None) -> bool:
@@ -61,7 +61,7 @@ def surface() -> None:
 
 
 def surfacing(function: Callable[P, T]) -> Callable[P, T]:
-    """Show errors of ours that leave this function briefly. A decorator."""
+    """Show paceline's errors briefly if they leave `function`. A decorator."""
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,4 +1,4 @@
-"""Joins whatever started this process, and returns the run that a script works with."""
+"""Joins the workers of this job, and returns the run that a script works with."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def start(
     )
     trackers = _trackers(place, report_to)
     seconds = _seconds(place, deadline, late_after)
-    # the store stays: others may still read there why this worker failed
+    # the store stays open: other workers may still read there why this worker failed
     with _reporting(place), ExitStack() as undo:
         announcer, page = _enter(place, began, seconds)
         worker = _meet_others(
@@ -174,9 +174,9 @@ def start(
 
 
 def _seconds(place: Place, deadline: float, late_after: float | None) -> float:
-    """Return the seconds after which waits are given up.
+    """Choose the deadline of all waits, in seconds: the launcher's, else the script's.
 
-    Raises `UsageError` where that is before somebody counts as late.
+    Raises `UsageError` if the deadline ends before a worker counts as late.
     """
     seconds = deadline if place.deadline is None else place.deadline
     check_late_after(late_after, seconds, timings=place.timings.hangs)
@@ -199,7 +199,7 @@ def _seed(place: Place, asked: int | None) -> int | None:
 
 @contextmanager
 def _reporting(place: Place) -> Iterator[None]:
-    """Report to the launcher what this worker fails of."""
+    """Report an error of this worker to the launcher, and raise it again."""
     try:
         yield
     except BaseException as error:
@@ -292,11 +292,11 @@ def _join(
     asked: str | None,
     policy: Policy | None,
 ) -> Joined:
-    # one that comes later is a replica of those that were all there
-    known = asked is None or worker.place.joining
+    # a worker that joins later is a replica of the first workers, so it has no mesh of its own
+    without_mesh = asked is None or worker.place.joining
     mesh = (
         None
-        if known or asked is None
+        if without_mesh or asked is None
         else choose(asked, worker.cluster, survives=worker.place.worker is not None)
     )
     context, default = _context(worker, undo)
@@ -379,13 +379,13 @@ def _mesh(place: Place, asked: str | None) -> str | None:
 def _strategy(asked: Any) -> Strategy:
     if asked is None:
         return AllReduce()
-    found = read(asked) if isinstance(asked, str) else asked
-    if not hasattr(found, "begin"):
+    strategy = read(asked) if isinstance(asked, str) else asked
+    if not hasattr(strategy, "begin"):
         raise UsageError(
             f"sync={asked!r} is not a strategy; write e.g. "
             "sync=AllReduce() or sync='AllReduce(via=\"ring\")'"
         )
-    return found  # type: ignore[no-any-return]
+    return strategy  # type: ignore[no-any-return]
 
 
 def _asked(place: Place, sync: Any, straggler: Policy | None) -> tuple[Strategy, Policy | None]:
@@ -405,7 +405,7 @@ class Announcer:
         self._said: set[str] = set()
 
     def follow(self, view: CurrentView) -> None:
-        """Speak on the first worker of the run, whichever that is by now."""
+        """Print on the first worker of `view`, which may change when workers leave."""
         self._view = view
 
     @property
