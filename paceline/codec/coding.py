@@ -1,6 +1,6 @@
 """Codings: write one tensor in fewer bytes, and read it back.
 
-They work locally and have no state. The size of a message depends on the length of the tensor alone.
+They work locally and have no state. The size of a message depends only on the length of the tensor.
 
     x (1-D float32)  --encode-->  message: parts of fixed dtypes and lengths  --decode-->  about x
 
