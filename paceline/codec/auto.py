@@ -1,4 +1,4 @@
-"""The codec `auto`, which is chosen while training; here as a user types it."""
+"""The option `auto`: the codec is chosen during training."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from paceline.formatting import spell
 
 @dataclass(frozen=True)
 class auto:
-    """Begin exact, and take the best of `candidates` if it promises faster steps.
+    """Starts without compression, and switches to the best candidate if steps become faster.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.auto((pl.half(), pl.int8(), pl.int4()))))
 
-    The choice is made after a dozen steps, and announced in one line. Steps have to be 1.1 times as
-    fast. The default candidates lose too little to change the loss visibly.
+    The choice is made after a dozen steps and announced in one line. A candidate is taken only if
+    it promises steps that are at least 1.1 times as fast. The default candidates lose too little
+    precision to change the loss visibly.
     """
 
     candidates: tuple[Codec | Coding, ...] = field(default_factory=lambda: (half(), int8()))

@@ -1,16 +1,16 @@
 """Codecs: the sum of a group through a coding, with the same bits on every rank.
 
-    gathered         n payloads, one stage: every rank sends its message to all; all decode the
-                     messages and add them in rank order
+    gathered         n payloads, one stage: every rank sends its message to all ranks; each rank
+                     decodes the messages and adds them in rank order
     scattered        2 payloads, two stages: each piece goes to the rank that owns it; the owner
-                     adds, encodes the sum again, and sends it to all
+                     adds the pieces, encodes the sum, and sends it to all ranks
 
     error_feedback   x + residual is sent; the new residual is the part that did not arrive
                      (Seide et al. 2014, Karimireddy et al. 2019)
 
-A codec is plain data. `init` makes its state, and `sum` takes the state and returns a new one. So
-the state can be saved, and a failed step leaves it as it was. `sum` is a generator: each value that
-it yields is awaited one stage further (see `comm/hierarchy/staged_executor.py`).
+A codec is plain data. `init` makes its state; `sum` takes a state and returns a new one. So the
+state can be saved, and a failed step leaves it unchanged. `sum` is a generator: it yields the work
+of each stage, and gets the result of that work back (see `comm/hierarchy/staged_executor.py`).
 """
 
 from __future__ import annotations
@@ -29,28 +29,31 @@ from paceline.comm.group_protocol import Group, UncheckedAllReduce, Work, piece_
 from paceline.errors import UsageError
 from paceline.formatting import spell
 
-State = dict[str, Any]  # of tensors, numbers and such dicts
+# The state of a codec: tensors and numbers by name, and nested dictionaries of these.
+State = dict[str, Any]
 
 
 class Sum(NamedTuple):
-    """The result of a sum: the total, and how to subtract what has arrived."""
+    """The result of a sum: the total, and a function that subtracts the part that arrived."""
 
-    total: Tensor  # the same bits on every rank
-    # subtracts this rank's part of the total from a tensor, perhaps the one that was given
+    # The same bits on every rank.
+    total: Tensor
+    # Subtracts this rank's part of the total from a tensor. That may be the tensor that was summed.
     settle: Callable[[Tensor], None]
     state: State
 
 
+# A sum in stages: it yields the work of each stage, and returns the result.
 Way = Generator[Work[Any], Any, Sum]
 
 
 @dataclass(frozen=True)
 class Wire:
-    """The groups that a codec sends through, one of the same ranks for each stage; and the
-    circumstances of this sum.
+    """The groups that a codec sends through, and the circumstances of this sum.
 
-    `scale` is what gradients are multiplied by (of a GradScaler): residuals are kept without it.
-    `step` counts the sums before this one. `draw` is the source of random draws.
+    `groups` has one group for each stage; all of them have the same ranks. `scale` is the factor
+    of a GradScaler on the gradients; residuals are stored without it. `step` is the number of sums
+    before this one. Random numbers are drawn from `draw`.
     """
 
     groups: tuple[Group, ...]
@@ -60,55 +63,58 @@ class Wire:
 
     @property
     def group(self) -> Group:
-        """The group of this stage."""
+        """Group of the next stage."""
         return self.groups[0]
 
     def after(self, stages: int) -> Wire:
-        """Make a wire that begins so many stages later."""
+        """Make a wire that begins `stages` stages later."""
         return replace(self, groups=self.groups[stages:])
 
 
 class Codec(Protocol):
     """A way to sum 1-D float32 tensors over a group.
 
-    Each holds tensors of some shapes, one after the other. Equal ones are the same.
+    Each 1-D tensor holds the elements of several tensors, one after the other. Codecs that compare
+    equal work in the same way.
     """
 
     def __hash__(self) -> int: ...
 
     @property
     def stages(self) -> int:
-        """The largest number of times that `sum` yields."""
+        """Largest number of stages of a sum: how often `sum` yields."""
         ...
 
     def choose(self, name: str, shape: Size) -> Codec:
-        """Choose the codec for a tensor with this name and shape: itself, unless it decides by
-        those.
+        """Choose the codec for a tensor with this name and shape.
+
+        This is the codec itself, unless it decides by name or shape.
         """
         ...
 
     def init(self, shapes: Sequence[Size], device: torch.device) -> State:
-        """Make the state at the beginning."""
+        """Make the state before the first sum of tensors with these shapes."""
         ...
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
-        """Sum `x` over all ranks, which call it with the same shapes.
+        """Sum `x` over all ranks.
 
-        `x` and `state` stay as they are.
+        All ranks pass the same shapes. `x` and `state` are not modified.
         """
         ...
 
 
 @runtime_checkable
 class Summing(Protocol):
-    """Tells a codec from a coding."""
+    """The method that only codecs have, to tell them from codings."""
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way: ...
 
 
 def lift(given: Codec | Coding) -> Codec:
-    """Make a codec of a codec or coding: `exact()` is the group's own sum; others are gathered
-    if they are sparse, else scattered.
+    """Turn a coding into a codec; codecs are returned unchanged.
+
+    `exact()` becomes the group's own sum. Sparse codings are gathered, all others are scattered.
     """
     if isinstance(given, Summing):
         return given
@@ -122,7 +128,7 @@ def lift(given: Codec | Coding) -> Codec:
 
 
 class _Simple:
-    """The common part of codecs without choice and without state."""
+    """A base for codecs that have no state and treat all tensors alike."""
 
     def choose(self, name: str, shape: Size) -> Any:
         return self
@@ -133,27 +139,29 @@ class _Simple:
 
 @dataclass(frozen=True)
 class plain(_Simple):
-    """The group's own all-reduce, which `exact` stands for: no word of the notation."""
+    """Uses the group's own all-reduce. It is written as `exact`, and has no word of its own."""
 
     stages = 1
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
-        start = (
+        # All ranks pass the same shapes, so the group's check of them can be skipped.
+        all_reduce = (
             wire.group.all_reduce_agreed
             if isinstance(wire.group, UncheckedAllReduce)
             else wire.group.all_reduce
         )
-        total = yield start(x)
+        total = yield all_reduce(x)
         return Sum(total, lambda y: _take(y, x), state)
 
 
 @dataclass(frozen=True)
 class gathered(_Simple):
-    """Every rank gets every message: n payloads come in.
+    """Sends the message of every rank to all ranks: each rank receives n payloads.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.gathered(pl.int8())))
 
-    Best for few ranks, and for codings whose sum is no smaller, such as topk.
+    This is best for few ranks, and for codings like topk, whose sum doesn't become smaller when it
+    is encoded again.
     """
 
     coding: Coding
@@ -162,25 +170,26 @@ class gathered(_Simple):
     stages = 1
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
-        whole, message = room(self.coding, x.numel(), x.device)
+        payload, message = room(self.coding, x.numel(), x.device)
         self.coding.encode(x, message, wire.draw)
-        everyones = yield wire.group.all_gather(whole)
+        payloads = yield wire.group.all_gather(payload)
+        # All ranks add in rank order, or the totals would differ in their last bits.
         total = torch.empty_like(x)
-        for rank, theirs in enumerate(everyones):
+        for rank, received in enumerate(payloads):
             (self.coding.add if rank else self.coding.decode)(
-                parts(self.coding, x.numel(), theirs), total
+                parts(self.coding, x.numel(), received), total
             )
         return Sum(total, lambda y: self.coding.add(message, y, minus=True), state)
 
 
 @dataclass(frozen=True)
 class scattered(_Simple):
-    """Every rank adds one piece and sends the sum, encoded again, to all.
+    """Adds each piece on the rank that owns it, which encodes the sum again for all ranks.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.scattered(pl.int4())))
 
-    That takes two payloads, for any number of ranks. The loss of the second encoding counts as lost
-    by the rank that owns the piece.
+    Each rank receives two payloads, for any number of ranks. The error of the second encoding
+    counts as an error of the rank that owns the piece.
     """
 
     coding: Coding
@@ -190,30 +199,35 @@ class scattered(_Simple):
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
         me, size = wire.group.rank, wire.group.size
-        if size <= 2:  # gathering costs no more, and loses less
+        # With two ranks, gathering is as cheap, and encodes only once.
+        if size <= 2:
             return (yield from gathered(self.coding).sum(x, shapes, state, wire))
-        cut = [x[start:stop] for start, stop in piece_bounds(x.numel(), size)]
-        mine = [room(self.coding, piece.numel(), x.device) for piece in cut]
-        for piece, (_, message) in zip(cut, mine, strict=True):
+        # First stage: encode the piece of each rank, and add the messages for this rank's piece.
+        pieces = [x[start:stop] for start, stop in piece_bounds(x.numel(), size)]
+        outgoing = [room(self.coding, piece.numel(), x.device) for piece in pieces]
+        for piece, (_, message) in zip(pieces, outgoing, strict=True):
             self.coding.encode(piece, message, wire.draw)
-        theirs = yield wire.group.all_to_all([whole for whole, _ in mine])
-        owned = torch.empty_like(cut[me])
-        for rank, whole in enumerate(theirs):
+        incoming = yield wire.group.all_to_all([payload for payload, _ in outgoing])
+        owned = torch.empty_like(pieces[me])
+        for rank, payload in enumerate(incoming):
             (self.coding.add if rank else self.coding.decode)(
-                parts(self.coding, owned.numel(), whole), owned
+                parts(self.coding, owned.numel(), payload), owned
             )
-        again, message = room(self.coding, owned.numel(), x.device)
+        # Second stage: share the sums. The owner decodes its own message as well, so that it gets
+        # the same bits as all other ranks.
+        owned_payload, message = room(self.coding, owned.numel(), x.device)
         self.coding.encode(owned, message, wire.draw)
-        sums = yield wire.after(1).group.all_gather(again)
+        sums = yield wire.after(1).group.all_gather(owned_payload)
         total = torch.empty_like(x)
-        for (start, stop), whole in zip(piece_bounds(x.numel(), size), sums, strict=True):
-            self.coding.decode(parts(self.coding, stop - start, whole), total[start:stop])
+        for (start, stop), payload in zip(piece_bounds(x.numel(), size), sums, strict=True):
+            self.coding.decode(parts(self.coding, stop - start, payload), total[start:stop])
 
         def settle(y: Tensor) -> None:
-            places = piece_bounds(x.numel(), size)
-            for (start, stop), (_, sent) in zip(places, mine, strict=True):
-                self.coding.add(sent, y[start:stop], minus=True)
-            start, stop = places[me]
+            bounds = piece_bounds(x.numel(), size)
+            for (start, stop), (_, message) in zip(bounds, outgoing, strict=True):
+                self.coding.add(message, y[start:stop], minus=True)
+            # The owner also accounts for the error of the second encoding.
+            start, stop = bounds[me]
             y[start:stop].add_(owned).sub_(total[start:stop])
 
         return Sum(total, settle, state)
@@ -221,13 +235,13 @@ class scattered(_Simple):
 
 @dataclass(frozen=True)
 class error_feedback:
-    """Keeps what `codec` loses as a residual, and adds that to what is sent the next time.
+    """Stores the error of `codec` as a residual, and adds it to the next tensor that is sent.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.error_feedback(pl.topk(0.01))))
 
-    The sum of all that arrived, plus what is kept, is the sum of all that was given. When the total
-    isn't finite (a GradScaler will skip the step) nothing is kept of it. State: a residual as large
-    as the tensors.
+    All totals so far plus the residuals of all ranks equal the sum of all tensors that were given.
+    If a total isn't finite (a GradScaler then skips the step), the residual stays unchanged. The
+    state has a residual as large as the tensors.
     """
 
     codec: Codec | Coding
@@ -253,26 +267,28 @@ class error_feedback:
         }
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
-        left = torch.add(x, state["residual"], alpha=wire.scale)
-        inner = yield from lift(self.codec).sum(left, shapes, state["inner"], wire)
+        residual = torch.add(x, state["residual"], alpha=wire.scale)
+        inner = yield from lift(self.codec).sum(residual, shapes, state["inner"], wire)
         if not finite(inner.total):
             return Sum(inner.total, lambda y: _take(y, x), state)
-        inner.settle(left)  # now what is left of it
+        # Until here it was the tensor that is sent; now it is the part that didn't arrive.
+        inner.settle(residual)
         if wire.scale != 1.0:
-            left /= wire.scale
+            residual /= wire.scale
 
         def settle(y: Tensor) -> None:
-            y.sub_(x)  # lost nothing: it is in the total, or kept here
+            # Nothing of x is lost: it is in the total or in the residual.
+            y.sub_(x)
 
-        return Sum(inner.total, settle, {"residual": left, "inner": inner.state})
+        return Sum(inner.total, settle, {"residual": residual, "inner": inner.state})
 
 
 @runtime_checkable
 class Predicate(Protocol):
-    """The question that `where` asks about tensors."""
+    """A condition on tensors, for `where`."""
 
     def holds(self, name: str, shape: Size) -> bool:
-        """Whether the answer is yes for a tensor with this name and shape."""
+        """Whether a tensor with this name and shape fulfils the condition."""
         ...
 
 
@@ -293,7 +309,7 @@ class smaller:
 
 @dataclass(frozen=True)
 class named:
-    """Selects tensors whose name fits a pattern of the shell: `named("*.bias")`.
+    """Selects tensors whose name matches a shell pattern: `named("*.bias")`.
 
     >>> pl.where(pl.named("*.bias"), pl.exact(), pl.int8())
     """
@@ -308,7 +324,7 @@ class named:
 
 @dataclass(frozen=True)
 class where:
-    """Uses `then` for tensors that fulfil `predicate`, and `otherwise` for all others.
+    """Uses `then` for tensors that fulfil `predicate`, and `otherwise` for all other tensors.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.where(pl.smaller(10_000), pl.exact(), pl.int8())))
     """
@@ -345,7 +361,7 @@ class where:
 
 @dataclass(frozen=True)
 class after:
-    """Uses `codec` from the sum number `steps` on (0 is the first), `before` until then: a warm-up.
+    """Uses `before` for the first `steps` sums, as a warm-up, and `codec` from then on.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.after(500, pl.error_feedback(pl.powersgd(4)))))
     """
@@ -377,18 +393,20 @@ class after:
         }
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
-        part, codec = ("codec", self.codec) if wire.step >= self.steps else ("before", self.before)
-        inner = yield from lift(codec).sum(x, shapes, state[part], wire)
-        return inner._replace(state=state | {part: inner.state})
+        key, codec = ("codec", self.codec) if wire.step >= self.steps else ("before", self.before)
+        inner = yield from lift(codec).sum(x, shapes, state[key], wire)
+        return inner._replace(state=state | {key: inner.state})
 
 
 def finite(x: Tensor) -> bool:
-    """Whether all of `x` is finite; looks closer only where the sum isn't."""
+    """Whether all elements of `x` are finite."""
+    # The sum is much cheaper, and settles most cases. It may overflow though all elements are
+    # finite, so a sum that isn't finite calls for the full check.
     return bool(torch.isfinite(x.sum())) or bool(torch.isfinite(x).all())
 
 
 def keeps(state: State) -> bool:
-    """Whether a state holds a residual somewhere."""
+    """Whether a state has a residual, perhaps in a nested dictionary."""
     return any(
         key == "residual" or (isinstance(value, dict) and keeps(value))
         for key, value in state.items()
@@ -396,8 +414,9 @@ def keeps(state: State) -> bool:
 
 
 def residuals(state: State) -> State:
-    """Return the residuals of a state, which this rank alone keeps: all else is the same on all
-    ranks.
+    """Pick the residuals of a state.
+
+    They are this rank's own; the rest of a state is the same on all ranks.
     """
     return {
         key: residuals(value) if isinstance(value, dict) else value
@@ -407,7 +426,7 @@ def residuals(state: State) -> State:
 
 
 def alike(state: State, other: State) -> bool:
-    """Whether two states hold residuals of the same tensors, so that they can be merged."""
+    """Whether two states have residuals of the same shapes, so that they can be merged."""
     return state.keys() == other.keys() and all(
         alike(value, other[key]) if isinstance(value, dict) else value.shape == other[key].shape
         for key, value in state.items()
@@ -415,10 +434,10 @@ def alike(state: State, other: State) -> bool:
 
 
 def merge(states: Sequence[State]) -> State:
-    """Merge states into one of a rank that goes on for several, itself first: it sends later what
-    they kept; all else is the first one's.
+    """Merge the states of several ranks into one, for the rank that continues for all of them.
 
-    Residuals are parts of a sum, so their sum is what has to survive when ranks leave.
+    Its own state is the first. The residuals are added: they are parts of a sum, so their sum has
+    to survive when ranks leave. The rest is taken from the first state.
     """
     first = states[0]
     merged: State = {}
@@ -433,17 +452,17 @@ def merge(states: Sequence[State]) -> State:
 
 
 def fresh(state: State) -> State:
-    """Make the state of a rank that has joined those with `state`: it has kept nothing yet."""
-    made: State = {}
+    """Make the state of a rank that joins ranks with `state`: a copy whose residuals are zero."""
+    joined: State = {}
     for key, value in state.items():
-        made[key] = (
+        joined[key] = (
             torch.zeros_like(value)
             if key == "residual"
             else fresh(value)
             if isinstance(value, dict)
             else value
         )
-    return made
+    return joined
 
 
 def _take(y: Tensor, x: Tensor) -> None:
@@ -451,6 +470,6 @@ def _take(y: Tensor, x: Tensor) -> None:
 
 
 def _sparse(coding: Coding) -> bool:
-    """Whether a coding keeps few elements, so that the sum of two has more."""
+    """Whether a coding sends only some elements, so that a sum of two has more than each."""
     outer = getattr(coding, "outer", coding)
     return bool(_sparse(outer)) if outer is not coding else hasattr(coding, "fraction")

@@ -1,17 +1,17 @@
-"""Codings: one tensor, smaller, and back: local, without state, and of a size that is known before
-there is a value.
+"""Codings: write one tensor in fewer bytes, and read it back.
+
+They work locally and have no state. The size of a message depends only on the length of the tensor.
 
     x (1-D float32)  --encode-->  message: parts of fixed dtypes and lengths  --decode-->  about x
 
-    compose(topk(0.01), int8())   values  indices          what topk gives
+    compose(topk(0.01), int8())   values  indices          the message of topk
                                     |        |
-                                  int8       |             its values are made smaller again
+                                  int8       |             its values are encoded again
                                   /   \\      |
                              levels scales indices
 
-Messages of a coding have one layout for one length, so the receiver knows how much comes. Decoding
-multiplies and then adds, never both at once: processors that fuse the two give other bits, and
-every rank has to get the same.
+So the receiver knows how many bytes arrive. Decoding multiplies first and adds afterwards, in two
+operations: processors that fuse the two give other bits, and every rank has to get the same ones.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ from torch import Generator, Tensor
 from paceline.errors import UsageError
 from paceline.formatting import spell
 
-# elements that are worked on together, so that what lies between stays in the cache
+# Elements that are processed together, so that intermediate results stay in the cache.
 SPAN = 128 << 10
-NARROWED = "through a codec float64 travels as float32"  # announced once by a strategy
+# Announced once by a strategy that narrows tensors.
+NARROWED = "through a codec float64 travels as float32"
+# The parts of a message, in the order of the coding's layout.
 Message = Sequence[Tensor]
 
 
 class WirePart(NamedTuple):
-    """A part of a message; `values` says that it holds numbers that another coding may make
-    smaller.
+    """A part of a message.
+
+    `values` is set if it holds numbers that another coding may encode again.
     """
 
     dtype: torch.dtype
@@ -43,7 +46,7 @@ class WirePart(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the part on the wire."""
+        """Size of the part on the wire, in bytes."""
         return self.numel * self.dtype.itemsize
 
 
@@ -54,7 +57,7 @@ class Coding(Protocol):
     """
 
     def layout(self, numel: int) -> tuple[WirePart, ...]:
-        """Return the parts of the message of a tensor of `numel` elements, widest dtype first."""
+        """List the parts of a message for `numel` elements, widest dtype first."""
         ...
 
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
@@ -65,40 +68,41 @@ class Coding(Protocol):
         ...
 
     def decode(self, message: Message, out: Tensor) -> None:
-        """Write what the message says into `out`."""
+        """Write the decoded message into `out`."""
         ...
 
     def add(self, message: Message, out: Tensor, *, minus: bool = False) -> None:
-        """Add what `decode` would write, or subtract it."""
+        """Add the decoded message to `out`, or subtract it if `minus` is set."""
         ...
 
 
 def nbytes(coding: Coding, numel: int) -> int:
-    """Return the number of bytes of a message."""
+    """Count the bytes of a message for `numel` elements."""
     return _end(coding.layout(numel))
 
 
 def room(
     coding: Coding, numel: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, list[Tensor]]:
-    """Make an empty message: all its bytes in one tensor, and its parts in there."""
-    whole = torch.empty(nbytes(coding, numel), dtype=torch.uint8, device=device)
-    return whole, parts(coding, numel, whole)
+    """Allocate a message: one tensor of all its bytes, and the parts as views of it."""
+    payload = torch.empty(nbytes(coding, numel), dtype=torch.uint8, device=device)
+    return payload, parts(coding, numel, payload)
 
 
-def parts(coding: Coding, numel: int, whole: Tensor) -> list[Tensor]:
-    """Return the parts of a message whose bytes are `whole`."""
+def parts(coding: Coding, numel: int, payload: Tensor) -> list[Tensor]:
+    """Split the bytes of a message into its parts, as views."""
     views, start = [], 0
     for part in coding.layout(numel):
         start = _aligned(start, part)
-        views.append(whole[start : start + part.nbytes].view(part.dtype))
+        views.append(payload[start : start + part.nbytes].view(part.dtype))
         start += part.nbytes
     return views
 
 
 def spans(x: Tensor, unit: int = 1) -> Iterator[tuple[int, int]]:
-    """Cut a tensor into (start, stop) of stretches to work on, multiples of `unit`; on a GPU all
-    at once.
+    """Iterate over the (start, stop) of spans to work on, each a multiple of `unit` elements.
+
+    The last span may be shorter. On a GPU there is one span.
     """
     width = max(1, SPAN // unit) * unit if x.device.type == "cpu" else max(1, x.numel())
     for start in range(0, x.numel(), width):
@@ -106,8 +110,10 @@ def spans(x: Tensor, unit: int = 1) -> Iterator[tuple[int, int]]:
 
 
 def seeded(turn: int, number: int, worker: int, device: torch.device | str = "cpu") -> Generator:
-    """Make what a coding draws from: the same in each run for a turn, the number of a bucket or
-    unit, and the worker that sends it.
+    """Make the random generator of a coding.
+
+    It is the same in every run for a turn, the number of a bucket or unit, and the worker that
+    sends it.
     """
     return Generator(device=device).manual_seed(
         ((turn * 1_000_003 + number) * 65_537 + worker) % (1 << 63)
@@ -116,7 +122,7 @@ def seeded(turn: int, number: int, worker: int, device: torch.device | str = "cp
 
 @dataclass(frozen=True)
 class exact:
-    """Sends float32 as it is: four bytes an element.
+    """Sends float32 unchanged: four bytes an element.
 
     >>> pl.where(pl.named("head.*"), pl.exact(), pl.int8())
     """
@@ -138,11 +144,11 @@ class exact:
 
 @dataclass(frozen=True)
 class compose:
-    """Applies `inner` to the values that `outer` leaves: `compose(topk(0.01), int8())`.
+    """Applies `inner` to the values in the messages of `outer`: `compose(topk(0.01), int8())`.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.error_feedback(pl.compose(pl.topk(0.01), pl.int8()))))
 
-    More than two are nested: `compose(compose(topk(0.5), half()), int4())`.
+    For more than two codings, nest it: `compose(compose(topk(0.5), half()), int4())`.
     """
 
     outer: Coding
@@ -169,9 +175,9 @@ class compose:
         return tuple(wire_parts)
 
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
-        given, between = self._between(x.numel(), message)
+        encoded_values, between = self._between(x.numel(), message)
         self.outer.encode(x, between, draw)
-        for values, inside in given:
+        for values, inside in encoded_values:
             self.inner.encode(values, inside, draw)
 
     def decode(self, message: Message, out: Tensor) -> None:
@@ -183,31 +189,34 @@ class compose:
     def _between(
         self, numel: int, message: Message
     ) -> tuple[list[tuple[Tensor, Message]], list[Tensor]]:
-        """Return (values, the parts of `message` that hold them in the end) of each part with
-        values; and a message of `outer`.
+        """Make a message of `outer` that shares all parts with `message`, except for values.
+
+        Values get tensors of their own. The first result pairs each of these with the parts of
+        `message` that `inner` encodes it into.
         """
-        given: list[tuple[Tensor, Message]] = []
+        encoded_values: list[tuple[Tensor, Message]] = []
         between, at = [], 0
         for part in self.outer.layout(numel):
             if part.values:
                 width = len(self.inner.layout(part.numel))
                 values = torch.empty(part.numel, dtype=part.dtype, device=message[at].device)
-                given.append((values, message[at : at + width]))
+                encoded_values.append((values, message[at : at + width]))
                 between.append(values)
                 at += width
             else:
                 between.append(message[at])
                 at += 1
-        return given, between
+        return encoded_values, between
 
     def _opened(self, message: Message, numel: int) -> list[Tensor]:
-        given, between = self._between(numel, message)
-        for values, inside in given:
+        encoded_values, between = self._between(numel, message)
+        for values, inside in encoded_values:
             self.inner.decode(inside, values)
         return between
 
 
 def _aligned(start: int, part: WirePart) -> int:
+    # A view as a wider dtype needs an offset that is a multiple of the dtype's size.
     width = part.dtype.itemsize
     return -(-start // width) * width
 

@@ -1,5 +1,4 @@
-"""`pl.launch`: workers from a notebook or any Python, which call a function; what that returns on
-each comes back as a list.
+"""`pl.launch`: start workers from a notebook or script; each calls a function and returns its result.
 
 `with pl.start() as run:` in the function joins the workers, as it does in a script that `paceline
 run` starts.
@@ -32,7 +31,8 @@ from paceline.record.display import choose_display
 from paceline.record.status_line import StatusLine
 from paceline.session import option_names
 
-if TYPE_CHECKING:  # or a process that launches would import torch
+# At run time these would import torch into the process that launches.
+if TYPE_CHECKING:
     from paceline.prepare.cuts import Asked
     from paceline.sync.base import Strategy
 
@@ -73,28 +73,28 @@ def launch(
     the function makes stay in the workers. `with pl.start() as run:` in it joins them, as in a
     script.
 
-    The output of workers is shown as it comes, behind their ranks; in a notebook in the cell, with
-    a bar of the run's progress. If it is interrupted (Ctrl-C, the kernel's interrupt), it ends all
-    workers within seconds and raises `KeyboardInterrupt`.
+    The output of workers is shown at once, each line with the rank of its worker. A notebook shows
+    it in the cell, with a bar of the run's progress. If the call is interrupted (Ctrl-C, or the
+    kernel's interrupt), it ends all workers within seconds and raises `KeyboardInterrupt`.
 
     Args:
         function: The function.
         args: Its positional arguments.
         workers: Number of workers. Default: 2.
-        threads: Threads of each worker. Default: its part of the cores, or OMP_NUM_THREADS.
-        sync: Strategy, an object or in its notation, in place of the function's own.
+        threads: Threads of each worker. Default: an equal part of the cores, or OMP_NUM_THREADS.
+        sync: Strategy, as an object or a string, in place of the function's own.
         mesh: Axes of the workers, in place of the function's own.
-        cut: Cuts, objects or in their notation, in place of the function's own.
+        cut: Cuts, as objects or a string, in place of the function's own.
         shares: Shares of the batch, in place of the function's own.
         name: Name of the run, in place of the function's own.
-        min_workers: Go on when workers die, as long as this many remain. The list then has the
-            results of the workers that came to the end. Default: any death ends the job.
+        min_workers: Continue when workers die, as long as this many remain. The list then has the
+            results of the workers that finished. Default: the death of any worker ends the job.
         restarts: How often all workers start again after a failure; with `min_workers`, how many
-            are started in place of dead ones. Default: 0.
-        patience: Seconds that fewer than `min_workers` wait for others. Default: 600.
+            workers are started in place of dead ones. Default: 0.
+        patience: Seconds that fewer than `min_workers` wait for more workers. Default: 600.
         servers: Number of servers of a strategy that has them.
         straggler: Policy for slow workers, in place of the function's own.
-        backend: "paceline" replaces Gloo for a function that uses torch.distributed by itself.
+        backend: "paceline" replaces Gloo in a function that uses torch.distributed directly.
         named: Keyword arguments of the function. If `launch` has an option of the same name, give
             it by `functools.partial(train, name="x")`.
 
@@ -102,8 +102,8 @@ def launch(
         The returned values, by rank.
 
     Raises:
-        WorkerFailed: It has the rank and the traceback of the worker that failed first.
-        UsageError: An option can't be honoured; or this is a worker, which can't launch others.
+        WorkerFailed: A worker failed. It has the rank and the traceback of the first one.
+        UsageError: An option can't be honoured, or this process is itself a worker.
     """
     request = LaunchRequest(
         script=str(_PROGRAM),
@@ -133,44 +133,47 @@ def _check_names(
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        # a builtin, or nothing that can be called: that is said where it is
+        # A builtin without a signature, or an object that can't be called. `_check_request` refuses
+        # the latter.
         return
     try:
         signature.bind_partial(*args, **named)
     except TypeError as error:
-        mine = [
+        launch_options = [
             option.name
             for option in inspect.signature(launch).parameters.values()
             if option.kind is option.KEYWORD_ONLY
         ]
-        option_names.check("pl.launch", named, [*mine, *signature.parameters])
+        option_names.check("pl.launch", named, [*launch_options, *signature.parameters])
         raise UsageError(
             f"pl.launch can't call {getattr(function, '__name__', 'it')}{signature} so: {error}"
         ) from None
 
 
-def _text(asked: Any, vocabulary: notation.Vocabulary) -> str | None:
-    """Return a strategy, or cuts, as text, in which they travel."""
-    if asked is None or isinstance(asked, str):
-        return asked
-    return notation.text(tuple(asked) if isinstance(asked, list) else asked, vocabulary)
+def _text(value: Any, vocabulary: notation.Vocabulary) -> str | None:
+    """Write a strategy or cuts as text, the form in which they travel to workers."""
+    if value is None or isinstance(value, str):
+        return value
+    return notation.text(tuple(value) if isinstance(value, list) else value, vocabulary)
 
 
 def _launch(function: Callable[..., T], args: Sequence[Any], request: LaunchRequest) -> list[T]:
-    """Carry out a call: the results, by rank."""
+    """Start workers that call the function, and collect their results by rank."""
     _check(function, request)
-    with ExitStack() as held:
-        file = held.enter_context(open(os.memfd_create("paceline-call", os.MFD_CLOEXEC), "wb"))
+    with ExitStack() as resources:
+        # The call travels in a file without a name, whose descriptor the workers inherit.
+        file = resources.enter_context(open(os.memfd_create("paceline-call", os.MFD_CLOEXEC), "wb"))
         packing.pack_call(function, args, file)
         file.flush()
-        mine, theirs = calls.channel()
-        held.callback(mine.close)
+        caller_end, worker_end = calls.channel()
+        resources.callback(caller_end.close)
         outcome = _CallOutcome()
-        held.callback(outcome.close)
-        with theirs:
-            job = LaunchRequest(**{**vars(request), "call": (file.fileno(), theirs.fileno())})
+        resources.callback(outcome.close)
+        # The workers' end is closed here once the launcher has inherited it.
+        with worker_end:
+            job = LaunchRequest(**{**vars(request), "call": (file.fileno(), worker_end.fileno())})
             launcher = LauncherProcess(
-                job, environment(), mine, outcome.hear, timings=timings().call
+                job, environment(), caller_end, outcome.hear, timings=timings().call
             )
         code = launcher.run()
         if code:
@@ -179,7 +182,7 @@ def _launch(function: Callable[..., T], args: Sequence[Any], request: LaunchRequ
 
 
 def _check(function: Any, request: LaunchRequest) -> None:
-    """Raise `UsageError` for what can't be, with the names that options have in Python."""
+    """Raise `UsageError` for a call that can't be made, with the Python names of options."""
     place = discover()
     if place.launcher == "paceline" or place.size > 1:
         raise UsageError(
@@ -195,12 +198,14 @@ def _check(function: Any, request: LaunchRequest) -> None:
         )
     packing.require()
     if request.sync is not None or request.cut is not None:
-        # or they would be proved in a fork of this process, which may have threads
+        # Without torch in this process, they would be checked in a fork of it. Forking is unsafe
+        # with threads, which a notebook has.
         importlib.import_module("torch")
     try:
         check(request)
         prove(request)
     except UsageError as error:
+        # The launcher's messages have the names of the command line: --min-workers.
         raise type(error)(
             re.sub(
                 r"--([a-z]+(?:-[a-z]+)*)", lambda option: option[1].replace("-", "_"), str(error)
@@ -209,25 +214,28 @@ def _check(function: Any, request: LaunchRequest) -> None:
 
 
 class _CallOutcome:
-    """The outcome of a call as workers and their launcher tell it; statuses are shown at once."""
+    """The outcome of a call, from messages of the workers and their launcher.
+
+    Statuses are shown at once.
+    """
 
     def __init__(self) -> None:
         self._status = StatusRelay(
             NotebookBar if in_kernel() else lambda: StatusLine(choose_display(discover()))
         )
         self._results: dict[int, BinaryIO] = {}
-        # by number: the exception in a line, and its traceback
+        # By worker number: the exception in a line, and its traceback.
         self._failures: dict[int, tuple[str, str]] = {}
-        # the number of who failed first, a line on it, its last words
+        # The number of the worker that failed first, a line on the failure, its last output.
         self._verdict: tuple[int | None, str, str] | None = None
 
     def hear(self, message: CallMessage) -> None:
-        """Take in a message."""
+        """Handle a message of a worker or the launcher."""
         kind, fields, body = message
         if kind == "status":
             self._status.show_report(fields)
         elif kind == "called":
-            # what it was told by a worker that this one has replaced
+            # A worker with this number has started. Drop the messages of one that it replaces.
             self._forget(fields["number"])
         elif kind == "result":
             assert body is not None
@@ -242,9 +250,9 @@ class _CallOutcome:
                 self._verdict = (fields["number"], fields["line"], text)
 
     def results(self, workers: int | None) -> list[Any]:
-        """Values that the function has returned, by rank.
+        """Read the values that the function returned, by rank.
 
-        Raises `WorkerFailed` if one of the `workers` has said nothing.
+        Raises `WorkerFailed` if one of the `workers` sent no result.
         """
         silent = sorted({*range(workers or 0)} - self._results.keys())
         if silent:
@@ -254,14 +262,15 @@ class _CallOutcome:
             )
         return [packing.unpack_result(self._results[number]) for number in sorted(self._results)]
 
-    def failure(self, code: int, said: str) -> WorkerFailed:
-        """Return the error of a call that has failed with this exit code; `said` is the last
-        line of the launcher.
+    def failure(self, code: int, last_line: str) -> WorkerFailed:
+        """Make the error of a failed call.
+
+        `code` is the exit code of the launcher, and `last_line` its last line of output.
         """
         if self._verdict is None:
             return WorkerFailed(
                 f"workers could not be started, or were ended from outside (exit code {code}); "
-                f"their launcher said: {said}"
+                f"their launcher said: {last_line}"
             )
         number, line, tail = self._verdict
         if number is not None and number in self._failures:
@@ -270,7 +279,7 @@ class _CallOutcome:
         return WorkerFailed(f"{line}; it said last:\n\n{tail}" if tail else line, number)
 
     def close(self) -> None:
-        """Let go of the display and of results. Calling it twice is harmless."""
+        """Close the display and the files of results. Calling it twice is harmless."""
         self._status.close()
         for number in list(self._results):
             self._forget(number)

@@ -1,5 +1,6 @@
-"""The progress of a run in a notebook: a bar in the output of the cell, with what the status
-line has; kept when the notebook is saved.
+"""The progress of a run in a notebook: a bar in the output of the cell, above the status line.
+
+It stays in the notebook when that is saved.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from paceline.status.run_status import line
 from paceline.trace import PARTS
 from paceline.unequal.stragglers.lateness import RankLateness
 
-# which colour-blind people tell apart
+# Colours that colour-blind people can tell apart.
 _COLOURS = {"compute": "#0072b2", "exchange": "#e69f00", "wait": "#cc79a7", "data": "#009e73"}
 
 
@@ -35,25 +36,27 @@ def in_kernel() -> bool:
 
 
 class NotebookBar:
-    """Shows how far a run is: a bar, the line of a terminal below it, and which part of the time
-    went where.
+    """Shows the progress of a run: a bar, the parts of the time of a step, and the status line.
 
     `show` is IPython's `display`.
     """
 
     def __init__(self, show: Callable[..., Any] | None = None) -> None:
         self._show = importlib.import_module("IPython.display").display if show is None else show
-        self._handle: Any = None  # what changes the bar that is shown
+        # IPython's handle of the output, which replaces it; None until the first step.
+        self._handle: Any = None
         self._marks: deque[tuple[int, float]] = deque(maxlen=ESTIMATE_WINDOW)
         self._late = self._remark = ""
         self._epoch: tuple[int, int] | None = None
-        # what was shown of the last step, as text and as HTML
+        # The last step, as text and as HTML.
         self._last: tuple[str, str] = ("", "")
-        self._beside = ""  # what was logged of a step once it was over
+        # Values that were logged after their step had ended.
+        self._beside = ""
 
     def step(self, beat: FinishedStep, total: int | None) -> None:
-        """Show the newest step; `beat` has the samples and the seconds of all since the last
-        one.
+        """Show the newest step.
+
+        `beat` has the samples and the seconds of all steps since the last one that was shown.
         """
         self._marks.append((beat.step, beat.time))
         left = estimate_time_left(self._marks, total)
@@ -66,7 +69,7 @@ class NotebookBar:
         self._draw()
 
     def logged(self, step: int, values: Mapping[str, float]) -> None:
-        """Show in a line of its own what was logged of a step once it was over."""
+        """Show values that were logged after their step had ended, in a line of their own."""
         self._beside = format_late_values(step, values)
         self._draw()
 
@@ -83,10 +86,10 @@ class NotebookBar:
             self._handle.update(bundle, raw=True)
 
     def show(self) -> None:
-        """Do nothing: each step was shown, as they come seldom."""
+        """Do nothing: each step is shown at once, because they arrive seldom."""
 
     def at(self, epoch: tuple[int, int] | None) -> None:
-        """Say from the next time on which epoch is under way."""
+        """Set the epoch that is shown from the next step on."""
         self._epoch = epoch
 
     def late(self, latest: RankLateness, host: str, step: float) -> None:
@@ -94,7 +97,7 @@ class NotebookBar:
         self._late = describe_lateness(latest, host, step)
 
     def remark(self, text: str) -> None:
-        """End the line with this text from the next time on."""
+        """Set the remark at the end of the line, from the next step on."""
         self._remark = text
 
     def close(self, total: int | None) -> None:
@@ -102,19 +105,18 @@ class NotebookBar:
 
 
 def drawn(beat: FinishedStep, total: int | None, text: str) -> str:
-    """Draw a bar as HTML: how far it is, the line `text`, and the parts of the time that is in
-    `beat`.
-    """
-    far = f'value="{min(beat.step, total)}" max="{total}"' if total else ""
-    whole = sum(beat.seconds.values())
-    parts = "".join(
-        f'<span title="{part} {beat.seconds.get(part, 0.0) / whole:.0%}" '
+    """Draw a bar as HTML: the progress, the parts of the time in `beat`, and the line `text`."""
+    progress = f'value="{min(beat.step, total)}" max="{total}"' if total else ""
+    total_seconds = sum(beat.seconds.values())
+    coloured_parts = "".join(
+        f'<span title="{part} {beat.seconds.get(part, 0.0) / total_seconds:.0%}" '
         'style="display:inline-block;height:4px;'
-        f'width:{beat.seconds.get(part, 0.0) / whole:.2%};background:{_COLOURS[part]}"></span>'
-        for part in (PARTS if whole > 0 else ())
+        f"width:{beat.seconds.get(part, 0.0) / total_seconds:.2%};"
+        f'background:{_COLOURS[part]}"></span>'
+        for part in (PARTS if total_seconds > 0 else ())
     )
     return (
-        f'<div style="max-width:60em"><progress {far} style="width:100%"></progress>'
+        f'<div style="max-width:60em"><progress {progress} style="width:100%"></progress>'
         "<div "
-        f'style="line-height:4px;font-size:0">{parts}</div><code>{html.escape(text)}</code></div>'
+        f'style="line-height:4px;font-size:0">{coloured_parts}</div><code>{html.escape(text)}</code></div>'
     )

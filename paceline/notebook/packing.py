@@ -1,13 +1,13 @@
-"""Packing of functions and their results by value, if workers can't import them.
+"""Pack functions and their results by value, for workers that can't import them.
 
-They may come from a notebook's cells.
+Functions may come from a notebook's cells, for example.
 
 caller    function, arguments, import path, sources of cells  --> file without a name --> worker
 worker    returned value                                      --> file without a name --> caller
 
-It is pickle, which runs code that it reads. Both files are made by processes of one call and handed
-over as descriptors. No other process can write to them, and they contain only objects that the
-caller's own function has made.
+The format is pickle, which runs code that it reads. This is safe here: both files are made by
+processes of one call and handed over as descriptors. No other process can write to them, and they
+contain only objects that the caller's own function has made.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 from paceline.errors import UsageError
 
-# what objects raise that can't be pickled
+# Raised by objects that can't be pickled.
 _UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError)
 
 
 class PackedCall(NamedTuple):
-    """A call as it travels. `sources`: the lines of the caller's cells, for tracebacks, by file."""
+    """A call in the form in which it travels.
+
+    `sources` has the lines of the caller's cells by file name, for tracebacks.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -37,7 +40,7 @@ class PackedCall(NamedTuple):
 
 
 def require() -> Any:
-    """Return the module cloudpickle. Raises `UsageError` where it isn't installed."""
+    """Import cloudpickle. Raises `UsageError` if it isn't installed."""
     try:
         return importlib.import_module("cloudpickle")
     except ImportError:
@@ -48,11 +51,11 @@ def require() -> Any:
 
 
 def pack_call(function: Callable[..., Any], args: Sequence[Any], file: BinaryIO) -> None:
-    """Write a call.
+    """Write a call to a file.
 
-    Raises `UsageError` for a function, or for arguments, that can't leave this process.
+    Raises `UsageError` for a function or arguments that can't leave this process.
     """
-    # what is needed before anything of the caller's can be imported
+    # The import path goes first: the worker needs it to unpickle objects of the caller's modules.
     _dump((list(sys.path), list(sys.argv)), file)
     try:
         _dump((function, tuple(args), _sources()), file)
@@ -66,15 +69,19 @@ def pack_call(function: Callable[..., Any], args: Sequence[Any], file: BinaryIO)
 
 
 def unpack_call(file: BinaryIO) -> PackedCall:
-    """Read a call; from now on this process has the arguments of its caller, and imports from
-    where that does.
+    """Read a call from a file.
+
+    Also gives this process the import path and the command-line arguments of the caller.
     """
     sys.path[:], sys.argv[:] = pickle.load(file)
     return PackedCall(*pickle.load(file))
 
 
 def pack_result(result: Any, file: BinaryIO) -> None:
-    """Write what a function has returned. Raises `UsageError` for what can't leave this process."""
+    """Write the result of a function to a file.
+
+    Raises `UsageError` for a result that can't leave this process.
+    """
     try:
         _dump(result, file)
     except _UNPICKLABLE as error:
@@ -86,16 +93,18 @@ def pack_result(result: Any, file: BinaryIO) -> None:
 
 
 def unpack_result(file: BinaryIO) -> Any:
-    """Read what a function has returned in a worker of this process's own call."""
+    """Read the result of a function from the file of a worker."""
     return pickle.load(file)
 
 
 def _dump(value: Any, file: BinaryIO) -> None:
     """Pickle a value.
 
-    Functions keep the names of their files, for tracebacks, which cloudpickle would leave out.
+    Functions keep the names of their files, which tracebacks need and cloudpickle leaves out.
     """
     cloudpickle = require()
+    # This relies on cloudpickle having a reducer for `CodeType` in its `dispatch_table`. Without
+    # it, the lookup below raises `KeyError`.
     usual = cloudpickle.Pickler.dispatch_table
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
@@ -107,17 +116,18 @@ def _dump(value: Any, file: BinaryIO) -> None:
 
 
 def _reduce_code(reduce: Callable[[CodeType], tuple[Any, ...]], code: CodeType) -> tuple[Any, ...]:
-    make, parts, *_ = reduce(code)
-    return _placed_code, (make, parts, code.co_filename)
+    make, make_args, *_ = reduce(code)
+    return _placed_code, (make, make_args, code.co_filename)
 
 
-def _placed_code(make: Callable[..., CodeType], parts: Sequence[Any], file: str) -> CodeType:
-    return make(*parts).replace(co_filename=file)
+def _placed_code(make: Callable[..., CodeType], make_args: Sequence[Any], file: str) -> CodeType:
+    return make(*make_args).replace(co_filename=file)
 
 
 def _sources() -> dict[str, Any]:
-    """Return the sources that are in no file: those of a notebook's cells, as `linecache` has
-    them.
+    """Pick the sources in `linecache` that belong to no file: a notebook's cells.
+
+    A `linecache` entry is (size, mtime, lines, name); mtime is None for lines from no file.
     """
     return {
         name: entry

@@ -1,8 +1,8 @@
-"""The launcher of a call as the caller sees it: starts it, shows what it writes, hears what workers
-tell, and ends it.
+"""The launcher of a call, as a child process of the caller.
 
-The caller waits in `run` alone. What interrupts it there (Ctrl-C, a kernel's interrupt) ends all
-workers before it goes on.
+The caller starts it, shows its output, handles the messages of workers, and ends it. It waits in
+`wait_for_end` alone. An interrupt there (Ctrl-C, or the kernel's) ends all workers before it is
+raised to the user.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ Hear = Callable[[CallMessage], object]
 
 
 class _Output:
-    """One output of the launcher on its way to the caller's own, which may be the cell of a
-    notebook.
-    """
+    """Copies one output of the launcher to the caller's own, which may be a notebook's cell."""
 
     def __init__(self, pipe: IO[bytes], name: str) -> None:
         self._pipe, self._name = pipe, name
@@ -40,14 +38,15 @@ class _Output:
         return self._pipe.fileno()
 
     def read(self) -> None:
-        """Show what has come; at the end of the output it is closed."""
+        """Show the bytes that have arrived, and close the pipe at the end of the output."""
         data = os.read(self._pipe.fileno(), 1 << 16)
         text = self._decoder.decode(data, final=not data)
         if not data:
             self.close()
         if text:
             self.tail = (self.tail + text)[-(1 << 12) :]
-            stream = getattr(sys, self._name)  # as it is now: it may have been redirected
+            # Looked up each time, because it may have been redirected.
+            stream = getattr(sys, self._name)
             stream.write(text)
             stream.flush()
 
@@ -59,7 +58,7 @@ class _Output:
 class LauncherProcess:
     """The launcher of a call, with its workers.
 
-    `job.call` has the descriptors that they inherit; `hear` is called with their messages.
+    Workers inherit the descriptors in `job.call`. `hear` is called with each of their messages.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class LauncherProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             pass_fds=job.call,
-            # Ctrl-C on a terminal reaches the caller alone, which passes it on
+            # Ctrl-C on a terminal must reach the caller alone, which then ends the launcher.
             start_new_session=True,
         )
         assert self._process.stdout is not None and self._process.stderr is not None
@@ -91,13 +90,13 @@ class LauncherProcess:
 
     @property
     def last_line(self) -> str:
-        """The last line of its errors."""
+        """Last line of the launcher's errors."""
         return (self._err.tail.strip().splitlines() or [""])[-1]
 
     def run(self) -> int:
-        """Wait for its end, and give the exit code of the job.
+        """Wait until the job has ended, and return its exit code.
 
-        Whatever interrupts that ends the workers first.
+        An exception during the wait ends the workers before it is raised.
         """
         try:
             self._watch(None)
@@ -110,8 +109,9 @@ class LauncherProcess:
                 output.close()
 
     def _watch(self, until: float | None) -> None:
-        """Show and hear all that comes until the launcher has ended, or until that
-        `time.monotonic()`.
+        """Pass on output and messages until the launcher has ended.
+
+        Stops earlier at `until`, a time of `time.monotonic()`.
         """
         while streams := [output for output in (self._out, self._err) if output.open]:
             if until is not None and time.monotonic() >= until:
@@ -124,6 +124,7 @@ class LauncherProcess:
                 if output.fileno() in ready:
                     output.read()
             self._listen()
+        # Messages may arrive between the last poll and the end of the output.
         self._listen()
 
     def _listen(self) -> None:
@@ -131,15 +132,16 @@ class LauncherProcess:
             self._hear(message)
 
     def _end(self) -> None:
-        """End the workers, and the launcher: at once if this is interrupted again."""
+        """End the workers and the launcher; a second interrupt sends the signal again."""
         until = time.monotonic() + self._timings.end
         while self._process.poll() is None and time.monotonic() < until:
             self._process.send_signal(agent.END)
-            # interrupted again, or what is shown goes nowhere any more
+            # A second interrupt, or an output that can't be written to any more.
             with contextlib.suppress(
                 KeyboardInterrupt, OSError, ValueError, subprocess.TimeoutExpired
             ):
                 self._watch(until)
                 self._process.wait(max(0.1, until - time.monotonic()))
-        self._process.kill()  # its janitor ends the rest
+        # If it is still alive now, its janitor ends the workers after the kill.
+        self._process.kill()
         self._process.wait()

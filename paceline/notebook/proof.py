@@ -1,4 +1,4 @@
-"""Proof that what was asked of a launcher makes sense, before any process is started for it."""
+"""Check the options of a launch before any process is started."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from paceline.record.trackers import catalogue
 
 
 def prove(job: LaunchRequest) -> None:
-    """Raise `UsageError` for a strategy, cuts, shares, trackers or a name that no worker could use:
-    once, rather than by each.
+    """Raise `UsageError` for a strategy, cuts, shares, trackers or a name that no worker can use.
 
-    What only the launcher can tell, `paceline.cluster.launcher.request.check` does.
+    So the error appears once, and not once for each worker. `paceline.cluster.launcher.request`
+    checks the options that concern the launcher alone.
     """
     if job.sync is not None:
         notation.prove(job.sync)
@@ -22,7 +22,8 @@ def prove(job: LaunchRequest) -> None:
         notation.shares(job.shares, job.workers if job.hosts == 1 and job.join is None else None)
     if job.report_to is not None:
         specs = catalogue.parse_trackers(job.report_to)
-        if job.hosts == 1:  # else the first worker may run elsewhere
+        # With several hosts, the worker that uses the trackers may run on another host.
+        if job.hosts == 1:
             catalogue.check_trackers_installed(specs)
     if job.name is not None:
         folders.check_run_name(job.name)

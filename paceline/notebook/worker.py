@@ -1,6 +1,4 @@
-"""The program of a worker of `pl.launch`: calls the function that it was sent, and sends back
-what that returns or raises.
-"""
+"""The program of a worker of `pl.launch`: call the function, and send back its result or error."""
 
 from __future__ import annotations
 
@@ -19,10 +17,10 @@ from paceline.session.excepthook import BRIEFLY, brief
 
 
 def main() -> None:
-    """Carry out the call.
+    """Call the function, and send its result to the caller.
 
-    An exception of the function ends this process as it ends a script, and the caller is told of
-    it.
+    An exception in the function ends this process as it would end a script, and is also sent to
+    the caller.
     """
     place = discover()
     call = place.call
@@ -30,15 +28,16 @@ def main() -> None:
     channel = CallChannel.inherited(call.channel)
     sys.excepthook = partial(report, place, channel)
     channel.send("called", {"number": call.number})
-    # with a position of its own: all workers read the same file
+    # Opened again, and not by its descriptor: all workers share the position of that.
     with open(f"/proc/self/fd/{call.file}", "rb") as file:
-        asked = packing.unpack_call(file)
-    linecache.cache.update(asked.sources)
+        packed_call = packing.unpack_call(file)
+    # Tracebacks show the lines of the caller's cells, which are in no file.
+    linecache.cache.update(packed_call.sources)
     try:
-        result = asked.function(*asked.args)
-    except SystemExit as left:
-        if not events.leaves_well(left):
-            send(call, channel, left, left.__traceback__)
+        result = packed_call.function(*packed_call.args)
+    except SystemExit as exit_error:
+        if not events.leaves_well(exit_error):
+            send(call, channel, exit_error, exit_error.__traceback__)
             raise
         result = None
     channel.send("result", {"number": call.number}, partial(packing.pack_result, result))
@@ -51,9 +50,9 @@ def report(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """Tell the launcher and the caller what ends this worker.
+    """Report the exception that ends this worker to the launcher and the caller.
 
-    Shown here, too, where the others go on: then the caller raises nothing.
+    If the other workers continue, the caller raises nothing, so the traceback is also printed here.
     """
     events.report_failure(place, kind, error)
     assert place.call is not None
@@ -67,8 +66,9 @@ def report(
 def send(
     call: CallPlace, channel: CallChannel, error: BaseException, trace: TracebackType | None
 ) -> str:
-    """Send the caller the traceback of an exception, and return it: the part that begins in the
-    function.
+    """Send the traceback of an exception to the caller, and return its text.
+
+    The traceback begins in the user's code.
     """
     text = (
         brief(error, trace)
@@ -85,8 +85,9 @@ def send(
 
 
 def _inside(trace: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback that begins in a user's code; all of it where there is
-    none.
+    """Skip the frames of a traceback before the user's code.
+
+    A traceback without any of the user's code is returned unchanged.
     """
     inner = trace
     while inner is not None and callsite.foreign(inner.tb_frame.f_code.co_filename):
